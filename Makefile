@@ -1,0 +1,33 @@
+# make demo | make test | make test-long: every set-up step is done on first use.
+PY    ?= python3
+TORCH ?= torch==2.13.0
+VENV  := .venv
+BIN   := $(VENV)/bin
+SRC   := $(wildcard csrc/*.h csrc/cpu/* csrc/cuda/*) setup.py pyproject.toml
+
+all: $(VENV)/.built
+
+demo: $(VENV)/.built
+	$(BIN)/python -m apexfx demo
+
+test: $(VENV)/.built
+	$(BIN)/python -m pytest -q -n 2 tests
+
+test-long: $(VENV)/.built
+	$(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
+
+$(BIN)/python:
+	$(PY) -m venv $(VENV) || { $(PY) -m venv --without-pip $(VENV) && $(PY) -m pip --python $@ install -q pip; }
+
+$(VENV)/.torch: | $(BIN)/python
+	$(BIN)/python -m pip install -q "setuptools>=77.0.3" wheel "$(TORCH)"
+	touch $@
+
+$(VENV)/.built: $(VENV)/.torch $(SRC)
+	$(BIN)/python -m pip install -q --no-build-isolation -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build out *.egg-info apexfx/*.so
+
+.PHONY: all demo test test-long clean
