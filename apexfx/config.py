@@ -1,0 +1,221 @@
+"""Every option, its default and its check, once. A bad value is refused here, before anything is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
+VERIFY_LEVELS = ("off", "final", "each")
+LAYOUTS = ("reverse", "ddp")
+HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class OptLevel:
+    """What one of O0-O3 means; Apex's table of properties, without the loss scale.
+
+    Args:
+        patch_ops: cast per op by the rule table (O1) rather than everything at once.
+        cast_model: the parameters and floating inputs are half.
+        keep_batchnorm_fp32: batch norm keeps float32 parameters and statistics.
+        half_parameters: the module's own parameters are half (O3); otherwise they stay float32, as master weights.
+    """
+
+    summary: str
+    patch_ops: bool
+    cast_model: bool
+    keep_batchnorm_fp32: bool
+    half_parameters: bool
+
+
+OPT_LEVELS: dict[str, OptLevel] = {
+    "O0": OptLevel("float32 throughout", False, False, True, False),
+    "O1": OptLevel("casts per op by the rule table; float32 parameters", True, False, True, False),
+    "O2": OptLevel("half everywhere except batch norm; float32 parameters are the masters", False, True, True, False),
+    "O3": OptLevel("half everywhere, parameters included", False, True, False, True),
+}
+
+
+@dataclass(frozen=True)
+class BucketConfig:
+    """How gradients are grouped and averaged across ranks.
+
+    Args:
+        message_size: close a bucket when its element count reaches this (Apex's meaning and default).
+        layout: "reverse" fills buckets in reverse order of the parameters' first use; "ddp" reproduces the buckets of
+            `torch.nn.parallel.DistributedDataParallel`, so that gradients are bitwise equal to its own.
+        bucket_cap_mb: bucket size in MiB for `layout="ddp"`.
+        delay_allreduce: one bucket a dtype, reduced at the end of backward.
+        trigger_params: names of parameters; a bucket is closed when one of these gets its gradient, instead of by size.
+        allreduce_always_fp32: reduce half gradients in float32.
+        gradient_average: divide by the number of ranks; False leaves the sum.
+        gradient_predivide_factor: divide by this before the allreduce, and by world size / this after it.
+        comm_dtype: reduce in this dtype, whatever the gradient's.
+        plan: a `BucketPlan`, or the path of one saved as JSON, replayed instead of being computed.
+        timeout_s: seconds to wait for the other ranks to agree before raising.
+    """
+
+    message_size: int = 10_000_000
+    layout: str = "reverse"
+    bucket_cap_mb: float = 25.0
+    delay_allreduce: bool = False
+    trigger_params: tuple[str, ...] = ()
+    allreduce_always_fp32: bool = False
+    gradient_average: bool = True
+    gradient_predivide_factor: float = 1.0
+    comm_dtype: torch.dtype | None = None
+    plan: Any = None
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        _expect("message_size", self.message_size, isinstance(self.message_size, int) and self.message_size > 0,
+                "a positive number of elements")
+        _one_of("layout", self.layout, LAYOUTS)
+        for name in ("bucket_cap_mb", "gradient_predivide_factor", "timeout_s"):
+            number = getattr(self, name)
+            _expect(name, number, _is_number(number) and number > 0, "a positive number")
+        for name in ("delay_allreduce", "allreduce_always_fp32", "gradient_average"):
+            _expect(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        object.__setattr__(self, "trigger_params", tuple(self.trigger_params))
+        _expect("trigger_params", self.trigger_params, all(isinstance(p, str) for p in self.trigger_params),
+                "names of parameters")
+        if self.delay_allreduce and self.trigger_params:
+            raise ValueError("apexfx: trigger_params starts buckets early and delay_allreduce starts them at the end; "
+                             "give one of them")
+        if self.comm_dtype is not None:
+            _expect("comm_dtype", self.comm_dtype, isinstance(self.comm_dtype, torch.dtype)
+                    and self.comm_dtype.is_floating_point, "a floating torch.dtype or None")
+            if self.allreduce_always_fp32 and self.comm_dtype != torch.float32:
+                raise ValueError(f"apexfx: allreduce_always_fp32=True contradicts comm_dtype={self.comm_dtype}")
+
+
+@dataclass(frozen=True)
+class TransformConfig:
+    """The options of `transform()` and of `torch.compile(backend="apex")`; see `transform` for their meaning."""
+
+    opt_level: str = "O1"
+    dtype: torch.dtype | None = None
+    keep_batchnorm_fp32: bool | None = None
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    sync_bn: bool = False
+    ddp: bool | BucketConfig = False
+    process_group: dist.ProcessGroup | None = None
+    passes: tuple[Any, ...] = ()
+    skip: tuple[str, ...] = ()
+    inner: str = "inductor"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    verify: str = "off"
+
+    def __post_init__(self) -> None:
+        _one_of("opt_level", self.opt_level, OPT_LEVELS, hint="the letter O and a digit")
+        _one_of("inner", self.inner, INNER_COMPILERS)
+        _one_of("verify", self.verify, VERIFY_LEVELS)
+        for name in ("sync_bn", "fullgraph"):
+            _expect(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        for name in ("keep_batchnorm_fp32", "dynamic"):
+            _expect(name, getattr(self, name), getattr(self, name) in (None, True, False), "True, False or None")
+        _expect("ddp", self.ddp, isinstance(self.ddp, (bool, BucketConfig)), "True, False or a BucketConfig")
+        if self.dtype is not None:
+            _expect("dtype", self.dtype, self.dtype in HALF_DTYPES, "torch.float16, torch.bfloat16 or None")
+        if self.process_group is not None:
+            _expect("process_group", self.process_group, isinstance(self.process_group, dist.ProcessGroup),
+                    "a torch.distributed.ProcessGroup or None")
+        self._check_combinations()
+        for name in ("passes", "skip"):
+            given = getattr(self, name)
+            _expect(name, given, isinstance(given, (list, tuple)), "a list or tuple")
+            object.__setattr__(self, name, tuple(given))
+        _expect("skip", self.skip, all(isinstance(s, str) for s in self.skip), "names of passes")
+        _expect("precision", self.precision, isinstance(self.precision, Mapping), "a mapping of names to dtypes")
+
+    def _check_combinations(self) -> None:
+        level = OPT_LEVELS[self.opt_level]
+        if self.keep_batchnorm_fp32 is not None and not level.cast_model:
+            raise ValueError(f"apexfx: keep_batchnorm_fp32={self.keep_batchnorm_fp32} needs opt_level O2 or O3; "
+                             f"at {self.opt_level} batch norm keeps its parameters as they are")
+        if self.dtype is not None and self.opt_level == "O0":
+            raise ValueError(f"apexfx: dtype={self.dtype} has no meaning at O0, which is float32 throughout; "
+                             "choose O1, O2 or O3, or leave dtype out")
+        if self.ddp and not (dist.is_available() and dist.is_initialized()):
+            raise ValueError("apexfx: ddp=True needs a process group; call torch.distributed.init_process_group() first "
+                             "(under torchrun), or leave ddp out for a single process")
+        if self.process_group is not None and not (self.ddp or self.sync_bn):
+            raise ValueError("apexfx: process_group is used by ddp and sync_bn, and neither was asked for")
+
+    @property
+    def level(self) -> OptLevel:
+        """The row of the O0-O3 table, with `keep_batchnorm_fp32` overridden where asked."""
+        level = OPT_LEVELS[self.opt_level]
+        if self.keep_batchnorm_fp32 is not None:
+            level = dataclasses.replace(level, keep_batchnorm_fp32=self.keep_batchnorm_fp32)
+        return level
+
+    @property
+    def buckets(self) -> BucketConfig | None:
+        """The bucket options, or None when gradients are not reduced."""
+        if isinstance(self.ddp, BucketConfig):
+            return self.ddp
+        return BucketConfig() if self.ddp else None
+
+    def half_dtype(self, device: torch.device) -> torch.dtype:
+        """Return the half type on `device`: the one asked for, else float16 on CUDA and bfloat16 on the CPU."""
+        return self.dtype or (torch.float16 if device.type == "cuda" else torch.bfloat16)
+
+    @classmethod
+    def from_options(cls, options: Mapping[str, Any] | None) -> TransformConfig:
+        """Build the config from the keys of `transform()` or `torch.compile(options=...)`.
+
+        Raises:
+            ValueError: for an unknown key, with the nearest known one.
+        """
+        options = dict(options or {})
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in options:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                raise ValueError(f"apexfx: unknown option {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+                                 + f" Known options: {', '.join(known)}")
+        return cls(**options)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options as JSON-able values, for reports and cache keys."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        row["process_group"] = self.process_group.group_name if self.process_group is not None else None
+        row["ddp"] = describe_buckets(self.buckets)
+        row["precision"] = {str(k): str(v) for k, v in sorted(self.precision.items())}
+        row["passes"] = [getattr(p, "name", repr(p)) for p in self.passes]
+        row["dtype"] = str(self.dtype) if self.dtype else None
+        return row
+
+
+def describe_buckets(buckets: BucketConfig | None) -> dict[str, Any] | None:
+    """Return the bucket options as JSON-able values, or None."""
+    if buckets is None:
+        return None
+    row = {f.name: getattr(buckets, f.name) for f in dataclasses.fields(buckets)}
+    row["comm_dtype"] = str(buckets.comm_dtype) if buckets.comm_dtype else None
+    row["plan"] = str(buckets.plan) if buckets.plan is not None else None
+    return row
+
+
+def _is_number(given: Any) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
+
+
+def _expect(name: str, given: Any, ok: bool, expected: str) -> None:
+    if not ok:
+        raise TypeError(f"apexfx: {name}={given!r} ({type(given).__name__}) was given, expected {expected}")
+
+
+def _one_of(name: str, given: Any, choices: Any, *, hint: str = "") -> None:
+    if not isinstance(given, str) or given not in choices:
+        raise ValueError(f"apexfx: {name}={given!r} was given, expected one of {', '.join(map(repr, choices))}"
+                         + (f" ({hint})" if hint else ""))
