@@ -1,5 +1,106 @@
-"""Builds the pure-Python package, and the compiled ops wherever torch and a compiler are at hand."""
+"""Builds the pure-Python package, and the compiled ops wherever torch and a compiler are at hand.
 
-from setuptools import setup
+APEXFX_EXT=0 leaves every compiled op out; APEXFX_CUDA=auto|0|1 builds the CUDA ops when torch has CUDA and nvcc of the
+same major version is found (auto), never, or always. A failure to compile is reported in one sentence and the package
+is installed without those ops: the pure-torch references cover all of them.
+"""
 
-setup()
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_ext import build_ext
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "csrc"))
+import compile_ops  # noqa: E402  csrc/compile_ops.py: how the libraries are made
+
+
+def say(sentence: str) -> None:
+    """Print one sentence about what is built and why."""
+    print(f"apexfx: {sentence}", file=sys.stderr, flush=True)
+
+
+def wants_cuda() -> bool:
+    """Decide whether the CUDA library is built, saying why not."""
+    import torch
+
+    choice = os.environ.get("APEXFX_CUDA", "auto")
+    if choice not in {"auto", "0", "1"}:
+        raise SystemExit(f"apexfx: APEXFX_CUDA is {choice!r}; expected auto, 0 or 1")
+    nvcc = compile_ops.find_nvcc()
+    if choice == "0" or (choice == "auto" and torch.version.cuda is None):
+        return False
+    if nvcc is None:
+        say("nvcc was not found, so the CUDA ops are left out and CUDA tensors use the pure-torch references")
+        return False
+    major = compile_ops.nvcc_version(nvcc)[0]
+    if torch.version.cuda is not None and choice == "auto" and major != int(torch.version.cuda.split(".")[0]):
+        say(f"nvcc is CUDA {major} but torch is CUDA {torch.version.cuda}, so the CUDA ops are left out")
+        return False
+    return True
+
+
+def extensions() -> list[Extension]:
+    """List the libraries to build; empty when torch or the compiler is missing."""
+    if os.environ.get("APEXFX_EXT", "1") == "0":
+        say("APEXFX_EXT=0, so no op is compiled")
+        return []
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        say("torch is not importable in the build environment, so no op is compiled (pure-torch references are used)")
+        return []
+    if compile_ops.find_cxx() is None:
+        say("no C++ compiler was found, so no op is compiled (pure-torch references are used)")
+        return []
+    names = ["apexfx._C_cpu"] + (["apexfx._C_cuda"] if wants_cuda() else [])
+    return [Extension(name, sources=[], optional=True) for name in names]
+
+
+class BuildLibraries(build_ext):
+    """Builds each library by csrc/compile_ops.py, and goes on without it when that fails."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Name the file without a Python ABI tag: it holds no Python symbols."""
+        return os.path.join(*fullname.split(".")) + ".so"
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link one library."""
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        folder = Path("build").resolve()
+        try:
+            if ext.name.endswith("_cuda"):
+                compile_ops.build_cuda(target, folder / "cuda")
+            else:
+                compile_ops.build_cpu(target, folder / "cpu")
+        except (compile_ops.BuildError, OSError) as error:
+            say(f"{error}\napexfx: {ext.name} could not be built, so the pure-torch references are used instead")
+            if os.environ.get("APEXFX_STRICT") == "1":
+                raise SystemExit(1) from error
+
+    def copy_extensions_to_source(self) -> None:
+        """Replace libraries in the source tree atomically: a running process may have them mapped."""
+        for ext in self.extensions:
+            built = Path(self.build_lib) / self.get_ext_filename(ext.name)
+            if built.exists():
+                place = Path(__file__).resolve().parent / self.get_ext_filename(ext.name)
+                fresh = place.with_name(f".{place.name}.{os.getpid()}")
+                shutil.copy2(built, fresh)
+                os.replace(fresh, place)
+
+
+class PlatformWheel(bdist_wheel):
+    """Tags a wheel with libraries py3-none-<platform>: no Python ABI is used."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the wheel's tag."""
+        python, abi, platform = super().get_tag()
+        return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel})

@@ -5,3 +5,48 @@ for the same names, and win by dispatch priority.
 """
 
 from __future__ import annotations
+
+import importlib
+import logging
+import os
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Library:
+    """One compiled library: where it was looked for, whether it is loaded, and why not."""
+
+    device: str
+    path: str
+    loaded: bool
+    reason: str  # "" when loaded; else one sentence, or the loader's own error
+
+
+def _load(device: str) -> Library:
+    path = Path(__file__).resolve().parent.parent / f"_C_{device}.so"
+    if os.environ.get("APEXFX_EXT", "1") == "0":
+        return Library(device, str(path), False, "APEXFX_EXT=0 leaves compiled ops out")
+    if device == "cuda" and torch.version.cuda is None:
+        return Library(device, str(path), False, "this torch has no CUDA")
+    if not path.exists():
+        return Library(device, str(path), False, "not built")
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        _log.info("apexfx: %s is not loaded, the pure-torch references are used: %s", path.name, error)
+        return Library(device, str(path), False, str(error))
+    return Library(device, str(path), True, "")
+
+
+# Every module of this folder whose name does not begin with an underscore is an op family; importing it registers it.
+for _module in pkgutil.iter_modules(__path__):
+    if not _module.name.startswith("_"):
+        importlib.import_module(f"{__name__}.{_module.name}")
+
+LIBRARIES: tuple[Library, ...] = (_load("cpu"), _load("cuda"))

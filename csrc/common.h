@@ -1,0 +1,111 @@
+// What every CPU and CUDA op shares: the stable ABI's types, argument checks, dtype dispatch and layout matching.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#ifdef __CUDACC__
+#define APEXFX_HD __host__ __device__ __forceinline__
+#else
+#define APEXFX_HD inline __attribute__((always_inline))
+#endif
+
+// Compiles a function for AVX-512, AVX2 and plain x86-64 and picks one when the library is loaded, so that one wheel
+// runs on any machine. Whatever the function calls must be always_inline (APEXFX_HD), else it stays baseline code.
+#if !defined(__CUDACC__) && defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && !defined(__clang__)
+#define APEXFX_CLONES __attribute__((target_clones("default", "avx2", "avx512f"), noinline))
+#else
+#define APEXFX_CLONES
+#endif
+
+namespace apexfx {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using Half = c10::Half;
+using BFloat16 = c10::BFloat16;
+
+// Throws std::runtime_error("apexfx::<op>: ...") unless `condition` holds; Python sees a RuntimeError.
+template <typename... Parts>
+inline void check(bool condition, const char* op, const Parts&... parts) {
+  if (condition) return;
+  std::ostringstream message;
+  message << "apexfx::" << op << ": ";
+  (message << ... << parts);
+  throw std::runtime_error(message.str());
+}
+
+inline const char* dtype_name(ScalarType dtype) {
+  switch (dtype) {
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    default: return "an unsupported dtype";
+  }
+}
+
+// Calls f(T{}) with T = float, Half or BFloat16 (and double where `with_double`).
+template <typename F>
+inline void dispatch_float(ScalarType dtype, const char* op, const char* argument, F&& f) {
+  switch (dtype) {
+    case ScalarType::Float: f(float{}); return;
+    case ScalarType::Half: f(Half{}); return;
+    case ScalarType::BFloat16: f(BFloat16{}); return;
+    default: check(false, op, argument, " is ", dtype_name(dtype), "; expected float32, float16 or bfloat16");
+  }
+}
+
+template <typename F>
+inline void dispatch_float_or_double(ScalarType dtype, const char* op, const char* argument, F&& f) {
+  if (dtype == ScalarType::Double) f(double{});
+  else dispatch_float(dtype, op, argument, std::forward<F>(f));
+}
+
+inline bool same_device(const Tensor& a, const Tensor& b) { return a.device() == b.device(); }
+
+inline bool same_sizes(const Tensor& a, const Tensor& b) {
+  auto x = a.sizes(), y = b.sizes();
+  return x.size() == y.size() && std::equal(x.begin(), x.end(), y.begin());
+}
+
+// True where both walk memory in the same order: strides of dimensions longer than one agree.
+inline bool same_strides(const Tensor& a, const Tensor& b) {
+  for (int64_t d = 0; d < a.dim(); ++d)
+    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  return true;
+}
+
+// True where the elements fill one block of memory without gaps or overlap, in any order of dimensions.
+inline bool is_dense(const Tensor& t) {
+  if (t.is_contiguous() || t.numel() < 2) return true;
+  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
+  for (int64_t d = 0; d < t.dim(); ++d)
+    if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
+  std::sort(dims.begin(), dims.end());
+  int64_t expected = 1;
+  for (auto& [stride, size] : dims) {
+    if (stride != expected) return false;
+    expected *= size;
+  }
+  return true;
+}
+
+inline Tensor new_empty_like_dtype(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::new_empty(like, sizes, dtype);
+}
+
+}  // namespace apexfx

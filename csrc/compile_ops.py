@@ -1,0 +1,262 @@
+"""Compile the ops: csrc/cpu/*.cpp into `_C_cpu.so`, csrc/cuda/*.cu into `_C_cuda.so`.
+
+Only the LibTorch stable ABI (target 2.11) is used, so one library serves every torch from 2.11 to 2.15 and every
+Python. `setup.py` calls this file; it can be run by itself too:
+
+    python csrc/compile_ops.py                                            every .cpp, into apexfx/_C_cpu.so
+    python csrc/compile_ops.py --only csrc/cpu/bucket.cpp --out /tmp/a.so  one file, into a library of your own
+    python csrc/compile_ops.py check-cuda                                 every .cu with nvcc, no device needed
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TARGET_VERSION = "0x020b000000000000ULL"  # torch 2.11: the oldest release a library built here must load into
+ARCHITECTURES = ("80", "90", "100")  # A100, H100/H200, B200; the newest also carries PTX for what comes after
+
+# Value-preserving: no errno, no traps, and no contraction, so that every x86-64 machine computes the same bits.
+_CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas",
+              "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off")  # fmt: skip
+_NVCC_FLAGS = ("-std=c++17", "-O3", "--expt-relaxed-constexpr", "--extended-lambda", "-DUSE_CUDA", "-DAPEXFX_CUDA",
+               "-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall", "-Xcudafe", "--display_error_number",
+               "-diag-suppress", "20012", "-Xptxas", "-v,-warn-spills", "-lineinfo")  # fmt: skip
+
+
+class BuildError(RuntimeError):
+    """A compiler or linker failed; the message is one sentence, the tool's output goes before it."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One source file, its object, the command that makes it, and what the tool printed."""
+
+    source: Path
+    object: Path
+    command: tuple[str, ...]
+    log: list[str] = field(default_factory=list, compare=False)
+
+
+def torch_root() -> Path:
+    """Return the folder of the torch package that is importable now."""
+    import torch
+
+    return Path(torch.__file__).resolve().parent
+
+
+def find_cxx() -> str | None:
+    """Return the C++ compiler (`CXX`, else g++, else c++), or None."""
+    name = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    return shutil.which(name[0]) or shutil.which("c++")
+
+
+def find_nvcc() -> str | None:
+    """Return nvcc from `CUDA_HOME`, the path, or /usr/local/cuda; None when there is none."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    candidates = [f"{home}/bin/nvcc"] if home else []
+    candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
+    return next((c for c in candidates if c and os.access(c, os.X_OK)), None)
+
+
+def nvcc_version(nvcc: str) -> tuple[int, int]:
+    """Return nvcc's (major, minor)."""
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    match = re.search(r"release (\d+)\.(\d+)", text)
+    if match is None:
+        raise BuildError(f"{nvcc} --version does not name a release")
+    return int(match[1]), int(match[2])
+
+
+def cuda_library_folders(nvcc: str) -> list[Path]:
+    """Return the toolkit's library folders, whatever the packaging calls them."""
+    home = Path(nvcc).resolve().parent.parent
+    folders = [home / "lib64", home / "lib", home / "targets/x86_64-linux/lib"]
+    folders.append(Path("/usr/local/cuda/lib64"))
+    return [f for f in folders if f.is_dir()]
+
+
+def _includes() -> list[str]:
+    torch_include = torch_root() / "include"
+    return [f"-I{ROOT / 'csrc'}", f"-isystem{torch_include}"]
+
+
+def cpu_units(build: Path, only: list[Path] | None = None) -> list[Unit]:
+    """Return one unit for every csrc/cpu/*.cpp (or for `only`)."""
+    cxx = find_cxx()
+    if cxx is None:
+        raise BuildError("no C++ compiler was found (install g++, or set CXX)")
+    flags = [*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    sources = only or sorted((ROOT / "csrc/cpu").glob("*.cpp"))
+    return [_unit(build, source, (cxx, *flags, *_includes())) for source in sources]
+
+
+def cuda_units(build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only: list[Path] | None = None) -> list[Unit]:
+    """Return one unit for every csrc/cuda/*.cu (or for `only`), with code for every architecture."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("nvcc was not found (put it on the path, or set CUDA_HOME)")
+    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    codes.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    flags = [*_NVCC_FLAGS, f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", *codes]
+    host = find_cxx()
+    if host is not None:
+        flags += ["-ccbin", host]
+    sources = only or sorted((ROOT / "csrc/cuda").glob("*.cu"))
+    return [_unit(build, source, (nvcc, *flags, *_includes())) for source in sources]
+
+
+def _unit(build: Path, source: Path, prefix: tuple[str, ...]) -> Unit:
+    target = build / f"{source.parent.name}_{source.stem}.o"
+    source = source.resolve()
+    name = str(source.relative_to(ROOT)) if source.is_relative_to(ROOT) else str(source)
+    return Unit(source, target, (*prefix, "-c", name, "-o", str(target)))
+
+
+def compile_units(units: list[Unit], jobs: int | None = None) -> None:
+    """Compile what is older than its source, a header or its command; raise BuildError naming the first failure."""
+    headers = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh"}]
+
+    def run(unit: Unit) -> str | None:
+        stamp = unit.object.with_suffix(".command")
+        text = shlex.join(unit.command)
+        newest = max(p.stat().st_mtime for p in [unit.source, *headers])
+        if unit.object.exists() and stamp.exists() and stamp.read_text() == text:
+            if unit.object.stat().st_mtime > newest:
+                return None
+        unit.object.parent.mkdir(parents=True, exist_ok=True)
+        done = subprocess.run(unit.command, cwd=ROOT, capture_output=True, text=True)
+        unit.log.append(done.stdout + done.stderr)
+        if done.returncode:
+            return f"{done.stdout}{done.stderr}\n{Path(unit.command[0]).name} failed on {unit.command[-3]}"
+        stamp.write_text(text)
+        return None
+
+    with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
+        failures = [message for message in pool.map(run, units) if message]
+    if failures:
+        raise BuildError("\n".join(failures))
+
+
+def link(units: list[Unit], target: Path, *, cuda: bool) -> None:
+    """Link the objects into `target`, replacing it atomically (a running process may have it mapped)."""
+    cxx = find_cxx()
+    if cxx is None:
+        raise BuildError("no C++ compiler was found (install g++, or set CXX)")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f".{target.name}.{os.getpid()}")
+    command = [cxx, "-shared", "-o", str(fresh), *(str(u.object) for u in units)]
+    command += [f"-L{torch_root() / 'lib'}", "-Wl,--as-needed", "-ltorch_cpu"]
+    with tempfile.TemporaryDirectory() as stub:
+        if cuda:
+            command += _cuda_link_flags(cxx, Path(stub))
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        fresh.unlink(missing_ok=True)
+        raise BuildError(f"{done.stdout}{done.stderr}\nlinking {target.name} failed")
+    os.replace(fresh, target)
+
+
+def _cuda_link_flags(cxx: str, stub: Path) -> list[str]:
+    """Static cudart, and a NEEDED entry for libtorch_cuda.so.
+
+    torch loads libtorch_cuda without RTLD_GLOBAL, so its symbols resolve only through a NEEDED entry; an empty
+    library of that name gives the entry, also where torch is a CPU build.
+    """
+    nvcc = find_nvcc()
+    if nvcc is None:
+        raise BuildError("nvcc was not found (put it on the path, or set CUDA_HOME)")
+    library = stub / "libtorch_cuda.so"
+    subprocess.run([cxx, "-shared", "-xc", os.devnull, "-o", str(library), "-Wl,-soname,libtorch_cuda.so"], check=True)
+    folders = [f"-L{folder}" for folder in cuda_library_folders(nvcc)]
+    return ["-Wl,--no-as-needed", f"-L{stub}", "-ltorch_cuda", "-Wl,--as-needed", *folders,
+            "-lcudart_static", "-lrt", "-ldl", "-lpthread"]  # fmt: skip
+
+
+@contextlib.contextmanager
+def build_lock(build: Path):
+    """Hold the build folder: two builds at once would write the same objects."""
+    build.mkdir(parents=True, exist_ok=True)
+    with open(build / ".lock", "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def build_cpu(target: Path, build: Path, only: list[Path] | None = None) -> None:
+    """Build the CPU library at `target`."""
+    with build_lock(build):
+        units = cpu_units(build, only)
+        compile_units(units)
+        link(units, target, cuda=False)
+
+
+def build_cuda(
+    target: Path, build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only: list[Path] | None = None
+) -> list[Unit]:
+    """Build the CUDA library at `target`; return the units, whose logs hold ptxas' report."""
+    with build_lock(build):
+        units = cuda_units(build, architectures, only)
+        compile_units(units)
+        link(units, target, cuda=True)
+    return units
+
+
+def main() -> int:
+    """Run from the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="cpu", choices=("cpu", "cuda", "check-cuda"))
+    parser.add_argument("--only", nargs="*", type=Path, help="these sources, not all")
+    parser.add_argument("--out", type=Path, help="the library to write")
+    parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="CUDA architectures, comma separated")
+    arguments = parser.parse_args()
+    only = [path.resolve() for path in arguments.only] if arguments.only else None
+    build = ROOT / "build" / ("cpu" if arguments.what == "cpu" else "cuda")
+    if only and arguments.out:
+        build = arguments.out.resolve().parent / f"{arguments.out.stem}.build"  # never the shared objects
+    architectures = tuple(arguments.arch.split(","))
+    try:
+        if arguments.what == "cpu":
+            build_cpu((arguments.out or ROOT / "apexfx/_C_cpu.so").resolve(), build, only)
+        elif arguments.what == "cuda":
+            build_cuda((arguments.out or ROOT / "apexfx/_C_cuda.so").resolve(), build, architectures, only)
+        else:
+            return check_cuda(build, (arguments.out or build / "_C_cuda.so").resolve(), architectures, only)
+    except BuildError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def check_cuda(build: Path, target: Path, architectures: tuple[str, ...], only: list[Path] | None) -> int:
+    """Compile every .cu, link once, report warnings and spills, audit the symbols; 0 when all is clean."""
+    units = build_cuda(target, build, architectures, only)
+    problems = [line for unit in units for text in unit.log for line in text.splitlines() if _is_problem(line)]
+    for line in problems:
+        print(line)
+    print(f"{len(units)} CUDA sources compiled for sm_{', sm_'.join(architectures)}; {len(problems)} problems")
+    audit = subprocess.run([sys.executable, str(ROOT / "csrc/audit.py"), str(target)])
+    return 1 if problems or audit.returncode else 0
+
+
+def _is_problem(line: str) -> bool:
+    """Tell whether a line of nvcc's output is a warning or a register spill."""
+    if re.search(r"\bwarning\b", line, re.IGNORECASE):
+        return True
+    spill = re.search(r"(\d+) bytes spill stores", line)
+    return spill is not None and int(spill[1]) > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
