@@ -26,6 +26,7 @@ class Placeholder:
         kind: "param", "buffer", "input" or "symint".
         shape, dtype, device: of a tensor; None otherwise.
         requires_grad: whether a gradient may come out for it.
+        stride: of a strided tensor; None otherwise.
     """
 
     index: int
@@ -35,6 +36,7 @@ class Placeholder:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
     requires_grad: bool = False
+    stride: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,9 @@ def _placeholder(index: int, source: str, example: Any) -> Placeholder:
         return Placeholder(index, name, "symint")
     is_parameter = isinstance(example, torch.nn.Parameter)
     kind = "param" if is_parameter else "buffer" if "_buffers[" in source else "input"
-    return Placeholder(index, name, kind, tuple(map(_size, example.shape)), example.dtype, example.device, example.requires_grad)
+    stride = tuple(map(_size, example.stride())) if example.layout == torch.strided else None
+    return Placeholder(index, name, kind, tuple(map(_size, example.shape)), example.dtype, example.device,
+                       example.requires_grad, stride)
 
 
 def _size(size: Any) -> int:

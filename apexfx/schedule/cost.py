@@ -1,0 +1,34 @@
+"""What a stretch of a graph costs, from shapes alone: the floating-point operations of its matrix products.
+
+Elementwise work is not counted: it is bound by memory, and how much of it remains is the inner compiler's decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from ..fx import value
+
+
+def node_flops(node: fx.Node) -> int:
+    """Return the flops of a matrix product, convolution or attention node (a multiply-add counts two); 0 for others.
+
+    A size that is only known at run time is taken at its hint; without one the node counts 0.
+    """
+    formula: Any = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if node.op != "call_function" or formula is None:
+        return 0
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    try:
+        return int(formula(*args, **kwargs, out_val=value(node)))
+    except (TypeError, ValueError, RuntimeError):  # an unbacked size, or a formula for other arguments
+        return 0
+
+
+def flops(nodes: Iterable[fx.Node]) -> int:
+    """Return the flops of several nodes."""
+    return sum(map(node_flops, nodes))
