@@ -43,6 +43,7 @@ def layer_norm(
     differentiable. Half and bfloat16 tensors mix with float32 ones freely, float64 only with itself.
     Raises ValueError or TypeError naming the argument.
     """
+    check_forward("layer_norm", x, {"weight": weight, "bias": bias}, num_dims, eps, dtype)
     return torch.ops.apexfx.layer_norm.default(x, weight, bias, num_dims, eps, dtype, memory_efficient)
 
 

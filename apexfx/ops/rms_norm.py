@@ -43,6 +43,7 @@ def rms_norm(
     Half and bfloat16 tensors mix with float32 ones freely, float64 only with itself.
     Raises ValueError or TypeError naming the argument.
     """
+    check_forward("rms_norm", x, {"weight": weight}, num_dims, eps, dtype)
     return torch.ops.apexfx.rms_norm.default(x, weight, num_dims, eps, dtype, memory_efficient)
 
 

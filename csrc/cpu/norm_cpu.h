@@ -1,0 +1,231 @@
+// Layer norm and RMS norm over the rows of a CPU tensor. Rows are shared among torch's threads; the parameters'
+// gradients are summed over a partition of the rows that depends on their number only, then over the partitions, so
+// the result is the same for any number of threads.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "norm_rows.h"
+#include "vector.h"
+
+namespace apexfx {
+namespace norm {
+
+template <typename T>
+constexpr ScalarType kAccumulate = sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float;
+
+// Uninitialized memory whose rows start on a cache line, so that no vector straddles two.
+template <typename T>
+class Scratch {
+ public:
+  Scratch() = default;
+  explicit Scratch(int64_t n) : memory_(new char[n * sizeof(T) + 64]) {}
+  T* data() const {
+    return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory_.get()) + 63) & ~uintptr_t{63});
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+};
+
+// The length of a scratch row: whole cache lines.
+inline int64_t padded(int64_t n) { return (n + 15) & ~int64_t{15}; }
+
+// Values of any dtype as T, in place where they have it already (float64 never mixes, so double needs no conversion).
+inline const float* values(const void* data, ScalarType dtype, float* scratch, int64_t n) {
+  return load(data, dtype, scratch, n);
+}
+inline const double* values(const void* data, ScalarType, double*, int64_t) { return static_cast<const double*>(data); }
+
+inline void write(const float* in, void* out, ScalarType dtype, int64_t n) { store(in, out, dtype, n); }
+inline void write(const double* in, void* out, ScalarType, int64_t n) {
+  if (in != out) std::copy(in, in + n, static_cast<double*>(out));
+}
+
+// Where a row of `dtype` is computed: in place, or in scratch and then narrowed.
+template <typename T>
+T* destination(void* out, ScalarType dtype, T* scratch) {
+  return dtype == kAccumulate<T> ? static_cast<T*>(out) : scratch;
+}
+
+// A parameter as T; `absent` (one for a weight, zero for a bias) where there is none.
+template <typename T>
+struct Parameter {
+  Scratch<T> scratch;
+  Tensor held;
+  const T* data;
+  Parameter(const std::optional<Tensor>& parameter, T absent, int64_t n) {
+    if (parameter.has_value()) held = dense(*parameter);
+    if (!parameter.has_value() || held.scalar_type() != kAccumulate<T>) scratch = Scratch<T>(n);
+    data = scratch.data();
+    if (parameter.has_value()) data = values(held.const_data_ptr(), held.scalar_type(), scratch.data(), n);
+    else std::fill(scratch.data(), scratch.data() + n, absent);
+  }
+};
+
+inline int64_t grain(int64_t columns) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns)); }
+
+struct Forward {
+  Tensor y, mean, rstd;
+};
+
+template <typename T>
+void forward_rows(const Tensor& x, const Forward& out, const std::optional<Tensor>& weight,
+                  const std::optional<Tensor>& bias, Rows rows, T eps, bool centered) {
+  const int64_t n = rows.columns;
+  const Parameter<T> w(weight, T(1), n), b(bias, T(0), n);
+  const ScalarType x_dtype = x.scalar_type(), y_dtype = out.y.scalar_type();
+  const void* x_data = x.const_data_ptr();
+  void* y_data = out.y.mutable_data_ptr();
+  T* mean_data = centered ? static_cast<T*>(out.mean.mutable_data_ptr()) : nullptr;
+  T* rstd_data = static_cast<T*>(out.rstd.mutable_data_ptr());
+  torch::stable::parallel_for(0, rows.count, grain(n), [&](int64_t begin, int64_t end) {
+    const Scratch<T> x_scratch(x_dtype == kAccumulate<T> ? 0 : n), y_scratch(y_dtype == kAccumulate<T> ? 0 : n);
+    for (int64_t row = begin; row < end; ++row) {
+      const T* in = values(element(x_data, x_dtype, row * n), x_dtype, x_scratch.data(), n);
+      const T mean = centered ? static_cast<T>(sum(in, n) / n) : T(0);
+      const T rstd = static_cast<T>(1 / std::sqrt(sum_of_squares(in, mean, n) / n + eps));
+      void* place = element(y_data, y_dtype, row * n);
+      T* y = destination(place, y_dtype, y_scratch.data());
+      normalize(in, mean, rstd, w.data, b.data, y, n);
+      write(y, place, y_dtype, n);
+      if (centered) mean_data[row] = mean;
+      rstd_data[row] = rstd;
+    }
+  });
+}
+
+inline Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& weight,
+                       const std::optional<Tensor>& bias, int64_t num_dims, double eps,
+                       std::optional<ScalarType> dtype, bool centered) {
+  const Rows rows = check_forward(op, x, weight, bias, num_dims, eps, dtype);
+  const ScalarType accumulate = accumulate_dtype(x.scalar_type());
+  const auto leading = sizes_of(x, x.dim() - num_dims);
+  Forward out;
+  out.y = torch::stable::new_empty(x, sizes_of(x, x.dim()), dtype.value_or(x.scalar_type()));
+  if (centered) out.mean = torch::stable::new_empty(x, leading, accumulate);
+  out.rstd = torch::stable::new_empty(x, leading, accumulate);
+  if (rows.columns == 0) {  // the mean of nothing, as torch
+    if (centered) torch::stable::fill_(out.mean, std::numeric_limits<double>::quiet_NaN());
+    torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());
+  } else if (accumulate == ScalarType::Double) {
+    forward_rows<double>(dense(x), out, weight, bias, rows, eps, centered);
+  } else {
+    forward_rows<float>(dense(x), out, weight, bias, rows, static_cast<float>(eps), centered);
+  }
+  return out;
+}
+
+// The partial sums of the parameters' gradients: one pair of rows for each part of the rows.
+struct Partition {
+  int64_t rows_per_part, parts;
+  explicit Partition(int64_t rows)
+      : rows_per_part(std::max<int64_t>(16, (rows + 63) / 64)), parts((rows + rows_per_part - 1) / rows_per_part) {}
+};
+
+template <typename T>
+void sum_parts(const T* partial, int64_t first, int64_t parts, int64_t n, const Tensor& out) {
+  const ScalarType dtype = out.scalar_type();
+  void* data = out.mutable_data_ptr();
+  torch::stable::parallel_for(0, (n + kBlock - 1) / kBlock, std::max<int64_t>(1, 64 / std::max<int64_t>(1, parts)),
+                              [&](int64_t begin, int64_t end) {
+    T total[kBlock];
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t column = block * kBlock, count = std::min(kBlock, n - column);
+      std::fill(total, total + count, T(0));
+      for (int64_t part = 0; part < parts; ++part) add(partial + (2 * part + first) * padded(n) + column, total, count);
+      write(total, element(data, dtype, column), dtype, count);
+    }
+  });
+}
+
+struct Gradients {
+  Tensor dx, dweight, dbias;
+};
+
+// Rows [begin, end): dx, and where `partial` is given the sums for the parameters (dweight, then dbias).
+template <typename T>
+struct BackwardRows {
+  const Backward& a;
+  Tensor grad, saved;
+  const Tensor& dx;
+  int64_t n;
+  bool centered;
+  Parameter<T> weight, bias;
+
+  void operator()(int64_t begin, int64_t end, T* partial) const {
+    const ScalarType g_dtype = grad.scalar_type(), s_dtype = saved.scalar_type(), dx_dtype = a.input_dtype;
+    const T* mean_data = centered && !a.from_output ? static_cast<const T*>(a.mean->const_data_ptr()) : nullptr;
+    const T* rstd_data = static_cast<const T*>(a.rstd.const_data_ptr());
+    const void *g_data = grad.const_data_ptr(), *s_data = saved.const_data_ptr();
+    void* dx_data = dx.mutable_data_ptr();
+    const int64_t length = padded(n);
+    const Scratch<T> scratch(4 * length);
+    T *g_scratch = scratch.data(), *s_scratch = g_scratch + length, *h_scratch = s_scratch + length;
+    T* dx_scratch = h_scratch + length;
+    for (int64_t row = begin; row < end; ++row) {
+      const T* g = values(element(g_data, g_dtype, row * n), g_dtype, g_scratch, n);
+      const T* x = values(element(s_data, s_dtype, row * n), s_dtype, s_scratch, n);
+      const T rstd = rstd_data[row];
+      RowGradient<T> rg{g, x, weight.data, mean_data ? mean_data[row] : T(0), rstd, n};
+      if (a.from_output) {
+        recover(x, weight.data, bias.data, static_cast<T>(a.eps), h_scratch, n);
+        rg.x = h_scratch;
+        rg.scale = T(1);
+      }
+      double sums[2];
+      gradient_sums(rg, sums);
+      const T mean_g = centered ? static_cast<T>(sums[0] / n) : T(0), mean_gh = static_cast<T>(sums[1] / n);
+      void* place = element(dx_data, dx_dtype, row * n);
+      T* out = destination(place, dx_dtype, dx_scratch);
+      if (partial) gradient_row(rg, mean_g, mean_gh, rstd, out, partial, partial + length);
+      else gradient_row(rg, mean_g, mean_gh, rstd, out);
+      write(out, place, dx_dtype, n);
+    }
+  }
+};
+
+template <typename T>
+void backward_rows(const Backward& a, Rows rows, const Gradients& out, bool centered, bool parameters) {
+  const int64_t n = rows.columns;
+  const BackwardRows<T> run{a, dense(a.grad), dense(a.saved), out.dx, n, centered,
+                            Parameter<T>(a.weight, T(1), n), Parameter<T>(a.bias, T(0), n)};
+  if (!parameters) {
+    torch::stable::parallel_for(0, rows.count, grain(n), [&](int64_t begin, int64_t end) { run(begin, end, nullptr); });
+    return;
+  }
+  const Partition partition(rows.count);
+  const int64_t pair = 2 * padded(n);
+  const Scratch<T> partial(pair * partition.parts);
+  torch::stable::parallel_for(0, partition.parts, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t part = begin; part < end; ++part) {
+      const int64_t first = part * partition.rows_per_part;
+      T* sums = partial.data() + part * pair;
+      std::fill(sums, sums + pair, T(0));
+      run(first, std::min(rows.count, first + partition.rows_per_part), sums);
+    }
+  });
+  if (a.weight.has_value()) sum_parts(partial.data(), 0, partition.parts, n, out.dweight);
+  if (a.bias.has_value()) sum_parts(partial.data(), 1, partition.parts, n, out.dbias);
+}
+
+inline Gradients backward(Backward a, bool centered, bool parameters) {
+  const Rows rows = check_backward(a, centered);
+  a.rstd = dense(a.rstd);
+  if (a.mean.has_value()) a.mean = dense(*a.mean);
+  Gradients out;
+  out.dx = torch::stable::new_empty(a.saved, sizes_of(a.saved, a.saved.dim()), a.input_dtype);
+  if (parameters) {
+    out.dweight = parameter_gradient(a.weight, a.rstd);
+    out.dbias = parameter_gradient(a.bias, a.rstd);
+  }
+  if (rows.columns == 0) return out;
+  if (accumulate_dtype(a.saved.scalar_type()) == ScalarType::Double) backward_rows<double>(a, rows, out, centered, parameters);
+  else backward_rows<float>(a, rows, out, centered, parameters);
+  return out;
+}
+
+}  // namespace norm
+}  // namespace apexfx
