@@ -1,0 +1,390 @@
+"""Batch norm in pieces: local sums, global statistics, normalize, and the two halves of the backward.
+
+The pieces are what `apexfx::sync_batch_norm` is traced into, with one all_reduce between the first and the second:
+
+    bn_local_stats -> (all_reduce) -> bn_global_stats -> bn_normalize
+                                   -> bn_running_stats
+    bn_backward_reduce -> (all_reduce) -> bn_backward_elementwise
+
+`x` is (N, C) or (N, C, L...), float64, float32, float16 or bfloat16, of any strides; results shaped like `x` have the
+strides of `torch.empty_like(x)`, so channels_last stays channels_last. Parameters may be of any floating dtype.
+
+Statistics are float64 whatever the input: [n, sum x, sum x^2] is then additive over ranks (uneven and empty ones
+included), and sum x^2 / n - mean^2 keeps float32 accuracy up to |mean| / std of about 1e4. The mean stays float64 so
+that x - mean is right when |mean| >> std, where one float32 mean would be wrong by half a unit of |mean|. These are
+vectors of C elements: what is done once per element of `x` is done in float32 (float64 for float64 input).
+
+These operators have no derivative of their own; `sync_batch_norm` carries the formula.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
+_LIBRARY.define("bn_local_stats(Tensor x) -> Tensor")
+_LIBRARY.define("bn_global_stats(Tensor stats, float eps) -> (Tensor mean, Tensor invstd)")
+_LIBRARY.define(
+    "bn_running_stats(Tensor stats, Tensor running_mean, Tensor running_var, Tensor? num_batches_tracked, "
+    "float? momentum) -> (Tensor new_running_mean, Tensor new_running_var)"
+)
+_LIBRARY.define(
+    "bn_normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight=None, Tensor? bias=None, "
+    "Tensor? residual=None, bool relu=False) -> Tensor"
+)
+_LIBRARY.define(
+    "bn_backward_reduce(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, "
+    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor"
+)
+_LIBRARY.define(
+    "bn_backward_elementwise(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, Tensor sums, Tensor count, "
+    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor"
+)
+
+_INPUT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def bn_local_stats(x: Tensor) -> Tensor:
+    """Return [n, sum x (C), sum x^2 (C)] per channel of `x`: (N, C, ...), as float64 of 2C + 1; zeros if N is 0."""
+    return torch.ops.apexfx.bn_local_stats(x)
+
+
+def bn_global_stats(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / sqrt(biased variance + eps), float64 of C, from summed `stats` (float64 of 2C + 1).
+
+    An empty global batch has mean 0 and variance 0.
+    """
+    return torch.ops.apexfx.bn_global_stats(stats, eps)
+
+
+def bn_running_stats(
+    stats: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the new running buffers, (1 - momentum) * old + momentum * batch, in the dtypes of the old ones.
+
+    The variance is unbiased; of a single value it is 0. `momentum=None` is the cumulative average, 1 /
+    `num_batches_tracked` (already counted up). An empty global batch leaves the buffers as they are.
+
+    Apart from `bn_global_stats`, because activation checkpointing computes that one again in the backward pass, when
+    the old buffers are gone.
+    """
+    return torch.ops.apexfx.bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+
+
+def bn_normalize(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """Return (x - mean) * invstd * weight + bias [+ residual] [then ReLU], rounded once to the dtype of `x`."""
+    return torch.ops.apexfx.bn_normalize(x, mean, invstd, weight, bias, residual, relu)
+
+
+def bn_backward_reduce(
+    grad_output: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """Return [sum g (C), sum g * (x - mean) (C)], float64 of 2C, where g is `grad_output`.
+
+    With `relu`, g is `grad_output` where the normalized value (computed again from `x`) is above 0, else 0.
+    """
+    return torch.ops.apexfx.bn_backward_reduce(grad_output, x, mean, invstd, weight, bias, relu)
+
+
+def bn_backward_elementwise(
+    grad_output: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """Return the gradient of `x`, (g - sum g / n - (x - mean) * invstd^2 * sum g(x - mean) / n) * invstd * weight.
+
+    `sums` is the global result of `bn_backward_reduce`, `count` the global n (float64 of one element).
+    """
+    return torch.ops.apexfx.bn_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias, relu)
+
+
+# ---------------------------------------------------------------------------------------------- pure-torch reference
+
+
+def check_input(op: str, x: Tensor) -> int:
+    """Return the number of channels of `x`."""
+    if x.dtype not in _INPUT_DTYPES:
+        raise TypeError(f"apexfx::{op}: x is {x.dtype}, expected float64, float32, float16 or bfloat16")
+    if x.dim() < 2:
+        raise ValueError(f"apexfx::{op}: x has shape {tuple(x.shape)}, expected (N, C) or (N, C, ...)")
+    return x.shape[1]
+
+
+def check_vector(op: str, name: str, vector: Tensor | None, length: int, dtype: torch.dtype | None = None) -> None:
+    """Raise unless `vector` is None or of shape (length,) and of `dtype` (None: any floating dtype)."""
+    if vector is None:
+        return
+    if vector.dtype != dtype if dtype else not vector.is_floating_point():
+        raise TypeError(f"apexfx::{op}: {name} is {vector.dtype}, expected {dtype or 'a floating dtype'}")
+    if vector.dim() != 1 or vector.shape[0] != length:
+        raise ValueError(f"apexfx::{op}: {name} has shape {tuple(vector.shape)}, expected ({length},), one per channel")
+
+
+def check_like(op: str, name: str, tensor: Tensor | None, x: Tensor) -> None:
+    """Raise unless `tensor` is None or has the shape and dtype of `x`."""
+    if tensor is None:
+        return
+    if tensor.dtype != x.dtype:
+        raise TypeError(f"apexfx::{op}: {name} is {tensor.dtype}, expected {x.dtype}, the dtype of x")
+    if tensor.shape != x.shape:
+        raise ValueError(f"apexfx::{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(x.shape)}, the shape of x")
+
+
+def _check_affine(
+    op: str, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> None:
+    """Raise unless every per-channel operand fits `x`."""
+    channels = check_input(op, x)
+    check_vector(op, "mean", mean, channels, torch.float64)
+    check_vector(op, "invstd", invstd, channels, torch.float64)
+    check_vector(op, "weight", weight, channels)
+    check_vector(op, "bias", bias, channels)
+
+
+def _per_channel(vector: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `vector` (C) in `dtype`, shaped to broadcast over `x`."""
+    return vector.to(dtype).view([1, -1] + [1] * (x.dim() - 2))
+
+
+def _sum_per_channel(x: Tensor) -> Tensor:
+    """Return the float64 sum over every dimension but 1."""
+    return x.sum([0, *range(2, x.dim())], dtype=torch.float64)
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _centered(x: Tensor, mean: Tensor) -> Tensor:
+    """Return x - mean in the compute dtype, the mean split in two so that nothing of it is lost."""
+    dtype = _compute_dtype(x)
+    high = mean.to(dtype)
+    return (x.to(dtype) - _per_channel(high, x, dtype)).sub_(_per_channel(mean - high, x, dtype))
+
+
+def _affine(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return (x - mean) * invstd * weight + bias in the compute dtype."""
+    dtype = _compute_dtype(x)
+    scale = invstd if weight is None else invstd * weight
+    y = _centered(x, mean).mul_(_per_channel(scale, x, dtype))
+    return y if bias is None else y.add_(_per_channel(bias, x, dtype))
+
+
+def _masked(
+    grad_output: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool
+) -> Tensor:
+    """Return `grad_output` in the compute dtype, zeroed where ReLU cut the (rounded) normalized value."""
+    grad = grad_output.to(_compute_dtype(x))
+    if not relu:
+        return grad
+    return grad.masked_fill(_affine(x, mean, invstd, weight, bias).to(x.dtype) <= 0, 0)
+
+
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """Return `y` rounded to the dtype of `x`, with the strides of `torch.empty_like(x)`."""
+    return torch.empty_like(x).copy_(y)
+
+
+@torch.library.impl(_LIBRARY, "bn_local_stats", "CompositeExplicitAutograd")
+def _local_stats_reference(x: Tensor) -> Tensor:
+    channels = check_input("bn_local_stats", x)
+    x = x.double()
+    count = x.new_full((1,), x.numel() // channels if channels else 0)
+    return torch.cat([count, _sum_per_channel(x), _sum_per_channel(x * x)])
+
+
+def _check_stats(op: str, stats: Tensor) -> None:
+    if stats.dtype != torch.float64 or stats.dim() != 1 or stats.shape[0] % 2 != 1:
+        raise ValueError(
+            f"apexfx::{op}: stats is {stats.dtype} of {tuple(stats.shape)}, expected float64 of (2C + 1,): "
+            "[n, sum x, sum x^2]"
+        )
+
+
+def _check_global_stats(stats: Tensor, eps: float) -> None:
+    _check_stats("bn_global_stats", stats)
+    if not eps >= 0:
+        raise ValueError(f"apexfx::bn_global_stats: eps is {eps}, expected a number that is not negative")
+
+
+def _check_running_stats(
+    stats: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> None:
+    op = "bn_running_stats"
+    _check_stats(op, stats)
+    check_vector(op, "running_mean", running_mean, stats.shape[0] // 2)
+    check_vector(op, "running_var", running_var, stats.shape[0] // 2)
+    if momentum is None and (num_batches_tracked is None or num_batches_tracked.numel() != 1):
+        raise ValueError(
+            f"apexfx::{op}: num_batches_tracked is {num_batches_tracked}, expected one element, because momentum is "
+            "None (a cumulative average)"
+        )
+    if momentum is None and num_batches_tracked.dtype != torch.int64:
+        raise TypeError(f"apexfx::{op}: num_batches_tracked is {num_batches_tracked.dtype}, expected torch.int64")
+
+
+def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the count (at least 1), the mean and the biased variance."""
+    channels = stats.shape[0] // 2
+    count, total, total_of_squares = stats.split([1, channels, channels])
+    count = count.clamp(min=1)
+    mean = total / count
+    return count, mean, (total_of_squares / count - mean * mean).clamp(min=0)
+
+
+@torch.library.impl(_LIBRARY, "bn_global_stats", "CompositeExplicitAutograd")
+def _global_stats_reference(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    _check_global_stats(stats, eps)
+    _, mean, var = _moments(stats)
+    return mean, (var + eps).rsqrt()
+
+
+@torch.library.impl(_LIBRARY, "bn_running_stats", "CompositeExplicitAutograd")
+def _running_stats_reference(
+    stats: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor]:
+    _check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+    count, mean, var = _moments(stats)
+    unbiased = var * (count / (count - 1).clamp(min=1))
+    share = num_batches_tracked.double().view(1).reciprocal() if momentum is None else count.new_full((1,), momentum)
+    share = torch.where(stats[:1] > 0, share, 0)
+
+    def moved(running: Tensor, batch: Tensor) -> Tensor:
+        return (running + share * (batch - running)).to(running.dtype)
+
+    return moved(running_mean, mean), moved(running_var, unbiased)
+
+
+@torch.library.impl(_LIBRARY, "bn_normalize", "CompositeExplicitAutograd")
+def _normalize_reference(
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    _check_affine("bn_normalize", x, mean, invstd, weight, bias)
+    check_like("bn_normalize", "residual", residual, x)
+    y = _affine(x, mean, invstd, weight, bias)
+    if residual is not None:
+        y = y + residual
+    return _like(y.relu() if relu else y, x)
+
+
+@torch.library.impl(_LIBRARY, "bn_backward_reduce", "CompositeExplicitAutograd")
+def _backward_reduce_reference(
+    grad_output: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    _check_affine("bn_backward_reduce", x, mean, invstd, weight, bias)
+    check_like("bn_backward_reduce", "grad_output", grad_output, x)
+    grad = _masked(grad_output, x, mean, invstd, weight, bias, relu)
+    return torch.cat([_sum_per_channel(grad), _sum_per_channel(grad * _centered(x, mean))])
+
+
+@torch.library.impl(_LIBRARY, "bn_backward_elementwise", "CompositeExplicitAutograd")
+def _backward_elementwise_reference(
+    grad_output: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    invstd: Tensor,
+    sums: Tensor,
+    count: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    op = "bn_backward_elementwise"
+    _check_affine(op, x, mean, invstd, weight, bias)
+    check_like(op, "grad_output", grad_output, x)
+    check_vector(op, "sums", sums, 2 * x.shape[1], torch.float64)
+    check_vector(op, "count", count, 1, torch.float64)
+    dtype = _compute_dtype(x)
+    sum_grad, sum_grad_centered = (sums / count.clamp(min=1)).chunk(2)
+    scale = invstd if weight is None else invstd * weight
+    grad = _masked(grad_output, x, mean, invstd, weight, bias, relu)
+    grad = grad - _per_channel(sum_grad, x, dtype)
+    grad = grad - _centered(x, mean) * _per_channel(invstd * invstd * sum_grad_centered, x, dtype)
+    return _like(grad * _per_channel(scale, x, dtype), x)
+
+
+# ------------------------------------------------------------------------------------------------------------- fakes
+
+
+@torch.library.register_fake("apexfx::bn_local_stats", lib=_LIBRARY)
+def _local_stats_fake(x: Tensor) -> Tensor:
+    return x.new_empty(2 * check_input("bn_local_stats", x) + 1, dtype=torch.float64)
+
+
+@torch.library.register_fake("apexfx::bn_global_stats", lib=_LIBRARY)
+def _global_stats_fake(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    _check_global_stats(stats, eps)
+    channels = stats.shape[0] // 2
+    return stats.new_empty(channels), stats.new_empty(channels)
+
+
+@torch.library.register_fake("apexfx::bn_running_stats", lib=_LIBRARY)
+def _running_stats_fake(
+    stats: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor]:
+    _check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+    return running_mean.new_empty(stats.shape[0] // 2), running_var.new_empty(stats.shape[0] // 2)
+
+
+@torch.library.register_fake("apexfx::bn_normalize", lib=_LIBRARY)
+def _normalize_fake(x: Tensor, mean: Tensor, invstd: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake("apexfx::bn_backward_reduce", lib=_LIBRARY)
+def _backward_reduce_fake(grad_output: Tensor, x: Tensor, mean: Tensor, *_: object) -> Tensor:
+    return mean.new_empty(2 * x.shape[1])
+
+
+@torch.library.register_fake("apexfx::bn_backward_elementwise", lib=_LIBRARY)
+def _backward_elementwise_fake(grad_output: Tensor, x: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(x)

@@ -1,0 +1,236 @@
+"""sync_batch_norm: batch norm whose statistics span the ranks of a process group.
+
+One node in a graph that Dynamo captures. It is registered `CompositeImplicitAutograd`, so AOTAutograd traces through it:
+
+    forward   bn_local_stats -> all_reduce -> wait -> bn_global_stats -> bn_normalize
+                                                   -> bn_running_stats -> copied into the running buffers
+    backward  bn_backward_reduce -> all_reduce -> wait -> bn_backward_elementwise
+
+One all_reduce of 2C + 1 float64 numbers forward and one of 2C backward, whatever the number of ranks; exact for uneven
+and empty batches; nothing is read back to the host. The gradients of weight and bias are this rank's sums: data
+parallel training averages them as it does every other gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .. import _torch  # noqa: F401  registers the functional collectives
+from .batch_norm import (
+    bn_backward_elementwise,
+    bn_backward_reduce,
+    bn_global_stats,
+    bn_local_stats,
+    bn_normalize,
+    bn_running_stats,
+    check_input,
+    check_like,
+    check_vector,
+)
+
+_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
+_LIBRARY.define(
+    "sync_batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
+    "float? momentum, float eps, str group_name, Tensor? num_batches_tracked=None, Tensor? residual=None, "
+    "bool relu=False) -> Tensor"
+)
+
+
+def sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    *,
+    momentum: float | None = 0.1,
+    eps: float = 1e-5,
+    group_name: str = "",
+    num_batches_tracked: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """Normalize `x` by the mean and biased variance that its channels have over all ranks of a group (training mode).
+
+    Args:
+        x: (N, C) or (N, C, L...), float64, float32, float16 or bfloat16, any strides; N may differ from rank to rank
+            and may be 0. Statistics are float64, the rest is computed in float32 (float64 for float64).
+        weight, bias: (C,) of any floating dtype, or None.
+        running_mean, running_var: (C,) of any floating dtype, updated in place (the variance unbiased, by the global
+            count), or both None.
+        momentum: share of this batch in the running buffers; None is the cumulative average over
+            `num_batches_tracked`.
+        eps: added to the variance, not negative.
+        group_name: name of the process group (`group_name(process_group)` finds it); "" issues no collective.
+        num_batches_tracked: the count of batches with this one, an integer tensor of one element; read for
+            `momentum=None` only.
+        residual: of the shape and dtype of `x`, added before the ReLU.
+        relu: apply ReLU to the result.
+
+    Returns:
+        A tensor with the shape, dtype and memory format of `x`: rounded once, after residual and ReLU.
+
+    Raises:
+        TypeError, ValueError: an argument of the wrong dtype or shape; one value per channel in all, where that is
+            known without asking the other ranks.
+        NotImplementedError: differentiated twice.
+
+    Source:
+        Ioffe and Szegedy, 2015; gradients through the global statistics as in torch.nn.SyncBatchNorm.
+    """
+    return torch.ops.apexfx.sync_batch_norm.default(
+        x, weight, bias, running_mean, running_var, momentum, eps, group_name, num_batches_tracked, residual, relu
+    )
+
+
+def group_name(process_group: dist.ProcessGroup | None = None) -> str:
+    """Return the `group_name` for `sync_batch_norm`: "" where one rank is all there is.
+
+    Args:
+        process_group: default: all ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return ""
+    process_group = process_group or dist.group.WORLD
+    return process_group.group_name if dist.get_world_size(process_group) > 1 else ""
+
+
+def _check(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    residual: Tensor | None,
+    group: str,
+) -> None:
+    op = "sync_batch_norm"
+    channels = check_input(op, x)
+    for name, vector in (
+        ("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var)
+    ):  # fmt: skip
+        check_vector(op, name, vector, channels)
+    check_like(op, "residual", residual, x)
+    if (running_mean is None) != (running_var is None):
+        raise ValueError(f"apexfx::{op}: one of running_mean and running_var is None; give both or neither")
+    if not group and statically_known_true(x.numel() == channels):
+        raise ValueError(
+            f"apexfx::{op}: expected more than 1 value per channel when training, got x of shape {tuple(x.shape)}; "
+            "use a larger batch, or eval()"
+        )
+
+
+def _all_reduce(sums: Tensor, group: str) -> Tensor:
+    if not group:
+        return sums
+    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(sums, "sum", group))
+
+
+class _Normalize(torch.autograd.Function):
+    """x and what describes it -> y; differentiable once, in x, weight, bias and residual."""
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        count: Tensor,
+        relu: bool,
+        group: str,
+    ) -> Tensor:
+        return bn_normalize(x, mean, invstd, weight, bias, residual, relu)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, weight, bias, residual, mean, invstd, count, ctx.relu, ctx.group = inputs
+        # Without a residual the mask of the ReLU follows from x; with one, from the output, which is read anyway by
+        # whatever comes next.
+        masking_output = output if ctx.relu and residual is not None else None
+        masking_bias = bias if ctx.relu and residual is None else None
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, weight, masking_bias, mean, invstd, count, masking_output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        grads = _NormalizeBackward.apply(
+            grad_output, *ctx.saved_tensors, ctx.relu, ctx.group, ctx.bias_dtype, ctx.needs_input_grad
+        )
+        return *grads, None, None, None, None, None
+
+
+class _NormalizeBackward(torch.autograd.Function):
+    """The gradients of x, weight, bias and residual; a function of its own so that a second derivative says no."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        grad_output: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        mean: Tensor,
+        invstd: Tensor,
+        count: Tensor,
+        output: Tensor | None,
+        relu: bool,
+        group: str,
+        bias_dtype: torch.dtype | None,
+        needs_grad: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        needs_x, needs_weight, needs_bias, needs_residual = needs_grad[:4]
+        if output is not None:
+            grad_output, relu = torch.ops.aten.threshold_backward(grad_output, output, 0), False
+        grad_x = grad_weight = grad_bias = None
+        if needs_x or needs_weight or needs_bias:
+            sums = bn_backward_reduce(grad_output, x, mean, invstd, weight, bias, relu)
+            if needs_weight and weight is not None:
+                grad_weight = (sums[x.shape[1] :] * invstd).to(weight.dtype)
+            if needs_bias and bias_dtype is not None:
+                grad_bias = sums[: x.shape[1]].to(bias_dtype)
+        if needs_x:
+            sums = _all_reduce(sums, group)
+            grad_x = bn_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias, relu)
+        return grad_x, grad_weight, grad_bias, grad_output if needs_residual else None
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "apexfx::sync_batch_norm: second derivatives are not supported; use torch.nn.BatchNorm (local statistics) "
+            "where a gradient is differentiated again"
+        )
+
+
+def _sync_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    group_name: str,
+    num_batches_tracked: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    _check(x, weight, bias, running_mean, running_var, residual, group_name)
+    with torch.no_grad():
+        # Differentiating through the statistics is part of _Normalize.
+        stats = _all_reduce(bn_local_stats(x), group_name)
+        mean, invstd = bn_global_stats(stats, eps)
+        if running_mean is not None and running_var is not None:
+            new_mean, new_var = bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+            running_mean.copy_(new_mean)
+            running_var.copy_(new_var)
+    return _Normalize.apply(x, weight, bias, residual, mean, invstd, stats[:1], relu, group_name)
+
+
+_LIBRARY.impl("sync_batch_norm", _sync_batch_norm, "CompositeImplicitAutograd")

@@ -1,0 +1,220 @@
+"""The batch norm pieces: schema and fakes, values against float64, layouts, sizes, determinism, bad arguments."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from apexfx.ops import batch_norm as module
+from apexfx.ops.batch_norm import (
+    bn_backward_elementwise,
+    bn_backward_reduce,
+    bn_global_stats,
+    bn_local_stats,
+    bn_normalize,
+    bn_running_stats,
+)
+from apexfx.testing import assert_close
+
+OPS = torch.ops.apexfx
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SHAPES = ((0, 3), (1, 1), (5, 7), (0, 3, 4, 4), (1, 5, 3), (4, 8, 16), (3, 5, 7, 9), (2, 33, 17, 19), (2, 3, 2, 3, 4))
+LAYOUTS = ("contiguous", "channels_last", "strided", "permuted")
+
+
+def lay_out(x, layout):
+    """The same values in another memory format: channels innermost, with gaps, or in an order of neither kind."""
+    if layout == "channels_last":
+        return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    if layout == "strided":
+        return torch.stack([x, x], -1)[..., 0]
+    if layout == "permuted":
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    return x.contiguous()
+
+
+def draw(shape, dtype, layout="contiguous", offset=0.0):
+    """x, grad_output, residual (in `layout`), weight, bias (float32, for half input too)."""
+    generator = torch.Generator().manual_seed(0)
+    parameters = torch.float64 if dtype == torch.float64 else torch.float32
+    normal = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
+    x, grad, residual = (lay_out(t.to(dtype), layout) for t in (normal[0] + offset, *normal[1:]))
+    weight = torch.rand(shape[1], generator=generator, dtype=parameters) + 0.5
+    bias = torch.randn(shape[1], generator=generator, dtype=parameters)
+    return x, grad, residual, weight, bias
+
+
+def statistics(x, eps=1e-5):
+    return bn_global_stats(bn_local_stats(x), eps)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_pieces_equal_float64(shape, dtype, layout):
+    x, grad, residual, weight, bias = draw(shape, dtype, layout)
+    dims = [0, *range(2, x.dim())]
+    wide = x.double()
+    stats = bn_local_stats(x)
+    assert stats.dtype == torch.float64
+    assert_close(stats, torch.cat([torch.tensor([x.numel() // x.shape[1]]), wide.sum(dims), wide.square().sum(dims)]),
+                 dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    mean, invstd = statistics(x)
+    shaped = lambda v: v.double().view([1, -1] + [1] * (x.dim() - 2))  # noqa: E731
+    centered = wide - shaped(mean)
+    plain = centered * shaped(invstd * weight) + shaped(bias)
+    for relu, added in itertools.product((False, True), (None, residual)):
+        y = bn_normalize(x, mean, invstd, weight, bias, added, relu)
+        expected = plain if added is None else plain + added
+        assert_close(y, expected.relu() if relu else expected)
+        assert y.stride() == torch.empty_like(x).stride()
+    for relu in (False, True):
+        # The mask belongs to the rounded value, as in an unfused ReLU.
+        masked = grad.double() * (bn_normalize(x, mean, invstd, weight, bias) > 0) if relu else grad.double()
+        sums = bn_backward_reduce(grad, x, mean, invstd, weight, bias, relu)
+        assert_close(sums, torch.cat([masked.sum(dims), (masked * centered).sum(dims)]),
+                     dtype=torch.float64 if dtype == torch.float64 else torch.float32, scale=4)
+        sum_grad, sum_centered = (sums / max(x.numel() // x.shape[1], 1)).chunk(2)
+        gradient = masked - shaped(sum_grad) - centered * shaped(invstd**2 * sum_centered)
+        got = bn_backward_elementwise(grad, x, mean, invstd, sums, stats[:1], weight, bias, relu)
+        assert_close(got, gradient * shaped(invstd * weight), scale=4)
+        assert got.stride() == torch.empty_like(x).stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_kernels_equal_references_and_repeat_exactly(dtype, layout):
+    x, grad, residual, weight, bias = draw((5, 67, 23, 29), dtype, layout)
+    mean, invstd = statistics(x)
+    sums, count = torch.rand(134, dtype=torch.float64), torch.tensor([3335.0], dtype=torch.float64)
+    running = torch.rand(67), torch.rand(67).half()
+    for op, reference, arguments in (
+        (OPS.bn_local_stats, module._local_stats_reference, (x,)),
+        (OPS.bn_global_stats, module._global_stats_reference, (bn_local_stats(x), 1e-5)),
+        (OPS.bn_running_stats, module._running_stats_reference, (bn_local_stats(x), *running, None, 0.1)),
+        (OPS.bn_running_stats, module._running_stats_reference, (bn_local_stats(x), *running, torch.tensor(3), None)),
+        (OPS.bn_normalize, module._normalize_reference, (x, mean, invstd, weight, bias, residual, True)),
+        (OPS.bn_normalize, module._normalize_reference, (x, mean, invstd, None, None, None, False)),
+        (OPS.bn_backward_reduce, module._backward_reduce_reference, (grad, x, mean, invstd, weight, bias, True)),
+        (OPS.bn_backward_reduce, module._backward_reduce_reference, (grad, x, mean, invstd, None, None, True)),
+        (OPS.bn_backward_elementwise, module._backward_elementwise_reference,
+         (grad, x, mean, invstd, sums, count, weight, bias, True)),
+        (OPS.bn_backward_elementwise, module._backward_elementwise_reference,
+         (grad, x, mean, invstd, sums, count, None, None, False)),
+    ):  # fmt: skip
+        got, again, want = op(*arguments), op(*arguments), reference(*arguments)
+        for g, a, w in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, again, want))):
+            assert g.dtype == w.dtype and g.stride() == w.stride() and torch.equal(g, a)
+            wide_op = g.dtype == torch.float64 and dtype != torch.float64
+            assert_close(g, w, dtype=torch.float32 if wide_op else None, scale=4)
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, layout",
+    [((3, 5, 7, 9), torch.float16, layout) for layout in LAYOUTS]
+    + [((0, 3, 4), dtype, "contiguous") for dtype in DTYPES]
+    + [((5, 7), torch.float32, "contiguous")],
+    ids=str,
+)
+def test_opcheck(shape, dtype, layout):
+    x, grad, residual, weight, bias = draw(shape, dtype, layout)
+    stats = bn_local_stats(x)
+    mean, invstd = statistics(x)
+    running = torch.zeros(shape[1]), torch.ones(shape[1]).half()
+    sums = bn_backward_reduce(grad, x, mean, invstd)
+    for op, arguments in (
+        (OPS.bn_local_stats, (x,)),
+        (OPS.bn_global_stats, (stats, 1e-5)),
+        (OPS.bn_running_stats, (stats, *running, torch.tensor(3), None)),
+        (OPS.bn_running_stats, (stats, *running, None, 0.1)),
+        (OPS.bn_normalize, (x, mean, invstd, weight, bias, residual, True)),
+        (OPS.bn_normalize, (x, mean, invstd)),
+        (OPS.bn_backward_reduce, (grad, x, mean, invstd, weight, bias, True)),
+        (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums, stats[:1].clone(), weight, bias, True)),
+    ):
+        torch.library.opcheck(op.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_mean_far_from_zero_keeps_float32_accuracy(dtype):
+    x, _, _, weight, bias = draw((64, 3, 20, 20), dtype, offset=1000.0)
+    mean, invstd = statistics(x)
+    expected = torch.nn.functional.batch_norm(x.double(), None, None, weight.double(), bias.double(), True)
+    # Twice the rounding of one float32 operation on numbers of order 4; a float32 mean would be off by 3e-5.
+    assert (bn_normalize(x, mean, invstd, weight, bias) - expected).abs().max() < 2e-6
+    # A rank with half the rows must agree on the sums.
+    halves = bn_local_stats(x[:17]) + bn_local_stats(x[17:])
+    torch.testing.assert_close(halves, bn_local_stats(x), rtol=1e-9, atol=0)
+
+
+def test_running_buffers():
+    stats = bn_local_stats(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    old = torch.tensor([10.0, 20.0])
+    mean, var = bn_running_stats(stats, old, old.half(), None, 0.25)
+    torch.testing.assert_close(mean, torch.tensor([8.0, 16.0]))
+    torch.testing.assert_close(var, torch.tensor([8.0, 17.0]).half())  # unbiased: 2 and 8
+    mean, var = bn_running_stats(stats, old, old, torch.tensor(2), None)
+    torch.testing.assert_close(mean, torch.tensor([6.0, 12.0]))
+    torch.testing.assert_close(var, torch.tensor([6.0, 14.0]))
+
+
+def test_empty_and_single_value_statistics():
+    old, nothing = torch.tensor([10.0, 20.0]), torch.zeros(5, dtype=torch.float64)
+    assert all(torch.equal(new, old) for new in bn_running_stats(nothing, old, old, None, 0.25))
+    single = bn_local_stats(torch.tensor([[1.0, 2.0]]))
+    torch.testing.assert_close(bn_running_stats(single, old, old, None, 0.25)[1], 0.75 * old)
+    for stats in (nothing, single):
+        torch.testing.assert_close(bn_global_stats(stats, 1e-5)[1], torch.full((2,), 1e-5).double().rsqrt())
+
+
+def test_relu_lets_nan_through_like_torch():
+    x, grad, _, weight, bias = draw((4, 3, 5), torch.float32)
+    mean, invstd = statistics(x)
+    x[1, 2, 3] = float("nan")
+    assert bn_normalize(x, mean, invstd, weight, bias, None, True)[1, 2, 3].isnan()
+    assert bn_normalize(x, mean, invstd, weight, bias).isnan().sum() == 1
+
+
+def bad_calls():
+    """(op, arguments, what the message must name); x is (4, 3, 5)."""
+    x, grad, residual, weight, bias = draw((4, 3, 5), torch.float32)
+    mean, invstd = statistics(x)
+    stats = bn_local_stats(x)
+    sums = torch.zeros(6, dtype=torch.float64)
+    wrong = torch.zeros(4)
+    return [
+        (OPS.bn_local_stats, (x.int(),), "x"),
+        (OPS.bn_local_stats, (x[0, 0],), "x"),
+        (OPS.bn_local_stats, (x.to(torch.complex64),), "x"),
+        (OPS.bn_global_stats, (stats[:-1], 1e-5), "stats"),
+        (OPS.bn_global_stats, (stats.float(), 1e-5), "stats"),
+        (OPS.bn_global_stats, (stats, -1.0), "eps"),
+        (OPS.bn_global_stats, (stats, float("nan")), "eps"),
+        (OPS.bn_running_stats, (stats[:-1], weight, bias, None, 0.1), "stats"),
+        (OPS.bn_running_stats, (stats, wrong, bias, None, 0.1), "running_mean"),
+        (OPS.bn_running_stats, (stats, weight, wrong, None, 0.1), "running_var"),
+        (OPS.bn_running_stats, (stats, weight, bias, None, None), "num_batches_tracked"),
+        (OPS.bn_running_stats, (stats, weight, bias, wrong, None), "num_batches_tracked"),
+        (OPS.bn_running_stats, (stats, weight, bias, wrong[0], None), "num_batches_tracked"),
+        (OPS.bn_normalize, (x, mean.float(), invstd), "mean"),
+        (OPS.bn_normalize, (x, mean, invstd[:2]), "invstd"),
+        (OPS.bn_normalize, (x, mean, invstd, wrong), "weight"),
+        (OPS.bn_normalize, (x, mean, invstd, weight.int()), "weight"),
+        (OPS.bn_normalize, (x, mean, invstd, weight, wrong), "bias"),
+        (OPS.bn_normalize, (x, mean, invstd, weight, bias, residual[:2]), "residual"),
+        (OPS.bn_normalize, (x, mean, invstd, weight, bias, residual.half()), "residual"),
+        (OPS.bn_backward_reduce, (grad[:2], x, mean, invstd), "grad_output"),
+        (OPS.bn_backward_reduce, (grad.double(), x, mean, invstd), "grad_output"),
+        (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums[:5], stats[:1]), "sums"),
+        (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums, stats[:0]), "count"),
+        (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums, stats[:1].float()), "count"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(len(bad_calls())))
+def test_bad_arguments_are_named(case):
+    op, arguments, name = bad_calls()[case]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"apexfx::{op.__name__}: {name} "):
+        op(*arguments)
