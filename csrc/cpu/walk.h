@@ -1,0 +1,69 @@
+// Walks the positions of TensorLists block by block on torch's threads, handing every kernel plain float (or, for
+// float64 tensors, double) pointers.
+#pragma once
+
+#include "../tensor_lists.h"
+#include "vector.h"
+
+namespace apexfx {
+
+class Walk {
+ public:
+  explicit Walk(TensorLists& lists) : positions_(lists.positions()) {
+    std::vector<int64_t> numels;
+    numels.reserve(positions_.size());
+    for (const Position& p : positions_) numels.push_back(p.numel);
+    chunks_ = chunks_of(numels);
+  }
+
+  const std::vector<Position>& positions() const { return positions_; }
+  const std::vector<Chunk>& chunks() const { return chunks_; }
+
+  // Calls f(chunk, values, n) for every block of every chunk; values[k] are the elements of operand k < N (nullptr
+  // where absent). Operands in the bit mask `written` are stored afterwards, those in `unread` are not loaded.
+  // float64 positions come a whole chunk at a time. f must not throw.
+  template <int N, typename F>
+  void run(unsigned written, unsigned unread, F&& f) const {
+    for_each_chunk(chunks_, [&](int64_t i) {
+      const Position& position = positions_[chunks_[i].tensor];
+      if (position.dtype[0] == ScalarType::Double) run_double<N>(position, chunks_[i], f);
+      else run_float<N>(position, chunks_[i], written, unread, f);
+    });
+  }
+
+ private:
+  template <int N, typename F>
+  static void run_double(const Position& position, const Chunk& chunk, F&& f) {
+    double* values[N];
+    for (int k = 0; k < N; ++k)
+      values[k] = position.data[k] ? static_cast<double*>(position.data[k]) + chunk.begin : nullptr;
+    f(chunk, values, chunk.count);
+  }
+
+  template <int N, typename F>
+  static void run_float(const Position& position, const Chunk& chunk, unsigned written, unsigned unread, F&& f) {
+    alignas(64) float scratch[N][kBlock];
+    const int64_t end = chunk.begin + chunk.count;
+    for (int64_t begin = chunk.begin; begin < end; begin += kBlock) {
+      const int64_t n = std::min(kBlock, end - begin);
+      float* values[N];
+      for (int k = 0; k < N; ++k) {
+        values[k] = nullptr;
+        if (position.data[k] == nullptr) continue;
+        void* place = element(position.data[k], position.dtype[k], begin);
+        if (position.dtype[k] == ScalarType::Float) values[k] = static_cast<float*>(place);
+        else if (unread >> k & 1) values[k] = scratch[k];
+        else values[k] = const_cast<float*>(load(place, position.dtype[k], scratch[k], n));
+      }
+      f(chunk, values, n);
+      for (int k = 0; k < N; ++k)
+        if ((written >> k & 1) && values[k] != nullptr)
+          store(values[k], element(position.data[k], position.dtype[k], begin), position.dtype[k], n);
+    }
+  }
+
+  std::vector<Position> positions_;
+  std::vector<Chunk> chunks_;
+};
+
+}  // namespace apexfx

@@ -1,0 +1,176 @@
+"""Optimizer ops: values against float64, skip, clip, determinism, opcheck, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optimizer_cases import COUNTS_STEPS, DTYPES, F32, LAYOUTS, OPS, SCALARS, check, make
+
+from apexfx.ops import optimizers
+from apexfx.testing import assert_close
+
+SMALL = [(), (3,), (2, 3)]
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_values_match_float64_reference(op, dtypes):
+    for layout in LAYOUTS:
+        for variant in OPS[op][1]:
+            for scalars in SCALARS:
+                check(make(op, dtypes, layout, variant, scalars, "cpu"))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_in_the_same_dtype_agrees(op):
+    for dtypes in DTYPES:
+        arguments = make(op, dtypes, "contiguous", {}, SCALARS[1], "cpu")
+        expected = arguments.clone()
+        expected.reference()
+        arguments.call()
+        for name, tensors in arguments.written().items():
+            for actual, wanted in zip(tensors, expected.written()[name]):
+                assert_close(actual, wanted, scale=4.0)
+
+
+@pytest.mark.parametrize("implementation", ["call", "reference"])
+@pytest.mark.parametrize("op", OPS)
+def test_found_inf_skips_everything(op, implementation):
+    for dtypes in DTYPES:
+        arguments = make(op, dtypes, "mixed", {}, {"found_inf": 1.0}, "cpu")
+        arguments.values["grads"][1].fill_(float("nan"))
+        before = arguments.clone()
+        getattr(arguments, implementation)()
+        for name, tensors in arguments.written().items():
+            for actual, old in zip(tensors, before.written()[name]):
+                assert torch.equal(actual, old), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_same_bits_for_every_run_and_number_of_threads(op):
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, 2, 2):
+            torch.set_num_threads(count)
+            arguments = make(op, (F32, F32, torch.bfloat16), "contiguous", {}, {}, "cpu")
+            arguments.call()
+            results.append(arguments.written())
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for name, tensors in results[0].items():
+            assert all(torch.equal(a, b) for a, b in zip(tensors, other[name])), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_opcheck(op):
+    for scalars in SCALARS:
+        arguments = make(op, (F32, torch.bfloat16, torch.bfloat16), "contiguous", {}, scalars, "cpu", sizes=SMALL)
+        torch.library.opcheck(getattr(torch.ops.apexfx, op).default, tuple(arguments.values.values()))
+
+
+def _torch_step(cls, params, grads, steps, **keywords):
+    params = [p.detach().double().clone().requires_grad_() for p in params]
+    optimizer = cls(params, **keywords)
+    for step in range(steps):
+        for p, g in zip(params, grads):
+            p.grad = g.double() * (step + 1)
+        optimizer.step()
+    return params
+
+
+@pytest.mark.parametrize(
+    "op,variant,cls,keywords",
+    [
+        ("adam_", {}, torch.optim.AdamW, {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
+        ("adam_", {"decoupled": False}, torch.optim.Adam, {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
+        ("sgd_", {}, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
+        ("sgd_", {"nesterov": True, "dampening": 0.0}, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("sgd_", {"momentum": 0.0}, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
+        ("adagrad_", {}, torch.optim.Adagrad, {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}),
+    ],
+)  # fmt: skip
+def test_five_steps_equal_torch(op, variant, cls, keywords):
+    arguments = make(op, (F32, F32, None), "contiguous", variant, {}, "cpu")
+    for name in (*OPS[op][0], "step"):
+        value = arguments.values.get(name)
+        for tensor in value if isinstance(value, list) else [value] if value is not None else []:
+            tensor.zero_()
+    expected = _torch_step(cls, arguments.values["params"], arguments.values["grads"], 5, **keywords)
+    grads = [g.clone() for g in arguments.values["grads"]]
+    for step in range(5):
+        arguments.values["grads"] = [g * (step + 1) for g in grads]
+        if op == "sgd_":
+            arguments.values["first_run"] = step == 0
+        arguments.call()
+    for actual, wanted in zip(arguments.values["params"], expected):
+        assert_close(actual, wanted.detach(), scale=8.0)  # five steps
+
+
+@pytest.mark.parametrize("op", COUNTS_STEPS)
+def test_step_is_counted_once_per_call(op):
+    arguments = make(op, (F32, F32, None), "contiguous", {}, {}, "cpu")
+    arguments.call()
+    arguments.call()
+    assert arguments.values["step"].item() == 6.0
+
+
+def test_an_empty_list_does_nothing():
+    step = torch.zeros(())
+    torch.ops.apexfx.adam_.default([], [], [], [], [], step, 1e-3, 0.9, 0.99, 1e-8, 0.0, True, True)
+    assert step.item() == 0.0
+
+
+def _set(name, value):
+    def edit(values):
+        values[name] = value(values[name]) if callable(value) else value
+
+    return edit
+
+
+BAD = [
+    ("adam_", _set("eps", -1.0), "eps"),
+    ("adam_", _set("lr", float("nan")), "lr"),
+    ("adam_", _set("lr", "fast"), "lr"),
+    ("adam_", _set("beta1", 1.0), "beta1"),
+    ("adam_", _set("weight_decay", float("inf")), "weight_decay"),
+    ("adam_", _set("grads", lambda x: x[:-1]), "grads"),
+    ("adam_", _set("grads", lambda x: [g.reshape(-1)[:0] for g in x]), "grads"),
+    ("adam_", _set("exp_avgs", lambda x: [m.half() for m in x]), "exp_avgs"),
+    ("adam_", _set("exp_avg_sqs", lambda x: [m.double() for m in x]), "exp_avg_sqs"),
+    ("adam_", _set("params", lambda x: [p.long() for p in x]), "params"),
+    ("adam_", _set("model_params", lambda x: [torch.zeros(1)]), "model_params"),
+    ("adam_", _set("step", torch.zeros(2)), "step"),
+    ("adam_", _set("step", torch.zeros((), dtype=torch.int64)), "step"),
+    ("adam_", _set("found_inf", torch.zeros(3)), "found_inf"),
+    ("adam_", _set("grads", lambda x: [g.to_sparse() if g.dim() else g for g in x]), "grads"),
+    ("sgd_", _set("momentum_buffers", []), "momentum_buffers"),
+    ("sgd_", _set("dampening", float("nan")), "dampening"),
+    ("novograd_", _set("norm_type", 1), "norm_type"),
+    ("novograd_", _set("norms", lambda x: x[:-1]), "norms"),
+    ("lamb_", _set("clip_coefficient", torch.zeros((), dtype=torch.float64)), "clip_coefficient"),
+    ("adagrad_", _set("sums", lambda x: [s.long() for s in x]), "sums"),
+]
+
+
+@pytest.mark.parametrize("op,edit,name", BAD, ids=[f"{op}{i}" for i, (op, _, _) in enumerate(BAD)])
+@pytest.mark.parametrize("implementation", ["call", "reference"])
+def test_bad_arguments_raise_and_are_named(op, edit, name, implementation):
+    arguments = make(op, (F32, F32, None), "contiguous", {}, {}, "cpu", sizes=SMALL)
+    edit(arguments.values)
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=name):
+        getattr(arguments, implementation)()
+
+
+def test_meta_and_cpu_do_not_mix():
+    arguments = make("adam_", (F32, F32, None), "contiguous", {}, {}, "cpu", sizes=SMALL)
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+        arguments.values["params"][0] = arguments.values["params"][0].to("meta")
+        arguments.reference()
+
+
+def test_every_reference_is_registered():
+    for op in OPS:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"apexfx::{op}", "CompositeExplicitAutograd")
+        assert hasattr(optimizers, f"_{op}reference")
