@@ -4,11 +4,12 @@ What `torch.nn.parallel.DistributedDataParallel` does (reducer.cpp, checked on 2
 reduces one bucket a dtype, in parameter order; then it rebuilds its buckets once, in the order in which the gradients
 became ready, and keeps them. Between two ranks a sum is the same in every layout. From three ranks on, a ring allreduce
 associates it differently by an element's place in the buffer, so that bitwise equality needs the same layout:
-`group` derives the rebuilt one, and `plan_from_ddp` reads it back from a DDP module that has trained for two iterations.
+`group` derives the rebuilt one for the usual modules, and `plan_from_ddp` reads it back from a DDP module for any other.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from .plan import BucketPlan, GradientSpec
 
+_PAIR = re.compile(r"(.*?)(weight|bias|)$", re.DOTALL)
 MIB = 2**20
 DEFAULT_CAP_MB = 25.0
 FIRST_BUCKET_BYTES = 1 * MIB  # torch's _DEFAULT_FIRST_BUCKET_BYTES, used only beside the default cap
@@ -52,22 +54,27 @@ def _ready_order(specs: Sequence[GradientSpec]) -> Iterator[GradientSpec]:
     # its bias. The weight of `linear` is one node further, behind a transpose, and comes after.
     pending = list(specs)
     while pending:
-        last = pending.pop()
-        before = pending[-1] if pending else None
-        if before is not None and len(before.shape) != 2 and _are_weight_and_bias(before.name, last.name):
-            yield pending.pop()
-        yield last
+        pair = [pending.pop()]
+        if pending and _belong_together(pair[0].name, pending[-1].name):
+            pair.append(pending.pop())
+            pair.sort(key=lambda spec: spec.name.endswith("weight"))
+            weight = pair[-1]
+            if len(weight.shape) != 2:
+                pair.reverse()
+        yield from pair
 
 
-def _are_weight_and_bias(weight: str, bias: str) -> bool:
-    return weight.rpartition(".")[::2] == (bias.rpartition(".")[0], "weight") and bias.rpartition(".")[2] == "bias"
+def _belong_together(a: str, b: str) -> bool:
+    # "fc.weight" and "fc.bias", "attention.in_proj_weight" and "attention.in_proj_bias".
+    (stem_a, kind_a), (stem_b, kind_b) = _PAIR.match(a).groups(), _PAIR.match(b).groups()
+    return stem_a == stem_b and {kind_a, kind_b} == {"weight", "bias"}
 
 
 def plan_from_ddp(module: DistributedDataParallel) -> BucketPlan:
     """Return the buckets of a DDP module as a plan: `BucketConfig(layout="ddp", plan=plan_from_ddp(ddp))` replays them.
 
     Args:
-        module: has run two training iterations, so that its buckets are final.
+        module: has run three training iterations: its buckets are final and on record.
 
     Raises:
         TypeError: not a DDP module.
@@ -80,7 +87,8 @@ def plan_from_ddp(module: DistributedDataParallel) -> BucketPlan:
         raise TypeError(f"apexfx: plan_from_ddp() was given a {type(module).__name__}, expected a DistributedDataParallel")
     indices = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     if not indices:
-        raise ValueError("apexfx: this DDP module has not rebuilt its buckets yet; run two training iterations first")
+        raise ValueError("apexfx: this DDP module has no final buckets on record yet; run three training "
+                         "iterations first")
     parameters = [(n, p) for n, p in module.module.named_parameters() if p.requires_grad]
     specs = [GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, p.device, dim_order(p.shape, p.stride()))
              for name, p in parameters]

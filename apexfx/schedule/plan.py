@@ -183,6 +183,7 @@ class BucketPlan:
             odd = sorted(set(given) ^ set(self.parameters)) or sorted({n for n in given if given.count(n) > 1})
             raise ValueError(f"apexfx: regroup() expects every parameter of the plan once; see {odd[0]!r}")
         home = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+        packed = not any(padding for bucket in self.buckets for padding in bucket.padding())
         buckets = []
         for group in filter(None, groups):
             first = home[group[0]][0]
@@ -192,7 +193,7 @@ class BucketPlan:
                                      "a bucket")
             slots = [home[name][1] for name in group]
             buckets.append(dataclasses.replace(first, start_after=None, wait_before=None, window_flops=None,
-                                               **_lay_out(slots, first, packed=self.layout == "ddp")))
+                                               **_lay_out(slots, first, packed=packed)))
         return dataclasses.replace(self, buckets=tuple(buckets), layout="edited")
 
     def for_world_size(self, world_size: int) -> BucketPlan:

@@ -1,0 +1,308 @@
+"""Average parameter gradients across ranks: bucketed allreduce nodes inside the backward graph."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ..capture import Placeholder, gradients
+from ..config import BucketConfig, describe_buckets
+from ..fx import call, fake_mode, value
+from ..pipeline import Pass, PassError
+from ..schedule import cost
+from ..schedule.ddp import dim_order
+from ..schedule.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, plan_buckets
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+prims = torch.ops.prims
+
+MARK = "apexfx_bucket"  # meta key of every node made here: the index of its bucket
+DELAYED = "apexfx_delayed"  # meta key of an allreduce that is to start after all of backward
+_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
+
+
+@dataclass
+class _Reduction:
+    """A gradient to reduce: the node that enters the buffer, and every output that takes the result."""
+
+    spec: GradientSpec
+    source: fx.Node
+    positions: list[int] = field(default_factory=list)
+
+
+class BucketAllreduce(Pass):
+    """Average the parameters' gradients over the ranks, bucket by bucket, while backward still computes.
+
+    Before:  gw = mm(...); gb = view(...); (more backward); return gb, gw
+    After:   gw = mm(...); gb = view(...)
+             flat = cat([reshape(gb), reshape(gw)]); all_reduce_(flat / predivide)      as soon as the bucket is full
+             (more backward)
+             flat = wait_tensor(...) / postdivide; return split(flat)                   as late as possible
+
+    The buffer is private to the allreduce, which works in place. Which gradients share it, and where, is the
+    `BucketPlan`: computed from the parameters alone, or replayed from `config.plan`. The numeric tier becomes
+    "changes_dtype" for a graph in which a bucket is summed in half precision.
+
+    Args:
+        placeholders: the inputs of the captured forward graph.
+        config: how gradients are grouped, divided and sent.
+        group_name: the process group's.
+        world_size: the process group's.
+
+    Raises:
+        ValueError: a plan for another model or world size; a sparse gradient.
+        TypeError: `config.plan` is neither a plan nor a path.
+    """
+
+    name = "bucket_allreduce"
+    stage = "backward"
+    numeric = "reassociates"
+    provides = ("bucketed",)
+
+    def __init__(self, *, placeholders: Sequence[Placeholder], config: BucketConfig, group_name: str,
+                 world_size: int) -> None:
+        super().__init__()
+        self.placeholders = tuple(placeholders)
+        self.config = config
+        self.group_name = group_name
+        self.world_size = world_size
+        self.replayed = _given_plan(config.plan)
+        self.plan: BucketPlan | None = None
+
+    def begin(self) -> None:
+        super().begin()
+        self.plan = None
+        self.numeric = type(self).numeric
+
+    def options(self) -> dict[str, Any]:
+        return {
+            "config": describe_buckets(self.config), "group": self.group_name, "world_size": self.world_size,
+            "plan": self.replayed.to_json() if self.replayed else None,
+            "parameters": [[p.index, p.name, p.stride] for p in self.placeholders if p.kind == "param"],
+        }
+
+    def artifacts(self) -> dict[str, Any]:
+        return {"plan": self.plan.to_json()} if self.plan else {}
+
+    def why_no_match(self, gm: fx.GraphModule) -> str | None:
+        if _is_bucketed(gm):
+            return None
+        trained = [p.name for p in self.placeholders if p.kind == "param" and p.requires_grad]
+        if trained:
+            return f"no output of the backward graph is a parameter's gradient, though {len(trained)} parameters require one"
+        return "none of the graph's inputs is a parameter that requires a gradient"
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        if _is_bucketed(gm):
+            return PassResult(gm, False)
+        reductions = self._find(gm)
+        if not reductions:
+            return PassResult(gm, False)
+        plan = self._make_plan([r.spec for r in reductions])
+        by_name = {r.spec.name: r for r in reductions}
+        if any(bucket.reduce_dtype in LOW_PRECISION for bucket in plan.buckets):
+            self.numeric = "changes_dtype"
+        emitter = _Emitter(gm, plan, by_name)
+        starts = [emitter.start(index) for index in range(len(plan.buckets))]
+        waits = [emitter.finish(index, start) for index, start in enumerate(starts)]
+        emitter.connect_outputs()
+        for start, bucket in zip(starts, plan.buckets):
+            self.record(start, f"allreduce of {len(bucket.slots)} gradients, {bucket.total_bytes} bytes")
+        self.plan = _located(plan, gm, starts, waits)
+        return PassResult(gm, True)
+
+    def _find(self, gm: fx.GraphModule) -> list[_Reduction]:
+        """Return what to reduce, in the order of the parameters' first use in forward."""
+        found: dict[tuple[fx.Node, torch.dtype], _Reduction] = {}
+        for gradient in sorted(gradients(gm, self.placeholders), key=lambda g: g.parameter.index):
+            parameter, final = gradient.parameter, value(gradient.node)
+            if final.layout != torch.strided:
+                raise ValueError(
+                    f"apexfx: parameter {parameter.name!r} has a gradient of layout {final.layout}, expected torch.strided; "
+                    "a bucket holds dense gradients only. Use sparse=False for that embedding."
+                )
+            if final.numel() == 0:
+                continue
+            source = gradient.node if self.config.allreduce_always_fp32 else _before_upcast(gradient.node)
+            key = (source, final.dtype)
+            if key in found:
+                earlier = found[key]
+                earlier.spec = dataclasses.replace(earlier.spec, shared_with=(*earlier.spec.shared_with, parameter.name))
+                earlier.positions.append(gradient.position)
+                continue
+            order = dim_order(parameter.shape, parameter.stride) if parameter.stride else None
+            spec = GradientSpec(parameter.name, tuple(final.shape), value(source).dtype, final.dtype, final.device, order)
+            found[key] = _Reduction(spec, source, [gradient.position])
+        return list(found.values())
+
+    def _make_plan(self, specs: Sequence[GradientSpec]) -> BucketPlan:
+        if self.replayed is None:
+            return plan_buckets(specs, self.config, self.world_size, self.group_name)
+        self.replayed.check(specs, world_size=self.world_size)
+        return dataclasses.replace(self.replayed, group_name=self.group_name)
+
+
+class _Emitter:
+    """Writes a plan into a backward graph: starts in plan order, then waits, then the outputs."""
+
+    def __init__(self, gm: fx.GraphModule, plan: BucketPlan, reductions: dict[str, _Reduction]) -> None:
+        self.graph = gm.graph
+        self.output = gm.graph.output_node()
+        self.outputs = list(self.output.args[0])
+        self.plan = plan
+        self.reductions = reductions
+        self.mode = fake_mode(gm.graph)
+        self.place = {node: index for index, node in enumerate(gm.graph.nodes)}
+        self.last_placeholder = list(gm.graph.find_nodes(op="placeholder"))[-1]
+        self.previous = self.last_placeholder  # where the previous bucket's chain hangs, in the captured order
+        self.tail = self.last_placeholder  # the last node of that chain
+        self.zeros: dict[Any, fx.Node] = {}
+
+    def start(self, index: int) -> fx.Node:
+        """Insert flatten, pre-divide and allreduce right after the node that completes the bucket."""
+        bucket = self.plan.buckets[index]
+        sources = [self.reductions[slot.parameter].source for slot in bucket.slots]
+        last = max(sources, key=self.place.__getitem__)
+        if bucket.start == "end":
+            anchor, self.previous = self.output.prev, self.output
+        elif self.place[last] > self.place[self.previous]:
+            anchor = self.previous = last
+        else:  # complete already, but every rank issues the buckets in plan order
+            anchor = self.tail
+        with self.graph.inserting_before(anchor.next):
+            flat = self._flatten(index, bucket, sources, like=last)
+            flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype, index, like=last)
+            if flat in sources or self._is_view(flat):
+                flat = self._call(index, aten.clone.default, (flat,), like=last)
+            started = self._call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=last)
+        if bucket.start == "end":
+            started.meta[DELAYED] = True
+        self.tail = started
+        return started
+
+    def finish(self, index: int, started: fx.Node) -> fx.Node:
+        """Insert wait, post-divide and unflatten before the output; return the wait."""
+        bucket = self.plan.buckets[index]
+        with self.graph.inserting_before(self.output):
+            wait = self._call(index, c10d.wait_tensor.default, (started,), like=started)
+            flat = self._scale(wait, 1.0 / bucket.postdivide, bucket.output_dtype, index, like=started)
+            sizes = [size for slot, padding in zip(bucket.slots, bucket.padding()) for size in (slot.numel, padding)]
+            if sizes[1:] == [0]:
+                parts = [flat]
+            else:
+                split = self._call(index, aten.split_with_sizes.default, (flat, sizes), like=started)
+                parts = [self._call(index, operator.getitem, (split, 2 * i), like=started) for i in range(len(bucket.slots))]
+            for slot, part in zip(bucket.slots, parts):
+                result = self._restore(index, slot, part, like=started)
+                for position in self.reductions[slot.parameter].positions:
+                    self.outputs[position] = result  # one node for all: autograd copies it for the second parameter
+        return wait
+
+    def connect_outputs(self) -> None:
+        """Return the reduced gradients, and drop the upcasts that nobody reads any more."""
+        replaced = [node for node, new in zip(self.output.args[0], self.outputs) if node is not new]
+        self.output.args = (tuple(self.outputs),)
+        for node in replaced:
+            while node.op == "call_function" and not node.users and node.target in _CASTS and not node._erased:
+                node, dead = node.args[0], node
+                self.graph.erase_node(dead)
+
+    def _flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
+        pieces = []
+        for slot, source, padding in zip(bucket.slots, sources, bucket.padding()):
+            piece = source
+            if slot.dim_order:
+                piece = self._call(index, aten.permute.default, (piece, list(slot.dim_order)), like=source)
+            if len(slot.shape) != 1:
+                piece = self._call(index, aten.reshape.default, (piece, [-1]), like=source)
+            pieces.append(piece)
+            if padding:
+                pieces.append(self._padding(index, bucket, padding, value(source).device, like=source))
+        return pieces[0] if len(pieces) == 1 else self._call(index, aten.cat.default, (pieces,), like=like)
+
+    def _padding(self, index: int, bucket: Bucket, numel: int, device: torch.device, *, like: fx.Node) -> fx.Node:
+        key = (numel, bucket.dtype, device)
+        if key not in self.zeros:
+            self.zeros[key] = self._call(index, aten.full.default, ([numel], 0), {"dtype": bucket.dtype, "device": device},
+                                         like=like)
+        return self.zeros[key]
+
+    def _scale(self, flat: fx.Node, factor: float, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
+        # In the wider of the two dtypes, and by the reciprocal, as torch DDP and Apex do.
+        widens = dtype.itemsize > value(flat).dtype.itemsize
+        if widens:
+            flat = self._cast(flat, dtype, index, like=like)
+        if factor != 1.0:
+            flat = self._call(index, aten.mul.Tensor, (flat, factor), like=like)
+        return self._cast(flat, dtype, index, like=like)
+
+    def _cast(self, flat: fx.Node, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
+        if value(flat).dtype == dtype:
+            return flat
+        return self._call(index, prims.convert_element_type.default, (flat, dtype), like=like)
+
+    def _restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
+        if slot.dim_order is None:
+            return part if len(slot.shape) == 1 else self._call(index, aten.view.default, (part, list(slot.shape)), like=like)
+        part = self._call(index, aten.view.default, (part, [slot.shape[d] for d in slot.dim_order]), like=like)
+        back = [slot.dim_order.index(d) for d in range(len(slot.dim_order))]
+        return self._call(index, aten.permute.default, (part, back), like=like)
+
+    def _is_view(self, flat: fx.Node) -> bool:
+        return flat.target in (aten.reshape.default, aten.permute.default)
+
+    def _call(self, index: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
+              like: fx.Node) -> fx.Node:
+        node = call(self.graph, target, args, kwargs, like=like, mode=self.mode)
+        node.meta[MARK] = index
+        return node
+
+
+def _given_plan(plan: Any) -> BucketPlan | None:
+    if plan is None or isinstance(plan, BucketPlan):
+        return plan
+    if isinstance(plan, (str, Path)):
+        return BucketPlan.load(plan)
+    raise TypeError(f"apexfx: plan={plan!r} ({type(plan).__name__}) was given, expected a BucketPlan or the path of one")
+
+
+def _is_bucketed(gm: fx.GraphModule) -> bool:
+    return any(MARK in node.meta for node in gm.graph.nodes)
+
+
+def _before_upcast(node: fx.Node) -> fx.Node:
+    """Return the node that `node` merely widens, or `node`."""
+    while node.op == "call_function" and node.target in _CASTS:
+        narrow, wide = value(node.args[0]), value(node)
+        both_float = narrow.dtype.is_floating_point and wide.dtype.is_floating_point
+        if not both_float or narrow.dtype.itemsize >= wide.dtype.itemsize or narrow.device != wide.device:
+            break
+        node = node.args[0]
+    return node
+
+
+def _located(plan: BucketPlan, gm: fx.GraphModule, starts: Sequence[fx.Node], waits: Sequence[fx.Node]) -> BucketPlan:
+    """Return `plan` with the nodes around each bucket's communication, and the matrix products in between."""
+    nodes = list(gm.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    first_wait = min(place[wait] for wait in waits)
+    buckets = []
+    for bucket, start, wait in zip(plan.buckets, starts, waits):
+        before = start
+        while before.meta.get(MARK) is not None:
+            before = before.prev
+        after = wait
+        while after.meta.get(MARK) is not None:
+            after = after.next
+        window = cost.flops(nodes[place[start]:first_wait])
+        buckets.append(dataclasses.replace(bucket, start_after=before.name, wait_before=after.name, window_flops=window))
+    return dataclasses.replace(plan, buckets=tuple(buckets))
