@@ -81,18 +81,26 @@ void forward_rows(const Tensor& x, const Forward& out, const std::optional<Tenso
   void* y_data = out.y.mutable_data_ptr();
   T* mean_data = centered ? static_cast<T*>(out.mean.mutable_data_ptr()) : nullptr;
   T* rstd_data = static_cast<T*>(out.rstd.mutable_data_ptr());
+  const auto normalize_row = [&](int64_t row, const auto* in, auto* y) {
+    const T mean = centered ? static_cast<T>(sum(in, n) / n) : T(0);
+    const T rstd = static_cast<T>(1 / std::sqrt(sum_of_squares(in, mean, n) / n + eps));
+    normalize(in, mean, rstd, w.data, b.data, y, n);
+    if (centered) mean_data[row] = mean;
+    rstd_data[row] = rstd;
+  };
   torch::stable::parallel_for(0, rows.count, grain(n), [&](int64_t begin, int64_t end) {
+    if constexpr (sizeof(T) == 4)
+      if (x_dtype == ScalarType::BFloat16 && y_dtype == ScalarType::BFloat16) {
+        for (int64_t row = begin; row < end; ++row)
+          normalize_row(row, static_cast<const Bf16*>(x_data) + row * n, static_cast<Bf16*>(y_data) + row * n);
+        return;
+      }
     const Scratch<T> x_scratch(x_dtype == kAccumulate<T> ? 0 : n), y_scratch(y_dtype == kAccumulate<T> ? 0 : n);
     for (int64_t row = begin; row < end; ++row) {
-      const T* in = values(element(x_data, x_dtype, row * n), x_dtype, x_scratch.data(), n);
-      const T mean = centered ? static_cast<T>(sum(in, n) / n) : T(0);
-      const T rstd = static_cast<T>(1 / std::sqrt(sum_of_squares(in, mean, n) / n + eps));
       void* place = element(y_data, y_dtype, row * n);
       T* y = destination(place, y_dtype, y_scratch.data());
-      normalize(in, mean, rstd, w.data, b.data, y, n);
+      normalize_row(row, values(element(x_data, x_dtype, row * n), x_dtype, x_scratch.data(), n), y);
       write(y, place, y_dtype, n);
-      if (centered) mean_data[row] = mean;
-      rstd_data[row] = rstd;
     }
   });
 }
@@ -156,35 +164,62 @@ struct BackwardRows {
   Parameter<T> weight, bias;
 
   void operator()(int64_t begin, int64_t end, T* partial) const {
+    if constexpr (sizeof(T) == 4)
+      if (grad.scalar_type() == ScalarType::BFloat16 && saved.scalar_type() == ScalarType::BFloat16 &&
+          a.input_dtype == ScalarType::BFloat16 && !a.from_output)
+        return in_place<Bf16>(begin, end, partial);
+    converted(begin, end, partial);
+  }
+
+  template <typename E>
+  void row(const RowGradient<E, T>& inputs, T rstd, E* out, T* partial) const {
+    double sums[2];
+    gradient_sums(inputs, sums);
+    const T mean_g = centered ? static_cast<T>(sums[0] / n) : T(0), mean_gh = static_cast<T>(sums[1] / n);
+    if (partial) gradients_row(inputs, mean_g, mean_gh, rstd, out, partial, partial + padded(n));
+    else input_gradient_row(inputs, mean_g, mean_gh, rstd, out);
+  }
+
+  // No conversion: the loops widen and round E themselves.
+  template <typename E>
+  void in_place(int64_t begin, int64_t end, T* partial) const {
+    const E *g = static_cast<const E*>(grad.const_data_ptr()), *x = static_cast<const E*>(saved.const_data_ptr());
+    const T *mean = mean_data(), *rstd = rstd_data();
+    E* out = static_cast<E*>(dx.mutable_data_ptr());
+    for (int64_t r = begin; r < end; ++r) {
+      const RowGradient<E, T> inputs{g + r * n, x + r * n, weight.data, mean ? mean[r] : T(0), rstd[r], n};
+      row(inputs, rstd[r], out + r * n, partial);
+    }
+  }
+
+  void converted(int64_t begin, int64_t end, T* partial) const {
     const ScalarType g_dtype = grad.scalar_type(), s_dtype = saved.scalar_type(), dx_dtype = a.input_dtype;
-    const T* mean_data = centered && !a.from_output ? static_cast<const T*>(a.mean->const_data_ptr()) : nullptr;
-    const T* rstd_data = static_cast<const T*>(a.rstd.const_data_ptr());
     const void *g_data = grad.const_data_ptr(), *s_data = saved.const_data_ptr();
     void* dx_data = dx.mutable_data_ptr();
+    const T *mean = mean_data(), *rstd = rstd_data();
     const int64_t length = padded(n);
     const Scratch<T> scratch(4 * length);
     T *g_scratch = scratch.data(), *s_scratch = g_scratch + length, *h_scratch = s_scratch + length;
-    T* dx_scratch = h_scratch + length;
-    for (int64_t row = begin; row < end; ++row) {
-      const T* g = values(element(g_data, g_dtype, row * n), g_dtype, g_scratch, n);
-      const T* x = values(element(s_data, s_dtype, row * n), s_dtype, s_scratch, n);
-      const T rstd = rstd_data[row];
-      RowGradient<T> rg{g, x, weight.data, mean_data ? mean_data[row] : T(0), rstd, n};
+    for (int64_t r = begin; r < end; ++r) {
+      const T* g = values(element(g_data, g_dtype, r * n), g_dtype, g_scratch, n);
+      const T* x = values(element(s_data, s_dtype, r * n), s_dtype, s_scratch, n);
+      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n};
       if (a.from_output) {
         recover(x, weight.data, bias.data, static_cast<T>(a.eps), h_scratch, n);
-        rg.x = h_scratch;
-        rg.scale = T(1);
+        inputs.x = h_scratch;
+        inputs.scale = T(1);
       }
-      double sums[2];
-      gradient_sums(rg, sums);
-      const T mean_g = centered ? static_cast<T>(sums[0] / n) : T(0), mean_gh = static_cast<T>(sums[1] / n);
-      void* place = element(dx_data, dx_dtype, row * n);
-      T* out = destination(place, dx_dtype, dx_scratch);
-      if (partial) gradient_row(rg, mean_g, mean_gh, rstd, out, partial, partial + length);
-      else gradient_row(rg, mean_g, mean_gh, rstd, out);
+      void* place = element(dx_data, dx_dtype, r * n);
+      T* out = destination(place, dx_dtype, h_scratch + length);
+      row(inputs, rstd[r], out, partial);
       write(out, place, dx_dtype, n);
     }
   }
+
+  const T* mean_data() const {
+    return centered && !a.from_output ? static_cast<const T*>(a.mean->const_data_ptr()) : nullptr;
+  }
+  const T* rstd_data() const { return static_cast<const T*>(a.rstd.const_data_ptr()); }
 };
 
 template <typename T>
