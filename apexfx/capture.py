@@ -63,6 +63,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Placeho
         for node in graph_module.graph.nodes:
             if "example_value" in node.meta:
                 node.meta["val"] = node.meta["example_value"]
+            elif node.op in ("call_function", "call_method"):
+                node.meta.setdefault("val", None)  # returns nothing: torch._C._set_grad_enabled
     placeholders = []
     for index, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
         source = getattr(node, "_dynamo_source", None)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ._torch import resolve_process_group
+
 INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("off", "final", "each")
 LAYOUTS = ("reverse", "ddp")
@@ -184,6 +186,16 @@ class TransformConfig:
                 raise ValueError(f"apexfx: unknown option {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
                                  + f" Known options: {', '.join(known)}")
         return cls(**options)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A process group cannot be pickled; its name is looked up again where the model is loaded.
+        group = self.process_group
+        return {**self.__dict__, "process_group": group.group_name if group is not None else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        name = state["process_group"]
+        self.__dict__["process_group"] = resolve_process_group(name) if name is not None and dist.is_initialized() else None
 
     def describe(self) -> dict[str, Any]:
         """Return the options as JSON-able values, for reports and cache keys."""

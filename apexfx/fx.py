@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
-from ._torch import FakeTensor, FakeTensorMode
+from ._torch import FakeTensor, FakeTensorMode, tree_leaves
 
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
@@ -154,6 +153,14 @@ def _body_value(gm: fx.GraphModule, node: fx.Node) -> Any:
     outputs = fx.node.map_arg(body.graph.output_node().args[0], value)
     old = value(node)
     return tuple(outputs) if isinstance(old, tuple) and isinstance(outputs, (tuple, list)) else outputs
+
+
+def named_argument(node: fx.Node, name: str) -> Any:
+    """Return the argument `name` of a node that calls an OpOverload, however it was passed; its default where it was not."""
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
+    raise KeyError(name)
 
 
 def last_use(node: fx.Node) -> fx.Node:

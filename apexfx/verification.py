@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ._torch import resolve_process_group, tree_leaves, tree_map
 from .fx import graphs
 from .invariants import is_collective, is_wait
 from .testing import tolerance
@@ -65,8 +65,6 @@ class _Local(fx.Interpreter):
 
 
 def _world_size(group_name: Any) -> int:
-    from ._torch import resolve_process_group
-
     return dist.get_world_size(resolve_process_group(group_name)) if isinstance(group_name, str) else group_name.size()
 
 

@@ -1,3 +1,114 @@
 """The passes, one a file, and the ordered table that turns a config into a schedule."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..capture import Placeholder
+from ..config import TransformConfig
+from ..pipeline import Pass
+from .bucket_allreduce import BucketAllreduce
+from .cancel_casts import CancelCasts
+from .precision import Precision
+from .schedule_comm import ScheduleComm
+from .sync_batchnorm import SyncBatchnorm
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a schedule depends on besides the options: the captured graph's inputs and the process groups.
+
+    Attributes:
+        placeholders: the inputs of the captured graph.
+        gradients: the group that gradients are averaged over, or None.
+        batch_norm: the group that batch norm statistics are summed over, or None.
+        reduce_gradients: False in the variant for local gradient accumulation.
+    """
+
+    placeholders: Sequence[Placeholder]
+    gradients: dist.ProcessGroup | None
+    batch_norm: dist.ProcessGroup | None
+    reduce_gradients: bool
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are; without any, where the inputs are."""
+        tensors = [p for p in self.placeholders if p.device is not None]
+        tensors.sort(key=lambda p: p.kind != "param")
+        return tensors[0].device if tensors else torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One built-in pass: the option that asks for it, and how it is made; `build` returns None when it was not asked."""
+
+    pass_type: type[Pass]
+    option: str
+    build: Callable[[TransformConfig, Context], Pass | None]
+
+
+def _sync_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
+    if not config.sync_bn or context.batch_norm is None:
+        return None
+    return SyncBatchnorm(group_name=context.batch_norm.group_name)
+
+
+def _precision(config: TransformConfig, context: Context) -> Pass | None:
+    return Precision(level=config.level, half_dtype=config.half_dtype(context.device), overrides=config.precision)
+
+
+def _cancel_casts(config: TransformConfig, context: Context) -> Pass | None:
+    return CancelCasts()
+
+
+def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:
+    if config.buckets is None or context.gradients is None or not context.reduce_gradients:
+        return None
+    return BucketAllreduce(placeholders=context.placeholders, config=config.buckets,
+                           group_name=context.gradients.group_name, world_size=dist.get_world_size(context.gradients))
+
+
+def _schedule_comm(config: TransformConfig, context: Context) -> Pass | None:
+    return ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None
+
+
+TABLE: tuple[Row, ...] = (
+    Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
+    Row(Precision, "opt_level=", _precision),
+    Row(CancelCasts, "always", _cancel_casts),
+    Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
+    Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
+)
+
+
+def schedule(config: TransformConfig, context: Context) -> list[Pass]:
+    """Return the passes for one graph in order: the table's, less `skip=`, then the user's `passes=`.
+
+    Raises:
+        ValueError: `skip=` names a pass that does not exist.
+    """
+    check_skip(config)
+    built = [row.build(config, context) for row in TABLE if row.pass_type.name not in config.skip]
+    return [p for p in built if p is not None] + [p for p in config.passes if p.name not in config.skip]
+
+
+def check_skip(config: TransformConfig) -> None:
+    """Refuse names in `skip=` that no pass has."""
+    known = [row.pass_type.name for row in TABLE] + [getattr(p, "name", "") for p in config.passes]
+    for name in config.skip:
+        if name not in known:
+            raise ValueError(f"apexfx: skip names {name!r}, which is no pass; the passes are {', '.join(known)}")
+
+
+def describe() -> list[dict[str, Any]]:
+    """Return one row a built-in pass, in order: name, stage, numeric tier, what asks for it, summary."""
+    return [
+        {"pass": row.pass_type.name, "stage": row.pass_type.stage, "numeric": row.pass_type.numeric,
+         "asked for by": row.option, "what it does": (row.pass_type.__doc__ or "").strip().splitlines()[0]}
+        for row in TABLE
+    ]

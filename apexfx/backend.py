@@ -1,0 +1,347 @@
+"""torch.compile(backend="apex"): rewrite the Dynamo graph, hand it to the inner compiler with our backward passes.
+
+Forward passes edit the Dynamo graph itself, before AOTAutograd computes its cache key from it. Backward passes are one
+`CustomGraphPass` whose uuid covers everything they depend on; on a cache hit neither runs, and the result is right.
+Wrapping `inner_compile` instead would be skipped silently on a hit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from . import cache, capture, passes
+from ._torch import CustomGraphPass, FakeTensor, active_ddp_module, aot_autograd, compile_fx, inductor_config
+from .agreement import Agreement
+from .config import BucketConfig, TransformConfig
+from .fx import graphs, named_argument, value
+from .gradient_sync import GradientSync
+from .pipeline import Pipeline
+from .report import GraphReport, Report, StageReport
+
+log = logging.getLogger(__name__)
+
+
+class Groups:
+    """The process groups of one model: `gradients` for buckets, `batch_norm` for statistics; None where not used."""
+
+    def __init__(self, config: TransformConfig, *, own_batch_norm_group: bool) -> None:
+        self.gradients: dist.ProcessGroup | None = None
+        self.batch_norm: dist.ProcessGroup | None = None
+        if not (dist.is_available() and dist.is_initialized()):
+            return
+        group = config.process_group or dist.group.WORLD
+        if config.ddp:
+            self.gradients = group
+        if config.sync_bn:
+            # On a shared communicator the small reduction of a batch norm queues behind a bucket of megabytes.
+            self.batch_norm = _same_ranks(group) if own_batch_norm_group and config.ddp else group
+
+    def facts(self) -> dict[str, Any]:
+        """Name and size of each group: part of every cache key."""
+        return {
+            name: [group.group_name, dist.get_world_size(group)] if group is not None else None
+            for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm))
+        }
+
+
+def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
+
+
+class GraphCompiler:
+    """Compiles every graph Dynamo captures for one model: the callable that `torch.compile` is given.
+
+    Args:
+        config: the options.
+        report: where each graph's report goes.
+        groups: the process groups.
+        gradient_sync: watches the gradients of a data-parallel model; None otherwise.
+        agreement: among the ranks of a data-parallel or synchronized model; None otherwise.
+        reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
+    """
+
+    def __init__(
+        self,
+        config: TransformConfig,
+        *,
+        report: Report,
+        groups: Groups,
+        gradient_sync: GradientSync | None = None,
+        agreement: Agreement | None = None,
+        reduce_gradients: bool = True,
+    ) -> None:
+        self.config = config
+        self.report = report
+        self.groups = groups
+        self.gradient_sync = gradient_sync
+        self.agreement = agreement
+        self.reduce_gradients = reduce_gradients
+        self.num_copies = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        placeholders = capture.annotate(gm, example_inputs)
+        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm,
+                                 self.reduce_gradients and not self._averaged_by_ddp())
+        schedule = passes.schedule(self.config, context)
+        pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
+        forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
+        record = GraphReport(len(self.report.graphs), _needs_backward(placeholders), forward,
+                             parameters=tuple(p.name for p in placeholders if p.kind == "param"))
+        self.report.add(record)
+        uuid = cache.uuid(self.config.describe(), pipeline.stage("backward") + pipeline.stage("forward"), {
+            "groups": self.groups.facts(), "reduce": context.reduce_gradients,
+            "inputs": [[p.name, p.kind] for p in placeholders],
+        })
+        key = cache.graph_key(uuid, gm) if uuid is not None and self.config.inner != "eager" else None
+        if key is not None:
+            record.load_backward = functools.partial(cache.load_stage, key)
+        backward = BackwardPasses(pipeline, record, uuid, key)
+        described = self._collectives(gm, placeholders, context)
+        with _traceable_rnn(gm):
+            compiled = _INNER[self.config.inner](gm, example_inputs, backward)
+        return self._guarded(compiled, record, placeholders, described, context)
+
+    def _averaged_by_ddp(self) -> bool:
+        if self.config.ddp and active_ddp_module() is not None:
+            raise ValueError(
+                "apexfx: the model is wrapped in torch.nn.parallel.DistributedDataParallel, which averages the gradients "
+                "itself; with ddp=True they would be averaged twice. Leave out ddp, or do not wrap the model."
+            )
+        return False
+
+    def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder],
+                     context: passes.Context) -> list[Any]:
+        """Describe, in order, everything this graph will communicate, from what every rank can derive alone."""
+        rows: list[Any] = []
+        for graph in graphs(gm):
+            for node in graph.graph.nodes:
+                if node.target is torch.ops.apexfx.sync_batch_norm.default and named_argument(node, "group_name"):
+                    channels = value(node.args[0]).shape[1]
+                    rows.append(["sync_batch_norm", int(channels), named_argument(node, "group_name")])
+        if context.reduce_gradients and self.groups.gradients is not None and _needs_backward(placeholders):
+            rows += [[p.name, list(p.shape or ()), str(p.dtype)] for p in placeholders
+                     if p.kind == "param" and p.requires_grad]
+        return rows
+
+    def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[capture.Placeholder],
+                 described: list[Any], context: passes.Context) -> Callable[..., Any]:
+        """Wrap what runs on every call: agreement before the first, provenance of gradients after each."""
+        sync, agreement = self.gradient_sync, self.agreement
+        if sync is None and (agreement is None or not described):
+            return compiled
+        watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
+        names = [name for _, name in watched]
+        agreed = not described or agreement is None
+
+        def run(*args: Any) -> Any:
+            nonlocal agreed
+            if not agreed:
+                agreement.ensure(f"collectives of graph {record.index}", described)
+                agreed = True
+            if sync is None or not torch.is_grad_enabled():
+                return compiled(*args)
+            for index, name in watched:
+                sync.watch(name, args[index])
+            outputs = compiled(*args)
+            sync.on_forward(names, outputs, reduces=context.reduce_gradients)
+            return outputs
+
+        return run
+
+
+def _traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Keep AOTAutograd off oneDNN's LSTM layer, whose backward it cannot save for (2.11, 2.13: AssertionError)."""
+    has_lstm = any(getattr(node.target, "__name__", "") == "lstm" for g in graphs(gm) for node in g.graph.nodes)
+    return torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext()
+
+
+def _needs_backward(placeholders: Sequence[capture.Placeholder]) -> bool:
+    return torch.is_grad_enabled() and any(p.requires_grad for p in placeholders)
+
+
+def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
+    """Return what makes a fresh copy of the inputs, or None where Dynamo gave fakes."""
+    if any(isinstance(x, FakeTensor) for x in example_inputs):
+        return None
+    return lambda: [x.detach().clone() if isinstance(x, Tensor) else x for x in example_inputs]
+
+
+class BackwardPasses(CustomGraphPass):
+    """The backward schedule, as the object Inductor and AOTAutograd call, and key their caches by.
+
+    Args:
+        pipeline: whose backward stage runs.
+        record: the graph's report.
+        uuid: the cache key, or None to bypass the caches.
+        key: of the report kept beside the cache entry, or None.
+    """
+
+    def __init__(self, pipeline: Pipeline, record: GraphReport, uuid: str | None, key: str | None) -> None:
+        self._pipeline = pipeline
+        self._record = record
+        self._uuid = uuid
+        self.key = key
+        self._user_pass = inductor_config.post_grad_custom_post_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._user_pass is not None:
+            self._user_pass(graph)
+        gm = graph.owning_module
+        if not capture.is_backward(gm):
+            return
+        stage = self.run(gm)
+        if self.key is not None:
+            cache.save_stage(self.key, stage)
+
+    def run(self, gm: fx.GraphModule) -> StageReport:
+        """Run the backward stage over `gm` and put it in the report."""
+        self._record.backward = self._pipeline.run("backward", gm, inputs=_random_inputs(gm))
+        return self._record.backward
+
+    def uuid(self) -> Any:
+        if self._uuid is None or self._user_pass is None:
+            return self._uuid
+        theirs = self._user_pass.uuid() if isinstance(self._user_pass, CustomGraphPass) else None
+        return f"{self._uuid}+{theirs}" if theirs is not None else None
+
+
+def _random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:
+    """Return what makes inputs for a backward graph: saved values and tangents do not exist yet when it is compiled."""
+    vals = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+
+    def make() -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        return [_random_like(val, generator) for val in vals]
+
+    return make
+
+
+def _random_like(val: Any, generator: torch.Generator) -> Any:
+    if not isinstance(val, Tensor):
+        return int(val) if isinstance(val, (int, torch.SymInt)) else val
+    shape, stride = [int(s) for s in val.shape], [int(s) for s in val.stride()]
+    made = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+    if val.dtype.is_floating_point:
+        return made.copy_(torch.rand(shape, generator=generator) + 0.5)
+    return made.zero_()
+
+
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: BackwardPasses) -> Callable[..., Any]:
+    patches = {
+        "post_grad_custom_post_pass": backward,
+        # Inductor's default moves all compute before the collectives and hides nothing.
+        "reorder_for_peak_memory": False,
+    }
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: BackwardPasses) -> Callable[..., Any]:
+    patches = {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: BackwardPasses) -> Callable[..., Any]:
+    def forward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        return _boxed(graph)
+
+    def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        backward.run(graph)
+        graph.recompile()
+        return _boxed(graph)
+
+    compiler = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
+                            keep_inference_input_mutations=True)
+    return compiler(gm, list(example_inputs))
+
+
+def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        taken = list(args)
+        args.clear()  # the boxed convention: the callee owns the arguments, so they can be freed early
+        return gm.forward(*taken)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+_INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}
+
+# One report for every torch.compile(): torch hands each of its graphs the same options object.
+_by_options: dict[int, tuple[Any, GraphCompiler]] = {}
+_last_report: Report | None = None
+
+
+def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None = None,
+         options: dict[str, Any] | None = None, **_: Any) -> Callable[..., Any]:
+    """The `torch.compile` backend "apex"; `options` are the keywords of `apexfx.transform`.
+
+    Found by torch through the package's entry point: import nothing, write `torch.compile(model, backend="apex")`.
+    Parameters are not broadcast and `no_sync()` does not exist here; `transform()` has both.
+    """
+    if mode is not None:
+        raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
+    known = _by_options.get(id(options)) if options is not None else None
+    if known is None:
+        config = TransformConfig.from_options(options)
+        known = (options, compiler_for(config, own_batch_norm_group=False))
+        if options is not None:
+            _by_options[id(options)] = known
+    return known[1](gm, example_inputs)
+
+
+def compiler_for(config: TransformConfig, *, own_batch_norm_group: bool) -> GraphCompiler:
+    """Return the compiler of a new model, with a new report that becomes `last_report()`.
+
+    With `own_batch_norm_group`, every rank must call this.
+    """
+    global _last_report
+    groups = Groups(config, own_batch_norm_group=own_batch_norm_group)
+    group = groups.gradients or groups.batch_norm
+    compiler = _compiler(config, groups, _next_label(group) if group is not None else "")
+    _last_report = compiler.report
+    return compiler
+
+
+def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
+    """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
+    source.num_copies += 1
+    label = f"{source.agreement.label}/copy{source.num_copies}" if source.agreement is not None else ""
+    return _compiler(source.config, source.groups, label)
+
+
+def _compiler(config: TransformConfig, groups: Groups, label: str) -> GraphCompiler:
+    buckets, group = config.buckets, groups.gradients or groups.batch_norm
+    agreement = None
+    if group is not None and dist.get_world_size(group) > 1:
+        agreement = Agreement(group, label, buckets.timeout_s if buckets is not None else BucketConfig().timeout_s)
+    sync = GradientSync(groups.gradients, buckets) if groups.gradients is not None else None
+    return GraphCompiler(config, report=Report(config.describe()), groups=groups, gradient_sync=sync, agreement=agreement)
+
+
+_labels: dict[str, int] = {}
+
+
+def _next_label(group: dist.ProcessGroup) -> str:
+    # Every rank builds its models in the same order, so the n-th of a group is the same model everywhere.
+    name = group.group_name
+    _labels[name] = _labels.get(name, 0) + 1
+    return f"{name}/{_labels[name]}"
+
+
+def last_report() -> Report:
+    """Return the report of the model transformed, or compiled with `backend="apex"`, last."""
+    if _last_report is None:
+        raise RuntimeError("apexfx: nothing was transformed yet; call apexfx.transform(model, ...) or compile a model with "
+                           'torch.compile(model, backend="apex") and run it once')
+    return _last_report

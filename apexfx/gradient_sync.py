@@ -1,0 +1,150 @@
+"""Watches where gradients come from, so that none is left unaveraged without a word; flushes accumulated ones.
+
+The allreduce itself is nodes in the backward graph. What a graph cannot see is a gradient computed outside of it: a
+forward that bypassed the transformed model, a frame that Dynamo left to eager. Each parameter carries one hook that
+knows whether a synchronizing backward is under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import BucketConfig
+
+# parameter -> the hook of the transform that synchronizes it; a later transform of the same module replaces it.
+_hooks: weakref.WeakKeyDictionary[nn.Parameter, Any] = weakref.WeakKeyDictionary()
+
+
+class UnsynchronizedGradientError(RuntimeError):
+    """A gradient was computed where nothing averages it across ranks."""
+
+
+class GradientSync:
+    """The gradient side of one data-parallel model on this rank.
+
+    Args:
+        group: over which gradients are reduced.
+        config: the bucket options.
+
+    Attributes:
+        enabled: False inside `no_sync()`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: BucketConfig) -> None:
+        self.group = group
+        self.config = config
+        self.enabled = True
+        self._names: dict[str, weakref.ref[nn.Parameter]] = {}
+        self._pending: set[str] = set()  # names whose .grad holds local, not yet averaged micro-batches
+        self._reduced: set[str] = set()  # names that the backward under way reduces in its graphs
+        self._local: set[str] = set()  # names that the backward under way leaves local on purpose
+        self._flush_due = False
+        self._callback_queued = False
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Hook `parameter`, once; the name is the one errors use."""
+        if name in self._names and self._names[name]() is parameter:
+            return
+        self._names[name] = weakref.ref(parameter)
+        if not parameter.requires_grad:
+            return
+        if (old := _hooks.pop(parameter, None)) is not None:
+            old.remove()
+        me = weakref.ref(self)
+
+        def on_accumulated(p: Tensor) -> None:
+            if (sync := me()) is not None:
+                sync._on_accumulated(name)
+
+        _hooks[parameter] = parameter.register_post_accumulate_grad_hook(on_accumulated)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally inside the block; the first backward after it averages the sum."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether the next forward uses the graph with allreduce nodes.
+
+        After local micro-batches it does not: the graph would average this micro-batch alone, so the step that ends an
+        accumulation runs local too, and `.grad` is reduced once as a whole.
+        """
+        return self.enabled and not self._pending
+
+    def on_forward(self, names: Sequence[str], outputs: Any, *, reduces: bool) -> None:
+        """Prepare for the backward of a graph that has just run forward.
+
+        Args:
+            names: the parameters in the graph.
+            outputs: what the graph returned; one of them leads to the graph's autograd node.
+            reduces: whether the graph's backward holds the allreduce nodes.
+        """
+        node = _compiled_node(outputs)
+        if node is None:
+            return
+        flush = self.enabled and not reduces
+
+        def on_backward(_grads: Any) -> None:
+            (self._reduced if reduces else self._local).update(names)
+            self._flush_due |= flush
+            self._queue_end_of_backward()
+
+        node.register_prehook(on_backward)
+
+    def _queue_end_of_backward(self) -> None:
+        if not self._callback_queued:
+            self._callback_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def _on_accumulated(self, name: str) -> None:
+        if name in self._reduced:
+            return
+        if not self.enabled or name in self._local:
+            self._pending.add(name)
+            return
+        raise UnsynchronizedGradientError(
+            f"apexfx: the gradient of {name!r} was computed outside of the transformed model's graphs, so it would not be "
+            f"averaged over the {dist.get_world_size(self.group)} ranks. Call the model that transform() returned (not the "
+            "module it was made from, nor one of its methods that skips forward); see model.report for frames "
+            "that were left to eager; or run the backward inside `with model.no_sync():` if it is meant to stay local."
+        )
+
+    def _end_of_backward(self) -> None:
+        flush, self._flush_due = self._flush_due, False
+        self._callback_queued = False
+        self._reduced.clear()
+        self._local.clear()
+        if flush:
+            self.flush()
+
+    def flush(self) -> None:
+        """Average the accumulated `.grad` of every watched parameter over the ranks, in the plan's buckets."""
+        from .schedule.reduce import reduce_gradients
+
+        self._pending.clear()
+        live = {name: p for name, ref in self._names.items() if (p := ref()) is not None and p.requires_grad}
+        reduce_gradients(live, self.config, self.group)
+
+
+def _compiled_node(outputs: Any) -> Any:
+    """Return the autograd node of the compiled graph that made `outputs`, or None when nothing requires grad."""
+    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        while node is not None and "CompiledFunction" not in node.name():
+            # An output that is a view of a graph's output is rebuilt outside of the graph.
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+        if node is not None:
+            return node
+    return None

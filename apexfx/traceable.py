@@ -1,0 +1,132 @@
+"""Batch norm modules that Dynamo can trace, on copies that share everything with the user's.
+
+`torch.nn.SyncBatchNorm` refuses CPU tensors and syncs with the host, `momentum=None` reads a counter on the host, and any
+batch norm that Dynamo leaves to eager would use local statistics without a word. The transformed model holds shallow copies
+of those modules (same parameters, buffers and hooks) whose forward does the right thing under Dynamo and in eager alike. The
+user's own module is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ._torch import BatchNorm
+from .ops.sync_batch_norm import sync_batch_norm
+from .report import Report
+
+
+BATCH_NORMS = (BatchNorm,)  # torch.nn.SyncBatchNorm and user subclasses included
+_OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> None:
+    """Replace, in `model` alone, the batch norms that need it by traceable copies, and the containers on their path by copies.
+
+    Args:
+        model: its `_modules` become its own; every other registry stays shared with the module it came from.
+        group: over which all batch norms are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
+        report: where a batch norm that runs in eager is noted.
+    """
+    copies: dict[int, nn.Module] = {}
+    for path, module in model.named_modules():
+        if path and isinstance(module, BATCH_NORMS) and _needs_copy(module, group):
+            copies[id(module)] = _rebuild(_original_class(module), {**module.__dict__, "_apexfx_path": path})
+            _configure(copies[id(module)], group, report)
+    if copies:
+        _replace_below(model, copies)
+
+
+def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
+    return group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None
+
+
+def _configure(module: nn.Module, group: dist.ProcessGroup | None, report: Report) -> None:
+    own = module.process_group if isinstance(module, nn.SyncBatchNorm) else None
+    if group is None and isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
+        group = own or dist.group.WORLD
+    module.__dict__["_apexfx_group"] = group.group_name if group is not None else ""
+    module.__dict__["_apexfx_report"] = report
+
+
+def _replace_below(module: nn.Module, copies: dict[int, nn.Module]) -> bool:
+    """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
+    children: dict[str, nn.Module | None] = {}
+    changed = False
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in copies and child._modules:
+            container = object.__new__(type(child))
+            container.__dict__.update(child.__dict__)
+            if _replace_below(container, copies):
+                copies[id(child)] = container
+        children[name] = copies.get(id(child), child)
+        changed |= children[name] is not child
+    if changed:
+        module.__dict__["_modules"] = children
+    return changed
+
+
+class TraceableBatchNorm:
+    """Mixin for a shallow copy of a batch norm module; `_apexfx_group` names the group to synchronize over ("" for none)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training or self.running_mean is None):
+            return super().forward(input)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self._apexfx_group:
+            self._note_eager()
+        if type(self).__mro__[2].forward not in _OWN_FORWARDS:
+            return super().forward(input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
+        if compiling and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
+            return super().forward(input)  # stays a batch norm node, for the pass to rewrite and report
+        self._check_input_dim(input)
+        tracked = self.num_batches_tracked
+        if self.training and tracked is not None:
+            tracked.add_(1)
+        updates = self.training and self.track_running_stats
+        return sync_batch_norm(
+            input, self.weight, self.bias, self.running_mean if updates else None, self.running_var if updates else None,
+            num_batches_tracked=tracked if updates else None, momentum=self.momentum, eps=self.eps,
+            group_name=self._apexfx_group,
+        )
+
+    def _note_eager(self) -> None:
+        message = f"batch norm {self._apexfx_path!r} was left to eager by a graph break"
+        if type(self).__mro__[2].forward not in _OWN_FORWARDS:
+            raise RuntimeError(
+                f"apexfx: {message}, where {type(self).__name__}.forward would use the statistics of this rank alone; "
+                "sync_bn=True asks for all ranks'. Remove the graph break (TORCH_LOGS=graph_breaks), or let the class "
+                "keep the forward of torch.nn.BatchNorm."
+            )
+        self._apexfx_report.note(f"apexfx: {message}; it is synchronized there by the eager form of the same op")
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if not k.startswith("_apexfx")}
+        return _original, (_original_class(self), state)
+
+
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    cls = type(module)
+    return cls.__mro__[2] if issubclass(cls, TraceableBatchNorm) else cls
+
+
+@functools.lru_cache(maxsize=None)
+def _traceable_class(cls: type[BatchNorm]) -> type[BatchNorm]:
+    return type(cls.__name__, (TraceableBatchNorm, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _rebuild(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
+    module = object.__new__(_traceable_class(cls))
+    module.__dict__.update(state)
+    return module
+
+
+def _original(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
+    """Rebuild the user's own kind of module: copies and pickles hold no group; building the model anew adds it."""
+    module = object.__new__(cls)
+    module.__dict__.update(state)
+    return module

@@ -1,0 +1,307 @@
+"""transform(): a model that runs as rewritten graphs, and is otherwise the model it was made from."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import passes as passes_
+from ._torch import BackendCompilerFailed, dynamo_config, functorch_config, tree_map
+from .backend import GraphCompiler, compiler_for, compiler_for_copy
+from .config import TransformConfig
+from .pipeline import validate
+from .report import Report
+from .traceable import BATCH_NORMS, make_traceable
+
+log = logging.getLogger(__name__)
+
+# Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, the recompile limit raises.
+_DYNAMO = {"allow_rnn": True, "fail_on_recompile_limit_hit": True}
+
+
+def transform(model: nn.Module, **options: Any) -> nn.Module:
+    """Return `model` as one whose forward and backward run as rewritten graphs.
+
+    The result is of a subclass of the model's class and shares its parameters, buffers and submodules: names,
+    `state_dict()` keys, `isinstance`, attributes, optimizers already built, `.to()`, `.train()`, `deepcopy` and
+    `torch.save` behave as before. Graphs are captured at the first call, or by `.capture(*inputs)`.
+
+    Args:
+        model: any module that is not transformed already. It is left usable; under O3 its parameters become half.
+        opt_level: "O0" float32; "O1" casts per op by rule; "O2" half except batch norm, float32 parameters as
+            masters; "O3" half, parameters included.
+        dtype: the half type; default float16 for a model on CUDA, bfloat16 on the CPU.
+        keep_batchnorm_fp32: override of the level's (O2 True, O3 False).
+        precision: overrides by module path pattern or op name, e.g. `{"layer4.*": "float32"}`.
+        sync_bn: batch norm statistics over all ranks.
+        ddp: True or a `BucketConfig`: parameters are broadcast from rank 0 once, gradients averaged by bucketed
+            allreduce nodes in the backward graph. Needs an initialised process group.
+        process_group: for sync_bn and ddp; default the world.
+        passes, skip: your own passes, run after the built-in ones of their stage; names of passes to leave out.
+        inner: "inductor", "eager" or "cudagraphs": what runs the rewritten graphs.
+        fullgraph, dynamic: as in torch.compile; fullgraph also makes a rewrite that matches nothing an error.
+        verify: "off"; "final": all invariants after each stage; "each": also every pass on the real inputs.
+
+    Raises:
+        ValueError, TypeError: an option that does not exist, does not fit, or contradicts another.
+        RankMismatchError: ranks hold different models.
+    """
+    config = TransformConfig.from_options(options)
+    _check_model(model, config)
+    validate(config.passes)
+    passes_.check_skip(config)
+    compiler = compiler_for(config, own_batch_norm_group=True)
+    if compiler.gradient_sync is not None:
+        _synchronize_parameters(model, compiler)
+    if config.level.half_parameters:
+        _halve_parameters(model, config)
+    return _build(type(model), dict(model.__dict__), config, compiler)
+
+
+def _check_model(model: nn.Module, config: TransformConfig) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"apexfx: transform() was given {type(model).__name__}, expected a torch.nn.Module")
+    if isinstance(model, TransformedModule):
+        raise ValueError("apexfx: this model is transformed already; transform the module it was made from, with all options")
+    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+        raise ValueError("apexfx: transform() compiles by itself; give it the module, not the result of torch.compile()")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ValueError(f"apexfx: the model is wrapped in {type(model).__name__}, which averages gradients itself; "
+                         "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ValueError(f"apexfx: parameter {name!r} has no shape yet; run the lazy module once before transform()")
+
+
+def _synchronize_parameters(model: nn.Module, compiler: GraphCompiler) -> None:
+    """Check that every rank holds the same model, then copy rank 0's parameters and buffers to all."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    group = compiler.groups.gradients
+    if compiler.agreement is not None:
+        compiler.agreement.ensure("parameters and buffers of the model",
+                                  [[name, list(t.shape), str(t.dtype)] for name, t in tensors])
+    source = dist.get_global_rank(group, 0)
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for _, tensor in tensors:
+        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
+    for members in by_type.values():
+        flat = torch.cat([t.reshape(-1) for t in members])
+        dist.broadcast(flat, source, group=group)
+        for tensor, part in zip(members, flat.split([t.numel() for t in members])):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _halve_parameters(model: nn.Module, config: TransformConfig) -> None:
+    """Make the parameters half in place, keeping each Parameter object, so optimizers built before still hold it."""
+    for module in model.modules():
+        if config.level.keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.dtype == torch.float32:
+                parameter.data = parameter.data.to(config.half_dtype(parameter.device))
+
+
+class TransformedModule:
+    """What `transform()` adds to a model's class. Its state is `__dict__["_apexfx"]`, out of the model's way."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.__dict__.items() if k != "_apexfx"}
+        state["_apexfx_config"] = self.__dict__["_apexfx"].config
+        return state
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        return _rebuild, (source_class(self), self.__getstate__())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        state = self.__getstate__()
+        config = state.pop("_apexfx_config")
+        compiler = compiler_for_copy(self.__dict__["_apexfx"].compiler)
+        made = _build(source_class(self), copy.deepcopy(state, memo), config, compiler)
+        memo[id(self)] = made
+        return made
+
+
+class Inspection:
+    """The public attributes of a transformed model; one that the model has itself already stays the model's."""
+
+    @property
+    def report(self) -> Report:
+        """What every pass did, graph by graph; `print` it."""
+        return self.__dict__["_apexfx"].report
+
+    def capture(self, *args: Any, **kwargs: Any) -> Report:
+        """Capture and compile the graphs for these inputs now, leaving buffers and random state as they were."""
+        return self.__dict__["_apexfx"].capture(self, args, kwargs)
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Accumulate gradients locally inside the block; the first backward after it averages the sum over ranks."""
+        sync = self.__dict__["_apexfx"].compiler.gradient_sync
+        return sync.no_sync() if sync is not None else contextlib.nullcontext()
+
+    def print_readable(
+        self, *, stage: str = "forward", after: str | None = None, graph: int = 0, print_output: bool = True
+    ) -> str:
+        """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""
+        text = self.report.code(stage=stage, after=after, graph=graph)
+        if print_output:
+            print(text)
+        return text
+
+
+_INSPECTION = ("report", "capture", "no_sync", "print_readable")
+
+
+def source_class(model: nn.Module) -> type[nn.Module]:
+    """Return the class of the module that `model` was made from."""
+    return type(model).__mro__[2]
+
+
+@functools.lru_cache(maxsize=None)
+def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn.Module]:
+    # Not traced by an outer torch.compile, which would inline the model past our backend; what it calls is compiled.
+    @torch._dynamo.disable(recursive=False)
+    @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__["_apexfx"].call(args, kwargs)
+
+    names = {name: Inspection.__dict__[name] for name in public}
+    return type(f"Apexfx{cls.__name__}", (TransformedModule, cls), {"__module__": cls.__module__, "forward": forward, **names})
+
+
+def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
+    """Make a transformed model from its pickled state, with fresh graphs."""
+    config = state.pop("_apexfx_config")
+    return _build(cls, state, config, compiler_for(config, own_batch_norm_group=False))
+
+
+def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig, compiler: GraphCompiler) -> nn.Module:
+    taken = {*dir(cls), *state, *state["_modules"], *state["_parameters"], *state["_buffers"]}
+    public = tuple(name for name in _INSPECTION if name not in taken)
+    if len(public) < len(_INSPECTION):
+        log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,
+                 ", ".join(sorted(set(_INSPECTION) - set(public))))
+    made = object.__new__(_transformed_class(cls, public))
+    made.__dict__.update(state)
+    own_forward = made.__dict__.pop("forward", None)
+    make_traceable(made, compiler.groups.batch_norm, compiler.report)
+    forward = own_forward or types.MethodType(_private(cls.forward), made)
+    made.__dict__["_apexfx"] = _Runtime(made, forward, config, compiler)
+    return made
+
+
+def _private(function: Any) -> Any:
+    """Return `function` with a code object of its own.
+
+    Dynamo counts recompilations a code object; models of one class would use up each other's limit. What it does not
+    trace as a root frame (torch's own modules, callables that are no functions) is called from a function that it does.
+    """
+    if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch."):
+        own = _with_own_code(function)
+        own.__qualname__ = function.__qualname__  # no __wrapped__: Dynamo would follow it to the shared code object
+        return own
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return _with_own_code(forward)
+
+
+def _with_own_code(function: types.FunctionType) -> types.FunctionType:
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__,
+                             function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+class _Runtime:
+    """The compiled forward of one transformed model, in its averaging and its local variant."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig,
+                 compiler: GraphCompiler) -> None:
+        self.config = config
+        self.compiler = compiler
+        self.report = compiler.report
+        self._averaging = self._compiled(forward, compiler)
+        self._local = self._averaging
+        sync = compiler.gradient_sync
+        if sync is not None:
+            for name, parameter in model.named_parameters():
+                sync.watch(name, parameter)
+            variant = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
+                                    agreement=compiler.agreement, reduce_gradients=False)
+            self._local = self._compiled(_again(forward), variant)
+        self._checked = False
+        self._patch = dynamo_config.patch(_DYNAMO)
+        self._parameters = [name for name, _ in model.named_parameters()]
+        self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
+
+    def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
+        return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
+
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        sync = self.compiler.gradient_sync
+        run = self._averaging if sync is None or sync.in_graph else self._local
+        if self.config.level.half_parameters:
+            # Dynamo evaluates the model as it is: half parameters need half inputs before it traces anything.
+            args, kwargs = self._cast((args, kwargs), torch.float32, self._half)
+        try:
+            with self._dynamo_settings():
+                result = run(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            raise error.inner_exception from None  # ours, said once and with its own type
+        if self.config.level.half_parameters:
+            result = self._cast(result, self._half, torch.float32)
+        if not self._checked:
+            self._check_captured()
+        return result
+
+    @staticmethod
+    def _cast(tree: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
+        return tree_map(lambda x: x.to(wanted) if isinstance(x, Tensor) and x.dtype == given else x, tree)
+
+    def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
+        # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
+        if all(getattr(dynamo_config, name) == value for name, value in _DYNAMO.items()):
+            return contextlib.nullcontext()
+        return self._patch
+
+    def _check_captured(self) -> None:
+        """Compare what was captured with the module tree: nothing asked for is left to eager without a word."""
+        self._checked = True
+        if not self.report.graphs:
+            raise RuntimeError(
+                "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed. "
+                "TORCH_LOGS=graph_breaks,recompiles says why; fullgraph=True raises at the place."
+            )
+        missing = [name for name in self._parameters if name not in self.report.captured_parameters]
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
+                       "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
+            self.report.note(message)
+            log.warning(message)
+
+    def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        with torch.random.fork_rng(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
+            model(*args, **kwargs)
+        with torch.no_grad():
+            for buffer, old in buffers:
+                buffer.copy_(old)
+        return self.report
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(forward, types.MethodType):
+        return types.MethodType(_private(forward.__func__), forward.__self__)
+    return _private(forward)

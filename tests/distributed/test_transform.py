@@ -1,0 +1,205 @@
+"""transform(ddp=True) on real gloo ranks: gradients averaged, and every way to lose that is an error on every rank."""
+
+from __future__ import annotations
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import apexfx
+from tests.distributed.launch import run_ranks
+
+
+class Net(nn.Module):
+    """Used once, twice, tied, frozen and unused parameters."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.first = nn.Linear(8, width)
+        self.twice = nn.Linear(width, width)
+        self.tied = nn.Linear(width, width)
+        self.tied.weight = self.twice.weight
+        self.last = nn.Linear(width, 4)
+        self.last.bias.requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.last(self.tied(self.twice(self.twice(x))))
+
+
+SMALL = apexfx.BucketConfig(message_size=200, timeout_s=20)
+
+
+def model_and_reference(rank, **options):
+    """Return a transformed model on rank 0's parameters, and a plain copy that holds the same ones."""
+    torch.manual_seed(rank)  # transform() must make the ranks equal
+    source = Net()
+    model = apexfx.transform(source, **{"opt_level": "O0", "ddp": SMALL, "inner": "eager", **options})
+    return model, copy.deepcopy(source)
+
+
+def expected_gradients(reference, batches, world_size):
+    """Return the plain all_reduce of every local gradient, summed over `batches`, as a mean over ranks."""
+    reference.zero_grad()
+    for x in batches:
+        reference(x).square().mean().backward()
+    for p in reference.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad.div_(world_size))
+    return {name: p.grad for name, p in reference.named_parameters()}
+
+
+def check(model, expected):
+    for name, p in model.named_parameters():
+        assert (p.grad is None) == (expected[name] is None), name
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, expected[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def batches(rank, n):
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(6, 8, generator=generator) for _ in range(n)]
+
+
+def _averages(rank, world_size):
+    model, reference = model_and_reference(rank)
+    flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+    others = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(others, flat)
+    assert all(torch.equal(flat, other) for other in others)
+    for x in batches(rank, 2):
+        model.zero_grad()
+        model(x).square().mean().backward()
+        check(model, expected_gradients(reference, [x], world_size))
+    assert len(model.report.buckets().buckets) > 1
+
+
+def _accumulates(rank, world_size):
+    model, reference = model_and_reference(rank)
+    for _ in range(2):
+        x1, x2, x3 = batches(rank, 3)
+        model.zero_grad()
+        with model.no_sync():
+            model(x1).square().mean().backward()
+            model(x2).square().mean().backward()
+        local = model.first.weight.grad.clone()
+        model(x3).square().mean().backward()
+        check(model, expected_gradients(reference, [x1, x2, x3], world_size))
+        assert not torch.equal(local, model.first.weight.grad)
+        model.zero_grad()
+        model(x1).square().mean().backward()  # back to allreduce nodes
+        check(model, expected_gradients(reference, [x1], world_size))
+    assert len(model.report.graphs) == 2  # the averaging variant and the local one, each once
+    model.zero_grad()
+    for x in (x1, x2):  # averaging every micro-batch is right too
+        model(x).square().mean().backward()
+    check(model, expected_gradients(reference, [x1, x2], world_size))
+
+
+def _two_backwards(rank, world_size):
+    model, reference = model_and_reference(rank)
+    x1, x2 = batches(rank, 2)
+    (model(x1).square().mean() + model(x2).square().mean()).backward()  # two forwards, one backward
+    check(model, expected_gradients(reference, [x1, x2], world_size))
+
+
+def _bypassed(rank, world_size):
+    source = Net()
+    model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager")
+    [x] = batches(rank, 1)
+    model(x).square().mean().backward()
+    for forward in (source, lambda y: model.last(model.first(y))):
+        model.zero_grad()
+        with pytest.raises(apexfx.UnsynchronizedGradientError, match="computed outside of the transformed model's graphs"):
+            forward(x).square().mean().backward()
+    with model.no_sync():
+        source(x).square().mean().backward()  # said to be meant
+
+
+def _eager_frame(rank, world_size):
+    class Disabled(Net):
+        @torch._dynamo.disable
+        def hidden(self, x):
+            return self.last(x)
+
+        def forward(self, x):
+            return self.hidden(self.first(x))
+
+    model = apexfx.transform(Disabled(), opt_level="O0", ddp=SMALL, inner="eager")
+    [x] = batches(rank, 1)
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="gradient of 'last.weight'"):
+        model(x).square().mean().backward()
+
+
+def _different_models(rank, world_size):
+    source = Net(width=16 + rank)
+    before = {name: p.detach().clone() for name, p in source.named_parameters()}
+    with pytest.raises(apexfx.RankMismatchError) as error:
+        apexfx.transform(source, ddp=SMALL)
+    message = str(error.value)
+    assert 'rank 0 has ["first.weight", [16, 8]' in message and f'rank {world_size - 1} has ["first.weight"' in message
+    assert all(torch.equal(p, before[name]) for name, p in source.named_parameters()) and type(source) is Net
+
+
+def _absent_rank(rank, world_size):
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(apexfx.RankMismatchError, match="after 2 s, rank 1 of 2 has not arrived"):
+            apexfx.transform(Net(), ddp=apexfx.BucketConfig(timeout_s=2))
+        assert time.monotonic() - start < 10
+
+
+def _different_graphs(rank, world_size):
+    class Branches(Net):
+        def forward(self, x):
+            return self.last(self.first(x)) if rank == 0 else self.last(self.twice(self.first(x)))
+
+    model = apexfx.transform(Branches(), opt_level="O0", ddp=SMALL, inner="eager")
+    [x] = batches(rank, 1)
+    with pytest.raises(apexfx.RankMismatchError, match="do not agree on the collectives of graph 0"):
+        model(x)
+
+
+def _already_averaged(rank, world_size):
+    model = apexfx.transform(Net(), opt_level="O0", ddp=SMALL, inner="eager")
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    with pytest.raises(ValueError, match="they would be averaged twice"):
+        wrapped(batches(rank, 1)[0])
+    plain = apexfx.transform(Net(), opt_level="O1", inner="eager")
+    wrapped = nn.parallel.DistributedDataParallel(plain, find_unused_parameters=True)
+    wrapped(batches(rank, 1)[0]).float().square().mean().backward()
+    assert plain.first.weight.grad is not None
+
+
+def _rank_alone_evaluates_and_copies(rank, world_size):
+    model, _ = model_and_reference(rank)
+    [x] = batches(rank, 1)
+    if rank == 0:
+        average = copy.deepcopy(model)
+        with torch.no_grad():
+            assert average(x).shape == model.eval()(x).shape
+            model.train()
+    model(x).square().mean().backward()  # and the step after is still in step with the others
+
+
+CASES = [_averages, _accumulates, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs,
+         _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
+
+
+def _all(rank, world_size, names):
+    for case in CASES:
+        if case.__name__ in names:
+            torch._dynamo.reset()
+            case(rank, world_size)
+            dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_transform(world_size):
+    names = [case.__name__ for case in CASES if world_size == 2 or case is not _absent_rank]
+    run_ranks(_all, world_size, names, timeout=240)

@@ -1,0 +1,87 @@
+"""Bad options are refused at the door, in a sentence that says what was given and what was expected."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+
+from apexfx.config import OPT_LEVELS, BucketConfig, TransformConfig
+
+
+@pytest.mark.parametrize("level", ["01", 1, "o2", None, "O4"])
+def test_unknown_opt_level(level):
+    with pytest.raises(ValueError, match=r"opt_level=.* expected one of 'O0', 'O1', 'O2', 'O3' \(the letter O"):
+        TransformConfig(opt_level=level)
+
+
+def test_unknown_option_names_the_nearest():
+    with pytest.raises(ValueError, match="unknown option 'optlevel'; did you mean 'opt_level'"):
+        TransformConfig.from_options({"optlevel": "O1"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sync_bn": 1}, "sync_bn=1 .*expected True or False"),
+        ({"dtype": torch.float64}, "dtype=torch.float64 .*expected torch.float16, torch.bfloat16 or None"),
+        ({"ddp": "yes"}, "ddp='yes' .*expected True, False or a BucketConfig"),
+        ({"passes": "mine"}, "passes='mine' .*expected a list or tuple"),
+        ({"skip": [1]}, "expected names of passes"),
+        ({"process_group": "0", "sync_bn": True}, "expected a torch.distributed.ProcessGroup"),
+        ({"precision": ["x"]}, "expected a mapping"),
+    ],
+)
+def test_wrong_type(options, message):
+    with pytest.raises(TypeError, match=message):
+        TransformConfig.from_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opt_level": "O1", "keep_batchnorm_fp32": True}, "keep_batchnorm_fp32=True needs opt_level O2 or O3"),
+        ({"opt_level": "O0", "dtype": torch.bfloat16}, "no meaning at O0"),
+        ({"ddp": True}, "init_process_group"),
+        ({"inner": "tvm"}, "inner='tvm' was given, expected one of 'inductor'"),
+        ({"verify": True}, "verify=True was given"),
+    ],
+)
+def test_impossible_combination(options, message):
+    with pytest.raises(ValueError, match=message):
+        TransformConfig.from_options(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"message_size": 0}, TypeError, "positive number of elements"),
+        ({"layout": "zigzag"}, ValueError, "layout='zigzag'"),
+        ({"gradient_predivide_factor": -1.0}, TypeError, "positive number"),
+        ({"delay_allreduce": True, "trigger_params": ("a",)}, ValueError, "give one of them"),
+        ({"comm_dtype": torch.int32}, TypeError, "floating torch.dtype"),
+        ({"comm_dtype": torch.bfloat16, "allreduce_always_fp32": True}, ValueError, "contradicts"),
+        ({"timeout_s": True}, TypeError, "timeout_s=True"),
+    ],
+)
+def test_bucket_options(options, error, message):
+    with pytest.raises(error, match=message):
+        BucketConfig(**options)
+
+
+def test_keep_batchnorm_fp32_overrides_the_level():
+    assert TransformConfig(opt_level="O2").level is OPT_LEVELS["O2"]
+    assert not TransformConfig(opt_level="O2", keep_batchnorm_fp32=False).level.keep_batchnorm_fp32
+    assert TransformConfig(opt_level="O3", keep_batchnorm_fp32=True).level.keep_batchnorm_fp32
+
+
+def test_half_dtype_follows_the_device():
+    assert TransformConfig().half_dtype(torch.device("cuda")) == torch.float16
+    assert TransformConfig().half_dtype(torch.device("cpu")) == torch.bfloat16
+    assert TransformConfig(dtype=torch.float16).half_dtype(torch.device("cpu")) == torch.float16
+
+
+def test_pickles():
+    config = TransformConfig(opt_level="O2", precision={"head": "float32"})
+    assert pickle.loads(pickle.dumps(config)).describe() == config.describe()

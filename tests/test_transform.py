@@ -1,0 +1,342 @@
+"""transform(): the result is the model it was made from, in everything but how forward runs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+
+
+class Net(nn.Module):
+    """Convolutions, batch norms, a keyword argument, a tied, a frozen and an unused parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.block = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+        self.down.weight = self.up.weight
+        self.head = nn.Linear(8, 10)
+        self.head.bias.requires_grad_(False)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x, *, scale=1.0):
+        x = self.block(F.relu(self.bn(self.conv(x)))).mean((2, 3))
+        return self.head(self.down(self.up(x))) * scale
+
+
+def images(n=4):
+    return torch.randn(n, 3, 8, 8)
+
+
+def transformed(model, **options):
+    return apexfx.transform(model, **{"opt_level": "O0", "inner": "eager", "verify": "each", **options})
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.fixture
+def pair():
+    """A transformed model, and an untouched copy of its source."""
+    model = Net()
+    return transformed(model), copy.deepcopy(model)
+
+
+def test_trains_bitwise_like_the_source(pair):
+    model, reference = pair
+    for _ in range(2):
+        x = images()
+        model(x, scale=2.0).square().mean().backward()
+        reference(x, scale=2.0).square().mean().backward()
+    for name, grad in gradients(reference).items():
+        ours = gradients(model)[name]
+        assert (grad is None) == (ours is None), name
+        assert grad is None or torch.equal(grad, ours), name
+    for (name, ours), theirs in zip(model.named_buffers(), reference.buffers()):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_batch_norm_with_cumulative_average(track):
+    source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None, track_running_stats=track))
+    reference = copy.deepcopy(source)
+    model = transformed(source, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(6, 3)
+        torch.testing.assert_close(model(x), reference(x))
+    for (name, ours), theirs in zip(model.named_buffers(), reference.buffers()):
+        torch.testing.assert_close(ours, theirs, msg=name)
+    torch.testing.assert_close(model.eval()(x), reference.eval()(x))
+
+
+def test_evaluates_like_the_source(pair):
+    model, reference = pair
+    assert torch.equal(model.eval()(x := images()), reference.eval()(x))
+    assert not model.training and not model.bn.training
+
+
+def test_takes_other_batch_sizes_without_a_graph_each(pair):
+    model, reference = pair
+    for n in (4, 5, 6, 7):
+        x = images(n)
+        torch.testing.assert_close(model(x), reference(x))
+    assert len(model.report.graphs) == 2  # one for the first size, one for any
+
+
+def test_is_still_the_same_class_with_the_same_names(pair):
+    model, reference = pair
+    assert isinstance(model, Net)
+    assert list(model.state_dict()) == list(reference.state_dict())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in reference.named_modules()]
+    assert inspect.signature(model.forward) == inspect.signature(reference.forward)
+
+
+def test_optimizer_built_before_still_trains_it():
+    source = Net()
+    optimizer = torch.optim.SGD(source.parameters(), 0.1)
+    model = transformed(source)
+    before = source.conv.weight.detach().clone()
+    model(images()).square().mean().backward()
+    optimizer.step()
+    assert not torch.equal(model.conv.weight, before) and model.conv.weight is source.conv.weight
+
+
+def test_source_is_left_as_it_was():
+    source = Net()
+    kinds = {name: type(m) for name, m in source.named_modules()}
+    model = transformed(source)
+    model(images())
+    assert {name: type(m) for name, m in source.named_modules()} == kinds
+    assert type(source) is Net and "_apexfx" not in source.__dict__
+    model.eval()
+    assert source(images()).shape == (4, 10)
+
+
+def test_deepcopy_is_independent(pair):
+    model, _ = pair
+    x = images()
+    model(x)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.conv.weight.zero_()
+    assert model.conv.weight.abs().sum() > 0
+    assert isinstance(other, Net) and other.report is not model.report
+    assert not torch.equal(other.eval()(x), model.eval()(x))
+
+
+@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+def test_pickles(pair, how):
+    model, _ = pair
+    x = images()
+    expected = model.eval()(x)
+    if how == "pickle":
+        loaded = pickle.loads(pickle.dumps(model))
+    else:
+        torch.save(model, file := io.BytesIO())
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+    assert torch.equal(loaded(x), expected) and len(loaded.report.graphs) == 1
+
+
+def test_to_double_and_load_state_dict_reach_the_graphs(pair):
+    model, reference = pair
+    model(images())
+    other = Net()
+    model.load_state_dict(other.state_dict())
+    x = images()
+    assert torch.equal(model.eval()(x), other.eval()(x))
+    model.double()
+    assert model(x.double()).dtype == torch.float64
+
+
+def test_hooks_on_the_model_fire(pair):
+    model, _ = pair
+    seen = []
+    model.register_forward_hook(lambda m, args, out: seen.append(tuple(out.shape)))
+    model(images())
+    assert seen == [(4, 10)]
+
+
+def test_capture_leaves_buffers_and_random_state(pair):
+    model, reference = pair
+    state = torch.get_rng_state()
+    report = model.capture(images())
+    assert report is model.report and report.graphs[0].backward is not None
+    for ours, theirs in zip(model.buffers(), reference.buffers()):
+        assert torch.equal(ours, theirs)
+    torch.set_rng_state(state)
+
+
+def test_inspection_before_capture_says_what_to_do(pair):
+    model, _ = pair
+    with pytest.raises(RuntimeError, match=r"call the model once, or model.capture\(\*inputs\)"):
+        model.print_readable()
+
+
+def test_a_model_keeps_its_own_report():
+    class Reporter(nn.Linear):
+        def report(self):
+            return "mine"
+
+    model = transformed(Reporter(2, 2))
+    model(torch.randn(1, 2))
+    assert model.report() == "mine" and len(apexfx.last_report().graphs) == 1
+
+
+def test_a_forward_set_on_the_instance_is_the_one_transformed():
+    source = nn.Linear(2, 2)
+    source.forward = lambda x: F.linear(x, source.weight) * 3
+    x = torch.randn(4, 2)
+    assert torch.equal(transformed(source)(x), source(x))
+
+
+def test_many_models_of_one_class():
+    for n in range(12):
+        assert transformed(nn.Linear(2, 2))(torch.randn(n + 1, 2)).shape == (n + 1, 2)
+
+
+def test_a_transformed_model_inside_a_compiled_function(pair):
+    model, reference = pair
+    outer = torch.compile(lambda x: model(x) + 1, backend="eager")
+    x = images()
+    torch.testing.assert_close(outer(x), reference(x) + 1)
+    assert len(model.report.graphs) == 1
+
+
+def test_graph_breaks_are_compiled_on_both_sides():
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    source = Breaks()
+    reference = copy.deepcopy(source)
+    model = transformed(source)
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    assert len(model.report.graphs) == 2
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        transformed(Breaks(), fullgraph=True)(x)
+
+
+def test_modules_left_to_eager_are_named(caplog):
+    class Disabled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.outside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.hidden(self.inside(x))
+
+        @torch._dynamo.disable
+        def hidden(self, x):
+            return self.outside(x)
+
+    model = transformed(Disabled())
+    model(torch.randn(2, 4))
+    assert "no captured graph holds outside.weight, outside.bias" in caplog.text
+    assert any("outside.weight" in note for note in model.report.notes)
+
+
+def test_nothing_captured_is_an_error():
+    class Skipped(nn.Linear):
+        @torch._dynamo.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="Dynamo captured no graph"):
+        transformed(Skipped(2, 2))(torch.randn(1, 2))
+
+
+def test_rnn_is_captured():
+    class Sequence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.bn = nn.LSTM(4, 4, batch_first=True), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.bn(self.rnn(x)[0][:, -1])
+
+    source = Sequence()
+    reference, x = copy.deepcopy(source), torch.randn(3, 5, 4)
+    model = transformed(source, fullgraph=True)
+    torch.testing.assert_close(model(x), reference(x))
+    assert len(model.report.graphs) == 1
+
+
+def test_recompile_limit_raises_instead_of_running_eager():
+    model = transformed(nn.Linear(4, 4), dynamic=False)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for n in range(1, 20):
+            model(torch.randn(n, 4))
+
+
+def test_activation_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.bn, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(checkpoint(lambda z: F.gelu(self.bn(self.a(z))), x, use_reentrant=False))
+
+    source = Checkpointed()
+    reference, x = copy.deepcopy(source), torch.randn(6, 4)
+    model = transformed(source)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "error", "message"),
+    [
+        (lambda m: "model", TypeError, "expected a torch.nn.Module"),
+        (transformed, ValueError, "transformed already"),
+        (torch.compile, ValueError, "not the result of torch.compile"),
+        (lambda m: nn.DataParallel(m), ValueError, "wrapped in DataParallel"),
+        (lambda m: nn.LazyLinear(3), ValueError, "has no shape yet"),
+    ],
+)
+def test_models_that_cannot_be_transformed(wrap, error, message):
+    with pytest.raises(error, match=message):
+        transformed(wrap(nn.Linear(2, 2)))
+
+
+def test_a_failed_transform_leaves_the_model():
+    source = Net()
+    before = {name: (p.dtype, id(p)) for name, p in source.named_parameters()}
+    with pytest.raises(ValueError, match="skip names 'nonsense'"):
+        apexfx.transform(source, opt_level="O3", skip=("nonsense",))
+    assert {name: (p.dtype, id(p)) for name, p in source.named_parameters()} == before
+
+
+def test_o3_halves_the_parameters_in_place():
+    source = Net()
+    weight = source.conv.weight
+    model = transformed(source, opt_level="O3", verify="final")
+    assert model.conv.weight is weight and weight.dtype == torch.bfloat16
+    model(images()).square().mean().backward()
+    assert weight.grad.dtype == torch.bfloat16
