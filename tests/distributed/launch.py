@@ -1,0 +1,76 @@
+"""Runs a test function on several real ranks: spawned processes, one gloo group, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> None:
+    """Call `fn(rank, world_size, *args)` in `world_size` processes that share a gloo process group.
+
+    Args:
+        fn: importable by name (spawned processes pickle it).
+        timeout: seconds for all ranks together.
+
+    Raises:
+        AssertionError: a rank failed (with its traceback) or did not end in time; the others are killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        context = mp.get_context("spawn")
+        ranks = [context.Process(target=_rank, args=(fn, rank, world_size, folder, args), daemon=True)
+                 for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        try:
+            _await(ranks, folder, time.monotonic() + timeout, timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+
+def _await(ranks: list[Any], folder: str, deadline: float, timeout: float) -> None:
+    while any(process.is_alive() for process in ranks):
+        if any(process.exitcode not in (None, 0) for process in ranks):
+            break
+        if time.monotonic() > deadline:
+            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+            raise AssertionError(f"ranks {late} did not end within {timeout} s{_failures(folder)}")
+        next(process for process in ranks if process.is_alive()).join(0.05)
+    failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+    if failed:
+        time.sleep(0.2)  # a peer that lost its connection may be about to say why
+        raise AssertionError(f"ranks {failed} failed{_failures(folder)}")
+
+
+def _failures(folder: str) -> str:
+    texts = [path.read_text() for path in sorted(Path(folder).glob("*.traceback"))]
+    return "".join(f"\n{text}" for text in texts)
+
+
+def _rank(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args: tuple[Any, ...]) -> None:
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        store = dist.FileStore(str(Path(folder, "store")), world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        fn(rank, world_size, *args)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        text = f"--- rank {rank} of {world_size} ---\n{traceback.format_exc()}"
+        Path(folder, f"{rank}.traceback").write_text(text)
+        os._exit(1)
+    os._exit(0)  # no interpreter shutdown: a compile worker or a gloo thread could hang it
