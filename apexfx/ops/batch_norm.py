@@ -152,7 +152,9 @@ def check_like(op: str, name: str, tensor: Tensor | None, x: Tensor) -> None:
     if tensor.dtype != x.dtype:
         raise TypeError(f"apexfx::{op}: {name} is {tensor.dtype}, expected {x.dtype}, the dtype of x")
     if tensor.shape != x.shape:
-        raise ValueError(f"apexfx::{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(x.shape)}, the shape of x")
+        raise ValueError(
+            f"apexfx::{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(x.shape)}, the shape of x"
+        )
 
 
 def _check_affine(

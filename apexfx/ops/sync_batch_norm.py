@@ -1,6 +1,6 @@
 """sync_batch_norm: batch norm whose statistics span the ranks of a process group.
 
-One node in a graph that Dynamo captures. It is registered `CompositeImplicitAutograd`, so AOTAutograd traces through it:
+One node in a graph that Dynamo captures; registered `CompositeImplicitAutograd`, so that AOTAutograd traces through it:
 
     forward   bn_local_stats -> all_reduce -> wait -> bn_global_stats -> bn_normalize
                                                    -> bn_running_stats -> copied into the running buffers
@@ -29,7 +29,6 @@ from .batch_norm import (
     bn_normalize,
     bn_running_stats,
     check_input,
-    check_like,
     check_vector,
 )
 
@@ -69,11 +68,12 @@ def sync_batch_norm(
         group_name: name of the process group (`group_name(process_group)` finds it); "" issues no collective.
         num_batches_tracked: the count of batches with this one, an integer tensor of one element; read for
             `momentum=None` only.
-        residual: of the shape and dtype of `x`, added before the ReLU.
+        residual: of the shape of `x`, added before the ReLU; of another dtype, it is added in the wider of the two.
         relu: apply ReLU to the result.
 
     Returns:
-        A tensor with the shape, dtype and memory format of `x`: rounded once, after residual and ReLU.
+        A tensor with the shape, dtype and memory format of `x`: rounded once, after residual and ReLU. A residual of
+        a wider dtype gives that dtype.
 
     Raises:
         TypeError, ValueError: an argument of the wrong dtype or shape; one value per channel in all, where that is
@@ -115,7 +115,11 @@ def _check(
         ("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var)
     ):  # fmt: skip
         check_vector(op, name, vector, channels)
-    check_like(op, "residual", residual, x)
+    if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
+        raise ValueError(
+            f"apexfx::{op}: residual is {residual.dtype} of {tuple(residual.shape)}, expected the shape of x, "
+            f"{tuple(x.shape)}, and a floating dtype"
+        )
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"apexfx::{op}: one of running_mean and running_var is None; give both or neither")
     if not group and statically_known_true(x.numel() == channels):
@@ -230,6 +234,9 @@ def _sync_batch_norm(
             new_mean, new_var = bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
             running_mean.copy_(new_mean)
             running_var.copy_(new_var)
+    if residual is not None and residual.dtype != x.dtype:
+        y = _Normalize.apply(x, weight, bias, None, mean, invstd, stats[:1], False, group_name) + residual
+        return y.relu() if relu else y
     return _Normalize.apply(x, weight, bias, residual, mean, invstd, stats[:1], relu, group_name)
 
 

@@ -87,6 +87,15 @@ def test_parameter_and_buffer_dtypes(parameters, buffers):
             assert_close(got, want)
 
 
+def test_wider_residual_is_added_in_its_own_dtype():
+    x, grad, residual, weight, bias = draw((6, 4, 5), torch.float16)
+    tensors, grad = (x, weight, bias, residual.float()), grad.float()
+    y, grads = differentiate(lambda x, w, b, r: sync_batch_norm(x, w, b, residual=r, relu=True), tensors, grad)
+    want, wanted = differentiate(lambda x, w, b, r: (sync_batch_norm(x, w, b) + r).relu(), tensors, grad)
+    assert y.dtype == torch.float32 and torch.equal(y, want)
+    assert all(torch.equal(got, expected) for got, expected in zip(grads, wanted))
+
+
 def test_cumulative_average_equals_torch():
     torch.manual_seed(0)
     module = torch.nn.BatchNorm1d(3, momentum=None)
@@ -104,7 +113,7 @@ def test_empty_batch():
     x, weight, bias = torch.zeros(0, 3, 4), torch.rand(3), torch.rand(3)
     running = torch.rand(3), torch.rand(3)
     before = [r.clone() for r in running]
-    y, grads = differentiate(lambda *t: sync_batch_norm(*t, *running, relu=True), (x, weight, bias), torch.zeros(0, 3, 4))
+    y, grads = differentiate(lambda *t: sync_batch_norm(*t, *running, relu=True), (x, weight, bias), x)
     assert y.shape == x.shape and grads[0].shape == x.shape
     assert all(torch.equal(g, torch.zeros(3)) for g in grads[1:])
     assert all(torch.equal(r, b) for r, b in zip(running, before))
@@ -226,8 +235,8 @@ def test_group_name_is_empty_without_other_ranks():
         ({"weight": torch.zeros(4)}, ValueError, "weight has shape"),
         ({"bias": torch.zeros(3, dtype=torch.int32)}, TypeError, "bias is torch.int32"),
         ({"running_var": None}, ValueError, "both or neither"),
-        ({"residual": torch.zeros(3)}, ValueError, "residual has shape"),
-        ({"residual": torch.zeros(4, 3).half()}, TypeError, "residual is torch.float16"),
+        ({"residual": torch.zeros(3)}, ValueError, "residual is torch.float32 of"),
+        ({"residual": torch.zeros(4, 3).int()}, ValueError, "residual is torch.int32"),
         ({"momentum": None}, ValueError, "num_batches_tracked"),
         ({"eps": -1.0}, ValueError, "eps is -1.0"),
     ],
