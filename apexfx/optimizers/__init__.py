@@ -1,0 +1,11 @@
+"""Fused optimizers with Apex's names and signatures, on any device and for float32, float16, bfloat16 and float64."""
+
+from __future__ import annotations
+
+from .clip_grad import clip_grad_norm_ as clip_grad_norm_
+from .fused_adagrad import FusedAdagrad as FusedAdagrad
+from .fused_adam import FusedAdam as FusedAdam
+from .fused_lamb import FusedLAMB as FusedLAMB
+from .fused_lamb import FusedMixedPrecisionLamb as FusedMixedPrecisionLamb
+from .fused_novograd import FusedNovoGrad as FusedNovoGrad
+from .fused_sgd import FusedSGD as FusedSGD

@@ -1,0 +1,290 @@
+"""What the fused optimizers share: gathering tensors, device scalars, master weights, and checkpoints.
+
+A step is one op call per group (per device, and per kind of parameter where a group mixes kinds): the op unscales,
+clips, updates and writes the low-precision model copy while it reads each gradient once. Nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apexfx.ops import multi_tensor
+
+_LOW_PRECISION = (torch.float16, torch.bfloat16)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+@dataclass
+class Batch:
+    """Tensors of one op call: `params` are what is updated (masters where they exist), `models` their copies or []."""
+
+    device: torch.device
+    first_run: bool
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    models: list[Tensor] = field(default_factory=list)
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+
+
+class _Kept:
+    """A state tensor on its way through `Optimizer.load_state_dict`, which would cast it to the parameter's dtype."""
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base of the fused optimizers; a subclass names its state and calls its op.
+
+    Follows torch's conventions: closures, hooks, `state_dict` (float32 state survives, for parameters of any dtype),
+    and GradScaler's `grad_scale` / `found_inf` attributes. When `grad_scale` is set and `found_inf` is not, the
+    gradients are checked here and the step is skipped on the device if one is not finite.
+
+    After a step that needed them, `last_grad_norm` and `last_found_inf` hold the norm of all (unscaled) gradients and
+    the flag, as tensors on the device.
+    """
+
+    _step_supports_amp_scaling = True  # read by torch.amp.GradScaler.step
+    _state_names: tuple[str, ...] = ()  # tensors like the parameter, float32, zero at first
+    _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
+    last_grad_norm: Tensor | None = None
+    last_found_inf: Tensor | None = None
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ):
+        _check_defaults(type(self).__name__, defaults)
+        self.set_grad_none = set_grad_none
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.max_grad_norm = max_grad_norm
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; under `capturable` its learning rate becomes a tensor on the parameters' device."""
+        super().add_param_group(param_group)
+        self._normalize(self.param_groups[-1])
+
+    def _normalize(self, group: dict[str, Any]) -> None:
+        """Bring `step` (and `lr` under `capturable`) to float32 tensors on the device of the group's parameters."""
+        device = group["params"][0].device if group["params"] else torch.device("cpu")
+        step = group.get("step", 0)
+        group["step"] = torch.as_tensor(step, dtype=torch.float32).detach().to(device, copy=True).reshape(())
+        if self.capturable:
+            group["lr"] = torch.as_tensor(group["lr"], dtype=torch.float32, device=device)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop (None) or zero the gradients; by default as `set_grad_none` says."""
+        super().zero_grad(set_to_none=self.set_grad_none if set_to_none is None else set_to_none)
+
+    # ---- one step -------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient; return the closure's result."""
+        return self._step(closure)
+
+    @torch.no_grad()
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        # Apart from `step`, which torch wraps once a class to run hooks: a subclass's step must not run them twice.
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        gathered = [(group, self._gather(group)) for group in self.param_groups]
+        scalars = self._scalars([batch for _, batches in gathered for batch in batches])
+        for group, batches in gathered:
+            for batch in batches:
+                # Every batch of a group starts from the same count; the op counts up.
+                alone = len(batches) == 1 and batch.device == group["step"].device
+                step = group["step"] if alone else group["step"].to(batch.device, copy=True)
+                lr, lr_tensor = self._learning_rate(group, batch.device)
+                moved = {k: v.to(batch.device, non_blocking=True) for k, v in scalars.items()}
+                self._update(group, batch, step, {"lr": lr}, {"lr_tensor": lr_tensor, **moved})
+                if not alone and batch is batches[-1]:
+                    group["step"].copy_(step)
+                torch.autograd.graph.increment_version([*batch.params, *batch.models])
+        return loss
+
+    def _update(self, group, batch: Batch, step: Tensor, lr: dict[str, float], scalars: dict[str, Tensor | None]) -> None:
+        raise NotImplementedError
+
+    def _gather(self, group: dict[str, Any]) -> list[Batch]:
+        batches: dict[tuple[Any, ...], Batch] = {}
+        for param in group["params"]:
+            if param.grad is None:
+                continue
+            self._check_param(param)
+            state = self.state[param]
+            first_run = any(name not in state for name in self._names(group))
+            self._init_state(group, param, state)
+            master = state.get("master_param")
+            key = (param.device, master is not None, first_run, param.dtype == torch.float64)
+            batch = batches.setdefault(key, Batch(param.device, first_run))
+            batch.params.append(param if master is None else master)
+            batch.grads.append(param.grad)
+            if master is not None:
+                batch.models.append(param)
+            for name in state:
+                if name != "master_param":
+                    batch.states.setdefault(name, []).append(state[name])
+        return list(batches.values())
+
+    def _check_param(self, param: Tensor) -> None:
+        if param.grad.is_sparse:
+            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
+        if param.dtype not in _DTYPES:
+            raise RuntimeError(
+                f"{type(self).__name__} got a parameter of {param.dtype}; expected float32, float16, bfloat16 or float64"
+            )
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._state_names
+
+    def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
+        return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+    def _needs_master(self, group: dict[str, Any], param: Tensor) -> bool:
+        return self.master_weights and param.dtype in _LOW_PRECISION
+
+    def _init_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        if "master_param" not in state and self._needs_master(group, param):
+            state["master_param"] = param.detach().to(torch.float32, copy=True, memory_format=torch.preserve_format)
+        for name in self._names(group):
+            if state.get(name) is None:
+                dtype = self._state_dtype(param, name)
+                state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+
+    def _learning_rate(self, group: dict[str, Any], device: torch.device) -> tuple[float, Tensor | None]:
+        """Return (number, None) or (0.0, tensor on the device); a host tensor is read as a number, without a sync."""
+        lr = group["lr"]
+        if not isinstance(lr, Tensor):
+            return float(lr), None
+        if lr.device.type == "cpu" and device.type != "cpu":
+            return float(lr), None
+        return 0.0, lr.detach().to(device, torch.float32)
+
+    def _scalars(self, batches: list[Batch]) -> dict[str, Tensor]:
+        """Return the device scalars of this step: grad_scale, found_inf, clip_coefficient, those that apply."""
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scalars = {"grad_scale": grad_scale, "found_inf": found_inf}
+        scalars = {k: v.detach().float().reshape(()) for k, v in scalars.items() if v is not None}
+        clips = self.max_grad_norm is not None and self.max_grad_norm > 0.0
+        if batches and (clips or ("grad_scale" in scalars and "found_inf" not in scalars)):
+            inverse = scalars["grad_scale"].double().reciprocal().float() if "grad_scale" in scalars else None
+            norm, flag = global_norm([batch.grads for batch in batches], inverse)
+            self.last_grad_norm, self.last_found_inf = norm, flag
+            if "grad_scale" in scalars and "found_inf" not in scalars:
+                scalars["found_inf"] = flag
+            if clips:
+                scalars["clip_coefficient"] = self._clip_coefficient(norm)
+        return scalars
+
+    def _clip_coefficient(self, norm: Tensor) -> Tensor:
+        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's layout; every parameter also gets the group's `step`, so that torch's optimizer loads it."""
+        state_dict = super().state_dict()
+        state_dict["state"] = dict(state_dict["state"])
+        for group in state_dict["param_groups"]:
+            for index in group["params"]:
+                if index in state_dict["state"]:
+                    state_dict["state"][index] = {**state_dict["state"][index], "step": group["step"].clone()}
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this optimizer or of its torch counterpart; state keeps float32 whatever it was."""
+        # Hooks around torch's own loading: the last to see the dict going in, and the first to see the state after.
+        before = self.register_load_state_dict_pre_hook(lambda _, loaded: self._wrap(loaded))
+        after = self.register_load_state_dict_post_hook(lambda _: self._unwrap(), prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def _wrap(self, loaded: dict[str, Any]) -> dict[str, Any]:
+        groups = [self._translate(dict(group)) for group in loaded["param_groups"]]
+        state: dict[Any, dict[str, Any]] = {}
+        for index, values in loaded["state"].items():
+            state[index] = {k: _Kept(v) if isinstance(v, Tensor) else v for k, v in values.items() if v is not None}
+        for group in groups:
+            steps = [state[i].pop("step") for i in group["params"] if i in state and "step" in state[i]]
+            if "step" not in group and steps:
+                numbers = [float(s.tensor if isinstance(s, _Kept) else s) for s in steps]
+                group["step"] = max(numbers)  # one count a group: that of the parameters used most
+        return {**loaded, "state": state, "param_groups": groups}
+
+    def _unwrap(self) -> None:
+        for param, values in self.state.items():
+            for name, value in values.items():
+                if isinstance(value, _Kept):
+                    dtype = self._state_dtype(param, name)
+                    values[name] = value.tensor.detach().to(param.device, dtype, copy=True)
+
+    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Check a loaded group, and turn torch's hyperparameter names into ours."""
+        for name in ("amsgrad", "maximize", "differentiable"):
+            if group.get(name):
+                raise ValueError(f"{type(self).__name__} cannot load a state dict with {name}=True")
+        return group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in self._pickled}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+            self._normalize(group)
+
+
+def global_norm(lists: list[list[Tensor]], inv_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the 2-norm of all tensors together and the flag that one is not finite, on the first one's device."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensors in lists:
+        for tensor in tensors:
+            by_device.setdefault(tensor.device, []).append(tensor)
+    norms, flags = [], []
+    for device, tensors in by_device.items():
+        scale = None if inv_scale is None else inv_scale.to(device, non_blocking=True)
+        norm, _, flag = multi_tensor.multi_tensor_l2norm(tensors, scale)
+        norms.append(norm)
+        flags.append(flag)
+    if len(norms) == 1:
+        return norms[0], flags[0]
+    first = norms[0].device
+    together = torch.stack([norm.to(first, non_blocking=True) for norm in norms])
+    return torch.linalg.vector_norm(together), torch.stack([f.to(first, non_blocking=True) for f in flags]).amax()
+
+
+def _check_defaults(name: str, defaults: dict[str, Any]) -> None:
+    lr = defaults["lr"]
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"{name}: lr must hold one number, got a tensor of shape {tuple(lr.shape)}")
+    elif not lr >= 0.0:
+        raise ValueError(f"{name}: lr is {lr}; expected a number, zero or more")
+    for key in ("eps", "weight_decay", "momentum"):
+        if not defaults.get(key, 0.0) >= 0.0:
+            raise ValueError(f"{name}: {key} is {defaults[key]}; expected a number, zero or more")
+    for i, beta in enumerate(defaults.get("betas", ())):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"{name}: betas[{i}] is {beta}; expected 0 <= beta < 1")
+    if defaults.get("amsgrad"):
+        raise RuntimeError(f"{name} does not support amsgrad")

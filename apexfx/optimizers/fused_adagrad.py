@@ -1,0 +1,65 @@
+"""FusedAdagrad: Adagrad in one op a step, after apex.optimizers.FusedAdagrad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apexfx.optimizers._base import Batch, FusedOptimizer
+
+
+class FusedAdagrad(FusedOptimizer):
+    """Adagrad, with L2 regularization or (`adagrad_w_mode=True`) decoupled weight decay. Duchi et al. 2011."""
+
+    _state_names = ("sum",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-2,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+        adagrad_w_mode: bool = False,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+    ):
+        defaults = {
+            "lr": lr,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "adagrad_w_mode": bool(adagrad_w_mode),
+            "lr_decay": 0.0,  # torch.optim.Adagrad looks for it when it loads our state dict
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none=set_grad_none,
+            capturable=capturable,
+            master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
+        torch.ops.apexfx.adagrad_(
+            batch.params,
+            batch.grads,
+            batch.states["sum"],
+            batch.models,
+            lr["lr"],
+            group["eps"],
+            group["weight_decay"],
+            group["adagrad_w_mode"],
+            **scalars,
+        )
+        step.add_(1.0 if scalars.get("found_inf") is None else (scalars["found_inf"] == 0).float())
+
+    def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
+        if group.get("lr_decay"):
+            raise ValueError("FusedAdagrad cannot load a state dict with lr_decay; divide the learning rate instead")
+        return super()._translate(group)

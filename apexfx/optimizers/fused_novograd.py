@@ -1,0 +1,90 @@
+"""FusedNovoGrad: NovoGrad in one op a step, after apex.optimizers.FusedNovoGrad."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apexfx.optimizers._base import Batch, FusedOptimizer
+
+
+class FusedNovoGrad(FusedOptimizer):
+    """NovoGrad: the second moment is one norm per tensor. Ginsburg et al. 2019.
+
+    `norm_type` is 2, or 0 for the max norm. The norm of a parameter lives in its own state (`exp_avg_sq`, one float32;
+    -1 before its first step unless `init_zero`), so the set of parameters with gradients may change between steps.
+    """
+
+    _state_names = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        reg_inside_moment: bool = False,
+        grad_averaging: bool = True,
+        norm_type: int = 2,
+        init_zero: bool = False,
+        set_grad_none: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+    ):
+        if norm_type not in (0, 2):
+            raise RuntimeError(f"FusedNovoGrad: norm_type is {norm_type}; expected 2, or 0 for the max norm")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": amsgrad,
+            "grad_averaging": grad_averaging,
+            "norm_type": norm_type,
+            "init_zero": init_zero,
+            "reg_inside_moment": reg_inside_moment,
+        }
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none=set_grad_none,
+            capturable=capturable,
+            master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def _init_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        super()._init_state(group, param, state)
+        if "exp_avg_sq" not in state:
+            state["exp_avg_sq"] = torch.full((), 0.0 if group["init_zero"] else -1.0, device=param.device)
+
+    def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
+        return torch.float32 if name == "exp_avg_sq" else super()._state_dtype(param, name)
+
+    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
+        torch.ops.apexfx.novograd_(
+            batch.params,
+            batch.grads,
+            batch.states["exp_avg"],
+            batch.states["exp_avg_sq"],
+            batch.models,
+            step,
+            lr["lr"],
+            *group["betas"],
+            group["eps"],
+            group["weight_decay"],
+            bool(group["bias_correction"]),
+            bool(group["grad_averaging"]),
+            group["reg_inside_moment"],
+            group["norm_type"],
+            **scalars,
+        )

@@ -1,0 +1,78 @@
+"""FusedSGD: SGD with momentum in one op a step, after apex.optimizers.FusedSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apexfx.optimizers._base import Batch, FusedOptimizer
+
+
+class FusedSGD(FusedOptimizer):
+    """SGD with momentum, dampening and Nesterov momentum; weight decay before, or with `wd_after_momentum` after it.
+
+    The first buffer of a parameter is its gradient, undamped, as in torch; a step skipped by `found_inf` counts as
+    that parameter's first. Buffers exist only with momentum, are float32, and serve bfloat16 too.
+    `materialize_master_grads` is kept for Apex's scripts: gradients are read as they are, so no master gradient exists.
+    """
+
+    _pickled = (*FusedOptimizer._pickled, "wd_after_momentum", "materialize_master_grads")
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        materialize_master_grads: bool = True,
+        set_grad_none: bool = False,
+        capturable: bool = False,
+        master_weights: bool = False,
+        *,
+        max_grad_norm: float | None = None,
+    ):
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        self.wd_after_momentum = wd_after_momentum
+        self.materialize_master_grads = materialize_master_grads
+        super().__init__(
+            params,
+            defaults,
+            set_grad_none=set_grad_none,
+            capturable=capturable,
+            master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
+        )
+
+    def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
+        torch.ops.apexfx.sgd_(
+            batch.params,
+            batch.grads,
+            batch.states["momentum_buffer"] if group["momentum"] != 0 else [],
+            batch.models,
+            lr["lr"],
+            group["momentum"],
+            group["dampening"],
+            group["weight_decay"],
+            group["nesterov"],
+            self.wd_after_momentum,
+            batch.first_run,
+            **scalars,
+        )
+        step.add_(1.0 if scalars.get("found_inf") is None else (scalars["found_inf"] == 0).float())

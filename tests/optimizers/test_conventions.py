@@ -1,0 +1,178 @@
+"""torch's optimizer conventions, for every fused optimizer: closures, groups, hooks, copies, schedulers, zero_grad."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from optimizer_models import OPTIMIZERS, backward, build, same_parameters, train
+
+from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+ALL = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+@ALL
+def test_loss_goes_down(name):
+    model, optimizer = build(name)
+    losses = []
+    x = torch.randn(32, 7)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(x).sub(1.0).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(20):
+        losses.append(optimizer.step(closure).item())
+    assert losses[-1] < losses[0]
+
+
+@ALL
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_train(name, dtype):
+    model, optimizer = build(name, dtype)
+    before = copy.deepcopy(model)
+    train(model, optimizer, 3)
+    assert not same_parameters(model, before)
+    for param, state in optimizer.state.items():
+        assert param.dtype == dtype
+        for key, value in state.items():
+            wide = dtype == torch.float64 and not (name == "novograd" and key == "exp_avg_sq")
+            assert value.dtype == (torch.float64 if wide else torch.float32)
+
+
+@ALL
+def test_parameters_without_gradients_are_left_alone(name):
+    model, optimizer = build(name)
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.clone()
+    train(model, optimizer, 2)
+    assert torch.equal(model[0].weight, before)
+    assert model[0].weight not in optimizer.state
+    model[0].weight.requires_grad_(True)
+    train(model, optimizer, 1, start=2)
+    assert not torch.equal(model[0].weight, before)
+
+
+@ALL
+def test_groups_have_their_own_settings(name):
+    model, optimizer = build(name)
+    reference, other = build(name)
+    cls, keywords = OPTIMIZERS[name]
+    split = cls([{"params": list(reference[0].parameters())}, {"params": list(reference[2].parameters())}], **keywords)
+    train(model, optimizer, 3)
+    train(reference, split, 3)
+    assert same_parameters(model, reference)
+    frozen = reference[2].weight.clone()
+    lr = split.param_groups[1]["lr"]
+    split.param_groups[1]["lr"] = lr * 0
+    train(reference, split, 1, start=3)
+    assert torch.equal(reference[2].weight, frozen)
+
+
+@ALL
+def test_a_group_added_later_counts_its_own_steps(name):
+    model, optimizer = build(name)
+    train(model, optimizer, 2)
+    extra = torch.nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [extra]})
+    extra.grad = torch.ones(3)
+    train_grads = [p.grad for p in model.parameters()]
+    assert all(g is not None for g in train_grads)
+    optimizer.step()
+    assert [float(g["step"]) for g in optimizer.param_groups] == [3.0, 1.0]
+
+
+@ALL
+def test_hooks_run(name):
+    model, optimizer = build(name)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("post"))
+    train(model, optimizer, 1)
+    assert seen == ["pre", "post"]
+
+
+@ALL
+def test_deepcopy_and_pickle_continue_bitwise(name):
+    model, optimizer = build(name)
+    train(model, optimizer, 2)
+    copied_model, copied = copy.deepcopy((model, optimizer))
+    pickled_model, pickled = pickle.loads(pickle.dumps((model, optimizer)))
+    for m, o in ((model, optimizer), (copied_model, copied), (pickled_model, pickled)):
+        train(m, o, 2, start=2)
+    assert same_parameters(model, copied_model)
+    assert same_parameters(model, pickled_model)
+
+
+@ALL
+def test_learning_rate_schedulers(name):
+    model, optimizer = build(name)
+    first = float(optimizer.param_groups[0]["lr"])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
+    train(model, optimizer, 1)
+    scheduler.step()
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(first / 2)
+    before = copy.deepcopy(model)
+    train(model, optimizer, 1, start=1)
+    assert not same_parameters(model, before)
+
+
+def test_zero_grad_follows_the_constructor_and_the_call():
+    for set_grad_none in (True, False):
+        model, optimizer = build("adamw", set_grad_none=set_grad_none)
+        backward(model, 0)
+        optimizer.zero_grad()
+        assert (model[0].weight.grad is None) == set_grad_none
+        backward(model, 0)
+        optimizer.zero_grad(set_to_none=not set_grad_none)
+        assert (model[0].weight.grad is None) == (not set_grad_none)
+    assert FusedSGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).set_grad_none is False
+
+
+@pytest.mark.parametrize(
+    "make,error",
+    [
+        (lambda p: FusedAdam(p, lr=-1.0), ValueError),
+        (lambda p: FusedAdam(p, lr=float("nan")), ValueError),
+        (lambda p: FusedAdam(p, eps=-1e-8), ValueError),
+        (lambda p: FusedAdam(p, betas=(1.0, 0.9)), ValueError),
+        (lambda p: FusedAdam(p, weight_decay=-1), ValueError),
+        (lambda p: FusedAdam(p, amsgrad=True), RuntimeError),
+        (lambda p: FusedLAMB(p, amsgrad=True), RuntimeError),
+        (lambda p: FusedNovoGrad(p, norm_type=1), RuntimeError),
+        (lambda p: FusedSGD(p, lr=0.1, nesterov=True), ValueError),
+        (lambda p: FusedAdam(p).step(grads=[1]), RuntimeError),
+    ],
+)
+def test_bad_settings_raise(make, error):
+    with pytest.raises(error):
+        make([torch.nn.Parameter(torch.ones(2))])
+
+
+@ALL
+def test_sparse_gradients_raise(name):
+    embedding = torch.nn.Embedding(4, 3, sparse=True)
+    cls, keywords = OPTIMIZERS[name]
+    optimizer = cls(embedding.parameters(), **keywords)
+    embedding(torch.tensor([1])).sum().backward()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+@ALL
+def test_a_step_never_asks_for_a_host_value(name, monkeypatch):
+    model, optimizer = build(name, torch.bfloat16, **({} if "mixed" in name else {"max_grad_norm": 1.0}))
+    optimizer.grad_scale = torch.tensor(4.0)
+    train(model, optimizer, 1)
+
+    def refuse(*_):
+        raise AssertionError("the step asked for a value on the host")
+
+    for method in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
+        monkeypatch.setattr(torch.Tensor, method, refuse)
+    optimizer.step()
