@@ -232,13 +232,16 @@ def _decide_batch_norm(dtypes: Sequence[torch.dtype | None]) -> tuple[torch.dtyp
     return (None, *(torch.float32 if d in HALVES else None for d in dtypes[1:]))
 
 
-def consistent(rule: Rule) -> Rule:
+def consistent(rule: Rule, *, to_half: bool = True) -> Rule:
     """Return what is left of `rule` where everything was cast already (O0, O2, O3): no two dtypes meet in one op.
 
     Losses stay in float32: their result is the graph's own output.
+
+    Args:
+        to_half: where mixed matrix products go: to half (O2, O3) or to the widest dtype (O0).
     """
-    if rule.kind == "half":
+    if rule.kind == "half" and to_half:
         return Rule("half_if_mixed", rule.reason, rule.family)
-    if rule.kind == "float" and rule.family != "loss":
+    if rule.kind == "half" or (rule.kind == "float" and rule.family != "loss"):
         return Rule("promote", "mixed arguments meet in the widest dtype", rule.family)
     return rule

@@ -1,0 +1,121 @@
+"""Cast nodes and their ledger: every dtype change a pass makes is a node, and a row that says why it is there."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..fx import call, module_path, source_line, value
+from ..printing import short_dtype
+from .op_names import canonical_name
+from .precision_rules import ADDITIVE_MASKS, FLOATS
+
+aten = torch.ops.aten
+CAST = aten._to_copy.default
+
+_CAST_METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+
+
+@dataclass(frozen=True)
+class CastRow:
+    """One inserted cast.
+
+    Attributes:
+        node: the cast node's name in the graph after the pass; "wrap_body_0.name" in a nested graph.
+        op: the op that needed it, or "parameter", "buffer", "input", "output".
+        rule: the kind of the rule that asked for it ("half", "float", ...), or "model", "output", "captured".
+        reason: the rule's one line.
+        source_dtype, target_dtype: as the reports print them: "f32", "bf16".
+        bytes: written by the cast: elements times the size of the target dtype (the size seen at capture where dynamic).
+        tensor: what is cast: a parameter's name, or the producing node's.
+        module, source: where the op is in the model and in the user's code.
+    """
+
+    node: str
+    op: str
+    rule: str
+    reason: str
+    source_dtype: str
+    target_dtype: str
+    bytes: int
+    tensor: str
+    module: str
+    source: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def dtype_of(node: Any) -> torch.dtype | None:
+    """Return the dtype of a node whose value is a floating tensor that rules speak about, else None."""
+    val = value(node) if isinstance(node, fx.Node) else None
+    return val.dtype if isinstance(val, Tensor) and val.dtype in FLOATS else None
+
+
+def num_bytes(val: Tensor, dtype: torch.dtype) -> int:
+    """Return the size of `val` in `dtype`; a dynamic dimension counts as it was at capture, or as 0 when unknown."""
+    numel = 1
+    for size in val.shape:
+        numel *= size if isinstance(size, int) else int(size.node.hint or 0)
+    return numel * dtype.itemsize
+
+
+def is_inserted_cast(node: Any) -> bool:
+    """Return whether `node` is a cast that a pass inserted, and nothing but a dtype change."""
+    return isinstance(node, fx.Node) and node.target is CAST and set(node.kwargs) == {"dtype"}
+
+
+def user_cast(node: fx.Node) -> torch.dtype | None:
+    """Return the floating dtype of a cast that the user's code asked for by name, or None for any other node."""
+    if node.op not in ("call_method", "call_function") or node.target is CAST:
+        return None
+    name = node.target if isinstance(node.target, str) else canonical_name(node.target)
+    if name in _CAST_METHODS:
+        return _CAST_METHODS[name]
+    if name not in ("to", "type"):
+        return None
+    for given in (*node.args[1:], *node.kwargs.values()):
+        if isinstance(given, torch.dtype) and given in FLOATS:
+            return given
+    return None
+
+
+def additive_mask(node: fx.Node, name: str) -> fx.Node | None:
+    """Return the additive mask among the arguments of an attention op called `name`, or None."""
+    if name not in ADDITIVE_MASKS:
+        return None
+    position, keyword = ADDITIVE_MASKS[name]
+    mask = node.kwargs.get(keyword, node.args[position] if position < len(node.args) else None)
+    return mask if isinstance(mask, fx.Node) else None
+
+
+def insert_cast(
+    tensor: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any, saturate: bool = False
+) -> fx.Node:
+    """Insert a cast of `tensor` to `dtype` before a node, and return it.
+
+    Args:
+        like: the node that caused it, whose provenance it takes.
+        saturate: finite values beyond the range of `dtype` become its limits instead of infinities.
+    """
+    graph = tensor.graph
+    with graph.inserting_before(before):
+        if saturate:
+            limits = torch.finfo(dtype)
+            infinite = call(graph, aten.isinf.default, (tensor,), like=like, mode=mode)
+            within = call(graph, aten.clamp.default, (tensor, limits.min, limits.max), like=like, mode=mode)
+            tensor = call(graph, aten.where.self, (infinite, tensor, within), like=like, mode=mode)
+        return call(graph, CAST, (tensor,), {"dtype": dtype}, like=like, mode=mode)
+
+
+def ledger_row(cast: fx.Node, tensor: fx.Node, *, op: str, rule: str, reason: str, body: str = "") -> CastRow:
+    """Describe `cast`, a node made by `insert_cast` from `tensor`; `body` names the nested graph it is in."""
+    source, target = value(tensor), value(cast)
+    return CastRow(
+        node=f"{body}.{cast.name}" if body else cast.name, op=op, rule=rule, reason=reason, source_dtype=short_dtype(source.dtype),
+        target_dtype=short_dtype(target.dtype), bytes=num_bytes(source, target.dtype),
+        tensor=tensor.meta.get("apexfx_name", tensor.name), module=module_path(cast), source=source_line(cast),
+    )  # fmt: skip

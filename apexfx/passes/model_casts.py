@@ -1,0 +1,97 @@
+"""The casts at a graph's entry: parameters and floating inputs are cast once, for the uses that want the other dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..fx import evaluate, set_value, value
+from .casts import additive_mask, dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
+from .mutation import body_of, storages, written_storages
+from .op_names import canonical_name, is_foreign
+from .precision_policy import Policy
+from .precision_rules import HALVES, RULES
+
+CAST, KEEP = "cast", "keep"
+
+
+def cast_entries(gm: fx.GraphModule, policy: Policy, record: Callable[[fx.Node, Any], None], mode: Any) -> dict[fx.Node, fx.Node]:
+    """Cast the floating placeholders of `gm`; return the new nodes, each with the node that it stands for.
+
+    float32 to half under O2 and O3, half to float32 under O0. Left alone are: what any node writes in place, so that
+    the write reaches the real tensor; what batch norm reads as parameters or statistics, where the level keeps them;
+    what an override wants otherwise; what goes straight into a cast of the user's own or to the output.
+    """
+    touched = written_storages(gm)
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    made: dict[fx.Node, fx.Node] = {}
+    for placeholder in gm.graph.find_nodes(op="placeholder"):
+        source = dtype_of(placeholder)
+        target = _target(policy, source)
+        if target is None or storages(value(placeholder)) & touched:
+            continue
+        if CAST not in _wishes(placeholder, policy):
+            continue
+        kind = {"param": "parameter"}.get(placeholder.meta.get("apexfx_kind"), placeholder.meta.get("apexfx_kind", "input"))
+        cast = insert_cast(placeholder, target, before=first, like=placeholder, mode=mode)
+        made[cast] = placeholder
+        _move_users(placeholder, cast, policy, mode, made)
+        reason = "float32 throughout" if not policy.level.cast_model else "the model is half; this is cast once for all uses"
+        record(cast, ledger_row(cast, placeholder, op=kind, rule="model", reason=reason))
+    return made
+
+
+def _target(policy: Policy, dtype: torch.dtype | None) -> torch.dtype | None:
+    if policy.level.cast_model:
+        return policy.half if dtype == torch.float32 else None
+    return torch.float32 if dtype in HALVES else None
+
+
+def _wishes(tensor: fx.Node, policy: Policy) -> set[str]:
+    """Return whether the users of `tensor` want it cast, kept, or both."""
+    wishes: set[str] = set()
+    for user in tensor.users:
+        wishes |= _wish(tensor, user, policy)
+    return wishes
+
+
+def _wish(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
+    if user.op == "output" or is_inserted_cast(user) or user_cast(user) is not None:
+        return {KEEP}
+    if isinstance(user.target, torch._ops.HigherOrderOperator):
+        pair = body_of(user)
+        if pair is None:
+            return {KEEP}
+        inputs = pair[0].graph.find_nodes(op="placeholder")
+        inside = set().union(*(_wishes(p, policy) for o, p in zip(pair[1], inputs) if o is tensor))
+        return {CAST} if inside == {CAST} else {KEEP}
+    name = canonical_name(user.target)
+    rule = RULES.get(name)
+    if is_foreign(name) and rule is None:
+        return {KEEP}
+    if rule is not None and rule.family == "view":
+        return _wishes(user, policy) or {KEEP}
+    if policy.overridden(user) or tensor is additive_mask(user, name):
+        return {KEEP}  # a mask is cast where it is used, because there it is cast within half's range
+    if rule is not None and rule.kind == "batch_norm" and user.args and user.args[0] is not tensor:
+        return {KEEP} if policy.level.keep_batchnorm_fp32 else {CAST}
+    return {CAST}
+
+
+def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, made: dict[fx.Node, fx.Node]) -> None:
+    """Let the users of `tensor` that want it cast read `cast`; a view with users of both kinds is made twice."""
+    for user in list(tensor.users):
+        if user is cast:
+            continue
+        wish = _wish(tensor, user, policy)
+        if wish == {CAST}:
+            user.replace_input_with(tensor, cast)
+        elif CAST in wish:
+            with tensor.graph.inserting_after(user):
+                twin = tensor.graph.node_copy(user, lambda n: cast if n is tensor else n)
+            set_value(twin, evaluate(twin, mode))
+            made[twin] = user
+            _move_users(user, twin, policy, mode, made)

@@ -1,0 +1,92 @@
+"""Which rule holds at a node: the table at an opt level, under a user's overrides."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from ..config import OptLevel
+from ..fx import module_path
+from .mutation import argument
+from .op_names import canonical_name
+from .precision_rules import HALVES, Rule, consistent, lookup
+
+_NAMED_DTYPES = {
+    "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "torch.float32": torch.float32, "torch.float16": torch.float16, "torch.bfloat16": torch.bfloat16,
+}  # fmt: skip
+# Ops of these families compute nothing: an override of their module leaves them as they are.
+_NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place")
+
+
+class Policy:
+    """The rule of every node.
+
+    Args:
+        level: a row of the O0-O3 table.
+        half: the half type.
+        overrides: module path pattern or op name -> dtype (or its name, "half", "promote", "passthrough"). A path
+            covers the module and everything below it. Where two keys cover one op, the later one wins.
+
+    Raises:
+        TypeError: a key that is no string.
+        ValueError: a value that is none of the above.
+    """
+
+    def __init__(self, level: OptLevel, half: torch.dtype, overrides: Mapping[str, Any]) -> None:
+        self.level = level
+        self.half = half
+        self.overrides = {key: self._override(key, given) for key, given in overrides.items()}
+        self.used: set[str] = set()
+
+    def _override(self, key: Any, given: Any) -> Rule:
+        if not isinstance(key, str):
+            raise TypeError(f"apexfx: precision={{{key!r}: ...}} was given, expected a module path, a pattern or an op name")
+        reason = f"override precision[{key!r}]"
+        if given in ("promote", "passthrough"):
+            return Rule(given, reason)
+        dtype = self.half if given == "half" else _NAMED_DTYPES.get(given, given) if isinstance(given, str) else given
+        if dtype not in (torch.float32, *HALVES):
+            raise ValueError(f"apexfx: precision={{{key!r}: {given!r}}} was given, expected torch.float32, torch.float16, "
+                             "torch.bfloat16, their names, 'half', 'promote' or 'passthrough'")
+        return Rule("dtype", reason, dtype=dtype)
+
+    def rule(self, node: fx.Node) -> Rule:
+        """Return the rule for a call node of torch's; overrides first, then the table as the level reads it."""
+        name = canonical_name(node.target)
+        base = lookup(name, in_place=bool(argument(node, "inplace")), out="out" in node.kwargs)
+        override = self._override_of(node, name, base)
+        if override is not None:
+            return override
+        if base.kind in ("float", "banned") and any(isinstance(a, torch.dtype) for a in tree_leaves((node.args, node.kwargs))):
+            return Rule("passthrough", "the call names the dtype it computes in", base.family)
+        return base if self.level.patch_ops else consistent(base, to_half=self.level.cast_model)
+
+    def overridden(self, node: fx.Node) -> bool:
+        """Return whether a user's override decides about `node`."""
+        name = canonical_name(node.target)
+        return self._override_of(node, name, lookup(name)) is not None
+
+    def _override_of(self, node: fx.Node, name: str, base: Rule) -> Rule | None:
+        found = None
+        for key, rule in self.overrides.items():
+            if self._covers(key, name.rstrip("_"), module_path(node)):
+                self.used.add(key)
+                if base.family not in _NOTHING_TO_COMPUTE or rule.kind != "dtype":
+                    found = Rule(rule.kind, rule.reason, base.family, rule.dtype)
+        return found
+
+    @staticmethod
+    def _covers(key: str, op: str, path: str) -> bool:
+        return fnmatch.fnmatchcase(op.rpartition(".")[2], key) or bool(path) and (
+            fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(path, f"{key}.*")
+        )
+
+    def unused(self) -> list[str]:
+        """Return the override keys that covered nothing in the graphs seen so far."""
+        return [key for key in self.overrides if key not in self.used]
