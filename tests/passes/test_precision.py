@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
-from forward_graphs import compiled, precision
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apexfx.testing import assert_close
+from tests.forward_graphs import compiled, precision
 
 HALVES = [torch.bfloat16, torch.float16]
 
