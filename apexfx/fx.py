@@ -196,7 +196,7 @@ def source_line(node: fx.Node) -> str:
     """Return "file.py:12" for the user's line that made `node`, or "" when unknown."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     for line in reversed(trace):
-        if line.lstrip().startswith("File "):
+        if line.lstrip().startswith("File ") and "/apexfx/traceable.py" not in line:
             path, _, rest = line.partition('"')[2].partition('", line ')
             return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return ""

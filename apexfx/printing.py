@@ -133,6 +133,11 @@ def comparable(text: str) -> list[str]:
     return [_RELEASES.sub("", line) for line in (lines[1:] if lines and lines[0].startswith("# ") else lines)]
 
 
+def shorten_hashes(text: str) -> str:
+    """Return `text` with SHA-1 names, as torch gives process groups, cut to seven digits."""
+    return re.sub(r"\b([0-9a-f]{7})[0-9a-f]{33}\b", r"\1", text)
+
+
 def channels_and_group(node: fx.Node) -> list[Any]:
     """Return how many channels a synchronized batch norm node has, and the name of its process group."""
     channels = value(node.args[0]).shape[1]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tabulate import tabulate
 
 from .folding import fold
+from .printing import shorten_hashes
 
 if TYPE_CHECKING:
     from .report import GraphReport, PassReport, Report
@@ -59,7 +60,7 @@ def places(matches: Iterable[Any]) -> list[tuple[int, str]]:
     for match in matches:
         row = match if isinstance(match, dict) else vars(match)
         source = f"  ({row['source']})" if row["source"] else ""
-        texts.append(f"{row['module'] or 'model'}: {row['detail']}{source}")
+        texts.append(shorten_hashes(f"{row['module'] or 'model'}: {row['detail']}{source}"))
     return sorted(fold(texts), key=lambda entry: -entry[0])
 
 

@@ -1,0 +1,158 @@
+"""The training loop, for plain eager float32 on one process and for one rank of the transformed run alike."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from ..config import BucketConfig
+from ..transform import transform
+from . import show
+from .data import Digits, batches, load_digits
+from .model import ResidualNet
+
+_LEARNING_RATE = 0.1
+_WEIGHT_DECAY = 1e-3
+_LABEL_SMOOTHING = 0.1
+_MESSAGE_SIZE = 20_000  # elements: the default is ten million, which would put this small model into one bucket
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for."""
+
+    ranks: int = 2
+    opt_level: str = "O2"
+    epochs: int = 8
+    inner: str = "eager"
+    batch_size: int = 64
+    out: str = "out"
+    cuda: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """The batch size, rounded down to a multiple of the number of ranks."""
+        return self.batch_size // self.ranks * self.ranks
+
+
+@dataclass
+class Result:
+    """How a training went: loss a sample by epoch, share of the test images that came out right, seconds."""
+
+    name: str
+    losses: list[float] = field(default_factory=list)
+    accuracy: float = 0.0
+    seconds: float = 0.0
+
+
+def fit(model: nn.Module, digits: Digits, options: Options, result: Result, *, rank: int = 0, num_ranks: int = 1,
+        device: torch.device | None = None, say: Callable[[str], None] = print) -> None:
+    """Train `model` and fill `result`; every rank of a process group calls this with its own rank."""
+    device = device or torch.device("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, weight_decay=_WEIGHT_DECAY)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
+    images, labels = digits.train_images.to(device), digits.train_labels.to(device)
+    start = time.perf_counter()
+    for epoch in range(options.epochs):
+        model.train()
+        losses = []
+        for index in batches(len(labels), options.global_batch, epoch, rank=rank, num_ranks=num_ranks):
+            loss = F.cross_entropy(model(images[index]), labels[index], label_smoothing=_LABEL_SMOOTHING)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        schedule.step()
+        result.losses.append(_mean_over_ranks(torch.stack(losses).mean(), num_ranks))
+        result.accuracy = accuracy(model, digits, rank=rank, num_ranks=num_ranks, device=device)
+        result.seconds = time.perf_counter() - start
+        say(f"  epoch {epoch + 1:3}/{options.epochs}   loss {result.losses[-1]:.4f}   test accuracy "
+            f"{100 * result.accuracy:5.1f} %   {result.seconds:5.1f} s")
+
+
+def accuracy(model: nn.Module, digits: Digits, *, rank: int, num_ranks: int, device: torch.device) -> float:
+    """Return the share of the test images that `model` names right; each rank looks at its own share of them."""
+    model.eval()
+    images, labels = digits.test_images[rank::num_ranks].to(device), digits.test_labels[rank::num_ranks].to(device)
+    with torch.no_grad():
+        right = (model(images).argmax(1) == labels).sum().double()
+    return _mean_over_ranks(right, num_ranks) * num_ranks / len(digits.test_labels)
+
+
+def _mean_over_ranks(number: torch.Tensor, num_ranks: int) -> float:
+    if num_ranks > 1:
+        dist.all_reduce(number)
+    return float(number) / num_ranks
+
+
+def initial_model() -> ResidualNet:
+    """Return the network with the same random parameters every time."""
+    torch.manual_seed(0)
+    return ResidualNet()
+
+
+def train_rank(options: Options) -> None:
+    """Train the transformed model as one rank of a process group; rank 0 prints and writes what the passes did."""
+    backend = "nccl" if options.cuda else "gloo"
+    dist.init_process_group(backend)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    device = torch.device("cuda", rank) if options.cuda else torch.device("cpu")
+    if options.cuda:
+        torch.cuda.set_device(device)
+    say: Callable[[str], None] = _say if rank == 0 else lambda _: None
+    result = Result(f"{options.opt_level}, {num_ranks} ranks")
+    try:
+        # bfloat16 needs no loss scale; float16, the default on CUDA, would.
+        dtype = {} if options.opt_level == "O0" else {"dtype": torch.bfloat16}
+        model = transform(initial_model().to(device), opt_level=options.opt_level, sync_bn=True, inner=options.inner,
+                          ddp=BucketConfig(message_size=_MESSAGE_SIZE), **dtype)
+        say(f"\n{options.opt_level} with synchronized batch norm and bucketed allreduce on {num_ranks} {backend} ranks, inner "
+            f"compiler {options.inner!r}, {options.global_batch // num_ranks} images a rank and step")
+        fit(model, load_digits(), options, result, rank=rank, num_ranks=num_ranks, device=device, say=say)
+        _check_ranks_agree(model, say)
+        if rank == 0:
+            show.passes(model.report, say)
+            show.write(model.report, Path(options.out))
+            show.write_json(asdict(result), Path(options.out) / "ranks.json")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def train_float32(options: Options) -> Result:
+    """Train the same network, from the same parameters on the same batches, in plain eager float32 on this process."""
+    result = Result("float32 eager, 1 process")
+    _say("\nthe same training in plain eager float32 on one process")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as a rank: images of 64 pixels are too small to share among threads
+    try:
+        fit(initial_model(), load_digits(), options, result, say=_say)
+    finally:
+        torch.set_num_threads(threads)
+    return result
+
+
+def _check_ranks_agree(model: nn.Module, say: Callable[[str], None]) -> None:
+    for name, parameter in model.named_parameters():
+        mine = parameter.detach().clone()
+        dist.broadcast(mine, 0)
+        if not torch.equal(mine, parameter):
+            raise RuntimeError(f"parameter {name!r} differs between rank 0 and rank {dist.get_rank()} after training")
+    say("  parameters are bitwise equal on all ranks")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    train_rank(Options(**json.loads(sys.argv[1])))

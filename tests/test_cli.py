@@ -1,0 +1,89 @@
+"""The command line: help, tables, refusals with exit status 2, and a documentation page that is up to date."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from apexfx import passes
+from apexfx.__main__ import main
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def run(capsys, *arguments):
+    """Return (exit status, standard output, standard error) of a command line run in this process."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:  # argparse refuses this way
+        status = error.code
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def test_passes_prints_the_table_in_order(capsys):
+    status, out, _ = run(capsys, "passes")
+    assert status == 0
+    named = [line.split()[0] for line in out.splitlines()[2:] if not line.startswith(" ")]
+    assert named == [row.pass_type.name for row in passes.TABLE]
+
+
+def test_passes_explains_one(capsys):
+    status, out, _ = run(capsys, "passes", "cancel_casts")
+    assert status == 0
+    assert out.startswith("cancel_casts: forward, bitwise, asked for by always\n")
+    assert "Before:" in out and "After:" in out
+
+
+def test_an_unknown_pass_is_refused_with_the_known_ones(capsys):
+    status, out, err = run(capsys, "passes", "cancel_cats")
+    assert (status, out) == (2, "")
+    assert "no pass 'cancel_cats'; the passes are sync_batchnorm, precision" in err
+
+
+def test_the_page_about_passes_is_what_the_command_prints(capsys):
+    status, out, _ = run(capsys, "passes", "--markdown")
+    assert status == 0
+    assert (DOCS / "passes.md").read_text() == out, "run: python -m apexfx passes --markdown > docs/passes.md"
+
+
+@pytest.mark.parametrize("arguments, named", [
+    ((), "COMMAND"), (("dmeo",), "invalid choice: 'dmeo'"), (("demo", "--opt-level", "o2"), "invalid choice: 'o2'"),
+    (("demo", "--ranks", "0"), "'0' was given, expected a whole number"), (("demo", "--ranks", "two"), "'two' was given, expected a whole number"),
+    (("demo", "--inner", "triton"), "invalid choice: 'triton'"), (("demo", "--worldsize", "2"), "unrecognized arguments"),
+])  # fmt: skip
+def test_wrong_arguments_are_refused(capsys, arguments, named):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2
+    assert named in err
+
+
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "passes"])
+def test_help_says_what_it_does_and_what_the_exit_status_means(capsys, command):
+    status, out, _ = run(capsys, *filter(None, (command, "--help")))
+    assert status == 0
+    assert "exit status: 0" in out and len(out.splitlines()) > 6
+
+
+def test_the_module_runs_as_a_program():
+    done = subprocess.run([sys.executable, "-m", "apexfx", "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "apexfx")
+
+
+def test_demo_without_scikit_learn_says_what_to_install(capsys, monkeypatch, tmp_path):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "sklearn" else find_spec(name, *rest))
+    status, _, err = run(capsys, "demo", "--out", str(tmp_path))
+    assert status == 2 and "pip install scikit-learn" in err
+
+
+def test_demo_refuses_what_cannot_work_before_it_starts(capsys, tmp_path):
+    (tmp_path / "file").write_text("")
+    status, _, err = run(capsys, "demo", "--out", str(tmp_path / "file"))
+    assert status == 2 and "cannot write under --out" in err
+    status, _, err = run(capsys, "demo", "--ranks", "4", "--batch-size", "3", "--out", str(tmp_path))
+    assert status == 2 and "give at least 4" in err
