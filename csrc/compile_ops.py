@@ -90,7 +90,7 @@ def cuda_library_folders(nvcc: str) -> list[Path]:
 
 def _includes() -> list[str]:
     torch_include = torch_root() / "include"
-    return [f"-I{ROOT / 'csrc'}", f"-isystem{torch_include}"]
+    return [f"-I{ROOT / 'csrc'}", "-isystem", str(torch_include)]
 
 
 def cpu_units(build: Path, only: list[Path] | None = None) -> list[Unit]:
