@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from backward_graphs import record
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -27,6 +26,7 @@ from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.pipeline import Pipeline
 from apexfx.printing import format_graph
 from apexfx.schedule.plan import BucketPlan
+from tests.backward_graphs import record
 
 COMM = "all_reduce|wait_tensor"
 
