@@ -89,7 +89,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("float", "transfer", "Apex: code that reads a value on the host expects float32", "cpu"),
     ("promote", "arithmetic", "mixed arguments meet in the widest dtype", """
         add sub mul div addcdiv addcmul atan2 cross bilinear dot vdot floor_divide remainder fmod maximum minimum fmax
-        fmin lerp linalg_cross linalg_vecdot kron copysign nextafter heaviside rsub true_divide"""),
+        fmin lerp linalg_cross linalg_vecdot kron copysign nextafter heaviside"""),
     ("promote", "comparison", "mixed arguments are compared in the widest dtype", """
         eq equal ge gt le lt ne isclose allclose searchsorted bucketize isin"""),
     ("promote", "selection", "both sources of a selection need one dtype", """

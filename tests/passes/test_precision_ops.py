@@ -1,0 +1,128 @@
+"""Every op of the rule table, run through O1 on its own: the dtype it saw, and its value against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from apexfx._torch import FakeTensorMode
+from apexfx.fx import evaluate, set_value
+from apexfx.passes.op_names import canonical_name
+from apexfx.passes.precision_rules import FLOATS, RULES
+from apexfx.pipeline import Pipeline
+from apexfx.testing import assert_close
+from tests.forward_graphs import precision
+from tests.passes.op_samples import NOT_RUN, NOT_UNIQUE, SAMPLES
+
+ACTIVE = [name for name, rule in RULES.items() if rule.kind != "passthrough"]
+
+
+def prepared(kind, args, half):
+    """Return the arguments in dtypes that make the rule act: float32 for half, half for float, both for promotion."""
+    count = 0
+
+    def prepare(a):
+        nonlocal count
+        if not isinstance(a, Tensor) or not a.is_floating_point():
+            return a
+        count += 1
+        return a.to(half) if kind in ("float", "banned") or (kind != "half" and count == 1) else a.clone()
+
+    return tree_map(prepare, args)
+
+
+def graph_of(function, args, kwargs):
+    """Return a graph of one call with its fake values, and the tensors it takes."""
+    graph, mode, tensors = fx.Graph(), FakeTensorMode(), []
+
+    def placeholder(a):
+        if not isinstance(a, Tensor):
+            return a
+        node = graph.placeholder(f"in{len(tensors)}")
+        set_value(node, mode.from_tensor(a))
+        tensors.append(a)
+        return node
+
+    args, kwargs = tree_map(placeholder, (args, kwargs))
+    node = graph.call_function(function, args, kwargs)
+    set_value(node, evaluate(node, mode))
+    graph.output((node,))
+    return fx.GraphModule(torch.nn.Module(), graph), node, tensors
+
+
+class Recording(fx.Interpreter):
+    """Gives what one node returned, before the graph's outputs are cast back."""
+
+    def __init__(self, gm, node):
+        super().__init__(gm)
+        self.wanted = node
+
+    def run_node(self, n):
+        out = super().run_node(n)
+        if n is self.wanted:
+            self.found = out
+        return out
+
+    def result(self, *inputs):
+        self.run(*inputs)
+        return self.found
+
+
+def test_every_rule_that_casts_is_run():
+    assert sorted(ACTIVE) == sorted([*SAMPLES, *" ".join(NOT_RUN.values()).split()])
+    assert {name: canonical_name(function) for name, (function, _, _) in SAMPLES.items()} == {name: name for name in SAMPLES}
+
+
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@pytest.mark.parametrize("family", sorted({RULES[name].family for name in SAMPLES}))
+def test_every_op_of(family, half):
+    failures = {}
+    for name in SAMPLES:
+        if RULES[name].family == family:
+            try:
+                check(name, half)
+            except Exception as error:  # all of a family's failures at once, each with its op
+                failures[name] = f"{type(error).__name__}: {error}"
+    assert not failures
+
+
+def check(name, half):
+    function, args, kwargs = SAMPLES[name]
+    kind = RULES[name].kind
+    args, kwargs = prepared(kind, (args, kwargs), half)
+    try:
+        gm, node, tensors = graph_of(function, args, kwargs)
+    except RuntimeError:
+        if kind == "half":
+            raise
+        # The op does not take half at all, so no program could have captured it with half: start from float32.
+        args, kwargs = tree_map(lambda a: a.float() if isinstance(a, Tensor) and a.dtype == half else a, (args, kwargs))
+        gm, node, tensors = graph_of(function, args, kwargs)
+    Pipeline([precision("O1", half)], verify="final").run("forward", gm)
+
+    seen = {a.meta["val"].dtype for a in node.all_input_nodes if a.meta["val"].dtype in FLOATS}
+    if kind == "batch_norm":
+        assert seen == {half, torch.float32}
+    else:
+        assert seen == ({half} if kind == "half" else {torch.float32})
+    result = Recording(gm, node).result(*tensors)
+    exact = function(*tree_map(double, args), **tree_map(double, kwargs))
+    for actual, expected in zip(tree_leaves(result), tree_leaves(exact), strict=True):
+        if not isinstance(actual, Tensor) or name in NOT_UNIQUE:
+            continue
+        dtype = half if half in seen else torch.float32
+        if actual.is_complex():
+            actual, expected = torch.view_as_real(actual.resolve_conj()), torch.view_as_real(expected.resolve_conj())
+        if not expected.is_floating_point():
+            assert torch.equal(actual, expected)
+        elif name.startswith(("linalg", "cholesky", "det", "logdet", "slogdet", "inverse", "pinverse")):
+            assert_close(actual, expected, dtype=dtype, scale=64)  # the condition number of the sample
+        else:
+            # A product of half numbers sums some tens of them; a recurrent layer chains several such products.
+            assert_close(actual, expected, dtype=dtype, scale=4)
+
+
+def double(a):
+    return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
