@@ -6,6 +6,7 @@ fails, naming the line, when a torch release moves one of them.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers autograd and fakes for _c10d_functional
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
@@ -25,7 +26,10 @@ from torch.distributed.distributed_c10d import (  # 2.11, 2.13, 2.15
     _get_process_group_store as process_group_store,
     _resolve_process_group as resolve_process_group,
 )
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols  # 2.11, 2.13, 2.15
+from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
+    free_unbacked_symbols,
+    statically_known_true,
+)
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
@@ -34,6 +38,17 @@ from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
 def active_ddp_module() -> object | None:
     """Return the `DistributedDataParallel` whose forward is running, or None (2.11, 2.13, 2.15)."""
     return DistributedDataParallel._active_ddp_module
+
+
+def has_kernel(op: str, key: str) -> bool:
+    """Tell whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def registered_ops(namespace: str) -> list[str]:
+    """Return the names ("namespace::name") of every op of a namespace, sorted (2.11, 2.13, 2.15)."""
+    names = (name.split(".")[0] for name in torch._C._dispatch_get_all_op_names())
+    return sorted({name for name in names if name.startswith(f"{namespace}::")})
 
 
 __all__ = [
@@ -50,10 +65,13 @@ __all__ = [
     "dynamo_config",
     "free_unbacked_symbols",
     "functorch_config",
+    "has_kernel",
     "inductor_cache_dir",
     "inductor_config",
     "process_group_store",
+    "registered_ops",
     "resolve_process_group",
+    "statically_known_true",
     "trace_structured",
     "tree_leaves",
     "tree_map",

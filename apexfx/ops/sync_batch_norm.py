@@ -7,8 +7,10 @@ One node in a graph that Dynamo captures; registered `CompositeImplicitAutograd`
     backward  bn_backward_reduce -> all_reduce -> wait -> bn_backward_elementwise
 
 One all_reduce of 2C + 1 float64 numbers forward and one of 2C backward, whatever the number of ranks; exact for uneven
-and empty batches; nothing is read back to the host. The gradients of weight and bias are this rank's sums: data
-parallel training averages them as it does every other gradient.
+and empty batches; nothing is read back to the host. Inside an activation checkpoint the statistics are communicated
+again in the backward pass, by every rank alike (torch computes collectives of a checkpoint again); the running buffers
+are updated once. The gradients of weight and bias are this rank's sums: data parallel training averages them as it does
+every other gradient.
 """
 
 from __future__ import annotations
@@ -18,9 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .. import _torch  # noqa: F401  registers the functional collectives
+from .._torch import statically_known_true  # which also registers the functional collectives
 from .batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,

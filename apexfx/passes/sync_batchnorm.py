@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.passes.infra.pass_base import PassResult
 
+from .._torch import statically_known_true
 from ..fx import graphs, inherit, named_argument, set_value, value
 from ..invariants import namespace
 from ..ops import sync_batch_norm  # noqa: F401  registers the op

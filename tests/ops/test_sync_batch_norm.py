@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from test_batch_norm import DTYPES, LAYOUTS, draw
+from tests.ops.test_batch_norm import DTYPES, LAYOUTS, draw
 from torch.utils.checkpoint import checkpoint
 
 from apexfx._torch import aot_autograd

@@ -19,6 +19,8 @@ from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.printing import format_graph
 from apexfx.testing import assert_close
 
+# ruff: noqa: E501  printed graphs
+
 SYNC = torch.ops.apexfx.sync_batch_norm.default
 
 
