@@ -1,0 +1,110 @@
+"""The facts `python -m apexfx doctor` prints: torch, libraries, which ops have kernels, nvcc, environment variables."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+import torch
+from tabulate import tabulate
+
+from . import __version__, ops
+from ._torch import has_kernel, registered_ops
+
+# Every environment variable the package or its build reads, and what it does.
+ENVIRONMENT = {
+    "APEXFX_EXT": "0: build no compiled op, and load none",
+    "APEXFX_CUDA": "build the CUDA ops: auto (default), 0 never, 1 always",
+    "APEXFX_STRICT": "1: a library that cannot be built is an error",
+    "CXX": "the C++ compiler of the build",
+    "CXXFLAGS": "more flags for it",
+    "CUDA_HOME": "where the build looks for nvcc first",
+}
+
+
+@dataclass(frozen=True)
+class OpRow:
+    """Which implementations one op has; without a kernel, the reference runs."""
+
+    op: str
+    reference: bool
+    cpu: bool
+    cuda: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What this machine and this install can do."""
+
+    apexfx: str
+    python: str
+    torch: str
+    torch_cuda: str | None
+    cuda_devices: tuple[str, ...]
+    threads: int
+    libraries: tuple[ops.Library, ...]
+    ops: tuple[OpRow, ...]
+    cxx: str | None
+    nvcc: str | None
+    environment: dict[str, str | None]
+
+
+def facts() -> Facts:
+    """Collect the facts; nothing is built, downloaded or run on a device."""
+    devices = tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return Facts(
+        apexfx=__version__,
+        python=platform.python_version(),
+        torch=torch.__version__,
+        torch_cuda=torch.version.cuda,
+        cuda_devices=devices,
+        threads=torch.get_num_threads(),
+        libraries=ops.LIBRARIES,
+        ops=tuple(_row(name) for name in registered_ops("apexfx")),
+        cxx=shutil.which(os.environ.get("CXX", "g++").split()[0]),
+        nvcc=_nvcc(),
+        environment={name: os.environ.get(name) for name in ENVIRONMENT},
+    )
+
+
+def _row(name: str) -> OpRow:
+    composite = any(has_kernel(name, key) for key in ("CompositeExplicitAutograd", "CompositeImplicitAutograd"))
+    return OpRow(name.removeprefix("apexfx::"), composite, has_kernel(name, "CPU"), has_kernel(name, "CUDA"))
+
+
+def _nvcc() -> str | None:
+    """Return nvcc's path and release, or None."""
+    home = os.environ.get("CUDA_HOME")
+    path = shutil.which("nvcc", path=f"{home}/bin" if home else None) or shutil.which("nvcc")
+    path = path or shutil.which("/usr/local/cuda/bin/nvcc")
+    if path is None:
+        return None
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
+    release = re.search(r"release ([\d.]+)", done.stdout)
+    return f"{path} ({release[1]})" if release else path
+
+
+def report() -> str:
+    """Return the facts as text."""
+    found = facts()
+    lines = [
+        f"apexfx {found.apexfx}, Python {found.python}, torch {found.torch} "
+        f"({f'CUDA {found.torch_cuda}' if found.torch_cuda else 'no CUDA'}), {found.threads} threads",
+        f"CUDA devices: {', '.join(found.cuda_devices) or 'none'}",
+        f"C++ compiler: {found.cxx or 'not found'}",
+        f"nvcc: {found.nvcc or 'not found'}",
+        "",
+        "Compiled libraries",
+    ]
+    for library in found.libraries:
+        lines.append(f"  {library.device}: {'loaded' if library.loaded else 'not loaded'}: "
+                     f"{library.path if library.loaded else library.reason}")  # fmt: skip
+    table = [[row.op, *("yes" if x else "-" for x in (row.reference, row.cpu, row.cuda))] for row in found.ops]
+    lines += ["", tabulate(table, headers=["op", "reference", "cpu", "cuda"]), "", "Environment variables"]
+    values = [[name, value if value is not None else "(not set)", ENVIRONMENT[name]] for name, value in found.environment.items()]
+    lines.append(tabulate(values, headers=["name", "value", "meaning"]))
+    return "\n".join(lines)
