@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_leaves
+from .._torch import tree_leaves
 
 from ..fx import graphs, value
 from .op_names import canonical_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from optimizer_cases import BF16, F16, F32, F64, LAYOUTS, SIZES, lay_out
+from tests.ops.optimizer_cases import BF16, F16, F32, F64, LAYOUTS, SIZES, lay_out
 
 from apexfx.ops import multi_tensor
 from apexfx.testing import assert_close

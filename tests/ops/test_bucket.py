@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from optimizer_cases import BF16, CHUNK, F16, F32, F64, LAYOUTS, lay_out
+from tests.ops.optimizer_cases import BF16, CHUNK, F16, F32, F64, LAYOUTS, lay_out
 
 from apexfx.ops import bucket
 from apexfx.ops.bucket import flatten_bucket, unflatten_bucket

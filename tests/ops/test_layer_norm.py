@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from norm_cases import DTYPES, EPS, LAYOUTS, SIZES, compare, draw, fuzz, gradients
+from tests.ops.norm_cases import DTYPES, EPS, LAYOUTS, SIZES, compare, draw, fuzz, gradients
 
 from apexfx.ops import layer_norm as module
 from apexfx.ops.layer_norm import layer_norm

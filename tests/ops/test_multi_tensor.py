@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from multi_tensor_cases import DTYPES, check_axpby, check_flags, check_l2norm, check_scale, random_list
-from optimizer_cases import BF16, F16, F32, F64, LAYOUTS
+from tests.ops.multi_tensor_cases import DTYPES, check_axpby, check_flags, check_l2norm, check_scale, random_list
+from tests.ops.optimizer_cases import BF16, F16, F32, F64, LAYOUTS
 
 from apexfx.ops import multi_tensor
 

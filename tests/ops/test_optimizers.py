@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optimizer_cases import COUNTS_STEPS, DTYPES, F32, LAYOUTS, OPS, SCALARS, check, make
+from tests.ops.optimizer_cases import COUNTS_STEPS, DTYPES, F32, LAYOUTS, OPS, SCALARS, check, make
 
 from apexfx.ops import optimizers
 from apexfx.testing import assert_close

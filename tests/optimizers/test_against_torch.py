@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from optimizer_models import backward, train
+from tests.optimizers.optimizer_models import backward, train
 
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedSGD, clip_grad_norm_
 from apexfx.testing import assert_close

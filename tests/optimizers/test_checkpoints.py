@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from optimizer_models import OPTIMIZERS, build, same_parameters, train
+from tests.optimizers.optimizer_models import OPTIMIZERS, build, same_parameters, train
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

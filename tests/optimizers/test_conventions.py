@@ -7,7 +7,7 @@ import pickle
 
 import pytest
 import torch
-from optimizer_models import OPTIMIZERS, backward, build, same_parameters, train
+from tests.optimizers.optimizer_models import OPTIMIZERS, backward, build, same_parameters, train
 
 from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 

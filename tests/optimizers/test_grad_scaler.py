@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from optimizer_models import OPTIMIZERS, backward, build, same_parameters
+from tests.optimizers.optimizer_models import OPTIMIZERS, backward, build, same_parameters
 
 from apexfx.testing import assert_close
 
