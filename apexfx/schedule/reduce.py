@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,15 @@ def reduce_gradients(parameters: Mapping[str, nn.Parameter], config: BucketConfi
     specs = [GradientSpec(name, tuple(p.shape), p.grad.dtype, p.grad.dtype, p.grad.device) for name, p in live.items()]
     plan = plan_buckets(specs, config, dist.get_world_size(group), group.group_name)
     run_plan(plan, {name: p.grad for name, p in live.items()}, group)
+
+
+def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Average `tensors`, the same on every rank, over the ranks of `group` in place: one allreduce a dtype and device."""
+    named = {str(index): t for index, t in enumerate(tensors)}
+    specs = [GradientSpec(name, tuple(t.shape), t.dtype, t.dtype, t.device) for name, t in named.items()]
+    plan = plan_buckets(specs, BucketConfig(delay_allreduce=True), dist.get_world_size(group), group.group_name)
+    with torch.no_grad():
+        run_plan(plan, named, group)
 
 
 def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:

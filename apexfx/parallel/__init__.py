@@ -1,0 +1,14 @@
+"""Apex's distributed API: data parallel, Reducer, synchronized batch norm, LARC, multiproc. No compilation is needed."""
+
+from __future__ import annotations
+
+from torch.distributed import ReduceOp as ReduceOp
+
+from .convert import convert_syncbn_model as convert_syncbn_model
+from .convert import create_syncbn_process_group as create_syncbn_process_group
+from .convert import revert_syncbn_model as revert_syncbn_model
+from .flat import flatten as flatten
+from .flat import unflatten as unflatten
+from .LARC import LARC as LARC
+from .reducer import Reducer as Reducer
+from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm
