@@ -1,0 +1,87 @@
+"""Gradients of the Inductor-compiled graphs against torch DDP on two gloo ranks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+from torch.nn.parallel import DistributedDataParallel
+
+import apexfx
+from apexfx.passes.schedule_comm import collective_order
+from tests.distributed.data_parallel_models import MODELS, batch, loss_of
+from tests.distributed.launch import run_ranks
+
+
+class StillNeeded(nn.Module):
+    """The gradient of `p` is read by the rest of backward while its bucket is reduced in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.p = nn.Linear(48, 32), nn.Linear(32, 3), nn.Parameter(torch.randn(6, 32))
+
+    def forward(self, x):
+        return self.b(self.a(x) + self.p)
+
+
+def parity(rank, name, options, num_steps=2):
+    torch.manual_seed(0)
+    model = (StillNeeded if name == "still_needed" else MODELS[name])().train()
+    ddp = DistributedDataParallel(copy.deepcopy(model))
+    model = apexfx.transform(model, opt_level="O0", inner="inductor", fullgraph=True, ddp=apexfx.BucketConfig(**options))
+    for index in range(num_steps):
+        x = batch(name, seed=100 * index + rank)
+        for run, module in ((ddp, ddp.module), (model, model)):
+            module.zero_grad()
+            loss_of(run(x)).backward()
+        ours, theirs = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, ddp.module))
+        error = float((ours - theirs).norm() / theirs.norm())
+        assert error <= 1e-6, f"{name}, {options}: the gradient is off by {error:.1e}, relative"
+
+
+def in_place_on_a_gradient_still_read(rank, world_size):
+    parity(rank, "still_needed", {"message_size": 1})
+    torch._dynamo.reset()
+    parity(rank, "still_needed", {})
+
+
+def all_models(rank, world_size):
+    for name in MODELS:
+        torch._dynamo.reset()
+        parity(rank, name, {"message_size": 4000})
+        torch._dynamo.reset()
+        parity(rank, name, {"layout": "ddp", "bucket_cap_mb": 0.01})
+
+
+def final_order(rank, world_size):
+    """Start and waits in the code that runs, against the plan."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())]
+    model = apexfx.transform(nn.Sequential(*layers), opt_level="O0", inner="inductor", fullgraph=True,
+                             ddp=apexfx.BucketConfig(message_size=32 * 32))
+    x = torch.randn(16, 32)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        _, codes = run_and_get_code(lambda: model(x).square().mean().backward())
+    events = [e for e in collective_order(codes[-1]) if e.kind != "compute" or "mm" in e.name]
+    # Each bucket is one layer: its weight gradient leaves before the next layer's products; all waits come last.
+    assert " ".join("mm" if e.kind == "compute" else e.kind for e in events) == (
+        "mm start mm mm start mm mm start mm mm start wait wait wait wait")
+    starts = [e.buffer for e in events if e.kind == "start"]
+    assert [e.buffer for e in events if e.kind == "wait"] == starts and len(set(starts)) == 4
+
+
+def test_starts_and_waits_are_where_the_pass_put_them():
+    run_ranks(final_order, 1, timeout=200)
+
+
+@pytest.mark.long
+def test_a_bucket_never_overwrites_a_gradient_that_is_still_read():
+    run_ranks(in_place_on_a_gradient_still_read, 2, timeout=400)
+
+
+@pytest.mark.long
+def test_gradients_under_inductor():
+    run_ranks(all_models, 2, timeout=1200)
