@@ -1,9 +1,11 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
+# make lib: rebuild the compiled ops only.  make check-cuda: compile every .cu (nvcc, no device needed).
+# make gpu-check: build, test, sanitize and measure on a machine with a CUDA device (python3 with torch and pytest).
 PY    ?= python3
 TORCH ?= torch==2.13.0
 VENV  := .venv
 BIN   := $(VENV)/bin
-SRC   := $(wildcard csrc/*.h csrc/cpu/* csrc/cuda/*) setup.py pyproject.toml
+SRC   := $(wildcard csrc/*.h csrc/*.py csrc/cpu/* csrc/cuda/*) setup.py pyproject.toml
 
 all: $(VENV)/.built
 
@@ -15,6 +17,15 @@ test: $(VENV)/.built
 
 test-long: $(VENV)/.built
 	$(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
+
+lib: $(VENV)/.built
+	$(BIN)/python csrc/compile_ops.py
+
+check-cuda: $(VENV)/.torch
+	$(BIN)/python csrc/compile_ops.py check-cuda
+
+gpu-check:
+	$(PY) tests/gpu/check.py
 
 $(BIN)/python:
 	$(PY) -m venv $(VENV) || { $(PY) -m venv --without-pip $(VENV) && $(PY) -m pip --python $@ install -q pip; }
@@ -30,4 +41,4 @@ $(VENV)/.built: $(VENV)/.torch $(SRC)
 clean:
 	rm -rf $(VENV) build out *.egg-info apexfx/*.so
 
-.PHONY: all demo test test-long clean
+.PHONY: all demo test test-long lib check-cuda gpu-check clean

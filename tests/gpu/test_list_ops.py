@@ -1,0 +1,142 @@
+"""Optimizer, multi_tensor and bucket ops on a device: the CPU tests' cases, plus streams, graphs, syncs, long lists."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from apexfx.ops import multi_tensor
+from apexfx.ops.bucket import flatten_bucket, unflatten_bucket
+from apexfx.testing import assert_close
+from tests.ops import multi_tensor_cases as lists
+from tests.ops.optimizer_cases import BF16, COUNTS_STEPS, DTYPES, F16, F32, F64, LAYOUTS, OPS, SCALARS, check, lay_out, make
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_optimizer_values(op, dtypes, device):
+    for layout, variant, scalars in itertools.product(LAYOUTS, OPS[op][1], SCALARS):
+        check(make(op, dtypes, layout, variant, scalars, device))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_kernel_agrees_with_the_cpu(op, device):
+    for dtypes in DTYPES:
+        on_cpu, on_device = (make(op, dtypes, "contiguous", {}, SCALARS[1], d) for d in ("cpu", device))
+        on_cpu.call()
+        on_device.call()
+        for name, tensors in on_device.written().items():
+            for actual, wanted in zip(tensors, on_cpu.written()[name]):
+                assert_close(actual.cpu(), wanted, scale=2.0)  # two roundings may differ: CUDA contracts a * b + c
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_found_inf_skips_and_runs_are_bitwise(op, device):
+    results = []
+    for _ in range(2):
+        arguments = make(op, (F32, F32, BF16), "misaligned", {}, {}, device)
+        arguments.call()
+        results.append(arguments.written())
+    for name, tensors in results[0].items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, results[1][name])), name
+    arguments = make(op, (F32, F16, F16), "contiguous", {}, {"found_inf": 1.0}, device)
+    before = arguments.clone()
+    arguments.call()
+    for name, tensors in arguments.written().items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, before.written()[name])), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_more_tensors_than_one_launch_holds(op, device):
+    sizes = [(1 + i % 37,) for i in range(1500)]
+    check(make(op, (F32, F32, None), "contiguous", {}, {}, device, sizes=sizes))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_multi_tensor(layout, device):
+    for dtypes in lists.DTYPES:
+        lists.check_scale(dtypes, layout, device)
+        lists.check_axpby(dtypes, layout, device)
+    for dtype in (F32, F16, BF16, F64):
+        lists.check_l2norm(dtype, layout, device)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
+def test_flags(dtype, device):
+    lists.check_flags(dtype, device)
+
+
+@pytest.mark.parametrize("source,target", list(itertools.product((F32, F16, BF16, F64), repeat=2)))
+def test_bucket_is_bitwise_a_cast_and_a_true_division(source, target, device):
+    shapes, offsets, numel = [(5, 3), (), (2, 3, 2, 2), (0, 4), (20_003,)], [4, 0, 20_064, 40, 48], 20_100
+    for layout, divisor in itertools.product(LAYOUTS, (1.0, 3.0, 8.0)):
+        generator = torch.Generator().manual_seed(1)
+        values = [lay_out(torch.randn(s, generator=generator, dtype=F64).to(source).to(device), layout, 0) for s in shapes]
+        flat = flatten_bucket(values, offsets, numel, target, divisor)
+        expected = torch.zeros(numel, dtype=target)  # the CPU divides; CUDA's div by a number multiplies by 1 / number
+        for value, offset in zip(values, offsets):
+            expected[offset : offset + value.numel()] = (value.cpu().to(target) / divisor).reshape(-1)
+        assert torch.equal(flat.cpu(), expected)
+        back = unflatten_bucket(flat, offsets, shapes, source, divisor)
+        for result, shape, offset in zip(back, shapes, offsets):
+            slot = expected[offset : offset + math.prod(shape)].view(shape)
+            assert torch.equal(result.cpu(), slot.to(source) / divisor)
+
+
+def _cuda_only(device):
+    if device != "cuda":
+        pytest.skip("about CUDA itself")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_no_host_sync_and_any_stream(op, device):
+    _cuda_only(device)
+    arguments = make(op, (F32, BF16, BF16), "contiguous", {}, SCALARS[1], device)
+    expected = arguments.clone()
+    expected.call()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            arguments.call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.current_stream().wait_stream(stream)
+    for name, tensors in arguments.written().items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected.written()[name])), name
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_captures_in_a_cuda_graph(op, device):
+    _cuda_only(device)
+    arguments = make(op, (F32, F32, None), "contiguous", {}, SCALARS[1], device)
+    expected = arguments.clone()
+    for _ in range(3):
+        expected.call()
+    warm = arguments.clone()
+    warm.call()  # loads the kernels outside the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        arguments.call()
+    for _ in range(3):
+        graph.replay()
+    for name, tensors in arguments.written().items():
+        assert all(torch.equal(a, b) for a, b in zip(tensors, expected.written()[name])), name
+    if op in COUNTS_STEPS:
+        assert arguments.values["step"].item() == 7.0
+
+
+def test_mixed_devices_raise(device):
+    _cuda_only(device)
+    on_device, on_cpu = torch.ones(3, device=device), torch.ones(3)
+    flag = torch.zeros((), device=device)
+    with pytest.raises((RuntimeError, ValueError), match="device"):
+        multi_tensor.multi_tensor_scale([on_device, on_cpu], [on_device, on_cpu], flag)
+    with pytest.raises((RuntimeError, ValueError), match="device"):
+        multi_tensor.multi_tensor_scale([on_device], [on_device], torch.zeros(()))
+    with pytest.raises((RuntimeError, ValueError), match="device"):
+        flatten_bucket([on_device, on_cpu], [0, 3], 6, F32)
