@@ -7,6 +7,7 @@ copies it over, and `set_value` keeps both, because AOTAutograd's cache refuses 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -187,7 +188,8 @@ def module_path(node: fx.Node) -> str:
 
 def _dotted(path: str) -> str:
     # Dynamo writes L['self']._modules['layer1']._modules['0'] or L['self'].layer1[0], by version and by module kind.
-    for old, new in (("._modules['", "."), ("']", ""), ("['", "."), ("[", "."), ("]", "")):
+    # L['args'][0] is the model where transform() calls a forward of torch's own through a function that Dynamo traces.
+    for old, new in (("L['args'][0]", "L.self"), ("._modules['", "."), ("']", ""), ("['", "."), ("[", "."), ("]", "")):
         path = path.replace(old, new)
     return ".".join(path.split(".")[2:]) if path.startswith("L.") else path.partition(".")[2]
 
@@ -196,7 +198,7 @@ def source_line(node: fx.Node) -> str:
     """Return "file.py:12" for the user's line that made `node`, or "" when unknown."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     for line in reversed(trace):
-        if line.lstrip().startswith("File ") and "/apexfx/traceable.py" not in line:
+        if line.lstrip().startswith("File ") and not re.search(r"/apexfx/(traceable|transform)\.py", line):
             path, _, rest = line.partition('"')[2].partition('", line ')
             return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return ""

@@ -130,7 +130,7 @@ _RELEASES = re.compile(r";  (?:[A-Za-z_]\w* = )+None$")
 def comparable(text: str) -> list[str]:
     """Return the lines of a graph's Python without what changes on every edit: the header, `; x = None` at line ends."""
     lines = text.splitlines()
-    return [_RELEASES.sub("", line) for line in (lines[1:] if lines and lines[0].startswith("# ") else lines)]
+    return [_RELEASES.sub("", line.rstrip()) for line in (lines[1:] if lines and lines[0].startswith("# ") else lines)]
 
 
 def shorten_hashes(text: str) -> str:
