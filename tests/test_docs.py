@@ -35,7 +35,7 @@ def test_the_pass_in_the_architecture_page_does_what_it_says(capsys):
     removed = [line for line in printed.splitlines() if line.startswith("-") and "dropout(" in line]
     assert len(removed) == 1
     model = namespace["model"]
-    assert "dropout" not in model.report.code()
+    assert "dropout(" not in model.report.code()
     entry = model.report.graphs[0].forward.passes[-1]
     assert (entry.name, len(entry.matches), entry.removed) == ("remove_idle_dropout", 1, {"F.dropout": 1})
 
