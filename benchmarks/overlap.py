@@ -1,0 +1,166 @@
+"""How much of the gradients' communication is hidden behind backward, on a simulated slow link.
+
+    python benchmarks/overlap.py [--model mlp|transformer] [--mbytes-per-s 250] [--rounds 15]
+
+Every variant trains the same model in the same process, one backward each in turn, so that a busy machine slows them
+alike. `exposed` is a backward with communication less one of the same compiler without, in the same round; `hidden` is
+the share of the link's busy time that does not show there. All are medians over the rounds. Nobody can hide the last
+bucket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import slow_link
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import apexfx
+
+RESULTS = Path(__file__).parent / "results" / "overlap.json"
+BUCKET_MB = 4.0
+
+
+class MLP(nn.Module):
+    def __init__(self, depth: int = 10, width: int = 768) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+class Transformer(nn.Module):
+    def __init__(self, depth: int = 4, width: int = 384) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 6, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {"mlp": (MLP, (512, 768)), "transformer": (Transformer, (8, 64, 384))}
+
+
+@dataclass
+class Row:
+    """One variant: median milliseconds of a backward, of one without communication, of the link's work, of its exposed part."""
+
+    variant: str
+    num_collectives: int
+    backward_ms: float
+    alone_ms: float
+    link_ms: float
+    exposed_ms: float
+    hidden: float
+
+
+def variants(model: nn.Module) -> dict[str, tuple[Callable[[Tensor], Tensor], nn.Module, str | None]]:
+    """Return name -> (forward, module that holds the gradients, name of the same without communication)."""
+    made: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module, str | None]] = {}
+
+    def add(name: str, wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]], alone: str | None) -> None:
+        module = copy.deepcopy(model)
+        made[name] = (wrap(module), module, alone)
+
+    def transformed(inner: str, **options: object) -> Callable[[nn.Module], nn.Module]:
+        return lambda m: apexfx.transform(m, opt_level="O0", inner=inner, fullgraph=True, **options)
+
+    def ddp(m: nn.Module) -> nn.Module:
+        return DistributedDataParallel(m, bucket_cap_mb=BUCKET_MB)
+
+    buckets = apexfx.BucketConfig(layout="ddp", bucket_cap_mb=BUCKET_MB)
+    one = apexfx.BucketConfig(delay_allreduce=True)
+    add("eager, alone", lambda m: m, None)
+    add("torch DDP, eager", ddp, "eager, alone")
+    add("apexfx inner=eager, alone", transformed("eager"), None)
+    add("apexfx inner=eager", transformed("eager", ddp=buckets), "apexfx inner=eager, alone")
+    add("torch.compile, alone", lambda m: torch.compile(m, fullgraph=True), None)
+    add("torch DDP + torch.compile", lambda m: torch.compile(ddp(m)), "torch.compile, alone")
+    add("apexfx inner=inductor", transformed("inductor", ddp=buckets), "torch.compile, alone")
+    add("apexfx inner=inductor, one bucket", transformed("inductor", ddp=one), "torch.compile, alone")
+    return made
+
+
+def measure(link: slow_link.SlowLink, model: nn.Module, x: Tensor, num_rounds: int) -> list[Row]:
+    """Run every variant in turn, `num_rounds` times after the warm-up, and return the medians."""
+    made = variants(model)
+    times: dict[str, list[float]] = {name: [] for name in made}
+    links: dict[str, list[tuple[float, int]]] = {name: [] for name in made}
+    for index in range(num_rounds + 3):
+        for name, (forward, module, _) in made.items():
+            module.zero_grad(set_to_none=True)
+            loss = forward(x).square().mean()
+            link.busy.clear()
+            start = time.perf_counter()
+            loss.backward()
+            seconds = time.perf_counter() - start
+            if index >= 3:
+                times[name].append(seconds)
+                links[name].append((sum(end - begin for begin, end in link.busy), len(link.busy)))
+    return [_row(name, alone, times, links) for name, (_, _, alone) in made.items() if alone is not None]
+
+
+def _row(name: str, alone: str, times: dict[str, list[float]], links: dict[str, list[tuple[float, int]]]) -> Row:
+    exposed = [ours - bare for ours, bare in zip(times[name], times[alone])]
+    busy = [seconds for seconds, _ in links[name]]
+    hidden = statistics.median(1.0 - late / seconds for late, seconds in zip(exposed, busy))
+    medians = [1e3 * statistics.median(samples) for samples in (times[name], times[alone], busy, exposed)]
+    return Row(name, links[name][-1][1], *medians, hidden)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="mlp")
+    parser.add_argument("--mbytes-per-s", type=float, default=250.0)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    link = slow_link.connect(args.mbytes_per_s * 1e6)
+    make, shape = MODELS[args.model]
+    model = make().train()
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    print(f"{args.model}: {num_bytes / 2**20:.1f} MiB of gradients, {args.mbytes_per_s:g} MB/s, "
+          f"{args.rounds} interleaved rounds, torch {torch.__version__}")
+    rows = measure(link, model, torch.randn(shape), args.rounds)
+    print(tabulate(
+        [(r.variant, r.num_collectives, f"{r.backward_ms:.1f}", f"{r.alone_ms:.1f}", f"{r.link_ms:.1f}", f"{r.exposed_ms:.1f}",
+          f"{100 * r.hidden:.0f} %") for r in rows],
+        headers=("variant", "allreduces", "backward ms", "alone ms", "link busy ms", "exposed ms", "hidden"),
+        disable_numparse=True))
+    save(args, num_bytes, rows)
+
+
+def save(args: argparse.Namespace, num_bytes: int, rows: list[Row]) -> None:
+    RESULTS.parent.mkdir(exist_ok=True)
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[args.model] = {
+        "torch": torch.__version__, "num_threads": 1, "num_cores": os.cpu_count(), "gradient_bytes": num_bytes,
+        "mbytes_per_s": args.mbytes_per_s, "num_rounds": args.rounds, "bucket_mb": BUCKET_MB,
+        "rows": [asdict(r) for r in rows],
+    }
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)  # the link's thread never ends

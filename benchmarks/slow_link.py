@@ -1,0 +1,129 @@
+"""A process group of one rank behind a simulated slow link: a collective takes latency + bytes / bandwidth, and no CPU.
+
+Collectives are served one after the other by a thread that sleeps, as a network would serve one communicator. Nothing is
+changed in the buffers, so that a run measures when communication starts and is waited for, and nothing else.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class SlowWork(dist._Work):
+    """A collective under way; `wait` blocks until the link is through with it."""
+
+    def __init__(self, tensors: Any) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._done = threading.Event()
+        self._future: torch.futures.Future = torch.futures.Future()
+
+    def finish(self) -> None:
+        self._done.set()
+        self._future.set_result(self._tensors)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return self._done.wait()
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def get_future(self) -> torch.futures.Future:
+        return self._future
+
+
+class SlowLink(dist.ProcessGroup):
+    """One rank's end of the link.
+
+    Attributes:
+        bytes_per_s, latency_s: of the link.
+        busy: (start, end) of every allreduce, in seconds of `time.perf_counter`.
+    """
+
+    bytes_per_s = 250e6
+    latency_s = 200e-6
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.busy: list[tuple[float, float]] = []
+        self._queue: queue.Queue[tuple[SlowWork, int]] = queue.Queue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            work, num_bytes = self._queue.get()
+            start = time.perf_counter()
+            time.sleep(self.latency_s + num_bytes / self.bytes_per_s)
+            self.busy.append((start, time.perf_counter()))
+            work.finish()
+
+    def _send(self, tensors: list[torch.Tensor]) -> SlowWork:
+        work = SlowWork(tensors)
+        self._queue.put((work, sum(t.numel() * t.element_size() for t in tensors)))
+        return work
+
+    # torch.compile looks into Python that runs below it; a real process group has none.
+
+    @torch.compiler.disable
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> SlowWork:
+        return self._send(tensors)
+
+    @torch.compiler.disable
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> SlowWork:
+        return self._send(tensors)
+
+    # What wrappers need while they are set up is instant.
+
+    @torch.compiler.disable
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> SlowWork:
+        return _at_once(tensors)
+
+    @torch.compiler.disable
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> SlowWork:
+        for output, given in zip(outputs, inputs):
+            output[0].copy_(given)
+        return _at_once(outputs)
+
+    @torch.compiler.disable
+    def barrier(self, opts: Any = None) -> SlowWork:
+        return _at_once([])
+
+    def getSize(self) -> int:
+        return 1
+
+    def getBackendName(self) -> str:
+        return "slow"
+
+    @property
+    def pg_name(self) -> str:
+        return "slow"
+
+    @property
+    def group_name(self) -> str:
+        return "0"
+
+
+def _at_once(tensors: Any) -> SlowWork:
+    work = SlowWork(tensors)
+    work.finish()
+    return work
+
+
+def connect(bytes_per_s: float, latency_s: float = 200e-6) -> SlowLink:
+    """Make the slow link the default process group, of one rank, and return it."""
+    links: list[SlowLink] = []
+
+    def create(_store: Any, rank: int, size: int, _timeout: Any) -> SlowLink:
+        links.append(SlowLink(rank, size))
+        return links[-1]
+
+    SlowLink.bytes_per_s, SlowLink.latency_s = bytes_per_s, latency_s
+    dist.Backend.register_backend("slow", create, devices=["cpu"])
+    dist.init_process_group("slow", store=dist.HashStore(), rank=0, world_size=1)
+    return links[0]
