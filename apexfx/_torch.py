@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers autograd and fakes for _c10d_functional
+from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
@@ -32,6 +33,10 @@ from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
 )
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import (  # 2.11, 2.13, 2.15
+    _pop_mode as pop_function_mode,
+    _push_mode as push_function_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
 
 
@@ -45,10 +50,32 @@ def has_kernel(op: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
+def in_backward() -> bool:
+    """Tell whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def registered_ops(namespace: str) -> list[str]:
     """Return the names ("namespace::name") of every op of a namespace, sorted (2.11, 2.13, 2.15)."""
     names = (name.split(".")[0] for name in torch._C._dispatch_get_all_op_names())
     return sorted({name for name in names if name.startswith(f"{namespace}::")})
+
+
+def function_mode_depth() -> int:
+    """Return how many torch function modes are on in this thread (2.11, 2.13, 2.15)."""
+    return torch._C._len_torch_function_stack()
+
+
+def saved_tensor_hooks_active() -> bool:
+    """Tell whether saved tensors go through hooks here, as under an activation checkpoint (2.11, 2.13, 2.15)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def update_loss_scale(
+    scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
+) -> None:
+    """Back `scale` off, or count to `interval` in `growth` and grow it, on the device (2.11, 2.13, 2.15)."""
+    torch._amp_update_scale_(scale, growth, found_inf, factor, backoff, interval)
 
 
 __all__ = [
@@ -63,16 +90,23 @@ __all__ = [
     "aot_autograd",
     "compile_fx",
     "dynamo_config",
+    "foreach_copy_",
     "free_unbacked_symbols",
+    "function_mode_depth",
     "functorch_config",
     "has_kernel",
+    "in_backward",
     "inductor_cache_dir",
     "inductor_config",
+    "pop_function_mode",
     "process_group_store",
+    "push_function_mode",
     "registered_ops",
     "resolve_process_group",
+    "saved_tensor_hooks_active",
     "statically_known_true",
     "trace_structured",
     "tree_leaves",
     "tree_map",
+    "update_loss_scale",
 ]

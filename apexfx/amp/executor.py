@@ -1,0 +1,158 @@
+"""O1 without a compiler: the shared rule table, executed on running code by a `TorchFunctionMode`.
+
+The mode is on while the forward of an initialised model runs, in the thread that runs it, and nowhere else: no function
+of torch is replaced, and code outside the model keeps its dtypes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from apexfx._torch import saved_tensor_hooks_active
+from apexfx.passes.op_names import canonical_name
+from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
+
+from .cast_plan import CastPlan, choose, masked, stored_numbers
+from .eager_ledger import EagerLedger
+from .weight_cache import WeightCache
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+_FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
+# Under these the engine runs user code: activation checkpoints recompute their forward.
+_BACKWARD = ("backward", "grad")
+_MISSING = object()
+
+
+class CastExecutor(TorchFunctionMode):
+    """Casts the arguments of every torch function that is called while it is on.
+
+    Args:
+        half: torch.float16 or torch.bfloat16.
+        user_rules: canonical op name -> rule, in front of the table.
+
+    Attributes:
+        cache: half copies of the parameters.
+        ledger: filled with one row a cast where not None; see `EagerLedger`.
+    """
+
+    def __init__(self, half: torch.dtype, user_rules: Mapping[str, Rule] | None = None) -> None:
+        super().__init__()
+        if half not in HALVES:
+            raise ValueError(f"amp: the half type is {half}, expected torch.float16 or torch.bfloat16")
+        self.half = half
+        self.user_rules = dict(user_rules or {})
+        self.caching = True
+        self.cache = WeightCache()
+        self.ledger: EagerLedger | None = None
+        self.any_chosen = False  # whether user code has chosen a dtype by hand, see `cast_plan.choose`
+        self.deactivated = False
+        self.recomputes = False  # whether a checkpoint was seen, whose forward runs again during backward
+        self._plans: dict[Any, Call | None] = {}
+        self._thread = threading.local()
+
+    # ---- on and off -------------------------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """How many forwards of this thread the executor is on for."""
+        return getattr(self._thread, "depth", 0)
+
+    @property
+    def enabled(self) -> bool:
+        """False inside `disable_casts()` of this thread, and after `handle._deactivate()`."""
+        return not self.deactivated and not getattr(self._thread, "disabled", 0)
+
+    def print_casts(self) -> None:
+        """Print every cast from now on."""
+        self.ledger = EagerLedger(print)
+
+    def disable(self, change: int) -> None:
+        """Count an entered (1) or left (-1) `disable_casts()`."""
+        self._thread.disabled = getattr(self._thread, "disabled", 0) + change
+
+    def __enter__(self) -> CastExecutor:
+        self._thread.depth = self.depth + 1
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        self._thread.depth -= 1
+        if self._thread.depth == 0:
+            self.cache.drop_passing()
+        return super().__exit__(*exception)
+
+    # ---- one call ---------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        plan = self._plans.get(func, _MISSING)
+        if plan is _MISSING:
+            plan = self._plans[func] = self._plan(func)
+        if plan is None or not self.enabled:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        return plan(func, args, kwargs or {})
+
+    def _plan(self, func: Any) -> Call | None:
+        """Return how to call `func`, or None where it gets its arguments as they are."""
+        name = canonical_name(func)
+        rule = self.rule(name)
+        if name in _BACKWARD and rule.kind != "half":
+            return self._backward
+        if rule.family == "foreign":
+            return CastPlan(self, name, Rule("float", "not torch's own: it gets the dtypes it was written for", "foreign"))
+        if rule.family == "cast":
+            return choose(self) if name in _FLOAT_CASTS else None
+        if rule.family == "view":
+            return choose(self, views=True) if not name.endswith("_") and name not in ("attribute", "getattr") else None
+        if rule.kind == "passthrough" and name not in STORED_NUMBERS:
+            return None
+        plan: Call = CastPlan(self, name, rule)
+        if name in ADDITIVE_MASKS:
+            plan = masked(plan, *ADDITIVE_MASKS[name])
+        return stored_numbers(plan, name) if name in STORED_NUMBERS else plan
+
+    def rule(self, name: str, *, in_place: bool = False, out: bool = False) -> Rule:
+        """Return the rule of the op called `name`: the user's, else the table's."""
+        found = self.user_rules.get(name)
+        return found if found is not None else lookup(name, RULES, in_place=in_place, out=out)
+
+    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self:
+            return func(*args, **kwargs)
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Return `tensor` in `dtype`, and whether the weight cache had it."""
+        if self.caching and dtype in HALVES and isinstance(tensor, torch.nn.Parameter):
+            cast, hit = self.cache.get(tensor, dtype)
+            if not hit and not self.recomputes:
+                # Without gradients: perhaps the first run of a reentrant checkpoint.
+                self.recomputes = not torch.is_grad_enabled() or saved_tensor_hooks_active()
+            return cast, hit
+        return tensor.to(dtype), False
+
+    # ---- copies of a model share it ---------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CastExecutor:
+        return self
+
+    def __reduce__(self) -> Any:
+        return CastExecutor, (self.half, self.user_rules)
+
+
+class BackwardMode(TorchFunctionMode):
+    """Turns the executor on for backward passes only, where checkpoints recompute what ran under it."""
+
+    def __init__(self, executor: CastExecutor) -> None:
+        super().__init__()
+        self.executor = executor
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if getattr(func, "__name__", "") in _BACKWARD:
+            with self.executor:
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))

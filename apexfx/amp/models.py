@@ -1,0 +1,195 @@
+"""What `initialize` does to a model: parameters cast, forward wrapped, checkpoints in float32.
+
+The wrapped forward belongs to a subclass of the model's own class, of the same name, that the instance is moved to. So
+`deepcopy`, `copy`, pickling and DataParallel's replicas run their own parameters, as any module does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apexfx._torch import BatchNorm
+from apexfx.passes.precision_rules import HALVES
+
+from ._amp_state import _amp_state, warn_or_err
+from .containers import Edits, cast_values, caster
+from .executor import CastExecutor
+
+_PATCH = "_amp_forward"
+
+
+@dataclass
+class ForwardPatch:
+    """How the forward of one model is wrapped.
+
+    Attributes:
+        inputs: dtype the floating inputs are cast to, or None.
+        outputs: dtype the outputs are cast to, or None.
+        only: the output dtypes that are cast; None for every floating one.
+        executor: on while the forward runs, or None.
+        own_forward: a `forward` that had been set on the instance.
+    """
+
+    inputs: torch.dtype | None
+    outputs: torch.dtype | None
+    only: tuple[torch.dtype, ...] | None
+    executor: CastExecutor | None
+    own_forward: Any = None
+
+    def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        edits = Edits()
+        if self.inputs is not None:
+            cast = caster(self.inputs)
+            args = tuple(cast_values(a, cast, self.inputs, edits) for a in args)
+            kwargs = {key: cast_values(a, cast, self.inputs, edits) for key, a in kwargs.items()}
+        inside = self.executor is not None and self.executor.depth > 0
+        with contextlib.nullcontext() if self.executor is None or inside else self.executor:
+            result = forward(*args, **kwargs)
+        edits.bring_back()
+        if self.outputs is None or inside:  # a model within a model hands its values on as they are
+            return result
+        return cast_values(result, caster(self.outputs, only=self.only), self.outputs if self.only is None else None)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise RuntimeError where a parameter or buffer is float16 already, unless `_amp_state` allows it."""
+    if _amp_state.allow_incoming_model_not_fp32:
+        return
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in tensors:
+            if tensor.dtype == torch.float16:
+                warn_or_err(f"Found {kind} {name} of {tensor.dtype}, expected torch.float32. When using amp.initialize, do "
+                            "not call .half() on your model before passing it, no matter which opt_level you choose.")
+
+
+def check_wrapper(model: Any) -> None:
+    """Raise where `model` is no module, or one of the wrappers that go around an initialised model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"amp.initialize was given a model of {type(model).__name__}, expected a torch.nn.Module")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _is_own_wrapper(model):
+        raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be "
+                           "applied to the model(s) AFTER the model(s) have been returned from amp.initialize.")
+    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+        raise TypeError(f"amp.initialize was given a {type(model).__name__}, expected a plain module: call it before "
+                        "torch.jit or torch.compile, or pass compile=True")
+
+
+def _is_own_wrapper(model: nn.Module) -> bool:
+    return type(model).__name__ == "DistributedDataParallel" and type(model).__module__.startswith("apexfx.parallel")
+
+
+def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
+    """Cast parameters, their gradients and floating buffers in place; parameters keep their identity.
+
+    `keep_batchnorm` leaves every affine batch norm as it is.
+    """
+    if not keep_batchnorm:
+        model.to(dtype)
+        return
+    for module in model.modules():
+        if isinstance(module, BatchNorm) and module.affine:
+            continue
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.to(dtype)
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.to(dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+
+
+def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
+    """Wrap the forward of `model`; a second time replaces the first wrapper."""
+    earlier = model.__dict__.get(_PATCH)
+    patch.own_forward = earlier.own_forward if earlier is not None else model.__dict__.pop("forward", None)
+    cls = type(model)
+    if earlier is None:
+        model.__class__ = _patched_class(cls)
+    model.__dict__[_PATCH] = patch
+    if patch.executor is not None:
+        for module in model.modules():
+            if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
+                module.register_forward_pre_hook(_float_input)
+
+
+def _float_input(module: nn.RNNBase, args: tuple[Any, ...]) -> Any:
+    """Bring a half input to the weights' dtype: torch compares the two before the executor sees the call."""
+    if args and isinstance(args[0], Tensor) and args[0].dtype in HALVES and module._flat_weights[0].dtype == torch.float32:
+        hidden = cast_values(args[1:], caster(torch.float32))
+        return (args[0].float(), *hidden)
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch = self.__dict__[_PATCH]
+        own = patch.own_forward
+        return patch.call(own if own is not None else functools.partial(cls.forward, self), args, kwargs)
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        function, arguments, *rest = super(made, self).__reduce_ex__(protocol)
+        return (_rebuild, (cls, function, arguments), *rest)
+
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
+             "forward": forward, "__reduce_ex__": reduce, "_amp_source_class": cls}
+    made = type(cls)(cls.__name__, (cls,), names)
+    return made
+
+
+def _rebuild(cls: type[nn.Module], function: Any, arguments: tuple[Any, ...]) -> nn.Module:
+    """Make an empty instance as pickle would, of the patched class."""
+    patched = _patched_class(cls)
+    return function(*(patched if a is cls or getattr(a, "_amp_source_class", None) is cls else a for a in arguments))
+
+
+# ---- checkpoints in float32 ---------------------------------------------------------------------------------------------
+
+# Set on a half parameter: its float32 master, and its version when the two were last equal.
+MASTER = "_amp_master"
+
+
+def save_float32(model: nn.Module) -> None:
+    """Have `state_dict` hold float32 for what was cast to half, and `load_state_dict` reach the masters."""
+    for module in model.modules():
+        if _upcast not in module._state_dict_hooks.values():
+            module.register_state_dict_post_hook(_upcast)
+            module.register_load_state_dict_pre_hook(_load_master)
+
+
+def _upcast(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        key = prefix + name
+        if tensor is not None and key in state_dict and tensor.dtype in HALVES:
+            state_dict[key] = full_precision(tensor)
+
+
+def full_precision(tensor: Tensor) -> Tensor:
+    """Return the float32 value of a half tensor: its master where it has one and was not edited since, element by element."""
+    linked = getattr(tensor, MASTER, None)
+    tensor = tensor.detach()
+    if linked is None:
+        return tensor.float()
+    master, version = linked[0].detach(), linked[1]
+    if version == tensor._version:
+        return master
+    return torch.where(master.to(tensor.dtype) == tensor, master, tensor.float())
+
+
+def _load_master(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    for name, parameter in module._parameters.items():
+        linked = getattr(parameter, MASTER, None)
+        loaded = state_dict.get(prefix + name)
+        if linked is not None and isinstance(loaded, Tensor) and loaded.shape == linked[0].shape:
+            with torch.no_grad():
+                linked[0].copy_(loaded)

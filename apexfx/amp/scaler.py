@@ -1,0 +1,177 @@
+"""Loss scaling on the device: scale, growth counter and overflow flag are tensors, and nothing waits for the host."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from apexfx._torch import update_loss_scale
+from apexfx.ops.multi_tensor import multi_tensor_scale
+
+from ._amp_state import maybe_print
+from .host_mirror import HostMirror
+
+_SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126: below it the reciprocal overflows and the scale would reach 0
+
+
+class LossScaler:
+    """A static scale, or a dynamic one that halves on overflow and doubles after `scale_window` good iterations.
+
+    An iteration is one exit of `scale_loss`. The state of a dynamic scaler lives in float32 and int32 scalars on the
+    device of the gradients; reading `loss_scale()`, `_loss_scale` or `_unskipped` waits for the device.
+
+    Args:
+        loss_scale: "dynamic" or a number.
+        min_loss_scale: floor of a dynamic scale; None or 0 is no floor (2**-126 in truth, so that it never becomes 0).
+        max_loss_scale: ceiling of a dynamic scale; None for none.
+        group: ranks that share their overflows, so that all skip or none; None for this rank alone.
+    """
+
+    def __init__(
+        self,
+        loss_scale: float | str,
+        init_scale: float = 2.0**16,
+        scale_factor: float = 2.0,
+        scale_window: int = 2000,
+        min_loss_scale: float | None = None,
+        max_loss_scale: float | None = 2.0**24,
+        *,
+        device: torch.device | None = None,
+        group: dist.ProcessGroup | None = None,
+        name: str = "0",
+    ) -> None:
+        self.dynamic = loss_scale == "dynamic"
+        self._scale_factor = float(scale_factor)
+        self._scale_seq_len = int(scale_window)
+        self._min_loss_scale = min_loss_scale
+        self._max_loss_scale = max_loss_scale
+        self.group = group
+        self.name = name
+        self.device = torch.device("cpu") if device is None else device
+        scale = float(init_scale) if self.dynamic else float(loss_scale)
+        if self.dynamic and max_loss_scale is not None:
+            scale = min(scale, float(max_loss_scale))
+        self._host_scale, self._host_unskipped = scale, 0  # of a static scaler
+        self._set_device_state(scale, 0)
+        self._overflows: deque[HostMirror] = deque()
+
+    # ---- what Apex's scripts read and set -------------------------------------------------------------------------
+
+    def loss_scale(self) -> float:
+        """Return the scale as a number; waits for the device where it is dynamic."""
+        return self._loss_scale
+
+    @property
+    def _loss_scale(self) -> float:
+        return float(self._scale.item()) if self.dynamic else self._host_scale
+
+    @_loss_scale.setter
+    def _loss_scale(self, value: float) -> None:
+        self._host_scale = float(value)
+        if self.dynamic:
+            self._scale.fill_(float(value))
+
+    @property
+    def _unskipped(self) -> int:
+        return int(self._growth.item()) if self.dynamic else self._host_unskipped
+
+    @_unskipped.setter
+    def _unskipped(self, value: int) -> None:
+        self._host_unskipped = int(value)
+        if self.dynamic:
+            self._growth.fill_(int(value))
+
+    # ---- one iteration --------------------------------------------------------------------------------------------
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return `loss.float() * scale`."""
+        loss = loss if loss.dtype == torch.float32 else loss.float()
+        if not self.dynamic:
+            return loss * self._host_scale
+        self.to(loss.device)
+        return loss * self._scale
+
+    def to(self, device: torch.device) -> None:
+        """Keep the state on `device` from now on."""
+        if device != self.device and self.dynamic:
+            self._scale = self._scale.to(device, non_blocking=True)
+            self._growth = self._growth.to(device, non_blocking=True)
+        self.device = device
+
+    def new_flag(self) -> Tensor:
+        """Return a zero flag for the iteration that begins."""
+        return torch.zeros((), dtype=torch.float32, device=self.device)
+
+    def unscale(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor) -> None:
+        """Write `inputs / scale` to `outputs`, and 1 to `found_inf` where an input is infinite or NaN."""
+        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for given, out in zip(inputs, outputs):
+            lists = by_device.setdefault(given.device, ([], []))
+            lists[0].append(given)
+            lists[1].append(out)
+        inverse = self._scale.reciprocal() if self.dynamic else None
+        factor = 1.0 if self.dynamic else 1.0 / self._host_scale
+        for device, (given, out) in by_device.items():
+            here = device == found_inf.device
+            flag = found_inf if here else torch.zeros((), device=device)
+            there = None if inverse is None else inverse.to(device, non_blocking=True)
+            multi_tensor_scale(given, out, flag, factor, there)
+            if not here:
+                found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
+
+    def update_scale(self, found_inf: Tensor) -> Tensor | None:
+        """Count the iteration and move the scale; return the flag optimizers skip on, None where nothing ever skips."""
+        if not self.dynamic:
+            self._host_unskipped += 1
+            return None
+        if self.group is not None:
+            found_inf = self._agreed(found_inf)
+        before = self._scale.clone()
+        update_loss_scale(self._scale, self._growth, found_inf, self._scale_factor, 1.0 / self._scale_factor,
+                          self._scale_seq_len)
+        # A limit acts on a scale that moves towards it; one set by hand beyond a limit stays until it moves.
+        if self._max_loss_scale is not None:
+            limited = self._scale.clamp(max=float(self._max_loss_scale))
+            self._scale = torch.where(self._scale > before, limited, self._scale)
+        limited = self._scale.clamp(min=max(float(self._min_loss_scale or 0.0), _SMALLEST))
+        self._scale = torch.where(self._scale < before, limited, self._scale)
+        self._overflows.append(HostMirror(torch.stack((found_inf.reshape(()), self._scale))))
+        return found_inf
+
+    def _agreed(self, found_inf: Tensor) -> Tensor:
+        shared = found_inf.clone().reshape(1)
+        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+        return shared.reshape(())
+
+    def clear_overflow_state(self) -> None:
+        """Do nothing: every iteration has its own flag."""
+
+    def report_overflows(self, *, wait: bool = False) -> None:
+        """Print a line for every overflow whose flag has reached the host; with `wait`, for all."""
+        while self._overflows and (wait or self._overflows[0].ready()):
+            overflow, scale = self._overflows.popleft().read()
+            if overflow:
+                maybe_print(f"Gradient overflow.  Skipping step, loss scaler {self.name} reducing loss scale to {scale}")
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return Apex's two entries."""
+        return {"loss_scale": self._loss_scale, "unskipped": self._unskipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take the two entries; in a static scaler they change the static value, as in Apex."""
+        self._loss_scale = state["loss_scale"]
+        self._unskipped = state["unskipped"]
+
+    def _set_device_state(self, scale: float, unskipped: int) -> None:
+        self._scale = torch.full((), scale, dtype=torch.float32, device=self.device)
+        self._growth = torch.full((), unskipped, dtype=torch.int32, device=self.device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_overflows": deque(), "group": None}

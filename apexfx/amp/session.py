@@ -1,0 +1,42 @@
+"""What one call of `initialize` set up. Models and optimizers keep theirs; `_amp_state` shows the latest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .executor import CastExecutor
+from .properties import Properties
+from .scaler import LossScaler
+
+
+class Session:
+    """The properties, scalers and executor that belong together.
+
+    Attributes:
+        properties: as asked for.
+        half: the half type of this session.
+        scalers: one a loss.
+        executor: of O1; None at the other levels and where functions are not patched.
+    """
+
+    def __init__(self, properties: Properties, half: torch.dtype, scalers: list[LossScaler], executor: CastExecutor | None):
+        self.properties = properties
+        self.half = half
+        self.scalers = scalers
+        self.executor = executor
+
+    def end_iteration(self) -> None:
+        """Forget the casts of parameters that are about to change."""
+        if self.executor is not None:
+            self.executor.cache.clear()
+
+    def report_overflows(self) -> None:
+        """Print what the scalers have to say and is known on the host already."""
+        for scaler in self.scalers:
+            if scaler.dynamic:
+                scaler.report_overflows()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Session:
+        return self  # a copied optimizer is scaled by the same scalers

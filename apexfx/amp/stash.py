@@ -1,0 +1,229 @@
+"""What amp keeps on an optimizer: its parameters by kind, the gradients set aside, and the flag to skip on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from apexfx.ops.multi_tensor import multi_tensor_scale
+from apexfx.passes.precision_rules import HALVES
+
+from .models import MASTER
+from .predicated_step import PredicatedStep
+from .scaler import LossScaler
+from .session import Session
+
+
+class AmpOptimizerState:
+    """`optimizer._amp_stash`, with Apex's attribute names.
+
+    With master weights, "fp16" parameters are the model's half ones (of either half type) and the optimizer's groups
+    hold float32 masters instead of them. Without, every parameter is its own master.
+
+    Attributes:
+        found_inf: flag tensor of the overflows since the last step, or None: the step is skipped where it is not 0.
+        params_have_scaled_gradients: a `scale_loss(..., delay_unscale=True)` left gradients scaled.
+    """
+
+    def __init__(self, session: Session, *, master_weights: bool) -> None:
+        self.session = session
+        self.master_weights = master_weights
+        self.lazy_init_called = False
+        self.already_patched = False
+        self.params_have_scaled_gradients = False
+        self.found_inf: Tensor | None = None
+        self.predicated = PredicatedStep()
+        self.fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp16_groups: list[list[Tensor]] = []
+        self.fp32_from_fp32_groups: list[list[Tensor]] = []
+        self.all_fp16_params: list[Tensor] = []
+        self.all_fp32_from_fp16_params: list[Tensor] = []
+        self.all_fp32_from_fp32_params: list[Tensor] = []
+        self.all_fp16_grad_stash: list[Tensor | None] = []
+        self.all_fp32_grad_stash: list[Tensor | None] = []
+        self._reconciled = False
+
+    @property
+    def all_fp32_params(self) -> list[Tensor]:
+        return self.all_fp32_from_fp32_params
+
+    # ---- parameters -------------------------------------------------------------------------------------------------
+
+    def adopt(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
+        """Take in the parameters of a group, put masters in place of half ones; return {model parameter: master}."""
+        halves: list[Tensor] = []
+        masters: list[Tensor] = []
+        others: list[Tensor] = []
+        for i, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad:
+                continue
+            if not parameter.is_floating_point():
+                raise TypeError(f"Optimizer's parameters must be floating tensors. Received {parameter.dtype}")
+            if not (self.master_weights and parameter.dtype in HALVES):
+                others.append(parameter)
+                continue
+            master = parameter.detach().clone().float().requires_grad_()
+            group["params"][i] = master
+            halves.append(parameter)
+            masters.append(master)
+        self.fp16_groups.append(halves)
+        self.fp32_from_fp16_groups.append(masters)
+        self.fp32_from_fp32_groups.append(others)
+        self.all_fp16_params += halves
+        self.all_fp32_from_fp16_params += masters
+        self.all_fp32_from_fp32_params += others
+        self.link()
+        return dict(zip(halves, masters))
+
+    def link(self) -> None:
+        """Let every half parameter know its master, for checkpoints."""
+        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
+            linked = getattr(parameter, MASTER, None)
+            if linked is None or linked[0] is not master:
+                setattr(parameter, MASTER, [master, -1])
+
+    @torch.no_grad()
+    def reconcile(self) -> None:
+        """Bring edits of the model's half parameters (a broadcast, a clamp) into the masters, element by element.
+
+        The first time every parameter is looked at, since a broadcast through `.data` leaves no trace; later those
+        whose version moved.
+        """
+        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
+            linked = getattr(parameter, MASTER)
+            if not self._reconciled or linked[1] != parameter._version:
+                master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+                linked[1] = parameter._version
+        self._reconciled = True
+
+    @torch.no_grad()
+    def copy_masters_to_model(self) -> None:
+        """Round every master into its model parameter."""
+        for masters, models in _by_device(self.all_fp32_from_fp16_params, self.all_fp16_params):
+            ignored = torch.zeros((), device=models[0].device)
+            multi_tensor_scale(masters, models, ignored)
+        for parameter in self.all_fp16_params:
+            getattr(parameter, MASTER)[1] = parameter._version
+
+    def zero_model_grads(self, set_to_none: bool) -> None:
+        """Drop or zero the gradients of the model's half parameters, which the optimizer does not know."""
+        for parameter in self.all_fp16_params:
+            if parameter.grad is not None:
+                if set_to_none:
+                    parameter.grad = None
+                else:
+                    parameter.grad.detach_()
+                    parameter.grad.zero_()
+
+    def drop_master_grads(self) -> None:
+        """Set the gradients of masters to None; the model's own stay, scaled, as in Apex."""
+        for master in self.all_fp32_from_fp16_params:
+            master.grad = None
+
+    # ---- gradients around a backward pass -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Set accumulated gradients aside, so that only new ones are unscaled and checked."""
+        self.reconcile()
+        self.all_fp16_grad_stash = _take_grads(self.all_fp16_params)
+        self.all_fp32_grad_stash = _take_grads(self.all_fp32_from_fp32_params)
+
+    def put_back(self) -> None:
+        """Undo `prepare` after an exception: what the failed backward left is dropped."""
+        for parameters, stash in (
+            (self.all_fp16_params, self.all_fp16_grad_stash),
+            (self.all_fp32_from_fp32_params, self.all_fp32_grad_stash),
+        ):
+            for parameter, grad in zip(parameters, stash):
+                parameter.grad = grad
+        self._forget_stash()
+
+    @torch.no_grad()
+    def unscale(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        """Unscale the new gradients, add what was set aside, and set `found_inf` where a new one is not finite."""
+        new, outputs, add_to, added = [], [], [], []
+        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
+            if parameter.grad is None:
+                continue
+            grad = _dense(parameter.grad)
+            unscaled = torch.empty_like(grad, dtype=torch.float32)
+            new.append(grad)
+            outputs.append(unscaled)
+            if master.grad is None:
+                master.grad = unscaled
+            else:
+                add_to.append(master.grad)
+                added.append(unscaled)
+        stash = self.all_fp32_grad_stash or [None] * len(self.all_fp32_from_fp32_params)
+        for parameter, earlier in zip(self.all_fp32_from_fp32_params, stash):
+            grad = parameter.grad
+            if grad is None:
+                parameter.grad = earlier
+                continue
+            values = grad.coalesce()._values() if grad.is_sparse else grad
+            if grad.is_sparse:
+                parameter.grad = grad = grad.coalesce()
+                values = grad._values()
+            new.append(values)
+            outputs.append(values)
+            if earlier is not None and (grad.is_sparse or earlier.is_sparse):
+                scaler.unscale([new.pop()], [outputs.pop()], found_inf)
+                parameter.grad = earlier + grad
+            elif earlier is not None:
+                add_to.append(grad)
+                added.append(earlier)
+        if new:
+            scaler.unscale(new, outputs, found_inf)
+        if add_to:
+            torch._foreach_add_(add_to, added)
+        self._forget_stash()
+
+    def _forget_stash(self) -> None:
+        self.all_fp16_grad_stash = []
+        self.all_fp32_grad_stash = []
+
+    def skip_on(self, found_inf: Tensor) -> None:
+        """Skip the next step where `found_inf`, or a flag given before it, is not 0."""
+        if self.found_inf is not None:
+            found_inf = torch.maximum(self.found_inf, found_inf.to(self.found_inf.device, non_blocking=True))
+        self.found_inf = found_inf
+
+    # ---- copies ---------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "session": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
+        import copy
+
+        made = object.__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        made.session = self.session
+        return made
+
+
+def _take_grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    grads = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    return grads
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
+    grouped: dict[torch.device, tuple[list[Tensor], ...]] = {}
+    for row in zip(*lists):
+        columns = grouped.setdefault(row[0].device, tuple([] for _ in lists))
+        for column, tensor in zip(columns, row):
+            column.append(tensor)
+    return list(grouped.values())
+
+
+Hook = Callable[..., Any]

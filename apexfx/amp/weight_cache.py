@@ -1,0 +1,68 @@
+"""Half copies of parameters, made once and reused until the parameter changes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class _Entry(NamedTuple):
+    parameter: weakref.ref[Tensor]
+    version: int
+    data_ptr: int
+    cast: Tensor
+    lasting: bool
+
+
+class WeightCache:
+    """parameter -> its cast, as long as the parameter's version and memory are those it was made from.
+
+    A cast made without gradients serves until the outermost forward ends, so that evaluation holds no second copy of
+    the weights and sees every edit; one made for training serves until `clear`. A cast whose graph is not what the
+    moment asks for (made under `no_grad`, needed with gradients) is made again.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
+        self._passing = False
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        """Return the cast of `parameter`, and whether it was there already."""
+        key = (id(parameter), dtype)
+        entry = self._entries.get(key)
+        training = torch.is_grad_enabled()
+        if (
+            entry is not None
+            and entry.version == parameter._version
+            and entry.data_ptr == parameter.data_ptr()
+            and (not training or entry.cast.requires_grad == parameter.requires_grad)
+            and entry.parameter() is parameter
+        ):
+            return entry.cast, True
+        cast = parameter.to(dtype)
+        if not torch.is_inference_mode_enabled() and not parameter.is_inference():
+            self._entries[key] = _Entry(weakref.ref(parameter), parameter._version, parameter.data_ptr(), cast, training)
+            self._passing = self._passing or not training
+        return cast, False
+
+    def drop_passing(self) -> None:
+        """Forget casts made without gradients; called when the outermost forward ends."""
+        if self._passing:
+            self._entries = {key: entry for key, entry in self._entries.items() if entry.lasting}
+            self._passing = False
+
+    def remove(self, parameter: Tensor) -> None:
+        """Forget the casts of one parameter."""
+        for key in [key for key in self._entries if key[0] == id(parameter)]:
+            del self._entries[key]
+
+    def clear(self) -> None:
+        """Forget every cast."""
+        self._entries.clear()
+        self._passing = False

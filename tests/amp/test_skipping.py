@@ -1,0 +1,166 @@
+"""A skipped step leaves everything as it was, to the bit, for any optimizer and without a read on the host."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from tests.amp.amp_cases import ConvNet, CountReads, batch, fresh_state, train
+from apexfx import amp, optimizers
+from apexfx.parallel.LARC import LARC
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adam_foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "host_counter": lambda p: HostCounter(p, lr=0.05),
+    "fused_sgd": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
+    "fused_adam": lambda p: optimizers.FusedAdam(p, lr=0.01),
+    "fused_lamb": lambda p: optimizers.FusedLAMB(p, lr=0.01),
+    "fused_novograd": lambda p: optimizers.FusedNovoGrad(p, lr=0.01),
+    "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+}
+
+
+class HostCounter(torch.optim.Optimizer):
+    """Counts its steps in Python numbers, in the state and in the group, and keeps a list."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["steps"] = state.get("steps", 0) + 1
+                    state.setdefault("history", []).append(float(group["lr"]))
+                    p.add_(p.grad, alpha=-group["lr"] / state["steps"])
+
+
+def everything(model, optimizer):
+    return copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.detach().clone() for p in amp.master_params(optimizer)]))
+
+
+def assert_same(actual, expected):
+    if isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert_same(actual[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for a, e in zip(actual, expected):
+            assert_same(a, e)
+    else:
+        assert actual == expected
+
+
+def made(name, opt_level, **options):
+    torch.manual_seed(0)
+    model = ConvNet()
+    return amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level=opt_level, verbosity=0, **options)
+
+
+def overflow(model, optimizer):
+    x, _ = batch()
+    optimizer.zero_grad()
+    model.eval()  # batch norm's statistics are no part of a step
+    with amp.scale_loss(model(x).sum(), optimizer) as loss:
+        (loss * float("inf")).backward()
+    model.train()
+    return optimizer.step()
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_skipped_step_changes_nothing(name, opt_level):
+    model, optimizer = made(name, opt_level)
+    before = everything(model, optimizer)
+    assert overflow(model, optimizer) is None  # the very first step: no state was there
+    assert_same(everything(model, optimizer), before)
+    train(model, optimizer, 3)
+    before = everything(model, optimizer)
+    overflow(model, optimizer)
+    overflow(model, optimizer)
+    assert_same(everything(model, optimizer), before)
+    assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**13
+    train(model, optimizer, 1)
+    with pytest.raises(AssertionError):
+        assert_same(everything(model, optimizer)[2], before[2])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_after_skips_equals_training_without(name):
+    model, optimizer = made(name, "O2")
+    losses = train(model, optimizer, 3)
+    expected = everything(model, optimizer)
+    fresh_state()
+    model, optimizer = made(name, "O2")
+    overflow(model, optimizer)
+    assert torch.equal(train(model, optimizer, 1), losses[:1])
+    overflow(model, optimizer)
+    train(model, optimizer, 2, first=1)
+    assert_same(everything(model, optimizer), expected)
+
+
+# torch's own loops over tensors may read `step` on the host, with or without amp: no more than alone is asked of them.
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adam_fused", "adam_foreach", "fused_sgd", "fused_adam", "fused_lamb",
+                                  "fused_novograd", "larc"])
+def test_no_read_on_the_host_in_a_step(name, opt_level):
+    model, optimizer = made(name, opt_level, loss_scale="dynamic")
+    own = CountReads()
+    plain = ConvNet()
+    bare = OPTIMIZERS[name](plain.parameters())
+    with own:
+        train(plain, bare, 3, scaled=False)
+    with CountReads() as reads:
+        train(model, optimizer, 2)
+        overflow(model, optimizer)
+    assert reads.count <= own.count
+    if not name.startswith("adam_foreach"):
+        assert reads.count == 0
+
+
+def test_overflow_is_printed_at_the_step(capsys):
+    model, optimizer = made("sgd", "O1")
+    amp._amp_state.verbosity = 1
+    x, _ = batch()
+    with amp.scale_loss(model(x).sum(), optimizer) as loss:
+        (loss * float("nan")).backward()
+    assert capsys.readouterr().out == ""
+    optimizer.step()
+    assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
+
+
+def test_overflow_without_a_step_skips_the_next_one():
+    model, optimizer = made("sgd", "O1")
+    before = everything(model, optimizer)
+    x, _ = batch()
+    with amp.scale_loss(model.eval()(x).sum(), optimizer) as loss:
+        (loss * float("nan")).backward()
+    optimizer.zero_grad()
+    with amp.scale_loss(model(x).sum(), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert_same(everything(model, optimizer), before)
+
+
+def test_static_scale_steps_even_on_infinities():
+    model, optimizer = made("sgd", "O1", loss_scale=128.0)
+    overflow(model, optimizer)
+    assert not all(p.isfinite().all() for p in model.parameters())
