@@ -35,8 +35,8 @@ class Recorder:
 
     def text(self, only: str | None = None) -> str:
         """Return the printed graphs with their nested bodies, without the inputs."""
-        lines = [line for gm in self.graphs for body in graphs(gm) for line in printing.format_graph(body, only).splitlines()]
-        return "\n".join(line for line in lines if not line.startswith("in "))
+        texts = [printing.format_graph(body, only) for gm in self.graphs for body in graphs(gm)]
+        return "\n".join(line for text in texts for line in text.splitlines() if not line.startswith("in "))
 
     def casts(self) -> list[dict[str, Any]]:
         return [row for report in self.reports for row in report.artifacts.get("casts", ())]

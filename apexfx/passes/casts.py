@@ -29,7 +29,7 @@ class CastRow:
         rule: the kind of the rule that asked for it ("half", "float", ...), or "model", "output", "captured".
         reason: the rule's one line.
         source_dtype, target_dtype: as the reports print them: "f32", "bf16".
-        bytes: written by the cast: elements times the size of the target dtype (the size seen at capture where dynamic).
+        bytes: written by the cast: elements times the size of the target dtype (as seen at capture where dynamic).
         tensor: what is cast: a parameter's name, or the producing node's.
         module, source: where the op is in the model and in the user's code.
     """
@@ -92,30 +92,30 @@ def additive_mask(node: fx.Node, name: str) -> fx.Node | None:
     return mask if isinstance(mask, fx.Node) else None
 
 
-def insert_cast(
-    tensor: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any, saturate: bool = False
-) -> fx.Node:
-    """Insert a cast of `tensor` to `dtype` before a node, and return it.
+def insert_cast(tensor: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any) -> fx.Node:
+    """Insert a cast of `tensor` to `dtype` before a node, with the provenance of `like`, and return it."""
+    with tensor.graph.inserting_before(before):
+        return call(tensor.graph, CAST, (tensor,), {"dtype": dtype}, like=like, mode=mode)
 
-    Args:
-        like: the node that caused it, whose provenance it takes.
-        saturate: finite values beyond the range of `dtype` become its limits instead of infinities.
+
+def insert_limits(tensor: fx.Node, half: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any) -> fx.Node:
+    """Insert nodes that bring the finite values of `tensor` into the range of `half`, and return the last.
+
+    A cast alone would make infinities of them. Infinities that are there stay.
     """
-    graph = tensor.graph
+    graph, limits = tensor.graph, torch.finfo(half)
     with graph.inserting_before(before):
-        if saturate:
-            limits = torch.finfo(dtype)
-            infinite = call(graph, aten.isinf.default, (tensor,), like=like, mode=mode)
-            within = call(graph, aten.clamp.default, (tensor, limits.min, limits.max), like=like, mode=mode)
-            tensor = call(graph, aten.where.self, (infinite, tensor, within), like=like, mode=mode)
-        return call(graph, CAST, (tensor,), {"dtype": dtype}, like=like, mode=mode)
+        infinite = call(graph, aten.isinf.default, (tensor,), like=like, mode=mode)
+        within = call(graph, aten.clamp.default, (tensor, limits.min, limits.max), like=like, mode=mode)
+        return call(graph, aten.where.self, (infinite, tensor, within), like=like, mode=mode)
 
 
 def ledger_row(cast: fx.Node, tensor: fx.Node, *, op: str, rule: str, reason: str, body: str = "") -> CastRow:
     """Describe `cast`, a node made by `insert_cast` from `tensor`; `body` names the nested graph it is in."""
     source, target = value(tensor), value(cast)
     return CastRow(
-        node=f"{body}.{cast.name}" if body else cast.name, op=op, rule=rule, reason=reason, source_dtype=short_dtype(source.dtype),
-        target_dtype=short_dtype(target.dtype), bytes=num_bytes(source, target.dtype),
-        tensor=tensor.meta.get("apexfx_name", tensor.name), module=module_path(cast), source=source_line(cast),
+        node=f"{body}.{cast.name}" if body else cast.name, op=op, rule=rule, reason=reason,
+        source_dtype=short_dtype(source.dtype), target_dtype=short_dtype(target.dtype),
+        bytes=num_bytes(source, target.dtype), tensor=tensor.meta.get("apexfx_name", tensor.name),
+        module=module_path(cast), source=source_line(cast),
     )  # fmt: skip

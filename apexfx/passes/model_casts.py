@@ -1,4 +1,4 @@
-"""The casts at a graph's entry: parameters and floating inputs are cast once, for the uses that want the other dtype."""
+"""The casts at a graph's entry: parameters and floating inputs are cast once, for the uses that want it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from .precision_rules import HALVES, RULES
 CAST, KEEP = "cast", "keep"
 
 
-def cast_entries(gm: fx.GraphModule, policy: Policy, record: Callable[[fx.Node, Any], None], mode: Any) -> dict[fx.Node, fx.Node]:
+def cast_entries(
+    gm: fx.GraphModule, policy: Policy, record: Callable[[fx.Node, Any], None], mode: Any
+) -> dict[fx.Node, fx.Node]:
     """Cast the floating placeholders of `gm`; return the new nodes, each with the node that it stands for.
 
     float32 to half under O2 and O3, half to float32 under O0. Left alone are: what any node writes in place, so that
@@ -35,11 +37,11 @@ def cast_entries(gm: fx.GraphModule, policy: Policy, record: Callable[[fx.Node, 
             continue
         if CAST not in _wishes(placeholder, policy):
             continue
-        kind = {"param": "parameter"}.get(placeholder.meta.get("apexfx_kind"), placeholder.meta.get("apexfx_kind", "input"))
+        kind = placeholder.meta.get("apexfx_kind", "input").replace("param", "parameter")
         cast = insert_cast(placeholder, target, before=first, like=placeholder, mode=mode)
         made[cast] = placeholder
         _move_users(placeholder, cast, policy, mode, made)
-        reason = "float32 throughout" if not policy.level.cast_model else "the model is half; this is cast once for all uses"
+        reason = "the model is half; one cast serves all uses" if policy.level.cast_model else "float32 throughout"
         record(cast, ledger_row(cast, placeholder, op=kind, rule="model", reason=reason))
     return made
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
+from .._torch import tree_leaves
 from ..config import OptLevel
 from ..fx import module_path
 from .mutation import argument
@@ -46,14 +46,15 @@ class Policy:
 
     def _override(self, key: Any, given: Any) -> Rule:
         if not isinstance(key, str):
-            raise TypeError(f"apexfx: precision={{{key!r}: ...}} was given, expected a module path, a pattern or an op name")
+            raise TypeError(f"apexfx: precision={{{key!r}: ...}} was given, expected a module path, a pattern or an op "
+                            "name as the key")
         reason = f"override precision[{key!r}]"
         if given in ("promote", "passthrough"):
             return Rule(given, reason)
         dtype = self.half if given == "half" else _NAMED_DTYPES.get(given, given) if isinstance(given, str) else given
         if dtype not in (torch.float32, *HALVES):
-            raise ValueError(f"apexfx: precision={{{key!r}: {given!r}}} was given, expected torch.float32, torch.float16, "
-                             "torch.bfloat16, their names, 'half', 'promote' or 'passthrough'")
+            raise ValueError(f"apexfx: precision={{{key!r}: {given!r}}} was given, expected torch.float32, "
+                             "torch.float16, torch.bfloat16, their names, 'half', 'promote' or 'passthrough'")
         return Rule("dtype", reason, dtype=dtype)
 
     def rule(self, node: fx.Node) -> Rule:
@@ -63,7 +64,8 @@ class Policy:
         override = self._override_of(node, name, base)
         if override is not None:
             return override
-        if base.kind in ("float", "banned") and any(isinstance(a, torch.dtype) for a in tree_leaves((node.args, node.kwargs))):
+        arguments = tree_leaves((node.args, node.kwargs))
+        if base.kind in ("float", "banned") and any(isinstance(a, torch.dtype) for a in arguments):
             return Rule("passthrough", "the call names the dtype it computes in", base.family)
         return base if self.level.patch_ops else consistent(base, to_half=self.level.cast_model)
 

@@ -63,7 +63,8 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         softmax log_softmax softmin gumbel_softmax softplus logsigmoid adaptive_log_softmax_with_loss"""),
     ("float", "activation", "Apex computes it in float32: a difference of nearly equal exponentials", "gelu"),
     ("float", "norm", "a variance in half cancels; statistics stay in float32", """
-        layer_norm group_norm instance_norm rms_norm local_response_norm normalize cosine_similarity pairwise_distance"""),
+        layer_norm group_norm instance_norm rms_norm local_response_norm normalize cosine_similarity
+        pairwise_distance"""),
     ("float", "loss", "a loss is a sum of logarithms or squares; its gradient starts the backward pass", """
         poisson_nll_loss cosine_embedding_loss cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss
         margin_ranking_loss multilabel_margin_loss multilabel_soft_margin_loss multi_margin_loss nll_loss

@@ -44,7 +44,8 @@ _linalg: dict[str, Any] = {"owner": torch.linalg, "prefix": "linalg_"}
 
 SAMPLES: dict[str, Call] = {
     # half
-    "conv": call(torch.ops.aten.convolution.default, sequence, _random(3, 4, 3), _random(3), [1], [0], [1], False, [0], 1),
+    "conv": call(torch.ops.aten.convolution.default, sequence, _random(3, 4, 3), _random(3), [1], [0], [1], False, [0],
+                 1),
     "conv1d": call(F.conv1d, sequence, _random(3, 4, 3), _random(3)),
     "conv2d": call(F.conv2d, image, _random(3, 4, 3, 3), _random(3)),
     "conv3d": call(F.conv3d, volume, _random(3, 4, 2, 2, 2), _random(3)),
@@ -65,12 +66,15 @@ SAMPLES: dict[str, Call] = {
         F.multi_head_attention_forward, batch, batch, batch, 4, 2, _random(12, 4) - 0.5, _random(12), None, None, False,
         0.0, _random(4, 4) - 0.5, _random(4), need_weights=False),
     "lstm": call(torch.lstm, batch, (_random(1, 4, 4), _random(1, 4, 4)),
-                 (_random(16, 4) - 0.5, _random(16, 4) - 0.5, _random(16), _random(16)), True, 1, 0.0, False, False, False),
+                 (_random(16, 4) - 0.5, _random(16, 4) - 0.5, _random(16), _random(16)), True, 1, 0.0, False,
+                 False, False),
     **{f"rnn_{kind}": call(getattr(torch, f"rnn_{kind}"), batch, _random(1, 4, 4),
-                           (_random(4, 4) - 0.5, _random(4, 4) - 0.5, _random(4), _random(4)), True, 1, 0.0, False, False, False)
+                           (_random(4, 4) - 0.5, _random(4, 4) - 0.5, _random(4), _random(4)), True, 1, 0.0, False,
+                           False, False)
        for kind in ("tanh", "relu")},
-    "gru": call(torch.gru, batch, _random(1, 4, 4), (_random(12, 4) - 0.5, _random(12, 4) - 0.5, _random(12), _random(12)),
-                True, 1, 0.0, False, False, False),
+    "gru": call(torch.gru, batch, _random(1, 4, 4), 
+                (_random(12, 4) - 0.5, _random(12, 4) - 0.5, _random(12), _random(12)), True, 1, 0.0, False,
+                False, False),
     "lstm_cell": call(torch.lstm_cell, x, (y, z), _random(16, 4) - 0.5, _random(16, 4) - 0.5, _random(16), _random(16)),
     "gru_cell": call(torch.gru_cell, x, y, _random(12, 4) - 0.5, _random(12, 4) - 0.5, _random(12), _random(12)),
     **_each("rnn_tanh_cell rnn_relu_cell", x, y, square - 2, square - 2, row, row),
@@ -109,18 +113,20 @@ SAMPLES: dict[str, Call] = {
     "grid_sample": call(F.grid_sample, image, _random(2, 3, 3, 2), align_corners=False),
     "grid_sampler": call(torch.grid_sampler, image, _random(2, 3, 3, 2), 0, 0, False),
     "affine_grid": call(F.affine_grid, _random(2, 2, 3), (2, 4, 6, 6), align_corners=False),
-    **_each("cholesky cholesky_ex cond det eigh eigvalsh inv inv_ex lu lu_factor matrix_exp matrix_rank pinv qr slogdet "
-            "svd svdvals eigvals eig", spd, **_linalg),
+    **_each("cholesky cholesky_ex cond det eigh eigvalsh inv inv_ex lu lu_factor matrix_exp matrix_rank pinv qr "
+            "slogdet svd svdvals eigvals eig", spd, **_linalg),
     **_each("solve solve_ex", spd, square, **_linalg), **_each("matrix_power", square, 2, **_linalg),
     "linalg_solve_triangular": call(torch.linalg.solve_triangular, spd.triu(), square, upper=True),
     "linalg_lu_solve": call(torch.linalg.lu_solve, _lu, _pivots, square),
     "linalg_householder_product": call(torch.linalg.householder_product, _reflections, _tau),
     **_each("cholesky det logdet slogdet inverse pinverse qr svd lu matrix_exp geqrf svd_lowrank", spd),
-    "cholesky_inverse": call(torch.cholesky_inverse, spd.tril()), "cholesky_solve": call(torch.cholesky_solve, square, spd.tril()),
+    "cholesky_inverse": call(torch.cholesky_inverse, spd.tril()),
+    "cholesky_solve": call(torch.cholesky_solve, square, spd.tril()),
     "lu_solve": call(torch.lu_solve, square, _lu, _pivots), "matrix_power": call(torch.matrix_power, square, 2),
     "triangular_solve": call(torch.triangular_solve, square, spd.triu()),
     "orgqr": call(torch.orgqr, _reflections, _tau), "ormqr": call(torch.ormqr, _reflections, _tau, square),
-    **_each("fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn", x, owner=torch.fft, prefix="fft_"),
+    **_each("fft ifft rfft irfft hfft ihfft fft2 ifft2 rfft2 irfft2 fftn ifftn rfftn irfftn", x, owner=torch.fft,
+            prefix="fft_"),
     "stft": call(torch.stft, _random(16), 8, return_complex=True, window=torch.ones(8)),
     "complex": call(torch.complex, x, y), "polar": call(torch.polar, x, y),
     "view_as_complex": call(torch.view_as_complex, _random(3, 2)),
@@ -137,18 +143,25 @@ SAMPLES: dict[str, Call] = {
     "lerp": call(torch.lerp, x, y, 0.25), "searchsorted": call(torch.searchsorted, row.sort().values, x),
     "bucketize": call(torch.bucketize, x, row.sort().values),
     "where": call(torch.where, mask, x, y), "scatter": call(torch.scatter, x, 0, index, y),
-    "scatter_add": call(torch.scatter_add, x, 0, index, y), "scatter_reduce": call(torch.scatter_reduce, x, 0, index, y, "sum"),
-    "index_put": call(torch.index_put, x, (torch.tensor([0]),), row), "put": call(torch.Tensor.put, x, torch.tensor([0]), row[:1]),
+    "scatter_add": call(torch.scatter_add, x, 0, index, y),
+    "scatter_reduce": call(torch.scatter_reduce, x, 0, index, y, "sum"),
+    "index_put": call(torch.index_put, x, (torch.tensor([0]),), row),
+    "put": call(torch.Tensor.put, x, torch.tensor([0]), row[:1]),
     **_each("index_add index_copy", x, 0, torch.tensor([1]), y[:1]),
     "index_reduce": call(torch.Tensor.index_reduce, x, 0, torch.tensor([1]), y[:1], "amax"),
-    "index_fill": call(torch.index_fill, x, 0, torch.tensor([1]), row[0]), "masked_fill": call(torch.masked_fill, x, mask, row[0]),
-    "masked_scatter": call(torch.masked_scatter, x, mask, y), "select_scatter": call(torch.select_scatter, x, row, 0, 1),
-    "slice_scatter": call(torch.slice_scatter, x, y[:1], 0, 0, 1), "diagonal_scatter": call(torch.diagonal_scatter, square, row),
-    "clamp": call(torch.clamp, x, y), "clamp_min": call(torch.clamp_min, x, y), "clamp_max": call(torch.clamp_max, x, y),
+    "index_fill": call(torch.index_fill, x, 0, torch.tensor([1]), row[0]),
+    "masked_fill": call(torch.masked_fill, x, mask, row[0]),
+    "masked_scatter": call(torch.masked_scatter, x, mask, y),
+    "select_scatter": call(torch.select_scatter, x, row, 0, 1),
+    "slice_scatter": call(torch.slice_scatter, x, y[:1], 0, 0, 1),
+    "diagonal_scatter": call(torch.diagonal_scatter, square, row),
+    "clamp": call(torch.clamp, x, y),
+    "clamp_min": call(torch.clamp_min, x, y), "clamp_max": call(torch.clamp_max, x, y),
     # sequence_promote, batch_norm
     **_each("cat stack hstack vstack dstack column_stack row_stack", [x, y]),
     "block_diag": call(torch.block_diag, x, y), "cartesian_prod": call(torch.cartesian_prod, row, row),
-    "meshgrid": call(torch.meshgrid, row, row, indexing="ij"), "broadcast_tensors": call(torch.broadcast_tensors, x, row),
+    "meshgrid": call(torch.meshgrid, row, row, indexing="ij"),
+    "broadcast_tensors": call(torch.broadcast_tensors, x, row),
     "batch_norm": call(F.batch_norm, image, row, row, row, row, False),
 }  # fmt: skip
 
@@ -158,8 +171,8 @@ NOT_RUN = {
         cov corrcoef gaussian_nll_loss ctc_loss linalg_lstsq bincount equal allclose masked_select""",
     "another spelling or a composition of one that is run": """
         upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d
-        upsample_trilinear3d upsample_linear1d adaptive_log_softmax_with_loss linear_cross_entropy istft lobpcg pca_lowrank
-        take_along_dim""",
+        upsample_trilinear3d upsample_linear1d adaptive_log_softmax_with_loss linear_cross_entropy istft lobpcg
+        pca_lowrank take_along_dim""",
     "takes one tensor, so there is nothing to promote": "fill threshold nan_to_num pad full_like",
     "has tests of its own": "apexfx.sync_batch_norm",
 }

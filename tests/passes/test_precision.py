@@ -93,7 +93,9 @@ def test_o0_brings_a_half_model_to_float32():
 
 
 def test_must_not_fire_on_what_has_no_rule():
-    for level, function in [("O0", Block()), ("O1", lambda x: x.relu().view(-1)[2:]), ("O1", lambda x: x.double() @ x.double().mT)]:
+    for level, function in [
+        ("O0", Block()), ("O1", lambda x: x.relu().view(-1)[2:]), ("O1", lambda x: x.double() @ x.double().mT),
+    ]:  # fmt: skip
         _, recorder = run(function, torch.randn(2, 3, 6, 6), level=level)
         assert not recorder.casts() and not recorder.reports[0].matches
     assert "no rule" in recorder.reports[0].warning
@@ -345,7 +347,9 @@ def test_an_override_that_covers_nothing_is_named(caplog):
     assert "precision['decoder.*'] covers no module path and no op" in caplog.text
 
 
-@pytest.mark.parametrize("overrides, error", [({"head": "float8"}, ValueError), ({"head": torch.int32}, ValueError), ({3: "half"}, TypeError)])
+@pytest.mark.parametrize("overrides, error", [
+    ({"head": "float8"}, ValueError), ({"head": torch.int32}, ValueError), ({3: "half"}, TypeError),
+])  # fmt: skip
 def test_bad_overrides_are_refused(overrides, error):
     with pytest.raises(error, match="precision="):
         precision("O1", overrides=overrides)

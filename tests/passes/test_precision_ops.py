@@ -72,7 +72,7 @@ class Recording(fx.Interpreter):
 
 def test_every_rule_that_casts_is_run():
     assert sorted(ACTIVE) == sorted([*SAMPLES, *" ".join(NOT_RUN.values()).split()])
-    assert {name: canonical_name(function) for name, (function, _, _) in SAMPLES.items()} == {name: name for name in SAMPLES}
+    assert not [name for name, (function, _, _) in SAMPLES.items() if canonical_name(function) != name]
 
 
 @pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])

@@ -17,22 +17,24 @@ f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
 APEX = {
     "half": """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc prelu addmm addmv addr
         matmul mm mv addbmm baddbmm bmm linear __matmul__ rnn_relu_cell rnn_tanh_cell gru_cell lstm_cell""",
-    "float": """acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm prod
-        std sum var renorm __pow__ __rpow__ cpu interpolate grid_sample softplus softmin log_softmax softmax gelu
+    "float": """acos asin cosh erfinv exp expm1 log log10 log2 reciprocal rsqrt sinh tan pow cumprod cumsum dist norm
+        prod std sum var renorm __pow__ __rpow__ cpu interpolate grid_sample softplus softmin log_softmax softmax gelu
         layer_norm group_norm local_response_norm normalize cosine_similarity poisson_nll_loss cosine_embedding_loss
         cross_entropy hinge_embedding_loss kl_div l1_loss mse_loss margin_ranking_loss multilabel_margin_loss
         multilabel_soft_margin_loss multi_margin_loss nll_loss binary_cross_entropy_with_logits smooth_l1_loss
         soft_margin_loss triplet_margin_loss ctc_loss""",
-    "promote": """addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne __add__ __div__ __eq__ __ge__
-        __gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__ __truediv__""",
+    "promote": """addcdiv addcmul atan2 cross bilinear dot add div mul eq equal ge gt le lt ne __add__ __div__ __eq__
+        __ge__ __gt__ __le__ __lt__ __mul__ __ne__ __radd__ __rdiv__ __rmul__ __rsub__ __rtruediv__ __sub__
+        __truediv__""",
     "sequence_promote": "cat stack",
     "banned": "binary_cross_entropy",
-    "match_self": """__ipow__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ addmm_ addmv_ addr_ baddbmm_ exp_ log_ pow_
-        cumsum_ renorm_ add_ div_ mul_ eq_ addcmul_""",
+    "match_self": """__ipow__ __iadd__ __idiv__ __imul__ __isub__ __itruediv__ addmm_ addmv_ addr_ baddbmm_ exp_ log_
+        pow_ cumsum_ renorm_ add_ div_ mul_ eq_ addcmul_""",
 }
 MISSED_BY_APEX = {
     "half": "scaled_dot_product_attention einsum multi_head_attention_forward lstm gru inner tensordot",
-    "float": "logsumexp cdist pdist instance_norm rms_norm log1p mean linalg_norm linalg_inv fft_rfft quantile embedding_bag",
+    "float": """logsumexp cdist pdist instance_norm rms_norm log1p mean linalg_norm linalg_inv fft_rfft quantile
+        embedding_bag""",
     "promote": "where scatter scatter_add index_put index_add masked_fill lerp maximum clamp",
     "batch_norm": "batch_norm apexfx.sync_batch_norm",
     "passthrough": "embedding relu max_pool2d view getitem setitem copy_ to float zeros_like",
@@ -116,7 +118,9 @@ def test_decide(kind, dtypes, expected):
     assert decide(Rule(kind, "for the test"), dtypes, bf16) == expected
 
 
-@pytest.mark.parametrize("dtypes", [(f64, f32, bf16), (f64,), (torch.int64, f64), (torch.bool, torch.int32, None)], ids=str)
+@pytest.mark.parametrize(
+    "dtypes", [(f64, f32, bf16), (f64,), (torch.int64, f64), (torch.bool, torch.int32, None)], ids=str
+)
 def test_no_rule_casts_an_integer_or_lowers_a_double(dtypes):
     for rule in (*RULES.values(), *map(consistent, RULES.values())):
         for dtype, target in zip(dtypes, decide(rule, dtypes, f16)):
@@ -130,4 +134,5 @@ def test_users_rules_are_entries_beside_the_table():
 
 
 def test_widest():
-    assert [widest(d) for d in [(), (None,), (f16, f16), (f16, bf16), (f16, f32), (f32, f64)]] == [None, None, f16, f32, f32, f64]
+    given = [(), (None,), (f16, f16), (f16, bf16), (f16, f32), (f32, f64)]
+    assert [widest(d) for d in given] == [None, None, f16, f32, f32, f64]

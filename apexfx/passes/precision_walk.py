@@ -1,0 +1,304 @@
+"""The visit of a graph's nodes in order that decides, casts and re-evaluates: how the rule table meets a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import free_unbacked_symbols, tree_leaves, tree_map
+from ..fx import evaluate, op_name, set_value, signature, value
+from ..pipeline import PassError
+from .casts import (
+    CastRow,
+    additive_mask,
+    dtype_of,
+    insert_cast,
+    insert_limits,
+    is_inserted_cast,
+    ledger_row,
+    user_cast,
+)
+from .mutation import body_of, storages, written, written_storages
+from .op_names import canonical_name, is_foreign
+from .precision_policy import Policy
+from .precision_rules import FLOATS, HALVES, STORED_NUMBERS, Rule, decide
+
+_LARGEST = torch.finfo(torch.float32).max
+_CAPTURED = "the dtypes it was captured with"
+
+
+def enters_autocast(node: fx.Node, *, enabled: bool = True) -> bool:
+    if node.op != "call_function" or canonical_name(node.target) != "_enter_autocast":
+        return False
+    return bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)) is enabled
+
+
+class Walk:
+    """One visit of every node in order: decide its casts from what its inputs are now, then re-evaluate it.
+
+    Args:
+        gm: the outermost graph.
+        policy: gives the rule of every node.
+        note: takes every inserted cast and its row of the ledger.
+        captured: what every node's value was before the pass.
+        mode: the fake mode of the graph's values.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        policy: Policy,
+        note: Callable[[fx.Node, CastRow], None],
+        captured: dict[fx.Node, Any],
+        mode: Any,
+    ) -> None:
+        self.policy = policy
+        self.note = note
+        self.captured = captured
+        self.touched = written_storages(gm)
+        self.mode = mode
+        self.changed: set[fx.Node] = set()
+        self.chosen: set[fx.Node] = set()  # made float32 by the user's own words, through any number of views
+        self.extreme: set[fx.Node] = set()  # holds finite numbers beyond half's range: an additive mask
+        self.entered: set[int] = set()
+        self.limited: dict[tuple[fx.Node, torch.dtype, fx.Node | None], fx.Node] = {}
+        self.pending: list[tuple[fx.Node, CastRow]] = []
+        self.no_grad: fx.Node | None = None  # the node that switched gradients off, inside such a region
+        self.body = ""
+        self.edited = False
+
+    def rewrite(self, gm: fx.GraphModule) -> None:
+        regions: set[fx.Node] = set()
+        for node in list(gm.graph.nodes):
+            if node.op not in ("call_function", "call_method"):
+                continue
+            if enters_autocast(node, enabled=False):
+                regions.add(node)
+            elif node.op == "call_function" and canonical_name(node.target) == "_exit_autocast":
+                regions.discard(node.args[0])
+            elif node.target is torch._C._set_grad_enabled:
+                self.no_grad = None if node.args[0] else node
+            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+                self._higher_order(node)
+            else:
+                self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)
+
+    def restore_outputs(self, gm: fx.GraphModule) -> None:
+        """Cast what the graph returns back to the dtype it was captured with."""
+        output = gm.graph.output_node()
+        casts: dict[fx.Node, fx.Node] = {}
+
+        def restored(node: fx.Node) -> fx.Node:
+            was = self.captured.get(node)
+            if not isinstance(was, Tensor) or dtype_of(node) in (None, was.dtype):
+                return node
+            if node not in casts:
+                casts[node] = self._cast(node, was.dtype, like=node, before=output, op="output", rule="output",
+                                         reason="what leaves the graph keeps the dtype it was captured with")
+            return casts[node]
+
+        output.args = fx.node.map_arg(output.args, restored)
+        self._flush()
+        if casts:
+            set_value(output, fx.node.map_arg(output.args[0], value))
+
+    def _node(self, node: fx.Node, *, casts_off: bool) -> None:
+        cast_to = user_cast(node)
+        name = canonical_name(node.target)
+        rule = self._rule(node, name, casts_off=casts_off)
+        self._follow(node, name, rule, cast_to)
+        stale = any(source in self.changed for source in node.all_input_nodes)
+        if is_inserted_cast(node):
+            if stale:
+                self._evaluate(node)
+            return
+        if is_foreign(name) and rule.family == "foreign":
+            self._as_captured(node, "not torch's own op: it gets " + _CAPTURED)
+        elif stale and _data_dependent(node):
+            self._as_captured(node, "its shape depends on data: it gets " + _CAPTURED)
+        else:
+            before = node.args, node.kwargs
+            moved = self._cast_arguments(node, name, rule)
+            moved |= self._limit_numbers(node, name)
+            if moved or stale:
+                self._evaluate(node, before)
+        self._flush()
+
+    def _flush(self) -> None:
+        for cast, row in self.pending:
+            self.note(cast, row)
+        self.pending.clear()
+
+    def _rule(self, node: fx.Node, name: str, *, casts_off: bool) -> Rule:
+        rule = self.policy.rule(node)
+        if casts_off and rule.kind in ("half", "float", "banned"):
+            kind = "half_if_mixed" if rule.kind == "half" else "promote"
+            return Rule(kind, "inside autocast(enabled=False): only what would not fit together is cast", rule.family)
+        if rule.kind == "half" and self.policy.level.patch_ops:
+            floating = [n for n in node.all_input_nodes if dtype_of(n)]
+            if floating and all(n in self.chosen for n in floating):
+                return Rule("passthrough", "the user's code made every operand float32", rule.family)
+        return rule
+
+    def _follow(self, node: fx.Node, name: str, rule: Rule, cast_to: torch.dtype | None) -> None:
+        """Carry the two properties of values that decisions further down depend on."""
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        if cast_to == torch.float32:
+            # `.to(x.dtype)` arrives as `.to(torch.float32)`: where nothing changed at capture, it may be no choice.
+            was = self.captured.get(source)
+            if node.target == "float" or not isinstance(was, Tensor) or was.dtype != torch.float32:
+                self.chosen.add(node)
+        elif cast_to is None and source in self.chosen and rule.family in ("view", "cast"):
+            self.chosen.add(node)
+        numbers = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float)]
+        if any(math.isfinite(a) and abs(a) >= _LARGEST for a in numbers):
+            self.extreme.add(node)
+        elif rule.kind not in ("half", "float") and any(n in self.extreme for n in node.all_input_nodes):
+            self.extreme.add(node)
+
+    def _cast_arguments(self, node: fx.Node, name: str, rule: Rule) -> bool:
+        dtypes = [dtype_of(a) for a in tree_leaves((node.args, node.kwargs))]
+        if "out" in node.kwargs:
+            targets = decide(rule, [dtype_of(node.kwargs["out"]), *dtypes], self.policy.half)[1:]
+        else:
+            targets = decide(rule, dtypes, self.policy.half)
+        mask = additive_mask(node, name)
+        return self._replace(node, targets, op=op_name(node), rule=rule.kind, reason=rule.reason, mask=mask)
+
+    def _replace(
+        self, node: fx.Node, targets: Sequence[torch.dtype | None], *, op: str, rule: str, reason: str,
+        mask: fx.Node | None = None,
+    ) -> bool:
+        """Cast the arguments of `node`, in flattened order, to `targets`; one cast serves an argument given twice."""
+        if not any(targets):
+            return False
+        fixed = set(written(node))
+        wanted, made = iter(targets), {}
+
+        def cast(argument: Any) -> Any:
+            target = next(wanted)
+            if target is None or argument in fixed:
+                return argument
+            if argument not in made:
+                source = argument
+                if target in HALVES and (argument is mask or argument in self.extreme):
+                    source = self._limited(argument, target, node)
+                made[argument] = self._cast(source, target, like=node, before=node, op=op, rule=rule, reason=reason)
+            return made[argument]
+
+        node.args, node.kwargs = tree_map(cast, (tuple(node.args), dict(node.kwargs)))
+        return bool(made)
+
+    def _limited(self, mask: fx.Node, half: torch.dtype, node: fx.Node) -> fx.Node:
+        """Return `mask` with its finite values inside the range of `half`; made once, unless something writes it."""
+        if dtype_of(mask) in HALVES:
+            return mask
+        key = (mask, half, self.no_grad)
+        if key not in self.limited or storages(value(mask)) & self.touched:
+            self.limited[key] = insert_limits(mask, half, before=node, like=node, mode=self.mode)
+            self.captured[self.limited[key]] = self.captured.get(mask)
+        return self.limited[key]
+
+    def _cast(
+        self, tensor: fx.Node, dtype: torch.dtype, *, like: fx.Node, before: fx.Node, op: str, rule: str, reason: str
+    ) -> fx.Node:
+        cast = insert_cast(tensor, dtype, before=before, like=like, mode=self.mode)
+        self.captured[cast] = self.captured.get(tensor)
+        if tensor in self.extreme:
+            self.extreme.add(cast)
+        row = ledger_row(cast, tensor, op=op, rule=rule, reason=reason, body=self.body)
+        self.pending.append((cast, row))
+        return cast
+
+    def _limit_numbers(self, node: fx.Node, name: str) -> bool:
+        """Bring Python numbers that were within float32's range back into that of a tensor that is half now."""
+        dtypes = {dtype_of(n) for n in node.all_input_nodes} - {None}
+        if len(dtypes) != 1 or not dtypes <= set(HALVES) or "dtype" in node.kwargs:
+            return False
+        limit = torch.finfo(dtypes.pop()).max
+        stored, edited = name in STORED_NUMBERS, False
+        kinds = (int, float) if name.startswith("masked_fill") else float  # elsewhere an int may be an index
+
+        def limited(a: Any) -> Any:
+            nonlocal edited
+            number = isinstance(a, kinds) and not isinstance(a, bool) and math.isfinite(a)
+            if not number or abs(a) <= limit or not (stored or abs(a) >= _LARGEST):
+                return a
+            edited = True
+            return math.copysign(limit, a)
+
+        args, kwargs = tree_map(limited, (tuple(node.args), dict(node.kwargs)))
+        if edited:
+            node.args, node.kwargs = args, kwargs
+            self.edited = True
+        return edited
+
+    def _evaluate(self, node: fx.Node, before: tuple[Any, Any] | None = None) -> None:
+        try:
+            new = evaluate(node, self.mode)
+        except Exception as error:  # noqa: BLE001  an op refuses a dtype with any error
+            if before is not None:
+                self._undo(node, before)
+            if not self._as_captured(node, f"it refuses the others ({type(error).__name__}): it gets {_CAPTURED}"):
+                raise PassError("precision", f"does not run with its new dtypes: {error}", node) from error
+            return
+        if signature(new) != signature(value(node)):
+            set_value(node, new)
+            self.changed.add(node)
+
+    def _undo(self, node: fx.Node, before: tuple[Any, Any]) -> None:
+        """Give `node` the arguments it had, and take the casts made for it out again."""
+        node.args, node.kwargs = before
+        for cast, _ in reversed(self.pending):
+            cast.graph.erase_node(cast)
+        self.pending.clear()
+
+    def _as_captured(self, node: fx.Node, reason: str) -> bool:
+        """Cast every argument of `node` back to the dtype it was captured with; return whether any moved."""
+        targets: list[torch.dtype | None] = []
+        for argument in tree_leaves((node.args, node.kwargs)):
+            was = self.captured.get(argument) if isinstance(argument, fx.Node) else None
+            now = dtype_of(argument)
+            moved = now is not None and isinstance(was, Tensor) and was.dtype in FLOATS and was.dtype != now
+            targets.append(was.dtype if moved else None)
+        return self._replace(node, targets, op=op_name(node), rule="captured", reason=reason)
+
+    def _higher_order(self, node: fx.Node) -> None:
+        pair = body_of(node)
+        if pair is None:
+            self._as_captured(node, "its body is not rewritten: it gets " + _CAPTURED)
+            self._flush()
+            return
+        body, operands = pair
+        inputs = body.graph.find_nodes(op="placeholder")
+        if id(body) in self.entered:
+            pairs = [(dtype_of(o), dtype_of(p)) for o, p in zip(operands, inputs)]
+            targets = [None, *(p if o not in (None, p) else None for o, p in pairs)]
+            targets += [None] * len(tree_leaves(node.kwargs))
+            self._replace(node, targets, op=op_name(node), rule="captured", reason="its body serves another call too")
+            self._flush()
+        else:
+            self.entered.add(id(body))
+            for placeholder, operand in zip(inputs, operands):
+                if signature(value(placeholder)) != signature(value(operand)):
+                    self.changed.add(placeholder)
+                set_value(placeholder, value(operand))
+            outer = self.body, self.no_grad
+            self.body = str(node.args[0].target)
+            self.rewrite(body)
+            self.body, self.no_grad = outer
+            body.recompile()
+        new = fx.node.map_arg(body.graph.output_node().args[0], value)
+        if isinstance(value(node), tuple) and isinstance(new, list):
+            new = tuple(new)
+        if signature(new) != signature(value(node)):
+            set_value(node, new)
+            self.changed.add(node)
+
+
+def _data_dependent(node: fx.Node) -> bool:
+    return any(isinstance(leaf, Tensor) and free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node)))
