@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from . import cache, capture, passes
+from . import cache, capture, passes, printing
 from ._torch import CustomGraphPass, FakeTensor, active_ddp_module, aot_autograd, compile_fx, inductor_config
 from .agreement import Agreement
 from .config import BucketConfig, TransformConfig
@@ -196,6 +196,7 @@ class BackwardPasses(CustomGraphPass):
             self._user_pass(graph)
         gm = graph.owning_module
         if not capture.is_backward(gm):
+            self.note_lowered(gm)
             return
         stage = self.run(gm)
         if self.key is not None:
@@ -205,6 +206,10 @@ class BackwardPasses(CustomGraphPass):
         """Run the backward stage over `gm` and put it in the report."""
         self._record.backward = self._pipeline.run("backward", gm, inputs=_random_inputs(gm))
         return self._record.backward
+
+    def note_lowered(self, gm: fx.GraphModule) -> None:
+        """Put AOTAutograd's forward graph in the report."""
+        self._record.forward.lowered = printing.to_python(gm, header="forward graph, lowered")
 
     def uuid(self) -> Any:
         if self._uuid is None or self._user_pass is None:
@@ -252,6 +257,7 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Backward
     def forward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graph.graph.eliminate_dead_code()
         graph.recompile()
+        backward.note_lowered(graph)
         return _boxed(graph)
 
     def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:

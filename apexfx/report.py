@@ -63,12 +63,19 @@ class PassReport:
 
 @dataclass
 class StageReport:
-    """The passes of one stage over one graph, and the graph they started from."""
+    """The passes of one stage over one graph, and the graph they started from.
+
+    Attributes:
+        captured: the graph before the first pass, as runnable Python.
+        lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when it came from a compile cache.
+        from_cache: no pass ran in this process: this is the record kept beside the compile cache's entry.
+    """
 
     stage: str
     captured: str = ""
     passes: list[PassReport] = field(default_factory=list)
     from_cache: bool = False
+    lowered: str = ""
 
 
 @dataclass
@@ -138,8 +145,14 @@ class Report:
         return found
 
     def code(self, *, stage: str = "forward", after: str | None = None, graph: int = 0) -> str:
-        """Return a graph as runnable Python: after the pass named `after`, "captured" for before any, None for the last."""
+        """Return a graph as runnable Python: after the pass named `after`, None for the last.
+
+        "captured" is before any pass; "lowered", for the forward stage, is what AOTAutograd made of the result, with
+        composite ops taken apart: there the collectives of a synchronized batch norm are nodes.
+        """
         record = self.stage(stage, graph)
+        if after == "lowered" and record.lowered:
+            return record.lowered
         if after == "captured" or (after is None and not record.passes):
             return record.captured
         return record.passes[-1].code if after is None else _find(record, after).code

@@ -1,0 +1,153 @@
+"""Every kind of batch norm module under transform(sync_bn=True), on uneven and empty ranks, against one full batch in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import apexfx
+from apexfx.testing import assert_close
+from tests.distributed.launch import run_ranks
+
+
+class Scaled(nn.BatchNorm2d):
+    """A user's subclass with a forward of its own."""
+
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def stack(norm, last=None):
+    """A batch norm on the data itself, so that a mean of 1000 reaches it without a rounding before, and one further in."""
+    return nn.Sequential(norm(3), nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), (last or norm)(4))
+
+
+MODELS = {
+    "BatchNorm2d": lambda: stack(nn.BatchNorm2d),
+    "SyncBatchNorm": lambda: stack(nn.SyncBatchNorm),
+    "cumulative": lambda: stack(lambda c: nn.BatchNorm2d(c, momentum=None)),
+    "not tracking": lambda: stack(lambda c: nn.BatchNorm2d(c, track_running_stats=False, affine=False)),
+    "subclass": lambda: stack(Scaled, nn.SyncBatchNorm),
+}
+
+
+def batch(world_size, offset):
+    """Return the whole batch and how many rows each rank takes; the last rank takes none when there are three."""
+    rows = [5, 2, 0][:world_size]
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(sum(rows), 3, 5, 5, generator=generator) + offset, rows
+
+
+def full_batch(model, x):
+    """Return outputs and leave gradients in a float64 copy in which all batch norms see the whole batch at once."""
+    model = copy.deepcopy(model).double()
+    for name, module in list(model.named_children()):
+        if isinstance(module, nn.SyncBatchNorm):  # on one process and the CPU torch has no such thing
+            plain = nn.BatchNorm2d(module.num_features, momentum=module.momentum).double()
+            plain.load_state_dict(module.state_dict())
+            setattr(model, name, plain)
+    x = x.double().requires_grad_()
+    y = model(x)
+    (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
+    return model, x, y
+
+
+def _matches_full_batch(rank, world_size):
+    worst = 0.0
+    for offset in (0.0, 1000.0):
+        whole, rows = batch(world_size, offset)
+        start = sum(rows[:rank])
+        mine = slice(start, start + rows[rank])
+        for name, make in MODELS.items():
+            torch.manual_seed(3)
+            torch._dynamo.reset()
+            source = make()
+            reference, x_full, y_full = full_batch(source, whole)
+            model = apexfx.transform(source, opt_level="O0", sync_bn=True, inner="eager", fullgraph=True)
+            x = whole[mine].clone().requires_grad_()
+            y = model(x)
+            weights = torch.linspace(-1, 1, y_full.numel()).view_as(y_full)[mine]
+            (y * weights).sum().backward()
+            assert_close(y, y_full[mine])
+            assert_close(x.grad, x_full.grad[mine], scale=5)  # through both layers and a convolution
+            for p, q in zip(model.parameters(), reference.parameters()):
+                dist.all_reduce(p.grad)  # the gradients of weights are each rank's own share
+                # A sum over 175 positions whose terms are as large as the largest gradient.
+                assert_close(p.grad, q.grad, scale=10 * max(1.0, float(q.grad.abs().max())))
+            for buffer, other in zip(model.buffers(), reference.buffers()):
+                torch.testing.assert_close(buffer, other.to(buffer.dtype), rtol=2e-6, atol=2e-6)
+            worst = max(worst, float((y.detach().double() - y_full.detach()[mine]).abs().max())) if y.numel() else worst
+            for text in (model.print_readable(after="lowered", print_output=False),
+                         model.print_readable(stage="backward", print_output=False)):
+                assert text.count("_c10d_functional.all_reduce") == 2, (name, text)
+    print(f"rank {rank} of {world_size}: max |y - full batch in float64| = {worst:.1e}")
+
+
+def _left_to_eager(rank, world_size):
+    class Broken(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(4, 4), norm(4)
+
+        @torch._dynamo.disable
+        def hidden(self, x):
+            return self.bn(x)
+
+        def forward(self, x):
+            return self.hidden(self.linear(x))
+
+    torch.manual_seed(0)
+    source = Broken(nn.BatchNorm1d)
+    reference = copy.deepcopy(source).double()
+    whole = torch.randn(3 * world_size, 4)
+    model = apexfx.transform(source, opt_level="O0", sync_bn=True, inner="eager")
+    y = model(whole[3 * rank:3 * rank + 3])
+    assert_close(y, reference(whole.double())[3 * rank:3 * rank + 3])  # synchronized all the same
+    assert any("batch norm 'bn' was left to eager" in note for note in model.report.notes)
+
+    class Odd(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    with pytest.raises(RuntimeError, match="batch norm 'bn' was left to eager .*statistics of this rank alone"):
+        apexfx.transform(Broken(Odd), opt_level="O0", sync_bn=True, inner="eager")(torch.randn(3, 4))
+
+
+def _sync_batch_norm_modules_stay_synchronized_unasked(rank, world_size):
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
+    reference = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    reference.load_state_dict(source.state_dict())
+    whole = torch.randn(3 * world_size, 4)
+    model = apexfx.transform(source, opt_level="O0", inner="eager", fullgraph=True)
+    assert_close(model(whole[3 * rank:3 * rank + 3]), reference(whole.double())[3 * rank:3 * rank + 3])
+
+
+def _plain_backend(rank, world_size):
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2))
+    reference = copy.deepcopy(source).double()
+    whole = torch.randn(2 * world_size, 3, 5, 5)
+    options = {"opt_level": "O0", "sync_bn": True, "ddp": True, "inner": "eager"}
+    model = torch.compile(source, backend="apex", options=options, fullgraph=True)
+    model(whole[2 * rank:2 * rank + 2]).square().mean().backward()
+    reference(whole.double()).square().mean().backward()
+    for p, q in zip(source.parameters(), reference.parameters()):
+        assert_close(p.grad, q.grad, scale=10)
+    assert apexfx.last_report().buckets().parameters
+
+
+def _all(rank, world_size):
+    for case in (_matches_full_batch, _left_to_eager, _sync_batch_norm_modules_stay_synchronized_unasked, _plain_backend):
+        torch._dynamo.reset()
+        case(rank, world_size)
+        dist.barrier()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_transform_batchnorm(world_size):
+    run_ranks(_all, world_size, timeout=240)
