@@ -107,9 +107,13 @@ def _check(
     bias: Tensor | None,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    residual: Tensor | None,
+    momentum: float | None,
+    eps: float,
     group: str,
+    num_batches_tracked: Tensor | None,
+    residual: Tensor | None,
 ) -> None:
+    """Raise for what this rank can know to be wrong before it communicates."""
     op = "sync_batch_norm"
     channels = check_input(op, x)
     for name, vector in (
@@ -123,6 +127,10 @@ def _check(
         )
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"apexfx::{op}: one of running_mean and running_var is None; give both or neither")
+    if not eps >= 0:
+        raise ValueError(f"apexfx::{op}: eps is {eps}, expected a number that is not negative")
+    if momentum is None and running_mean is not None and num_batches_tracked is None:
+        raise ValueError(f"apexfx::{op}: momentum None is a cumulative average, which needs num_batches_tracked")
     if not group and statically_known_true(x.numel() == channels):
         raise ValueError(
             f"apexfx::{op}: expected more than 1 value per channel when training, got x of shape {tuple(x.shape)}; "
@@ -226,7 +234,7 @@ def _sync_batch_norm(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    _check(x, weight, bias, running_mean, running_var, residual, group_name)
+    _check(x, weight, bias, running_mean, running_var, momentum, eps, group_name, num_batches_tracked, residual)
     with torch.no_grad():
         # Differentiating through the statistics is part of _Normalize.
         stats = _all_reduce(bn_local_stats(x), group_name)

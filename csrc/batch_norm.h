@@ -1,0 +1,226 @@
+// Batch norm: the arithmetic that CPU and CUDA share, the argument checks, and how a tensor's memory is walked.
+//
+//   y  = (x - mean) * invstd * weight + bias                                      [+ residual] [ReLU]
+//   dx = (g - sum g / n - (x - mean) * invstd^2 * sum g(x - mean) / n) * invstd * weight
+//
+// Both are one multiplication and one addition an element once the vectors of C are folded into a few constants. The
+// mean is float64; its float32 rounding is subtracted from x (nearly exact where x is near it), and what the rounding
+// left over goes into the constant.
+#pragma once
+
+#include <limits>
+
+#include "common.h"
+
+namespace apexfx {
+namespace batch_norm {
+
+// What x is computed in: float64 for float64, else float32.
+template <typename E>
+struct Compute {
+  using type = float;
+};
+template <>
+struct Compute<double> {
+  using type = double;
+};
+
+// y = (x - center) * scale + shift
+template <typename T>
+struct Affine {
+  T center, scale, shift;
+  APEXFX_HD T operator()(T x) const { return (x - center) * scale + shift; }
+};
+
+template <typename T>
+APEXFX_HD Affine<T> affine(double mean, double invstd, double weight, double bias) {
+  const T center = static_cast<T>(mean);
+  const double scale = invstd * weight;
+  return {center, static_cast<T>(scale), static_cast<T>(bias - (mean - static_cast<double>(center)) * scale)};
+}
+
+// dx = g * per_grad + (x - center) * per_x + constant
+template <typename T>
+struct InputGradient {
+  T per_grad, per_x, constant;
+  APEXFX_HD T operator()(T grad, T centered) const { return grad * per_grad + (centered * per_x + constant); }
+};
+
+// sum_grad and sum_centered are sums over all ranks, of g and of g * (x - mean).
+template <typename T>
+APEXFX_HD InputGradient<T> input_gradient(double mean, double invstd, double weight, double sum_grad,
+                                          double sum_centered, double count) {
+  const double scale = invstd * weight, n = count < 1 ? 1 : count;
+  const double per_x = -scale * invstd * invstd * sum_centered / n;
+  const double left_over = mean - static_cast<double>(static_cast<T>(mean));
+  return {static_cast<T>(scale), static_cast<T>(per_x), static_cast<T>(-scale * sum_grad / n - left_over * per_x)};
+}
+
+template <typename T>
+APEXFX_HD T relu(T y) {
+  return y < T(0) ? T(0) : y;  // NaN stays
+}
+
+// The largest value that rounds to 0 in E: the mask of a ReLU is that of its rounded output.
+template <typename E>
+APEXFX_HD typename Compute<E>::type largest_zero() {
+  return 0;
+}
+template <>
+APEXFX_HD float largest_zero<Half>() {
+  return 0x1p-25f;
+}
+
+// sum x = n k + S and sum x^2 = Q + 2 k S + n k^2, from the sums S and Q of x - k and its square.
+struct Sums {
+  double total, of_squares;
+};
+
+APEXFX_HD Sums unshifted(double count, double shift, double total, double of_squares) {
+  return {total + count * shift, of_squares + shift * (2 * total + count * shift)};
+}
+
+struct Moments {
+  double count, mean, var;
+};
+
+APEXFX_HD Moments moments(double count, double total, double of_squares) {
+  const double n = count < 1 ? 1 : count, mean = total / n, var = of_squares / n - mean * mean;
+  return {n, mean, var < 0 ? 0 : var};
+}
+
+APEXFX_HD double unbiased(const Moments& m) { return m.var * (m.count / (m.count - 1 < 1 ? 1 : m.count - 1)); }
+
+APEXFX_HD double moved(double old, double batch, double share) { return old + share * (batch - old); }
+
+// ---- host: checks ---------------------------------------------------------------------------------------------------
+
+inline std::string shape_text(const Tensor& t) {
+  std::ostringstream text;
+  text << "(";
+  for (int64_t d = 0; d < t.dim(); ++d) text << t.size(d) << (d + 1 < t.dim() ? ", " : t.dim() == 1 ? ",)" : ")");
+  return text.str() + (t.dim() == 0 ? ")" : "");
+}
+
+inline bool is_floating(ScalarType dtype) {
+  return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::Half ||
+         dtype == ScalarType::BFloat16;
+}
+
+inline void check_input(const char* op, const Tensor& x) {
+  check(is_floating(x.scalar_type()), op, "x is ", dtype_name(x.scalar_type()),
+        "; expected float64, float32, float16 or bfloat16");
+  check(x.dim() >= 2, op, "x has shape ", shape_text(x), "; expected (N, C) or (N, C, ...)");
+}
+
+inline void check_vector(const char* op, const char* name, const Tensor& v, int64_t length, const Tensor& like,
+                         bool float64 = false) {
+  check(float64 ? v.scalar_type() == ScalarType::Double : is_floating(v.scalar_type()), op, name, " is ",
+        dtype_name(v.scalar_type()), "; expected ", float64 ? "float64" : "a floating dtype");
+  check(v.dim() == 1 && v.size(0) == length, op, name, " has shape ", shape_text(v), "; expected (", length, ",)");
+  check(same_device(v, like), op, name, " is on another device than the first argument");
+}
+
+inline void check_like(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  check(t.scalar_type() == x.scalar_type(), op, name, " is ", dtype_name(t.scalar_type()), "; expected ",
+        dtype_name(x.scalar_type()), ", the dtype of x");
+  check(same_sizes(t, x), op, name, " has shape ", shape_text(t), "; expected ", shape_text(x), ", the shape of x");
+  check(same_device(t, x), op, name, " is on another device than x");
+}
+
+inline void check_stats(const char* op, const Tensor& stats) {
+  check(stats.scalar_type() == ScalarType::Double && stats.dim() == 1 && stats.size(0) % 2 == 1, op, "stats is ",
+        dtype_name(stats.scalar_type()), " of ", shape_text(stats), "; expected float64 of (2C + 1,)");
+}
+
+inline void check_running(const char* op, const Tensor& stats, const Tensor& mean, const Tensor& var,
+                          const std::optional<Tensor>& tracked, const std::optional<double>& momentum) {
+  check_stats(op, stats);
+  check_vector(op, "running_mean", mean, stats.size(0) / 2, stats);
+  check_vector(op, "running_var", var, stats.size(0) / 2, stats);
+  if (momentum.has_value()) return;
+  check(tracked.has_value() && tracked->numel() == 1 && tracked->scalar_type() == ScalarType::Long, op,
+        "num_batches_tracked is needed as int64 of one element, because momentum is None (a cumulative average)");
+  check(same_device(*tracked, stats), op, "num_batches_tracked is on another device than stats");
+}
+
+// The vectors of C that describe a normalization.
+struct Parameters {
+  Tensor mean, invstd;
+  std::optional<Tensor> weight, bias;
+
+  Parameters(const char* op, const Tensor& x, const Tensor& mean_, const Tensor& invstd_,
+             const std::optional<Tensor>& weight_, const std::optional<Tensor>& bias_)
+      : mean(mean_), invstd(invstd_), weight(weight_), bias(bias_) {
+    check_input(op, x);
+    check_vector(op, "mean", mean, x.size(1), x, true);
+    check_vector(op, "invstd", invstd, x.size(1), x, true);
+    if (weight) check_vector(op, "weight", *weight, x.size(1), x);
+    if (bias) check_vector(op, "bias", *bias, x.size(1), x);
+    mean = torch::stable::contiguous(mean);
+    invstd = torch::stable::contiguous(invstd);
+    if (weight) weight = torch::stable::contiguous(*weight);
+    if (bias) bias = torch::stable::contiguous(*bias);
+  }
+};
+
+// ---- host: memory layout --------------------------------------------------------------------------------------------
+
+// Either N * C planes of `inner` elements, or (channels_last) `outer` rows of C elements.
+struct Layout {
+  bool channels_last;
+  int64_t outer, channels, inner;
+  int64_t per_channel() const { return outer * inner; }
+  int64_t numel() const { return outer * channels * inner; }
+};
+
+inline bool is_channels_last(const Tensor& x) {
+  int64_t expected = x.size(1);
+  if (x.size(1) > 1 && x.stride(1) != 1) return false;
+  for (int64_t d = x.dim() - 1; d >= 0; --d) {
+    if (d == 1) continue;
+    if (x.size(d) > 1 && x.stride(d) != expected) return false;
+    expected *= x.size(d);
+  }
+  return true;
+}
+
+// x in one of the two layouts (a contiguous copy where it is in neither), and the other operands laid out alike.
+class Walk {
+ public:
+  explicit Walk(const Tensor& x) : original_(x), x_(x) {
+    int64_t inner = 1;
+    for (int64_t d = 2; d < x.dim(); ++d) inner *= x.size(d);
+    if (x.dim() > 2 && inner > 1 && x.is_contiguous()) {
+      layout_ = {false, x.size(0), x.size(1), inner};
+    } else if (is_channels_last(x)) {
+      layout_ = {true, x.size(0) * inner, x.size(1), 1};
+    } else {
+      x_ = torch::stable::contiguous(x);
+      layout_ = inner > 1 ? Layout{false, x.size(0), x.size(1), inner} : Layout{true, x.size(0), x.size(1), 1};
+    }
+  }
+
+  const Layout& layout() const { return layout_; }
+  const Tensor& x() const { return x_; }
+
+  Tensor alike(const Tensor& t) const {
+    if (same_strides(t, x_)) return t;
+    Tensor copy = torch::stable::empty_like(x_);
+    return torch::stable::copy_(copy, t);
+  }
+
+  // The memory to write a result into, and that result as the caller gets it: with the strides of empty_like(x).
+  Tensor output() const { return torch::stable::empty_like(x_); }
+  Tensor finish(const Tensor& result) const {
+    Tensor y = torch::stable::empty_like(original_);
+    return same_strides(y, result) ? result : torch::stable::copy_(y, result);
+  }
+
+ private:
+  Tensor original_, x_;
+  Layout layout_;
+};
+
+}  // namespace batch_norm
+}  // namespace apexfx
