@@ -315,6 +315,10 @@ def compiler_for(config: TransformConfig, *, own_batch_norm_group: bool) -> Grap
     groups = Groups(config, own_batch_norm_group=own_batch_norm_group)
     group = groups.gradients or groups.batch_norm
     compiler = _compiler(config, groups, _next_label(group) if group is not None else "")
+    if config.sync_bn and groups.batch_norm is None:
+        message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
+        compiler.report.note(message)
+        log.info(message)
     _last_report = compiler.report
     return compiler
 

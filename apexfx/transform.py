@@ -80,6 +80,14 @@ def _check_model(model: nn.Module, config: TransformConfig) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"apexfx: parameter {name!r} has no shape yet; run the lazy module once before transform()")
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if config.opt_level != "O0" and not _can_compute(device, config.half_dtype(device)):
+        raise ValueError(f"apexfx: {device} cannot compute in dtype={config.half_dtype(device)}, which {config.opt_level} "
+                         "uses; give dtype=torch.float16, or opt_level='O0'")
+
+
+def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:
+    return dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _synchronize_parameters(model: nn.Module, compiler: GraphCompiler) -> None:

@@ -325,6 +325,41 @@ def test_models_that_cannot_be_transformed(wrap, error, message):
         transformed(wrap(nn.Linear(2, 2)))
 
 
+def test_nothing_to_rewrite_is_said(caplog):
+    model = transformed(nn.ReLU(), opt_level="O1")
+    model(torch.randn(3))
+    assert "precision rewrote nothing" in caplog.text
+    with pytest.raises(apexfx.PassError, match="precision.*rewrote nothing"):
+        transformed(nn.ReLU(), opt_level="O1", fullgraph=True)(torch.randn(3))
+
+
+def test_sync_bn_on_one_process_is_said():
+    model = transformed(nn.BatchNorm1d(2), sync_bn=True)
+    model(torch.randn(3, 2))
+    assert "without a process group" in str(model.report)
+
+
+def test_a_dtype_the_device_cannot_do(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
+    from apexfx.transform import _can_compute
+
+    assert not _can_compute(torch.device("cuda"), torch.bfloat16)
+    assert _can_compute(torch.device("cuda"), torch.float16) and _can_compute(torch.device("cpu"), torch.bfloat16)
+
+
+def test_hugging_face_generate_goes_through_the_graphs():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    source = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+                                          vocab_size=64, max_position_embeddings=32)).eval()
+    ids = torch.randint(0, 64, (1, 4))
+    options = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    expected = source.generate(ids, **options)
+    model = transformed(source)
+    assert torch.equal(model.generate(ids, **options), expected) and model.report.graphs
+    assert model.config is source.config
+
+
 def test_a_failed_transform_leaves_the_model():
     source = Net()
     before = {name: (p.dtype, id(p)) for name, p in source.named_parameters()}
