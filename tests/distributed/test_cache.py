@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,7 +48,7 @@ def user_passes(folder, factor):
     path = Path(folder, "user_pass.py")
     path.write_text(USER_PASS.replace("FACTOR", repr(factor)))
     spec = importlib.util.spec_from_file_location("user_pass", path)
-    module = importlib.util.module_from_spec(spec)
+    module = sys.modules["user_pass"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return (module.ScaleGradients(),)
 
