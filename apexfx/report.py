@@ -223,7 +223,8 @@ class Report:
             for stage in record.stages:
                 for report in stage.passes:
                     if "plan" in report.artifacts:
-                        return BucketPlan.from_json(report.artifacts["plan"])
+                        rows = [row for r in stage.passes for row in r.artifacts.get("schedule", ())]
+                        return BucketPlan.from_json(report.artifacts["plan"]).located(rows)
         raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was compiled; "
                            "run a training step (loss.backward()) once, or model.capture(*inputs)")
 

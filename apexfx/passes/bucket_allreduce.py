@@ -17,16 +17,16 @@ from ..capture import Placeholder, gradients
 from ..config import BucketConfig, describe_buckets
 from ..fx import call, fake_mode, value
 from ..pipeline import Pass, PassError
-from ..schedule import cost
 from ..schedule.ddp import dim_order
 from ..schedule.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, plan_buckets
+from ..schedule.windows import MARK, windows
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 prims = torch.ops.prims
 
-MARK = "apexfx_bucket"  # meta key of every node made here: the index of its bucket
 DELAYED = "apexfx_delayed"  # meta key of an allreduce that is to start after all of backward
+_VIEWS = (aten.permute.default, aten.reshape.default, aten.view_as_real.default)
 _CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 
 
@@ -113,11 +113,12 @@ class BucketAllreduce(Pass):
             self.numeric = "changes_dtype"
         emitter = _Emitter(gm, plan, by_name)
         starts = [emitter.start(index) for index in range(len(plan.buckets))]
-        waits = [emitter.finish(index, start) for index, start in enumerate(starts)]
+        for index, start in enumerate(starts):
+            emitter.finish(index, start)
         emitter.connect_outputs()
         for start, bucket in zip(starts, plan.buckets):
             self.record(start, f"allreduce of {len(bucket.slots)} gradients, {bucket.total_bytes} bytes")
-        self.plan = _located(plan, gm, starts, waits)
+        self.plan = plan.located(windows(gm))
         return PassResult(gm, True)
 
     def _find(self, gm: fx.GraphModule) -> list[_Reduction]:
@@ -181,7 +182,9 @@ class _Emitter:
         with self.graph.inserting_before(anchor.next):
             flat = self._flatten(index, bucket, sources, like=last)
             flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype, index, like=last)
-            if flat in sources or self._is_view(flat):
+            if value(flat).is_complex():  # process groups add real numbers
+                flat = self._call(index, aten.view_as_real.default, (flat,), like=last)
+            if flat in sources or flat.target in _VIEWS:
                 flat = self._call(index, aten.clone.default, (flat,), like=last)
             started = self._call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=last)
         if bucket.start == "end":
@@ -189,11 +192,13 @@ class _Emitter:
         self.tail = started
         return started
 
-    def finish(self, index: int, started: fx.Node) -> fx.Node:
-        """Insert wait, post-divide and unflatten before the output; return the wait."""
+    def finish(self, index: int, started: fx.Node) -> None:
+        """Insert wait, post-divide and unflatten before the output."""
         bucket = self.plan.buckets[index]
         with self.graph.inserting_before(self.output):
             wait = self._call(index, c10d.wait_tensor.default, (started,), like=started)
+            if bucket.reduce_dtype.is_complex:
+                wait = self._call(index, aten.view_as_complex.default, (wait,), like=started)
             flat = self._scale(wait, 1.0 / bucket.postdivide, bucket.output_dtype, index, like=started)
             sizes = [size for slot, padding in zip(bucket.slots, bucket.padding()) for size in (slot.numel, padding)]
             if sizes[1:] == [0]:
@@ -205,7 +210,6 @@ class _Emitter:
                 result = self._restore(index, slot, part, like=started)
                 for position in self.reductions[slot.parameter].positions:
                     self.outputs[position] = result  # one node for all: autograd copies it for the second parameter
-        return wait
 
     def connect_outputs(self) -> None:
         """Return the reduced gradients, and drop the upcasts that nobody reads any more."""
@@ -257,9 +261,6 @@ class _Emitter:
         back = [slot.dim_order.index(d) for d in range(len(slot.dim_order))]
         return self._call(index, aten.permute.default, (part, back), like=like)
 
-    def _is_view(self, flat: fx.Node) -> bool:
-        return flat.target in (aten.reshape.default, aten.permute.default)
-
     def _call(self, index: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
               like: fx.Node) -> fx.Node:
         node = call(self.graph, target, args, kwargs, like=like, mode=self.mode)
@@ -288,21 +289,3 @@ def _before_upcast(node: fx.Node) -> fx.Node:
             break
         node = node.args[0]
     return node
-
-
-def _located(plan: BucketPlan, gm: fx.GraphModule, starts: Sequence[fx.Node], waits: Sequence[fx.Node]) -> BucketPlan:
-    """Return `plan` with the nodes around each bucket's communication, and the matrix products in between."""
-    nodes = list(gm.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    first_wait = min(place[wait] for wait in waits)
-    buckets = []
-    for bucket, start, wait in zip(plan.buckets, starts, waits):
-        before = start
-        while before.meta.get(MARK) is not None:
-            before = before.prev
-        after = wait
-        while after.meta.get(MARK) is not None:
-            after = after.next
-        window = cost.flops(nodes[place[start]:first_wait])
-        buckets.append(dataclasses.replace(bucket, start_after=before.name, wait_before=after.name, window_flops=window))
-    return dataclasses.replace(plan, buckets=tuple(buckets))

@@ -6,7 +6,6 @@ import heapq
 import math
 import re
 from collections import defaultdict
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -15,8 +14,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..invariants import is_collective, is_wait
 from ..pipeline import Pass
-from ..schedule import cost
-from .bucket_allreduce import DELAYED, MARK
+from ..schedule.windows import windows
+from .bucket_allreduce import DELAYED
 
 _NEVER = math.inf  # the urgency of a node that no collective needs
 
@@ -61,7 +60,7 @@ class ScheduleComm(Pass):
             output = gm.graph.output_node()
             for node in order:
                 output.prepend(node)
-        self.schedule = _windows(gm)
+        self.schedule = windows(gm)
         by_name = {node.name: node for node in order}
         for row in self.schedule:
             self.record(by_name[row["start"]], f"{row['nodes']} nodes and {row['flops']} flops between start and wait")
@@ -184,27 +183,6 @@ def _next(work: list[tuple[float, int]], early: list[int], waits: list[tuple[flo
     if work and early[0] < waits[0][1]:
         return heapq.heappop(early)
     return heapq.heappop(waits)[1]
-
-
-def _windows(gm: fx.GraphModule) -> list[dict[str, Any]]:
-    """Return one row a collective: what lies between its start and its wait."""
-    nodes = list(gm.graph.nodes)
-    place = {node: index for index, node in enumerate(nodes)}
-    flops = [0, *accumulate(cost.node_flops(node) for node in nodes)]
-    rows = []
-    for node in filter(is_collective, nodes):
-        wait = min((user for user in _readers(node) if is_wait(user)), key=place.__getitem__)
-        begin, end = place[node], place[wait]
-        rows.append({
-            "bucket": node.meta.get(MARK), "start": node.name, "start_after": node.prev.name, "wait": wait.name,
-            "wait_before": wait.next.name, "nodes": end - begin - 1, "flops": flops[end] - flops[begin],
-        })
-    return rows
-
-
-def _readers(node: fx.Node) -> list[fx.Node]:
-    direct = list(node.users)
-    return direct + [user for item in direct if not is_wait(item) for user in item.users]
 
 
 class Event(NamedTuple):

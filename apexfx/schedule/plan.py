@@ -79,7 +79,7 @@ class Bucket:
         predivide, postdivide: divisors before and after the sum.
         start: "ready": reduce when the last gradient is there; "end": after all of backward.
         start_after, wait_before: the nodes around the communication in the graph this plan was last used on.
-        window_flops: multiply-adds counted twice that the graph holds between start and wait; None before a graph was seen.
+        window_flops: of the matrix products between start and wait; None before a graph was seen.
     """
 
     slots: tuple[Slot, ...]
@@ -195,6 +195,14 @@ class BucketPlan:
             buckets.append(dataclasses.replace(first, start_after=None, wait_before=None, window_flops=None,
                                                **_lay_out(slots, first, packed=packed)))
         return dataclasses.replace(self, buckets=tuple(buckets), layout="edited")
+
+    def located(self, rows: Sequence[dict[str, Any]]) -> BucketPlan:
+        """Return this plan with where its communication lies in a graph, as `schedule.windows.windows` found it."""
+        found = {row["bucket"]: row for row in rows}
+        return dataclasses.replace(self, buckets=tuple(
+            dataclasses.replace(bucket, start_after=found[index]["start_after"], wait_before=found[index]["wait_before"],
+                                window_flops=found[index]["flops"]) if index in found else bucket
+            for index, bucket in enumerate(self.buckets)))
 
     def for_world_size(self, world_size: int) -> BucketPlan:
         """Return this plan with its divisors made for another number of ranks."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from apexfx.config import BucketConfig
@@ -87,3 +89,40 @@ def test_bitwise_ddp_on_two_ranks():
 
 def test_bitwise_ddp_on_three_ranks():
     run_ranks(three_ranks, 3, timeout=300)
+
+
+class Odd(nn.Module):
+    """Complex numbers, one gradient for two parameters, a parameter used twice, one without gradient, a scalar."""
+
+    def __init__(self):
+        super().__init__()
+        self.rotate = nn.Parameter(torch.randn(6, 6, dtype=torch.complex64))
+        self.p, self.q = nn.Parameter(torch.randn(5, 6)), nn.Parameter(torch.randn(5, 6))
+        self.twice, self.idle = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        x = (x.to(torch.complex64) @ self.rotate).abs() + self.p + self.q
+        self.idle(x)
+        return self.twice(torch.relu(self.twice(x))) * self.scale
+
+
+def odd_model(rank, world_size):
+    torch.manual_seed(0)
+    model = Odd()
+    ddp = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
+    for options in ({"layout": "ddp"}, {"message_size": 1}, {"gradient_predivide_factor": 2.0}, {"comm_dtype": torch.float64}):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend=Recorder(passes_for(BucketConfig(**options))), fullgraph=True)
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(rank))
+        for run, module in ((ddp, ddp.module), (compiled, model)):
+            module.zero_grad()
+            loss_of(run(x)).backward()
+        for (name, ours), theirs in zip(model.named_parameters(), ddp.module.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None) == name.startswith("idle"), name
+            if theirs.grad is not None:
+                assert torch.equal(ours.grad, theirs.grad), (name, options)
+
+
+def test_odd_gradients_on_two_ranks():
+    run_ranks(odd_model, 2, timeout=300)

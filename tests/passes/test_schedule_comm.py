@@ -295,7 +295,7 @@ def test_time_is_linear_in_the_number_of_nodes():
             best = min(best, time.perf_counter() - start)
         return best
 
-    assert seconds(1600) <= 8 * seconds(400)  # four times the nodes
+    assert seconds(800) <= 8 * seconds(200)  # four times the nodes
 
 
 def test_collective_order_reads_generated_code():
