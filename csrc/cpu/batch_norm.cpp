@@ -12,6 +12,7 @@ namespace {
 using Optional = std::optional<Tensor>;
 
 constexpr int64_t kPiece = 64 * 1024;  // elements per task
+constexpr int64_t kMinRows = 128;  // rows per task, where C is so large that fewer would do
 constexpr int64_t kMaxRowPieces = 256;
 constexpr int64_t kFlushRows = 64;  // rows added up in float before they go into a double
 
@@ -91,9 +92,10 @@ struct PlanePieces {
   explicit PlanePieces(const Layout& x)
       : per_plane((x.inner + kPiece - 1) / kPiece), length((x.inner + per_plane - 1) / per_plane), inner(x.inner),
         count(x.outer * x.channels * per_plane) {}
-  int64_t plane(int64_t i) const { return i / per_plane; }
-  int64_t begin(int64_t i) const { return plane(i) * inner + i % per_plane * length; }
-  int64_t size(int64_t i) const { return std::min(length, inner - i % per_plane * length); }
+  int64_t plane(int64_t i) const { return per_plane == 1 ? i : i / per_plane; }  // a division costs a plane of 7 x 7
+  int64_t inside(int64_t i) const { return per_plane == 1 ? 0 : i % per_plane * length; }
+  int64_t begin(int64_t i) const { return plane(i) * inner + inside(i); }
+  int64_t size(int64_t i) const { return std::min(length, inner - inside(i)); }
 };
 
 // Channels_last x: rows of C, taken `repeat` at a time where C is small, so that a loop over `width` fills registers.
@@ -102,7 +104,7 @@ struct RowPieces {
   explicit RowPieces(const Layout& x)
       : channels(x.channels), repeat(std::max<int64_t>(1, 64 / x.channels)), width(repeat * channels),
         total_rows(x.outer) {
-    rows = std::max(kPiece / channels, (total_rows + kMaxRowPieces - 1) / kMaxRowPieces);
+    rows = std::max({kPiece / channels, kMinRows, (total_rows + kMaxRowPieces - 1) / kMaxRowPieces});
     rows = std::max<int64_t>(1, rows / repeat) * repeat;
     count = (total_rows + rows - 1) / rows;
   }
@@ -114,15 +116,12 @@ struct RowPieces {
 std::vector<double> doubles(const Optional& vector, int64_t length, double otherwise) {
   std::vector<double> out(length, otherwise);
   if (!vector) return out;
-  const void* data = vector->const_data_ptr();
-  for (int64_t c = 0; c < length; ++c) {
-    switch (vector->scalar_type()) {
-      case ScalarType::Double: out[c] = static_cast<const double*>(data)[c]; break;
-      case ScalarType::Float: out[c] = static_cast<const float*>(data)[c]; break;
-      case ScalarType::Half: out[c] = float16_to_float(static_cast<const uint16_t*>(data)[c]); break;
-      default: out[c] = bfloat16_to_float(static_cast<const uint16_t*>(data)[c]);
-    }
+  if (vector->scalar_type() == ScalarType::Double) {
+    std::copy_n(vector->const_data_ptr<double>(), length, out.data());
+    return out;
   }
+  std::vector<float> scratch(length);
+  std::copy_n(load(vector->const_data_ptr(), vector->scalar_type(), scratch.data(), length), length, out.data());
   return out;
 }
 
@@ -169,11 +168,12 @@ struct Constants {
 
 // out[c] and out[C + c] = the pieces' pairs of channel c, added up in order.
 void add_planes(const PlanePieces& pieces, const std::vector<double>& partial, int64_t channels, double* out) {
-  for (int64_t i = 0; i < pieces.count; ++i) {
-    const int64_t c = pieces.plane(i) % channels;
-    out[c] += partial[2 * i];
-    out[channels + c] += partial[2 * i + 1];
-  }
+  for (int64_t i = 0; i < pieces.count;)
+    for (int64_t c = 0; c < channels; ++c)
+      for (int64_t k = 0; k < pieces.per_plane; ++k, ++i) {
+        out[c] += partial[2 * i];
+        out[channels + c] += partial[2 * i + 1];
+      }
 }
 
 void add_rows(int64_t count, const std::vector<double>& partial, int64_t channels, double* out) {
@@ -263,27 +263,27 @@ std::tuple<Tensor, Tensor> global_stats(const Tensor& stats, double eps) {
   const int64_t channels = stats.size(0) / 2;
   const auto s = doubles(torch::stable::contiguous(stats), 2 * channels + 1, 0);
   Tensor mean = torch::stable::new_empty(stats, {channels}), invstd = torch::stable::new_empty(stats, {channels});
+  double *means = mean.mutable_data_ptr<double>(), *invstds = invstd.mutable_data_ptr<double>();
   for (int64_t c = 0; c < channels; ++c) {
     const Moments m = moments(s[0], s[1 + c], s[1 + channels + c]);
-    mean.mutable_data_ptr<double>()[c] = m.mean;
-    invstd.mutable_data_ptr<double>()[c] = 1 / std::sqrt(m.var + eps);
+    means[c] = m.mean;
+    invstds[c] = 1 / std::sqrt(m.var + eps);
   }
   return {mean, invstd};
 }
 
-template <typename F>
-Tensor new_running(const Tensor& running, int64_t channels, F&& batch_and_share) {
-  const auto old = doubles(torch::stable::contiguous(running), channels, 0);
-  std::vector<float> rounded(channels);
+// The old buffer moved towards the batch's values by `share`, in the buffer's dtype.
+Tensor new_running(const Tensor& running, const std::vector<double>& batch, double share) {
+  const int64_t channels = static_cast<int64_t>(batch.size());
+  std::vector<double> values = doubles(torch::stable::contiguous(running), channels, 0);
+  for (int64_t c = 0; c < channels; ++c) values[c] = moved(values[c], batch[c], share);
   Tensor out = torch::stable::new_empty(running, {channels});
-  for (int64_t c = 0; c < channels; ++c) {
-    const auto [batch, share] = batch_and_share(c);
-    const double value = moved(old[c], batch, share);
-    if (running.scalar_type() == ScalarType::Double) out.mutable_data_ptr<double>()[c] = value;
-    rounded[c] = static_cast<float>(value);
+  if (running.scalar_type() == ScalarType::Double) {
+    std::copy_n(values.data(), channels, out.mutable_data_ptr<double>());
+    return out;
   }
-  if (running.scalar_type() != ScalarType::Double)
-    store(rounded.data(), out.mutable_data_ptr(), running.scalar_type(), channels);
+  const std::vector<float> rounded(values.begin(), values.end());
+  store(rounded.data(), out.mutable_data_ptr(), running.scalar_type(), channels);
   return out;
 }
 
@@ -292,12 +292,15 @@ std::tuple<Tensor, Tensor> running_stats(const Tensor& stats, const Tensor& mean
   check_running("bn_running_stats", stats, mean, var, tracked, momentum);
   const int64_t channels = stats.size(0) / 2;
   const auto s = doubles(torch::stable::contiguous(stats), 2 * channels + 1, 0);
-  const double tracked_share = momentum ? 0 : 1.0 / static_cast<double>(*tracked->const_data_ptr<int64_t>());
-  const double share = s[0] > 0 ? (momentum ? *momentum : tracked_share) : 0;
-  const auto of = [&](int64_t c) { return moments(s[0], s[1 + c], s[1 + channels + c]); };
-  Tensor new_mean = new_running(mean, channels, [&](int64_t c) { return std::pair(of(c).mean, share); });
-  Tensor new_var = new_running(var, channels, [&](int64_t c) { return std::pair(unbiased(of(c)), share); });
-  return {new_mean, new_var};
+  const double given = momentum ? *momentum : 1.0 / static_cast<double>(*tracked->const_data_ptr<int64_t>());
+  const double share = s[0] > 0 ? given : 0;
+  std::vector<double> means(channels), vars(channels);
+  for (int64_t c = 0; c < channels; ++c) {
+    const Moments m = moments(s[0], s[1 + c], s[1 + channels + c]);
+    means[c] = m.mean;
+    vars[c] = unbiased(m);
+  }
+  return {new_running(mean, means, share), new_running(var, vars, share)};
 }
 
 template <typename E>

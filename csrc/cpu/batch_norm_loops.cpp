@@ -1,13 +1,15 @@
-// See batch_norm_loops.h. A sum keeps kLanes running sums in an array, which the compiler holds in vector registers
-// without reassociating anything; every kSpan elements they are added up into a double. Sums of x are taken of x minus
-// the first element, so that a mean far from 0 costs no digits.
+// See batch_norm_loops.h. Sums of a plane are kept in vectors of 64 bytes, which the compiler breaks up for machines with
+// narrower ones (loops over arrays of lanes were unrolled into scalars for planes of 7 x 7); every kSpan elements they
+// are added up, pairwise, into a double. Sums of x are taken of x minus the first element, so that a mean far from 0
+// costs no digits.
 #include "batch_norm_loops.h"
+
+#pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
 
 namespace apexfx {
 namespace batch_norm {
 namespace {
 
-constexpr int64_t kLanes = 64;
 constexpr int64_t kSpan = 4096;
 
 APEXFX_HD float value(float x) { return x; }
@@ -17,40 +19,77 @@ APEXFX_HD void assign(float& out, float x) { out = x; }
 APEXFX_HD void assign(double& out, double x) { out = x; }
 APEXFX_HD void assign(Bf16& out, float x) { out.bits = float_to_bfloat16(x); }
 
-template <typename T, int64_t kCount = kLanes>
-APEXFX_HD double add_lanes(const T* lanes) {
-  if constexpr (kCount == 1) {
-    return static_cast<double>(lanes[0]);
+template <typename T, int64_t N>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(N * sizeof(T))));
+};
+template <typename T, int64_t N = 64 / sizeof(T)>
+using Vector = typename VectorOf<T, N>::type;
+
+template <typename T>
+constexpr int64_t kLanes = 64 / sizeof(T);
+
+template <typename T>
+APEXFX_HD Vector<T> load_vector(const T* x) {
+  Vector<T> v;
+  memcpy(&v, x, sizeof(v));
+  return v;
+}
+APEXFX_HD Vector<float> load_vector(const Bf16* x) {
+  Vector<uint16_t, 16> bits;
+  memcpy(&bits, x, sizeof(bits));
+  const auto wide = __builtin_convertvector(bits, Vector<uint32_t>) << 16;
+  Vector<float> v;
+  memcpy(&v, &wide, sizeof(v));
+  return v;
+}
+
+template <int64_t N, typename T>
+APEXFX_HD double add_lanes(const Vector<T, N>& v) {
+  if constexpr (N == 2) {
+    return static_cast<double>(v[0]) + static_cast<double>(v[1]);
   } else {
-    T half[kCount / 2];
-    for (int64_t l = 0; l < kCount / 2; ++l) half[l] = lanes[l] + lanes[l + kCount / 2];
-    return add_lanes<T, kCount / 2>(half);
+    Vector<T, N / 2> half[2];
+    memcpy(half, &v, sizeof(v));
+    return add_lanes<N / 2, T>(half[0] + half[1]);
+  }
+}
+
+// out += the two sums over [0, n) that `at_vector(i, sum, sum)` adds a whole vector to, and `at` one element.
+template <typename T, typename F, typename G>
+APEXFX_HD void add_pairs(int64_t n, double* out, F&& at_vector, G&& at) {
+  constexpr int64_t lanes = kLanes<T>;
+  for (int64_t begin = 0; begin < n; begin += kSpan) {
+    const int64_t end = n < begin + kSpan ? n : begin + kSpan;
+    Vector<T> first[4] = {}, second[4] = {};
+    int64_t i = begin;
+    for (; i + 4 * lanes <= end; i += 4 * lanes)
+      for (int k = 0; k < 4; ++k) at_vector(i + k * lanes, first[k], second[k]);
+    for (; i + lanes <= end; i += lanes) at_vector(i, first[0], second[0]);
+    T rest[2] = {};
+    for (; i < end; ++i) at(i, rest[0], rest[1]);
+    out[0] += add_lanes<lanes, T>((first[0] + first[1]) + (first[2] + first[3])) + static_cast<double>(rest[0]);
+    out[1] += add_lanes<lanes, T>((second[0] + second[1]) + (second[2] + second[3])) + static_cast<double>(rest[1]);
   }
 }
 
 template <typename T, typename E>
 APEXFX_HD void plane_sums_loop(const E* __restrict__ x, int64_t n, double* out) {
   const T shift = value(x[0]);
-  double total = 0, of_squares = 0;
-  for (int64_t begin = 0; begin < n; begin += kSpan) {
-    const int64_t end = n < begin + kSpan ? n : begin + kSpan;
-    T sums[kLanes] = {}, squares[kLanes] = {};
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes)
-      for (int64_t l = 0; l < kLanes; ++l) {
-        const T d = value(x[i + l]) - shift;
-        sums[l] += d;
-        squares[l] += d * d;
-      }
-    for (int64_t l = 0; i + l < end; ++l) {
-      const T d = value(x[i + l]) - shift;
-      sums[l] += d;
-      squares[l] += d * d;
-    }
-    total += add_lanes(sums);
-    of_squares += add_lanes(squares);
-  }
-  const Sums all = unshifted(static_cast<double>(n), static_cast<double>(shift), total, of_squares);
+  double sums[2] = {0, 0};
+  add_pairs<T>(
+      n, sums,
+      [&](int64_t i, Vector<T>& total, Vector<T>& of_squares) __attribute__((always_inline)) {
+        const Vector<T> d = load_vector(x + i) - shift;
+        total += d;
+        of_squares += d * d;
+      },
+      [&](int64_t i, T& total, T& of_squares) __attribute__((always_inline)) {
+        const T d = value(x[i]) - shift;
+        total += d;
+        of_squares += d * d;
+      });
+  const Sums all = unshifted(static_cast<double>(n), static_cast<double>(shift), sums[0], sums[1]);
   out[0] += all.total;
   out[1] += all.of_squares;
 }
@@ -79,24 +118,20 @@ template <bool kRelu, typename E, typename T>
 APEXFX_HD void plane_gradient_sums_loop(const Plane<T>& plane, const E* __restrict__ grad, const E* __restrict__ x,
                                         int64_t n, double* out) {
   const T center = plane.affine.center, scale = plane.affine.scale, shift = plane.affine.shift, zero = plane.zero;
-  for (int64_t begin = 0; begin < n; begin += kSpan) {
-    const int64_t end = n < begin + kSpan ? n : begin + kSpan;
-    T sums[kLanes] = {}, products[kLanes] = {};
-    int64_t i = begin;
-    for (; i + kLanes <= end; i += kLanes)
-      for (int64_t l = 0; l < kLanes; ++l) {
-        const T d = value(x[i + l]) - center, g = masked<kRelu>(value(grad[i + l]), d, scale, shift, zero);
-        sums[l] += g;
-        products[l] += g * d;
-      }
-    for (int64_t l = 0; i + l < end; ++l) {
-      const T d = value(x[i + l]) - center, g = masked<kRelu>(value(grad[i + l]), d, scale, shift, zero);
-      sums[l] += g;
-      products[l] += g * d;
-    }
-    out[0] += add_lanes(sums);
-    out[1] += add_lanes(products);
-  }
+  add_pairs<T>(
+      n, out,
+      [&](int64_t i, Vector<T>& total, Vector<T>& products) __attribute__((always_inline)) {
+        const Vector<T> d = load_vector(x + i) - center;
+        Vector<T> g = load_vector(grad + i);
+        if constexpr (kRelu) g = d * scale + shift <= zero ? Vector<T>{} : g;
+        total += g;
+        products += g * d;
+      },
+      [&](int64_t i, T& total, T& products) __attribute__((always_inline)) {
+        const T d = value(x[i]) - center, g = masked<kRelu>(value(grad[i]), d, scale, shift, zero);
+        total += g;
+        products += g * d;
+      });
 }
 
 template <bool kRelu, typename E, typename T>
