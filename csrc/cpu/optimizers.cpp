@@ -102,7 +102,7 @@ struct Cpu {
     if (scalars.skip()) return;
     const Both<AdamScalars> both{adam_scalars<float>(options, scalars), adam_scalars<double>(options, scalars)};
     const Walk walk(lists);
-    walk.run<5>(0b11101, 0b10000, [&](const Chunk&, auto** x, int64_t n) {
+    walk.run<5, true>(0b11101, 0b10000, [&](const Chunk&, auto** x, int64_t n) {
       adam_loop(x[0], x[1], x[2], x[3], n, both.of(x[0]));
       copy_to_model(x[0], x[4], n);
     });
@@ -114,7 +114,7 @@ struct Cpu {
     if (scalars.skip()) return;
     const Both<SgdScalars> both{sgd_scalars<float>(options, scalars), sgd_scalars<double>(options, scalars)};
     const Walk walk(lists);
-    walk.run<4>(0b1101, 0b1000, [&](const Chunk&, auto** x, int64_t n) {
+    walk.run<4, true>(0b1101, 0b1000, [&](const Chunk&, auto** x, int64_t n) {
       const auto& s = both.of(x[0]);
       if (options.momentum == 0.0) sgd_loop(x[0], x[1], n, s);
       else if (options.first_run) first_momentum_loop(x[0], x[1], x[2], n, s);
@@ -128,7 +128,7 @@ struct Cpu {
     if (scalars.skip()) return;
     const Both<AdagradScalars> both{adagrad_scalars<float>(options, scalars), adagrad_scalars<double>(options, scalars)};
     const Walk walk(lists);
-    walk.run<4>(0b1101, 0b1000, [&](const Chunk&, auto** x, int64_t n) {
+    walk.run<4, true>(0b1101, 0b1000, [&](const Chunk&, auto** x, int64_t n) {
       adagrad_loop(x[0], x[1], x[2], n, both.of(x[0]));
       copy_to_model(x[0], x[3], n);
     });
@@ -155,7 +155,7 @@ struct Cpu {
       }
     });
     const std::vector<double> p2 = param_sums.per_tensor(), u2 = direction_sums.per_tensor();
-    walk.run<5>(0b10001, 0b10010, [&](const Chunk& chunk, auto** x, int64_t n) {
+    walk.run<5, true>(0b10001, 0b10010, [&](const Chunk& chunk, auto** x, int64_t n) {
       const auto& s = both.of(x[0]);
       descend_loop(x[0], x[2], x[3], lamb_rate(s.lr, p2[chunk.tensor], u2[chunk.tensor], adapts), n, s);
       copy_to_model(x[0], x[4], n);
@@ -180,7 +180,7 @@ struct Cpu {
       both.push_back({novograd_scalars<float>(*norms[t], options, scalars),
                       novograd_scalars<double>(*norms[t], options, scalars)});
     }
-    walk.run<4>(0b1101, 0b1000, [&](const Chunk& chunk, auto** x, int64_t n) {
+    walk.run<4, true>(0b1101, 0b1000, [&](const Chunk& chunk, auto** x, int64_t n) {
       novograd_loop(x[0], x[1], x[2], n, both[chunk.tensor].of(x[0]));
       copy_to_model(x[0], x[3], n);
     });

@@ -21,13 +21,14 @@ class Walk {
 
   // Calls f(chunk, values, n) for every block of every chunk; values[k] are the elements of operand k < N (nullptr
   // where absent). Operands in the bit mask `written` are stored afterwards, those in `unread` are not loaded.
-  // float64 positions come a whole chunk at a time. f must not throw.
-  template <int N, typename F>
+  // Positions that need no conversion come a whole chunk at a time where kWhole (an f that reads its operands once);
+  // float64 ones always do. f must not throw.
+  template <int N, bool kWhole = false, typename F>
   void run(unsigned written, unsigned unread, F&& f) const {
     for_each_chunk(chunks_, [&](int64_t i) {
       const Position& position = positions_[chunks_[i].tensor];
       if (position.dtype[0] == ScalarType::Double) run_double<N>(position, chunks_[i], f);
-      else run_float<N>(position, chunks_[i], written, unread, f);
+      else run_float<N, kWhole>(position, chunks_[i], written, unread, f);
     });
   }
 
@@ -40,12 +41,15 @@ class Walk {
     f(chunk, values, chunk.count);
   }
 
-  template <int N, typename F>
+  template <int N, bool kWhole, typename F>
   static void run_float(const Position& position, const Chunk& chunk, unsigned written, unsigned unread, F&& f) {
     alignas(64) float scratch[N][kBlock];
-    const int64_t end = chunk.begin + chunk.count;
-    for (int64_t begin = chunk.begin; begin < end; begin += kBlock) {
-      const int64_t n = std::min(kBlock, end - begin);
+    bool plain = kWhole;
+    for (int k = 0; k < N; ++k)
+      plain = plain && (position.data[k] == nullptr || position.dtype[k] == ScalarType::Float);
+    const int64_t block = plain ? kChunk : kBlock, end = chunk.begin + chunk.count;
+    for (int64_t begin = chunk.begin; begin < end; begin += block) {
+      const int64_t n = std::min(block, end - begin);
       float* values[N];
       for (int k = 0; k < N; ++k) {
         values[k] = nullptr;

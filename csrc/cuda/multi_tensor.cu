@@ -62,7 +62,7 @@ struct SquareSum {
 };
 
 // One block: norm = sqrt(sum of totals) * |*factor|, found_inf, and the norm of each tensor where wanted.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     norm_kernel(const double* totals, int64_t count, const float* factor, float* norm, float* norms, float* found_inf) {
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage scratch;

@@ -48,7 +48,8 @@ def steps(device: str) -> list[tuple[str, list[str], float]]:
     tests = ("tests", [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=5", "tests/gpu"], 180.0)
     measure = ("benchmarks", [python, "benchmarks/ops.py", "--device", device, "--seconds", "60", "--json",
                               str(RESULTS / f"ops-{device}.json")], 150.0)  # fmt: skip
-    return [*build, doctor, tests, measure, *sanitize]
+    norms = [python, "benchmarks/ops_norm.py", "--device", device, "--json", str(RESULTS / f"norm-{device}.json")]
+    return [*build, doctor, tests, measure, *sanitize, ("norm benchmarks", norms, 90.0)]
 
 
 def _architecture() -> str:

@@ -1,0 +1,82 @@
+"""Every op against the best torch does in the same run: interleaved medians, ratios with their spread, bytes a second.
+
+    python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--json FILE]
+
+Rows live in `ops_<family>.py` beside this file, with a function `rows(device)` that yields `rows.Row` (`ops_norm.py`
+is a program of its own). A ratio above
+1 means ours is faster; low and high are the quartiles of the ratio over the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import importlib.util
+import json
+import platform
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+from rows import Row, copy_bandwidth, measure
+
+from apexfx import ops
+
+
+def load_rows(device: str):
+    """Yield (family, row) of every family file, in the order of their names."""
+    for path in sorted(HERE.glob("ops_*.py")):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        for row in module.rows(device) if hasattr(module, "rows") else ():  # some are programs of their own
+            yield path.stem, row
+
+
+def main() -> int:
+    """Run from the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose family or name holds one of these")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all rows together, roughly")
+    parser.add_argument("--expected-rows", type=int, default=24, help="rows the seconds are shared among")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    loaded = [library.device for library in ops.LIBRARIES if library.loaded]
+    machine = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
+    print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} threads, libraries: {', '.join(loaded) or 'none'}")
+    copy = copy_bandwidth(arguments.device)
+    print(f"copy: {copy:.1f} GB/s\n")
+    print(f"{'row':40} {'ours ms':>9} {'best other':>28} {'ms':>9} {'ratio':>6} {'low':>6} {'high':>6} {'copy':>5}")
+    results = []
+    for family, row in load_rows(arguments.device):
+        if not arguments.only or any(text in f"{family} {row.name}" for text in arguments.only):
+            results.append(_run(row, arguments, copy))
+        del row
+        gc.collect()
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        record = {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "libraries": loaded,
+                  "copy_gigabytes_per_s": copy, "rows": results}  # fmt: skip
+        arguments.json.write_text(json.dumps(record, indent=1))
+    return 0
+
+
+def _run(row: Row, arguments: argparse.Namespace, copy: float) -> dict[str, object]:
+    result = measure(row, arguments.device, arguments.seconds / arguments.expected_rows)
+    own, other = result.seconds["ours"] * 1e3, result.seconds[result.best_other] * 1e3
+    share = result.gigabytes_per_s / copy
+    below = "  below target" if result.target and result.ratio < result.target else ""
+    print(f"{row.name:40} {own:9.3f} {result.best_other:>28} {other:9.3f} {result.ratio:6.2f} {result.ratio_low:6.2f} "
+          f"{result.ratio_high:6.2f} {share:5.0%}{below}", flush=True)  # fmt: skip
+    return {**dataclasses.asdict(result), "share_of_copy": share}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
