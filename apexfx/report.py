@@ -286,7 +286,7 @@ def _coloured(line: str) -> str:
 
 def stage_to_json(stage: StageReport) -> dict[str, Any]:
     """Return a stage's record as JSON-able values; `stage_from_json` is its inverse."""
-    return {"stage": stage.stage, "captured": stage.captured, "from_cache": stage.from_cache,
+    return {"stage": stage.stage, "captured": stage.captured, "lowered": stage.lowered, "from_cache": stage.from_cache,
             "passes": [_pass_to_json(report) for report in stage.passes]}
 
 
@@ -300,4 +300,4 @@ def _pass_to_json(report: PassReport) -> dict[str, Any]:
 def stage_from_json(row: dict[str, Any]) -> StageReport:
     """Rebuild a stage's record; matches come back as plain dictionaries."""
     passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"])}) for p in row["passes"]]
-    return StageReport(row["stage"], row["captured"], passes, from_cache=True)
+    return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"])

@@ -61,6 +61,7 @@ def write(report: Report, out: Path) -> None:
     for graph in report.graphs:
         for stage in graph.stages:
             texts = [("captured", stage.captured), *((entry.name, entry.code) for entry in stage.passes)]
+            texts += [("lowered", stage.lowered)] if stage.lowered else []
             for number, (name, text) in enumerate(texts):
                 (graphs / f"{graph.index}_{stage.stage}_{number}_{name}.py").write_text(text)
     report.to_json(out / "report.json")
