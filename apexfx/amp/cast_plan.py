@@ -71,7 +71,7 @@ class CastPlan:
             targets = self._targets[key] = self._resolve(self.rule, dtypes, args)
         if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
             return func(*args)
-        return func(*self.recast(args, iter(targets), self.rule))
+        return func(*self.recast(args, iter(targets), self.rule, {}))
 
     def _with_keywords(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[torch.dtype | None]
@@ -92,9 +92,9 @@ class CastPlan:
             self._targets[key] = targets
         if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
             return func(*args, **kwargs)
-        remaining = iter(targets)
-        args = self.recast(args, remaining, rule)
-        return func(*args, **dict(zip(kwargs, self.recast(tuple(kwargs.values()), remaining, rule))))
+        remaining, made = iter(targets), {}
+        args = self.recast(args, remaining, rule, made)
+        return func(*args, **dict(zip(kwargs, self.recast(kwargs.values(), remaining, rule, made))))
 
     def _resolve(
         self, rule: Rule, dtypes: Sequence[torch.dtype | None], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
@@ -114,17 +114,25 @@ class CastPlan:
             tensors = [t for t in tensors if t.dtype == self.executor.half]
         return bool(tensors) and all(hasattr(t, CHOSEN) for t in tensors)
 
-    def recast(self, values: Any, targets: Iterator[torch.dtype | None], rule: Rule) -> list[Any]:
-        """Return `values` with their tensors cast to `targets`, one target a flattened value."""
+    def recast(self, values: Any, targets: Iterator[torch.dtype | None], rule: Rule, made: dict[int, Tensor]) -> list[Any]:
+        """Return `values` with their tensors cast to `targets`, one target a flattened value.
+
+        `made` holds the casts of this call, so that one serves an argument given twice.
+        """
         result: list[Any] = []
         for value in values:
             if isinstance(value, Tensor):
                 dtype = next(targets)
-                result.append(value if dtype is None else self._cast(value, dtype, rule))
+                if dtype is not None:
+                    cast = made.get(id(value))
+                    if cast is None:
+                        cast = made[id(value)] = self._cast(value, dtype, rule)
+                    value = cast
+                result.append(value)
             elif value.__class__ is tuple or value.__class__ is list:
-                result.append(value.__class__(self.recast(value, targets, rule)))
+                result.append(value.__class__(self.recast(value, targets, rule, made)))
             elif isinstance(value, dict):
-                result.append(dict(zip(value, self.recast(value.values(), targets, rule))))
+                result.append(dict(zip(value, self.recast(value.values(), targets, rule, made))))
             else:
                 next(targets)
                 result.append(value)

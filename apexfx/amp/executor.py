@@ -25,8 +25,6 @@ from .weight_cache import WeightCache
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 _FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
-# Under these the engine runs user code: activation checkpoints recompute their forward.
-_BACKWARD = ("backward", "grad")
 _MISSING = object()
 
 
@@ -101,8 +99,6 @@ class CastExecutor(TorchFunctionMode):
         """Return how to call `func`, or None where it gets its arguments as they are."""
         name = canonical_name(func)
         rule = self.rule(name)
-        if name in _BACKWARD and rule.kind != "half":
-            return self._backward
         if rule.family == "foreign":
             return CastPlan(self, name, Rule("float", "not torch's own: it gets the dtypes it was written for", "foreign"))
         if rule.family == "cast":
@@ -120,10 +116,6 @@ class CastExecutor(TorchFunctionMode):
         """Return the rule of the op called `name`: the user's, else the table's."""
         found = self.user_rules.get(name)
         return found if found is not None else lookup(name, RULES, in_place=in_place, out=out)
-
-    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with self:
-            return func(*args, **kwargs)
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return `tensor` in `dtype`, and whether the weight cache had it."""
@@ -152,7 +144,19 @@ class BackwardMode(TorchFunctionMode):
         self.executor = executor
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if getattr(func, "__name__", "") in _BACKWARD:
-            with self.executor:
-                return func(*args, **(kwargs or {}))
+        if func is Tensor.backward:
+            return self._backward(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+    def _backward(
+        self, tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+    ) -> None:
+        # A mode is off inside the functions it intercepts, and every way into the engine is one of them, except with
+        # gradient edges in place of tensors.
+        if inputs is not None or tensor.grad_fn is None or (gradient is None and tensor.numel() != 1):
+            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
+            return
+        gradient = torch.ones_like(tensor) if gradient is None else gradient
+        edge = torch.autograd.graph.get_gradient_edge(tensor)
+        with self.executor:
+            torch.autograd.backward(edge, gradient, retain_graph, create_graph)

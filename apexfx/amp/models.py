@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ from apexfx.passes.precision_rules import HALVES
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
+
+log = logging.getLogger(__name__)
 
 _PATCH = "_amp_forward"
 
@@ -55,6 +58,12 @@ class ForwardPatch:
         if self.outputs is None or inside:  # a model within a model hands its values on as they are
             return result
         return cast_values(result, caster(self.outputs, only=self.only), self.outputs if self.only is None else None)
+
+
+@torch.compiler.disable(reason="amp's O1 casts in eager mode; pass compile=True to amp.initialize to have them in the graph")
+def _call_eagerly(patch: ForwardPatch, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    log.warning("amp: torch.compile leaves a model initialised at O1 to eager; pass compile=True to amp.initialize instead")
+    return patch.call(forward, args, kwargs)
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -134,12 +143,14 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[_PATCH]
-        own = patch.own_forward
-        return patch.call(own if own is not None else functools.partial(cls.forward, self), args, kwargs)
+        own = patch.own_forward if patch.own_forward is not None else functools.partial(cls.forward, self)
+        if patch.executor is not None and torch.compiler.is_compiling():
+            return _call_eagerly(patch, own, args, kwargs)
+        return patch.call(own, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:
         function, arguments, *rest = super(made, self).__reduce_ex__(protocol)
-        return (_rebuild, (cls, function, arguments), *rest)
+        return (_rebuild, (cls, function, tuple(cls if a is made else a for a in arguments)), *rest)
 
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
              "forward": forward, "__reduce_ex__": reduce, "_amp_source_class": cls}
@@ -150,7 +161,7 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
 def _rebuild(cls: type[nn.Module], function: Any, arguments: tuple[Any, ...]) -> nn.Module:
     """Make an empty instance as pickle would, of the patched class."""
     patched = _patched_class(cls)
-    return function(*(patched if a is cls or getattr(a, "_amp_source_class", None) is cls else a for a in arguments))
+    return function(*(patched if a is cls else a for a in arguments))
 
 
 # ---- checkpoints in float32 ---------------------------------------------------------------------------------------------
