@@ -7,8 +7,10 @@ from torch.distributed import ReduceOp as ReduceOp
 from .convert import convert_syncbn_model as convert_syncbn_model
 from .convert import create_syncbn_process_group as create_syncbn_process_group
 from .convert import revert_syncbn_model as revert_syncbn_model
+from .distributed import DistributedDataParallel as DistributedDataParallel
 from .flat import flatten as flatten
 from .flat import unflatten as unflatten
 from .LARC import LARC as LARC
 from .reducer import Reducer as Reducer
+from .status import RankFailureError as RankFailureError
 from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm

@@ -10,7 +10,7 @@ associates it differently by an element's place in the buffer, so that bitwise e
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -33,12 +33,17 @@ def group(specs: Sequence[GradientSpec], bucket_cap_mb: float) -> list[list[Grad
         specs: in the order of the parameters' first use in forward.
         bucket_cap_mb: DDP's argument of that name; the default, 25, makes the first bucket close at 1 MiB.
     """
+    return group_in_order(_ready_order(specs), bucket_cap_mb)
+
+
+def group_in_order(specs: Iterable[GradientSpec], bucket_cap_mb: float) -> list[list[GradientSpec]]:
+    """Group gradients in the order given, closing a bucket where DDP does."""
     cap = int(bucket_cap_mb * MIB)
     first_cap = FIRST_BUCKET_BYTES if bucket_cap_mb == DEFAULT_CAP_MB else cap
     filling: dict[Any, list[GradientSpec]] = {}
     num_closed: dict[Any, int] = {}
     closed = []
-    for spec in _ready_order(specs):
+    for spec in specs:
         key = (spec.dtype, spec.output_dtype, spec.device)
         members = filling.setdefault(key, [])
         members.append(spec)

@@ -1,19 +1,100 @@
-"""The eager executor of a bucket plan: reduce the `.grad` of live parameters in the plan's buckets."""
+"""The eager executor of a bucket plan: gradients to flat buffers, reduced by the process group, and back.
+
+The arithmetic, its order and the layout are those of the nodes that `passes/bucket_allreduce.py` inserts, so the two
+executors give the same bits.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import foreach_copy_
 from ..config import BucketConfig
 from .plan import Bucket, BucketPlan, GradientSpec, plan_buckets
 
 
-def reduce_gradients(parameters: Mapping[str, nn.Parameter], config: BucketConfig, group: dist.ProcessGroup) -> None:
-    """Average (by `config`) the `.grad` of every parameter over the ranks of `group`, in place.
+class BucketBuffer:
+    """One bucket's flat buffer on this rank.
+
+    Args:
+        bucket: the layout, dtypes and divisors.
+        device: of the gradients.
+
+    Attributes:
+        flat: what travels: `bucket.numel` elements of `bucket.reduce_dtype`.
+        lent: gradients may be views of `flat`; the next `fill` takes another one.
+    """
+
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        self.bucket = bucket
+        self.flat = torch.zeros(bucket.numel, dtype=bucket.reduce_dtype, device=device)
+        self.lent = False
+        self._gaps = bucket.padding()
+        self._zeros = torch.zeros(max(self._gaps, default=0), dtype=bucket.dtype, device=device)
+
+    def fill(self, gradients: Sequence[Tensor | None], *, divide: bool = True) -> None:
+        """Lay out `gradients`, in slot order, None being zero, and divide by the predivisor."""
+        bucket = self.bucket
+        pieces = []
+        for slot, gap, grad in zip(bucket.slots, self._gaps, gradients):
+            if grad is None:
+                pieces.append(self._zeros.new_zeros(slot.numel))
+            elif slot.dim_order:
+                pieces.append(grad.permute(slot.dim_order).reshape(-1))
+            else:
+                pieces.append(grad.reshape(-1))
+            if gap:
+                pieces.append(self._zeros[:gap])
+        divisor = bucket.predivide if divide else 1.0
+        if bucket.dtype != bucket.reduce_dtype:
+            self.flat = _scaled(torch.cat(pieces), divisor, bucket.reduce_dtype)
+            return
+        if self.lent:
+            self.flat, self.lent = torch.empty_like(self.flat), False
+        torch.cat(pieces, out=self.flat)
+        _scaled(self.flat, divisor, bucket.reduce_dtype)
+
+    def all_reduce(self, group: dist.ProcessGroup) -> dist.Work:
+        """Start the sum over `group`."""
+        flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        return dist.all_reduce(flat, group=group, async_op=True)
+
+    def results(self, reduced: Tensor | None = None, *, divide: bool = True) -> list[Tensor]:
+        """Return views of the reduced buffer (or of `reduced`) with the gradients' shapes, dtype and strides."""
+        bucket = self.bucket
+        flat = _scaled(self.flat if reduced is None else reduced, bucket.postdivide if divide else 1.0, bucket.output_dtype)
+        itemsize = bucket.reduce_dtype.itemsize
+        parts = []
+        for slot in bucket.slots:
+            begin = slot.offset_bytes // itemsize
+            part = flat[begin:begin + slot.numel]
+            if slot.dim_order is None:
+                parts.append(part.view(slot.shape))
+            else:
+                part = part.view([slot.shape[d] for d in slot.dim_order])
+                parts.append(part.permute([slot.dim_order.index(d) for d in range(len(slot.shape))]))
+        return parts
+
+
+def _scaled(flat: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
+    # In the wider of the two dtypes, and by the reciprocal, as torch DDP, Apex and the pass do.
+    if dtype.itemsize > flat.dtype.itemsize:
+        flat = flat.to(dtype)
+    if divisor != 1.0:
+        flat.mul_(1.0 / divisor)
+    return flat.to(dtype)
+
+
+def reduce_gradients(
+    parameters: Mapping[str, nn.Parameter], config: BucketConfig, group: dist.ProcessGroup,
+    used: Sequence[bool] | None = None,
+) -> BucketPlan | None:
+    """Average (by `config`) the `.grad` of every parameter over the ranks of `group`, in place; return the plan used.
 
     A parameter without gradient on this rank counts as zero where another rank has one; where no rank has one its `.grad`
     stays None. Costs one small allreduce to find out which, and one a bucket. Every rank must call it.
@@ -22,20 +103,30 @@ def reduce_gradients(parameters: Mapping[str, nn.Parameter], config: BucketConfi
         parameters: by name, in the same order on every rank.
         config: the bucket options; `plan` is not looked at.
         group: the ranks.
+        used: which parameters have a gradient on any rank, where that is known already.
+
+    Raises:
+        ValueError: a gradient that is not dense.
     """
-    used = _used_anywhere(parameters, group)
+    used = _used_anywhere(parameters, group) if used is None else used
     live = {name: p for (name, p), is_used in zip(parameters.items(), used) if is_used}
     if not live:
-        return
+        return None
     for name, p in live.items():
         if p.grad is None:
             p.grad = torch.zeros_like(p)
         if p.grad.layout != torch.strided:
-            raise ValueError(f"apexfx: the gradient of {name!r} is {p.grad.layout}; only dense gradients can share a bucket. "
-                             "Use sparse=False in the embedding")
+            raise ValueError(sparse_message(name, p.grad))
     specs = [GradientSpec(name, tuple(p.shape), p.grad.dtype, p.grad.dtype, p.grad.device) for name, p in live.items()]
     plan = plan_buckets(specs, config, dist.get_world_size(group), group.group_name)
     run_plan(plan, {name: p.grad for name, p in live.items()}, group)
+    return plan
+
+
+def sparse_message(name: str, grad: Tensor) -> str:
+    """Say why a sparse gradient cannot travel."""
+    return (f"apexfx: the gradient of {name!r} is {grad.layout}; only dense gradients can share a bucket. Use sparse=False in "
+            "the embedding")
 
 
 def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -43,32 +134,23 @@ def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
     named = {str(index): t for index, t in enumerate(tensors)}
     specs = [GradientSpec(name, tuple(t.shape), t.dtype, t.dtype, t.device) for name, t in named.items()]
     plan = plan_buckets(specs, BucketConfig(delay_allreduce=True), dist.get_world_size(group), group.group_name)
-    with torch.no_grad():
-        run_plan(plan, named, group)
+    run_plan(plan, named, group)
 
 
-def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+@torch.no_grad()
+def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup,
+             wait: Callable[[dist.Work], Any] = lambda work: work.wait()) -> list[BucketBuffer]:
     """Issue every allreduce of `plan` in order, then wait for each and write the results back into `gradients`."""
     started = []
     for bucket in plan.buckets:
-        flat = _fill(bucket, gradients)
-        started.append((bucket, flat, dist.all_reduce(flat, group=group, async_op=True)))
-    for bucket, flat, work in started:
-        work.wait()
-        if bucket.postdivide != 1.0:
-            flat.div_(bucket.postdivide)
-        for slot in bucket.slots:
-            begin = slot.offset_bytes // flat.element_size()
-            gradients[slot.parameter].copy_(flat[begin:begin + slot.numel].view(slot.shape))
-
-
-def _fill(bucket: Bucket, gradients: Mapping[str, Tensor]) -> Tensor:
-    first = gradients[bucket.slots[0].parameter]
-    flat = first.new_zeros(bucket.numel, dtype=bucket.reduce_dtype)
-    for slot in bucket.slots:
-        begin = slot.offset_bytes // flat.element_size()
-        flat[begin:begin + slot.numel].view(slot.shape).copy_(gradients[slot.parameter])
-    return flat.div_(bucket.predivide) if bucket.predivide != 1.0 else flat
+        members = [gradients[slot.parameter] for slot in bucket.slots]
+        buffer = BucketBuffer(bucket, members[0].device)
+        buffer.fill(members)
+        started.append((buffer, members, buffer.all_reduce(group)))
+    for buffer, members, work in started:
+        wait(work)
+        foreach_copy_(members, buffer.results())
+    return [buffer for buffer, _, _ in started]
 
 
 def _used_anywhere(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[bool]:

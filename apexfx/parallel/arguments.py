@@ -1,0 +1,92 @@
+"""The arguments of DistributedDataParallel, checked before anything is communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..transform import TransformedModule
+
+
+def check_arguments(given: Mapping[str, Any], buffer_policies: Sequence[Any]) -> None:
+    """Raise for arguments that do not fit; `given` holds them by name."""
+    module = given["module"]
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"apexfx: module is a {type(module).__name__}, expected a torch.nn.Module")
+    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or type(module).__name__ == type(
+            given["self"]).__name__:
+        raise ValueError(f"apexfx: the module is wrapped in {type(module).__name__} already, which averages gradients itself")
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("apexfx: DistributedDataParallel needs a process group; call torch.distributed.init_process_group() "
+                         "first (under torchrun)")
+    if given["shared_param"] is not None:
+        raise ValueError("apexfx: shared_param is no longer supported, as in Apex; shared parameters need nothing")
+    if given["delay_allreduce"] and (given["allreduce_trigger_params"] or given["num_allreduce_streams"] > 1):
+        raise ValueError("apexfx: delay_allreduce leaves nothing to overlap; it cannot be combined with "
+                         "allreduce_trigger_params or num_allreduce_streams > 1")
+    if given["delay_allreduce"] and given["plan"] is not None:
+        raise ValueError("apexfx: delay_allreduce reduces whatever gradients there are; it cannot follow a plan")
+    _check_device(given["device_ids"], given["output_device"])
+    policy = given["broadcast_buffers"]
+    if not any(policy is known or (isinstance(policy, str) and policy == known) for known in buffer_policies):
+        raise ValueError(f"apexfx: broadcast_buffers={policy!r} was given, expected one of {buffer_policies}")
+    if isinstance(module, TransformedModule):
+        _check_graph(module, given)
+    for name, p in module.named_parameters():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ValueError(f"apexfx: parameter {name!r} has no shape yet; run the lazy module once first")
+
+
+def _check_device(device_ids: Any, output_device: Any) -> None:
+    if device_ids and len(device_ids) > 1:
+        raise ValueError(f"apexfx: device_ids={device_ids!r} was given, expected one device a process; start one process a GPU")
+    if output_device is not None and (not device_ids or output_device != device_ids[0]):
+        raise ValueError(f"apexfx: output_device={output_device!r} was given, expected the device in device_ids={device_ids!r}")
+
+
+def _check_graph(module: nn.Module, given: Mapping[str, Any]) -> None:
+    for name in ("retain_allreduce_buffers", "prof", "allreduce_communicators"):
+        if given[name]:
+            raise ValueError(f"apexfx: {name} has no effect on a transformed module, whose allreduces are nodes of its graph; "
+                             "leave it out")
+    if given["num_allreduce_streams"] > 1:
+        raise ValueError("apexfx: a transformed module reduces over one communicator; leave out num_allreduce_streams")
+    if module.__dict__["_apexfx"].config.ddp:
+        raise ValueError("apexfx: this module was transformed with ddp already and averages its gradients; leave out one of "
+                         "transform(ddp=) and DistributedDataParallel")
+
+
+def names_of(module: nn.Module, parameters: Sequence[nn.Parameter] | None) -> tuple[str, ...]:
+    """Return the names of `parameters` in `module`."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    found = []
+    for p in parameters or ():
+        if id(p) not in names:
+            raise ValueError(f"apexfx: allreduce_trigger_params holds a {type(p).__name__} of shape "
+                             f"{tuple(getattr(p, 'shape', ()))} that is no parameter of the module")
+        found.append(names[id(p)])
+    return tuple(found)
+
+
+def communicators(
+    group: dist.ProcessGroup, num: int, given: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None
+) -> tuple[Sequence[dist.ProcessGroup], Sequence[Any]]:
+    """Return the process groups that buckets take turns on, and the CUDA streams; every rank must call this."""
+    if not isinstance(num, int) or num < 1:
+        raise ValueError(f"apexfx: num_allreduce_streams={num!r} was given, expected a positive number")
+    if given is not None:
+        groups, streams = given
+        if num < 2 or len(groups) != num or len(streams) != num:
+            raise ValueError(f"apexfx: allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, expected "
+                             f"num_allreduce_streams={num} (more than 1) of each")
+        return list(groups), [s for s in streams if s is not None]
+    if num == 1:
+        return [group], []
+    ranks = dist.get_process_group_ranks(group)
+    groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(num)]
+    streams = [torch.cuda.Stream() for _ in range(num)] if torch.cuda.is_available() and dist.get_backend(group) == "nccl" else []
+    return groups, streams

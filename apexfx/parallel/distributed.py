@@ -1,0 +1,283 @@
+"""DistributedDataParallel: Apex's wrapper, on the bucket plan that the graph pass uses too."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._torch import process_group_store, resolve_process_group, tree_map
+from ..agreement import Agreement
+from ..config import BucketConfig
+from ..transform import TransformedModule
+from .checksum import check_parameters
+from .flat import broadcast_from_first
+from .grad_bucket import CommHook
+from .graph import data_parallel_copy
+from .layout import Layout, Planner
+from .overlap import Options, OverlappedReducer
+from .arguments import communicators, check_arguments, names_of
+
+_BUFFER_POLICIES = ("start", True, False)
+_NOT_COPIED = ("process_group", "communicators", "_reducer")
+
+
+class DistributedDataParallel(nn.Module):
+    """Average the gradients of `module` over the ranks during backward.
+
+    On a module that `transform()` made, the allreduces become nodes of its backward graphs. On any other, gradient
+    hooks launch the same buckets while backward runs. Parameters are copied from rank 0 at the start. A failure on one
+    rank (another model, a skipped or failed backward, an unused parameter) raises on every rank; nothing hangs longer
+    than `timeout_s`.
+
+    Apex's arguments:
+        module: the model; `state_dict()` keys carry "module." in front.
+        message_size: elements at which a bucket is closed.
+        delay_allreduce: one allreduce a dtype at the end of backward, of the gradients that any rank has.
+        shared_param: must be None, as in Apex.
+        allreduce_trigger_params: parameters whose gradient closes a bucket, instead of the size.
+        retain_allreduce_buffers: gradients become views of the reduced buffers, kept in `allreduce_buffers`.
+        allreduce_always_fp32: reduce half gradients in float32.
+        num_allreduce_streams: buckets take turns on that many communicators (and, on CUDA, streams).
+        allreduce_communicators: (process groups, CUDA streams or Nones) to take turns on, `num_allreduce_streams` of each.
+        gradient_average: False leaves the sum.
+        gradient_predivide_factor: divide by it before the sum, and by world size / it after.
+        gradient_average_split_factor: ignored, as in Apex.
+        prof: mark each bucket in the profiler.
+
+    Further arguments:
+        device_ids, output_device: as torch's; at most one device, to which inputs are moved.
+        process_group: default all ranks.
+        broadcast_buffers: "start": buffers are copied from rank 0 once; True: before every training forward too, as
+            torch does; False: never, as Apex does.
+        find_unused_parameters: a parameter without gradient on some rank counts as zero there. Without it a parameter
+            has a gradient in every backward on every rank, or in none; anything else is an error on every rank.
+        static_graph: every backward uses the same parameters equally often; the ranks compare notes after the first
+            backward only. Allows reentrant activation checkpoints.
+        comm_dtype: reduce in this dtype.
+        layout, bucket_cap_mb, plan, timeout_s: see `BucketConfig`. layout="ddp" gives torch DDP's gradients, bitwise.
+        check_parameters_every: every so many training forwards, one small allreduce checks that all ranks still hold
+            the same parameters; 0 never.
+
+    Raises:
+        ValueError, TypeError: arguments that contradict each other or do not fit the module.
+        RankMismatchError: ranks hold different models.
+        RankFailureError: in backward, on every rank: see above.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        message_size: int = 10_000_000,
+        delay_allreduce: bool = False,
+        shared_param: Any = None,
+        allreduce_trigger_params: Sequence[nn.Parameter] | None = None,
+        retain_allreduce_buffers: bool = False,
+        allreduce_always_fp32: bool = False,
+        num_allreduce_streams: int = 1,
+        allreduce_communicators: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None = None,
+        gradient_average: bool = True,
+        gradient_predivide_factor: float = 1.0,
+        gradient_average_split_factor: float | None = None,
+        prof: bool = False,
+        *,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        process_group: dist.ProcessGroup | None = None,
+        broadcast_buffers: bool | str = "start",
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        comm_dtype: torch.dtype | None = None,
+        layout: str = "reverse",
+        bucket_cap_mb: float = 25.0,
+        plan: Any = None,
+        timeout_s: float = 300.0,
+        check_parameters_every: int = 0,
+    ) -> None:
+        super().__init__()
+        check_arguments(locals(), _BUFFER_POLICIES)
+        config = BucketConfig(
+            message_size=message_size, layout=layout, bucket_cap_mb=bucket_cap_mb, delay_allreduce=delay_allreduce,
+            trigger_params=names_of(module, allreduce_trigger_params), allreduce_always_fp32=allreduce_always_fp32,
+            gradient_average=gradient_average, gradient_predivide_factor=gradient_predivide_factor, comm_dtype=comm_dtype,
+            plan=plan, timeout_s=timeout_s,
+        )
+        self.config = config
+        self.process_group = process_group or dist.group.WORLD
+        self.device_ids = [torch.device(d) if not isinstance(d, int) else torch.device("cuda", d) for d in device_ids or ()]
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
+        self.static_graph = static_graph
+        self.retain_allreduce_buffers = retain_allreduce_buffers
+        self.check_parameters_every = check_parameters_every
+        self.prof = prof
+        self.in_graph = isinstance(module, TransformedModule)
+        self._num_forwards = 0
+        self.communicators: Sequence[dist.ProcessGroup] = [self.process_group]
+        self.streams: Sequence[Any] = []
+        if self.in_graph:
+            self.module = data_parallel_copy(module, config, self.process_group, broadcast_buffers=bool(broadcast_buffers))
+            self._reducer = None
+            return
+        self.module = module
+        self._start()
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        self._agreement.ensure("options of DistributedDataParallel", [self._describe()])
+        self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in tensors])
+        self.communicators, self.streams = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
+        self._reducer.options.groups, self._reducer.options.streams = self.communicators, self.streams
+        broadcast_from_first(module.parameters(), self.process_group)
+        if broadcast_buffers:
+            broadcast_from_first(module.buffers(), self.process_group)
+        self._reducer.set_parameters(self._active_parameters())
+
+    def _start(self) -> None:
+        """Make what lives on this process: the reducer and its agreement with the other ranks."""
+        label = self._label = _next_label(self.process_group, copy_of=self.__dict__.get("_label", ""))
+        self._agreement = Agreement(self.process_group, label, self.config.timeout_s)
+        planner = Planner(self.config, self.process_group, find_unused=self.find_unused_parameters, static=self.static_graph)
+        options = Options(self.communicators, self.streams, self.find_unused_parameters, self.static_graph,
+                          self.retain_allreduce_buffers, self.prof)
+        self._reducer = OverlappedReducer(planner, options, self._agreement, label, self._active_parameters)
+
+    def _describe(self) -> dict[str, Any]:
+        plan = self.config.plan
+        fields = {f.name: str(getattr(self.config, f.name)) for f in dataclasses.fields(self.config) if f.name != "plan"}
+        return fields | {"plan": str(plan) if plan is not None else None, "find_unused": self.find_unused_parameters,
+                         "static": self.static_graph, "buffers": self.broadcast_buffers,
+                         "check_every": self.check_parameters_every}
+
+    def _active_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    # ---- running -------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; in training, prepare for any number of backwards."""
+        if self.device_ids:
+            device = self.device_ids[0]
+            inputs, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (inputs, kwargs))
+        trains = torch.is_grad_enabled() and self.training
+        if trains and self._synchronizes:
+            self._synchronize_state()
+        if self.in_graph or not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        reducer = self._live_reducer()
+        reducer.before_forward()
+        layout = reducer.layout
+        if not (self.static_graph and layout is not None and layout.learned) and self._parameters_changed(layout):
+            reducer.set_parameters(self._active_parameters())
+        outputs = self.module(*inputs, **kwargs)
+        reducer.after_forward(outputs, counts=trains)
+        return outputs
+
+    def _parameters_changed(self, layout: Layout | None) -> bool:
+        """Whether other parameters take gradients now; a walk without names, for speed."""
+        if layout is None:
+            return True
+        expected, position, seen = layout.parameters, 0, set()
+        for module in self.module.modules():
+            for p in module._parameters.values():
+                if p is None or not p.requires_grad or id(p) in seen:
+                    continue
+                if position == len(expected) or expected[position] is not p:
+                    return True
+                seen.add(id(p))
+                position += 1
+        return position != len(expected)
+
+    def _synchronize_state(self) -> None:
+        if self.broadcast_buffers is True:
+            broadcast_from_first(self.module.buffers(), self.process_group)
+        self._num_forwards += 1
+        if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
+            check_parameters(self.module, self.process_group)
+
+    def _graph_sync(self) -> Any:
+        return self.module.__dict__["_apexfx"].compiler.gradient_sync
+
+    @property
+    def _synchronizes(self) -> bool:
+        return (self._graph_sync() if self.in_graph else self._live_reducer()).enabled
+
+    def _live_reducer(self) -> OverlappedReducer:
+        """Return the reducer; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
+        if self._reducer is None:
+            if self.process_group is None:
+                raise RuntimeError("apexfx: this DistributedDataParallel was loaded without a process group; wrap its .module "
+                                   "anew after torch.distributed.init_process_group(), or use .module for inference")
+            self._start()
+        return self._reducer
+
+    # ---- accumulation --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards in the block stay local; the first one after it averages the accumulated sum."""
+        before = self._synchronizes
+        self._set_enabled(False)
+        try:
+            yield
+        finally:
+            self._set_enabled(before)
+
+    def disable_allreduce(self) -> None:
+        """Keep gradients local until `enable_allreduce()`."""
+        self._set_enabled(False)
+
+    def enable_allreduce(self) -> None:
+        """Average gradients again, those accumulated meanwhile included."""
+        self._set_enabled(True)
+
+    def _set_enabled(self, enabled: bool) -> None:
+        (self._graph_sync() if self.in_graph else self._live_reducer()).enabled = enabled
+
+    # ---- inspection ----------------------------------------------------------------------------------------------------
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Let `hook(state, bucket)` reduce each bucket, as torch DDP does: it divides by itself and returns a future."""
+        if self.in_graph:
+            raise ValueError("apexfx: the allreduces of a transformed module are nodes of its graph, where no hook runs; use "
+                             "comm_dtype=, or wrap the module that is not transformed")
+        if not callable(hook):
+            raise TypeError(f"apexfx: hook={hook!r} was given, expected a callable of (state, bucket)")
+        self._live_reducer().comm_hook = (state, hook)
+
+    @property
+    def bucket_plan(self) -> Any:
+        """The buckets in use: print, save, edit, replay with `plan=`."""
+        if self.in_graph:
+            return self.module.report.buckets()
+        layout = self._reducer.layout if self._reducer is not None else None
+        return layout.plan if layout is not None else None
+
+    @property
+    def allreduce_buffers(self) -> list[Tensor]:
+        """With `retain_allreduce_buffers`, the reduced buffers of the last backward."""
+        return self._reducer.buffers if self._reducer is not None and self.retain_allreduce_buffers else []
+
+    # ---- copies --------------------------------------------------------------------------------------------------------
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "_agreement", "streams")}
+        groups = [self.process_group, *self.communicators] if self.process_group is not None else []
+        return {**state, "_group_names": [group.group_name for group in groups]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        names = state.pop("_group_names")
+        super().__setstate__(state)
+        self.process_group, self.communicators, self.streams, self._reducer = None, [], [], None
+        if names and dist.is_available() and dist.is_initialized():
+            self.process_group, *self.communicators = (resolve_process_group(name) for name in names)
+
+
+def _next_label(group: dist.ProcessGroup, *, copy_of: str = "") -> str:
+    # Every rank wraps its modules in the same order, and copies one in the same order; a copy on one rank alone, such as
+    # an average of the weights, must not shift the labels of the others. Counted in the group's store, a rank apart.
+    prefix = f"{copy_of}/copy" if copy_of else f"{group.group_name}/ddp"
+    return f"{prefix}{process_group_store(group).add(f'apexfx/labels/{prefix}/{dist.get_rank(group)}', 1)}"

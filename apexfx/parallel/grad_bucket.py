@@ -1,0 +1,47 @@
+"""What a communication hook is given: torch's `dist.GradBucket`, by duck typing (torch's own has no constructor)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..schedule.reduce import BucketBuffer
+
+CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
+
+
+class GradBucket:
+    """One bucket on its way to a hook such as those of `torch.distributed.algorithms.ddp_comm_hooks`.
+
+    Args:
+        index: of the bucket, in launch order.
+        buffer: filled with local gradients, not divided.
+        parameters: whose gradients those are.
+        is_last: no bucket follows.
+    """
+
+    def __init__(self, index: int, buffer: BucketBuffer, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
+        self._index, self._buffer, self._parameters, self._is_last = index, buffer, list(parameters), is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> Tensor:
+        return self._buffer.flat
+
+    def set_buffer(self, flat: Tensor) -> None:
+        self._buffer.flat = flat
+
+    def gradients(self) -> list[Tensor]:
+        itemsize = self._buffer.flat.element_size()
+        begins = [slot.offset_bytes // itemsize for slot in self._buffer.bucket.slots]
+        return [self._buffer.flat[b:b + slot.numel].view(slot.shape) for b, slot in zip(begins, self._buffer.bucket.slots)]
+
+    def parameters(self) -> list[nn.Parameter]:
+        return self._parameters
+
+    def is_last(self) -> bool:
+        return self._is_last

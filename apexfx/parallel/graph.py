@@ -1,0 +1,32 @@
+"""Data parallel on a transformed module: the same graphs, with allreduce nodes in their backward."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch.distributed as dist
+from torch import nn
+
+from ..backend import compiler_for
+from ..config import BucketConfig
+from ..transform import _build, source_class
+from .flat import broadcast_from_first
+
+
+def data_parallel_copy(
+    module: nn.Module, buckets: BucketConfig, process_group: dist.ProcessGroup, *, broadcast_buffers: bool
+) -> nn.Module:
+    """Return a module on the parameters and submodules of `module`, transformed with its options and `ddp=buckets`.
+
+    `module` itself is to be left alone from now on: a backward through it raises `UnsynchronizedGradientError`.
+    """
+    config = dataclasses.replace(module.__dict__["_apexfx"].config, ddp=buckets, process_group=process_group)
+    compiler = compiler_for(config, own_batch_norm_group=True)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    if compiler.agreement is not None:
+        compiler.agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in tensors])
+    broadcast_from_first(module.parameters(), compiler.groups.gradients)
+    if broadcast_buffers:
+        broadcast_from_first(module.buffers(), compiler.groups.gradients)
+    state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"}
+    return _build(source_class(module), state, config, compiler)

@@ -1,0 +1,144 @@
+"""Which gradients share a bucket in the eager executor: `schedule/plan.py` over the order in which they become ready."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..config import BucketConfig
+from ..schedule import ddp
+from ..schedule.plan import BucketPlan, GradientSpec, plan_buckets
+from ..schedule.reduce import BucketBuffer
+
+
+@dataclass
+class Layout:
+    """The active parameters of a module, and their buckets.
+
+    Attributes:
+        names, parameters: of every parameter that takes a gradient, in the module's order.
+        index: position in `parameters` by `id`.
+        plan: the buckets.
+        buffers: one a bucket.
+        members: positions of the parameters in each bucket.
+        bucket_of: the bucket of each parameter; -1 for one that no rank used when the order was learned.
+        learned: the plan follows the order in which the gradients of a whole backward became ready.
+        awaited: how often each gradient is accumulated in one backward (more than once under reentrant checkpoints).
+        used: under delay_allreduce, the parameters that the plan was last made for.
+    """
+
+    names: list[str]
+    parameters: list[nn.Parameter]
+    plan: BucketPlan
+    learned: bool = False
+    index: dict[int, int] = field(default_factory=dict)
+    buffers: list[BucketBuffer] = field(default_factory=list)
+    members: list[list[int]] = field(default_factory=list)
+    bucket_of: list[int] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
+    used: list[bool] | None = None
+
+    def __post_init__(self) -> None:
+        self.index = {id(p): i for i, p in enumerate(self.parameters)}
+        self.awaited = [1] * len(self.parameters)
+        self.use(self.plan)
+
+    def use(self, plan: BucketPlan) -> None:
+        """Lay the buffers out for `plan`."""
+        place = {name: i for i, name in enumerate(self.names)}
+        self.plan = plan
+        self.members = [[place[name] for name in bucket.parameters] for bucket in plan.buckets]
+        self.buffers = [BucketBuffer(bucket, self.parameters[members[0]].device)
+                        for bucket, members in zip(plan.buckets, self.members)]
+        self.bucket_of = [-1] * len(self.names)
+        for number, members in enumerate(self.members):
+            for i in members:
+                self.bucket_of[i] = number
+
+    def describe(self) -> list[Any]:
+        """Return what every rank must agree on before the first reduction."""
+        return [[name, list(p.shape), str(p.dtype), p.device.type] for name, p in zip(self.names, self.parameters)]
+
+
+class Planner:
+    """Makes the plans of one data-parallel module.
+
+    Args:
+        config: the bucket options.
+        group: the ranks.
+        find_unused: buckets are not rebuilt in the order learned where torch DDP does not (`layout="ddp"`).
+        static: as torch DDP's static_graph.
+    """
+
+    def __init__(self, config: BucketConfig, group: dist.ProcessGroup, *, find_unused: bool, static: bool) -> None:
+        self.config = config
+        self.group = group
+        self.find_unused = find_unused
+        self.static = static
+
+    def first(self, named: Sequence[tuple[str, nn.Parameter]]) -> Layout:
+        """Return the layout before any backward: in the module's order."""
+        names, parameters = [n for n, _ in named], [p for _, p in named]
+        specs = [self._spec(n, p) for n, p in named if p.numel()]
+        given = self.config.plan
+        if given is not None:
+            plan = BucketPlan.load(given) if isinstance(given, (str, Path)) else given
+            plan.check(specs, world_size=dist.get_world_size(self.group))
+            plan = dataclasses.replace(plan, group_name=self.group.group_name)
+        elif self.config.layout == "ddp":
+            plan = self._grouped(specs, self._ddp_first(specs))
+        else:
+            plan = self._plan(specs)
+        fixed = given is not None or self.config.delay_allreduce
+        fixed |= self.config.layout == "ddp" and self.find_unused and not self.static
+        return Layout(names, parameters, plan, learned=fixed)
+
+    def learn(self, layout: Layout, order: Sequence[int]) -> None:
+        """Rebuild the buckets of `layout` in the order in which gradients became ready.
+
+        Args:
+            order: positions of the parameters, without those that no rank used.
+        """
+        if self.static and self.config.layout == "ddp":
+            order, cap = sorted(order), float(2**40)  # torch DDP (2.13) keeps the first buckets of a static graph
+        else:
+            cap = self.config.bucket_cap_mb
+        ready = [self._spec(layout.names[i], layout.parameters[i]) for i in order if layout.parameters[i].numel()]
+        if self.config.layout == "ddp":
+            layout.use(self._grouped(ready, ddp.group_in_order(ready, cap)))
+        else:
+            layout.use(self._plan(ready[::-1]))
+        layout.learned = True
+
+    def restrict(self, layout: Layout, used: Sequence[bool]) -> None:
+        """Lay `layout` out for the parameters that some rank uses."""
+        if layout.used != list(used):
+            layout.used = list(used)
+            specs = [self._spec(n, p) for n, p, u in zip(layout.names, layout.parameters, used) if u and p.numel()]
+            layout.use(self._plan(specs))
+
+    def _ddp_first(self, specs: Sequence[GradientSpec]) -> list[list[GradientSpec]]:
+        """The buckets of DDP's first backward: one a dtype, or (find_unused) by size; the last parameters first."""
+        cap = self.config.bucket_cap_mb if self.find_unused and not self.static else float(2**40)
+        groups = ddp.group_in_order(specs, cap)
+        place = {spec.name: i for i, spec in enumerate(specs)}
+        return sorted(groups, key=lambda members: min(place[m.name] for m in members), reverse=True)
+
+    def _plan(self, specs: Sequence[GradientSpec]) -> BucketPlan:
+        return plan_buckets(specs, self.config, dist.get_world_size(self.group), self.group.group_name)
+
+    def _grouped(self, specs: Sequence[GradientSpec], groups: Sequence[Sequence[GradientSpec]]) -> BucketPlan:
+        plan = self._plan(specs).regroup([[spec.name for spec in members] for members in groups])
+        return dataclasses.replace(plan, layout="ddp")
+
+    @staticmethod
+    def _spec(name: str, p: nn.Parameter) -> GradientSpec:
+        device = torch.device(p.device.type)
+        return GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, device, ddp.dim_order(p.shape, p.stride()))
