@@ -16,6 +16,7 @@ import json
 import os
 import statistics
 import time
+import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,7 +79,7 @@ def variants(model: nn.Module) -> dict[str, tuple[Callable[[Tensor], Tensor], nn
     made: dict[str, tuple[Callable[[Tensor], Tensor], nn.Module, str | None]] = {}
 
     def add(name: str, wrap: Callable[[nn.Module], Callable[[Tensor], Tensor]], alone: str | None) -> None:
-        module = copy.deepcopy(model)
+        module = _with_own_code(copy.deepcopy(model))
         made[name] = (wrap(module), module, alone)
 
     def transformed(inner: str, **options: object) -> Callable[[nn.Module], nn.Module]:
@@ -98,6 +99,15 @@ def variants(model: nn.Module) -> dict[str, tuple[Callable[[Tensor], Tensor], nn
     add("apexfx inner=inductor", transformed("inductor", ddp=buckets), "torch.compile, alone")
     add("apexfx inner=inductor, one bucket", transformed("inductor", ddp=one), "torch.compile, alone")
     return made
+
+
+def _with_own_code(model: nn.Module) -> nn.Module:
+    # Dynamo keeps compiled graphs by code object: on a shared one, DDP would find the graph that was compiled without it,
+    # which is not split into buckets.
+    forward = type(model).forward
+    own = types.FunctionType(forward.__code__.replace(), forward.__globals__)
+    model.__class__ = type(type(model).__name__, (type(model),), {"forward": own})
+    return model
 
 
 def measure(link: slow_link.SlowLink, model: nn.Module, x: Tensor, num_rounds: int) -> list[Row]:
