@@ -51,6 +51,8 @@ def argument(node: fx.Node, name: str) -> Any:
 
 @functools.lru_cache(maxsize=None)
 def _positions(target: Callable[..., Any]) -> dict[str, int]:
+    if isinstance(target, torch._ops.OpOverload):
+        return {parameter.name: place for place, parameter in enumerate(target._schema.arguments)}
     try:
         return {name: place for place, name in enumerate(inspect.signature(target).parameters)}
     except (ValueError, TypeError):  # most functions written in C publish no signature
@@ -83,9 +85,6 @@ def _written_by_schema(node: fx.Node) -> list[Any]:
         if parameter.alias_info is not None and parameter.alias_info.is_write:
             given = node.args[place] if place < len(node.args) else node.kwargs.get(parameter.name)
             found += tree_leaves(given)
-    if node.target._schema.name == "apexfx::sync_batch_norm":
-        # It updates the running statistics with nodes of its own once AOTAutograd has traced into it.
-        found += list(node.args[3:5])
     return found
 
 

@@ -22,7 +22,7 @@ from .casts import (
     ledger_row,
     user_cast,
 )
-from .mutation import body_of, storages, written, written_storages
+from .mutation import argument, body_of, storages, written, written_storages
 from .op_names import canonical_name, is_foreign
 from .precision_policy import Policy
 from .precision_rules import FLOATS, HALVES, STORED_NUMBERS, Rule, decide
@@ -161,7 +161,9 @@ class Walk:
             self.extreme.add(node)
 
     def _cast_arguments(self, node: fx.Node, name: str, rule: Rule) -> bool:
-        dtypes = [dtype_of(a) for a in tree_leaves((node.args, node.kwargs))]
+        # A residual is an activation, which sync_batch_norm adds whatever its dtype: it is no parameter to agree with.
+        residual = argument(node, "residual") if rule.family == "batch_norm" else None
+        dtypes = [dtype_of(a) if a is not residual else None for a in tree_leaves((node.args, node.kwargs))]
         if "out" in node.kwargs:
             targets = decide(rule, [dtype_of(node.kwargs["out"]), *dtypes], self.policy.half)[1:]
         else:

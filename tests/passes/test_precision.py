@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.testing import assert_close
 from tests.forward_graphs import compiled, precision
 
@@ -77,6 +78,29 @@ out  [%11]""")
 def test_o3_casts_batch_norm_too_and_never_its_statistics():
     _, recorder = run(Block(), torch.randn(2, 3, 6, 6), level="O3")
     assert {"bn.weight", "bn.bias"} <= {row["tensor"] for row in recorder.casts()}
+    assert not any("running" in row["tensor"] for row in recorder.casts())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_synchronized_batch_norm_keeps_float32_parameters_beside_half_activations(level):
+    class Tail(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+        def forward(self, x):
+            return F.relu(self.bn(self.conv(x)) + x)
+
+    model, x = Tail(), torch.randn(4, 3, 5, 5)
+    reference = copy.deepcopy(model)
+    fast, recorder = compiled(model, lambda: SyncBatchnorm(group_name=""), lambda: precision(level))
+    out = fast(x)
+    assert_close(out, reference(x), dtype=torch.bfloat16)
+    for a, b in zip(model.buffers(), reference.buffers()):
+        assert_close(a, b, dtype=torch.bfloat16)
+    [node] = [n for n in recorder.graphs[0].graph.nodes if "sync_batch_norm" in str(n.target)]
+    dtypes = [a.meta["val"].dtype for a in node.args[:5]]
+    assert dtypes == [torch.bfloat16, *[torch.float32] * 4]
     assert not any("running" in row["tensor"] for row in recorder.casts())
 
 
