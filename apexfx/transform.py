@@ -20,6 +20,7 @@ from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .config import TransformConfig
 from .pipeline import validate
 from .report import Report
+from .schedule.plan import check_options
 from .traceable import BATCH_NORMS, make_traceable
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     passes_.check_skip(config)
     compiler = compiler_for(config, own_batch_norm_group=True)
     if compiler.gradient_sync is not None:
+        check_options(config.buckets, dict(model.named_parameters(remove_duplicate=False)),
+                      dist.get_world_size(compiler.groups.gradients))
         _synchronize_parameters(model, compiler)
     if config.level.half_parameters:
         _halve_parameters(model, config)

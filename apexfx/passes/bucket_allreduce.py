@@ -6,7 +6,6 @@ import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ..config import BucketConfig, describe_buckets
 from ..fx import call, fake_mode, value
 from ..pipeline import Pass, PassError
 from ..schedule.ddp import dim_order
-from ..schedule.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, plan_buckets
+from ..schedule.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
 from ..schedule.windows import MARK, windows
 
 aten = torch.ops.aten
@@ -75,7 +74,7 @@ class BucketAllreduce(Pass):
         self.config = config
         self.group_name = group_name
         self.world_size = world_size
-        self.replayed = _given_plan(config.plan)
+        self.replayed = given_plan(config)
         self.plan: BucketPlan | None = None
 
     def begin(self) -> None:
@@ -266,14 +265,6 @@ class _Emitter:
         node = call(self.graph, target, args, kwargs, like=like, mode=self.mode)
         node.meta[MARK] = index
         return node
-
-
-def _given_plan(plan: Any) -> BucketPlan | None:
-    if plan is None or isinstance(plan, BucketPlan):
-        return plan
-    if isinstance(plan, (str, Path)):
-        return BucketPlan.load(plan)
-    raise TypeError(f"apexfx: plan={plan!r} ({type(plan).__name__}) was given, expected a BucketPlan or the path of one")
 
 
 def _is_bucketed(gm: fx.GraphModule) -> bool:

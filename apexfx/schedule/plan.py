@@ -7,9 +7,9 @@ one rank's graph: a peer may hold a recompile for another batch size, or no grap
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,96 +19,10 @@ from tabulate import tabulate
 
 from ..config import BucketConfig
 from . import ddp
+from .bucket import LOW_PRECISION, Bucket, GradientSpec, Slot, dtype_name
 
 FORMAT_VERSION = 1
-ALIGNMENT_BYTES = 16  # of every slot: what vectorized multi-tensor kernels load at once
-LOW_PRECISION = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True)
-class GradientSpec:
-    """What a plan knows of one gradient.
-
-    Attributes:
-        name: the parameter's.
-        shape: the parameter's.
-        dtype: of the gradient as it would enter the buffer: before an upcast that the graph may hold.
-        output_dtype: of the gradient as it leaves the graph: the parameter's.
-        device: the gradient's.
-        dim_order: dimensions from outermost to innermost in memory, None where that is the plain order.
-        shared_with: further parameters whose gradient is this very node; reduced once.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    output_dtype: torch.dtype
-    device: torch.device
-    dim_order: tuple[int, ...] | None = None
-    shared_with: tuple[str, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Slot:
-    """One gradient's place in a bucket; `offset_bytes` counts in the reduced buffer. The rest as in `GradientSpec`."""
-
-    parameter: str
-    shape: tuple[int, ...]
-    offset_bytes: int
-    dim_order: tuple[int, ...] | None = None
-    shared_with: tuple[str, ...] = ()
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """One allreduce.
-
-    Attributes:
-        slots: the gradients, in buffer order; the gaps between them are zeros.
-        dtype, reduce_dtype, output_dtype: of the gradients as they come, of the buffer on the wire, of what leaves.
-        device: "cpu", "cuda", ...: no index, since every rank has its own.
-        total_bytes: length of the buffer on the wire.
-        predivide, postdivide: divisors before and after the sum.
-        start: "ready": reduce when the last gradient is there; "end": after all of backward.
-        start_after, wait_before: the nodes around the communication in the graph this plan was last used on.
-        window_flops: of the matrix products between start and wait; None before a graph was seen.
-    """
-
-    slots: tuple[Slot, ...]
-    dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    output_dtype: torch.dtype
-    device: str
-    total_bytes: int
-    predivide: float = 1.0
-    postdivide: float = 1.0
-    start: str = "ready"
-    start_after: str | None = None
-    wait_before: str | None = None
-    window_flops: int | None = None
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        return tuple(slot.parameter for slot in self.slots)
-
-    @property
-    def numel(self) -> int:
-        """Elements on the wire, padding included."""
-        return self.total_bytes // self.reduce_dtype.itemsize
-
-    def padding(self) -> list[int]:
-        """Return the zeros, in elements, that follow each slot."""
-        ends = [slot.offset_bytes for slot in self.slots[1:]] + [self.total_bytes]
-        itemsize = self.reduce_dtype.itemsize
-        return [end // itemsize - slot.offset_bytes // itemsize - slot.numel for slot, end in zip(self.slots, ends)]
+_ADVICE = "make a new plan by leaving BucketConfig(plan=) out once"
 
 
 @dataclass(frozen=True)
@@ -137,36 +51,36 @@ class BucketPlan:
         """Bytes a rank contributes each step."""
         return sum(bucket.total_bytes for bucket in self.buckets)
 
-    def check(self, specs: Sequence[GradientSpec], *, world_size: int | None = None) -> None:
+    def check(self, specs: Sequence[GradientSpec], *, world_size: int | None = None, others: Container[str] = ()) -> None:
         """Raise `ValueError` naming the first parameter for which this plan was not made.
 
         Args:
             specs: the gradients of the graph at hand.
             world_size: of the group at hand.
+            others: names that may be missing among `specs`.
         """
         if world_size is not None and world_size != self.world_size:
             raise ValueError(f"apexfx: the bucket plan divides for {self.world_size} ranks and the group has {world_size}; "
                              "use plan.for_world_size(...) or leave BucketConfig(plan=) out")
         planned = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
-        advice = "make a new plan by leaving BucketConfig(plan=) out once"
         for spec in specs:
             if spec.name not in planned:
-                raise ValueError(f"apexfx: the model has parameter {spec.name!r} ({_describe(spec)}), which the bucket plan "
-                                 f"does not hold; {advice}")
+                raise ValueError(f"apexfx: the model has parameter {spec.name!r} ({spec}), which the bucket plan "
+                                 f"does not hold; {_ADVICE}")
             bucket, slot = planned.pop(spec.name)
             expected = dataclasses.replace(spec, shape=slot.shape, dtype=bucket.dtype, output_dtype=bucket.output_dtype)
             if expected != spec or bucket.device != spec.device.type:
-                raise ValueError(f"apexfx: parameter {spec.name!r} was given as {_describe(spec)} on {spec.device.type}, the "
-                                 f"bucket plan expects {_describe(expected)} on {bucket.device}; {advice}")
-        if planned:
-            name = next(iter(planned))
+                raise ValueError(f"apexfx: parameter {spec.name!r} was given as {spec} on {spec.device.type}, the "
+                                 f"bucket plan expects {expected} on {bucket.device}; {_ADVICE}")
+        name = next((name for name in planned if name not in others), None)
+        if name is not None:
             raise ValueError(f"apexfx: the bucket plan holds parameter {name!r}, which the model was expected to have and "
-                             f"has not (or has no gradient for); {advice}")
+                             f"has not (or has no gradient for); {_ADVICE}")
 
     def signature(self) -> list[dict[str, Any]]:
         """Return the ordered collectives as JSON-able values: what every rank must agree on."""
         return [{
-            "op": "all_reduce", "reduce": "sum", "bytes": bucket.total_bytes, "dtype": _name(bucket.reduce_dtype),
+            "op": "all_reduce", "reduce": "sum", "bytes": bucket.total_bytes, "dtype": dtype_name(bucket.reduce_dtype),
             "group": self.group_name, "divide": [bucket.predivide, bucket.postdivide],
             "parameters": list(bucket.parameters),
             "layout": [[slot.offset_bytes, list(slot.dim_order) if slot.dim_order else None] for slot in bucket.slots],
@@ -188,12 +102,11 @@ class BucketPlan:
         for group in filter(None, groups):
             first = home[group[0]][0]
             for name in group:
-                if _kind(home[name][0]) != _kind(first):
+                if home[name][0].kind != first.kind:
                     raise ValueError(f"apexfx: {name!r} and {group[0]!r} differ in dtype, divisor or device and cannot share "
                                      "a bucket")
             slots = [home[name][1] for name in group]
-            buckets.append(dataclasses.replace(first, start_after=None, wait_before=None, window_flops=None,
-                                               **_lay_out(slots, first, packed=packed)))
+            buckets.append(first.holding(slots, packed=packed))
         return dataclasses.replace(self, buckets=tuple(buckets), layout="edited")
 
     def located(self, rows: Sequence[dict[str, Any]]) -> BucketPlan:
@@ -217,7 +130,7 @@ class BucketPlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able values; `from_json` reads them back."""
         return {"version": FORMAT_VERSION, "layout": self.layout, "world_size": self.world_size, "group": self.group_name,
-                "buckets": [_to_json(bucket) for bucket in self.buckets]}
+                "buckets": [bucket.to_json() for bucket in self.buckets]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> BucketPlan:
@@ -230,13 +143,13 @@ class BucketPlan:
             given = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"apexfx: a bucket plan of version {given!r} was given, expected {FORMAT_VERSION}")
         try:
-            buckets = tuple(map(_from_json, data["buckets"]))
+            buckets = tuple(map(Bucket.from_json, data["buckets"]))
             plan = cls(buckets, data["world_size"], data["layout"], data["group"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"apexfx: malformed bucket plan ({type(error).__name__}: {error}); "
                              "see BucketPlan.to_json() for the fields") from error
         for index, bucket in enumerate(buckets):
-            _check_layout(index, bucket)
+            bucket.check(index)
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -252,7 +165,7 @@ class BucketPlan:
             raise ValueError(f"apexfx: {path} is not JSON: {error}") from error
 
     def __str__(self) -> str:
-        rows = [(index, _fold(bucket.parameters), len(bucket.slots), _dtypes(bucket), f"{bucket.total_bytes / 2**20:.3f}",
+        rows = [(index, _fold(bucket.parameters), len(bucket.slots), bucket.dtypes(), f"{bucket.total_bytes / 2**20:.3f}",
                  f"{bucket.predivide:g} / {bucket.postdivide:g}", bucket.start_after or bucket.start,
                  bucket.wait_before or "-", f"{bucket.window_flops / 1e6:.1f}" if bucket.window_flops is not None else "-")
                 for index, bucket in enumerate(self.buckets)]
@@ -290,8 +203,41 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
         bucket = Bucket((), first.dtype, _reduce_dtype(first, config), first.output_dtype, first.device.type, 0,
                         predivide, postdivide, "end" if config.delay_allreduce else "ready")
         slots = [Slot(s.name, s.shape, 0, s.dim_order, s.shared_with) for s in members]
-        buckets.append(dataclasses.replace(bucket, **_lay_out(slots, bucket, packed=config.layout == "ddp")))
+        buckets.append(bucket.holding(slots, packed=config.layout == "ddp"))
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
+
+
+def given_plan(config: BucketConfig) -> BucketPlan | None:
+    """Return the plan to replay, read from its file where `config.plan` is a path, or None."""
+    if config.plan is None or isinstance(config.plan, BucketPlan):
+        return config.plan
+    if isinstance(config.plan, (str, Path)):
+        return BucketPlan.load(config.plan)
+    raise TypeError(f"apexfx: plan={config.plan!r} ({type(config.plan).__name__}) was given, expected a BucketPlan or the path "
+                    "of one")
+
+
+def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], world_size: int) -> None:
+    """Refuse options that name what the model has not; what only its graphs can tell is checked by `BucketPlan.check`.
+
+    Args:
+        parameters: every name of every parameter.
+        world_size: of the group at hand.
+    """
+    for name in config.trigger_params:
+        if name not in parameters:
+            near = difflib.get_close_matches(name, parameters, n=1)
+            raise ValueError(f"apexfx: trigger_params names {name!r}, which is no parameter of the model"
+                             + (f"; did you mean {near[0]!r}?" if near else ""))
+    plan = given_plan(config)
+    if plan is None:
+        return
+    plan.check((), world_size=world_size, others=set(plan.parameters) & set(parameters))
+    for bucket in plan.buckets:
+        for slot in bucket.slots:
+            if tuple(parameters[slot.parameter].shape) != slot.shape:
+                raise ValueError(f"apexfx: parameter {slot.parameter!r} was given with shape "
+                                 f"{list(parameters[slot.parameter].shape)}, the bucket plan expects {list(slot.shape)}; {_ADVICE}")
 
 
 def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> list[list[GradientSpec]]:
@@ -316,62 +262,6 @@ def _reduce_dtype(spec: GradientSpec, config: BucketConfig) -> torch.dtype:
     if config.comm_dtype is not None:
         return config.comm_dtype
     return torch.float32 if config.allreduce_always_fp32 and spec.dtype in LOW_PRECISION else spec.dtype
-
-
-def _lay_out(slots: Iterable[Slot], bucket: Bucket, *, packed: bool) -> dict[str, Any]:
-    # Aligned in the buffer on the wire and in the one that leaves, whose elements may be wider or narrower.
-    itemsize = bucket.reduce_dtype.itemsize
-    step = 1 if packed else max(1, ALIGNMENT_BYTES // min(itemsize, bucket.output_dtype.itemsize))
-    placed, end = [], 0
-    for slot in slots:
-        placed.append(dataclasses.replace(slot, offset_bytes=end * itemsize))
-        end += -(-slot.numel // step) * step
-    return {"slots": tuple(placed), "total_bytes": end * itemsize}
-
-
-def _check_layout(index: int, bucket: Bucket) -> None:
-    for name in ("predivide", "postdivide"):
-        if not getattr(bucket, name) > 0:
-            raise ValueError(f"apexfx: bucket {index} of the plan has {name}={getattr(bucket, name)!r}, expected a positive "
-                             "number")
-    if bucket.start not in ("ready", "end"):
-        raise ValueError(f"apexfx: bucket {index} of the plan has start={bucket.start!r}, expected 'ready' or 'end'")
-    for slot, padding in zip(bucket.slots, bucket.padding()):
-        if padding < 0 or slot.offset_bytes % bucket.reduce_dtype.itemsize or bucket.slots[0].offset_bytes:
-            raise ValueError(f"apexfx: bucket {index} of the plan has no room for {slot.parameter!r} at offset_bytes="
-                             f"{slot.offset_bytes}; slots must follow each other from 0 to total_bytes={bucket.total_bytes}")
-
-
-def _kind(bucket: Bucket) -> Any:
-    return (bucket.dtype, bucket.reduce_dtype, bucket.output_dtype, bucket.device, bucket.predivide, bucket.postdivide,
-            bucket.start)
-
-
-def _to_json(bucket: Bucket) -> dict[str, Any]:
-    row = {f.name: getattr(bucket, f.name) for f in dataclasses.fields(bucket)}
-    row |= {name: _name(row[name]) for name in ("dtype", "reduce_dtype", "output_dtype")}
-    return row | {"slots": [dataclasses.asdict(slot) for slot in bucket.slots]}
-
-
-def _from_json(row: dict[str, Any]) -> Bucket:
-    dtypes = {name: getattr(torch, row[name]) for name in ("dtype", "reduce_dtype", "output_dtype")}
-    slots = tuple(Slot(s["parameter"], tuple(s["shape"]), s["offset_bytes"],
-                       tuple(s["dim_order"]) if s.get("dim_order") else None, tuple(s.get("shared_with", ())))
-                  for s in row["slots"])
-    return Bucket(**(row | dtypes | {"slots": slots}))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtypes(bucket: Bucket) -> str:
-    path = [_name(bucket.dtype), _name(bucket.reduce_dtype), _name(bucket.output_dtype)]
-    return " > ".join(name for i, name in enumerate(path) if i == 0 or name != path[i - 1])
-
-
-def _describe(spec: GradientSpec) -> str:
-    return f"{_name(spec.dtype)}{list(spec.shape)} giving {_name(spec.output_dtype)}"
 
 
 def _fold(names: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 
 from apexfx.config import BucketConfig
 from apexfx.schedule import ddp
-from apexfx.schedule.plan import BucketPlan, GradientSpec, plan_buckets
+from apexfx.schedule.plan import BucketPlan, GradientSpec, check_options, plan_buckets
 
 CPU = torch.device("cpu")
 
@@ -214,6 +214,23 @@ def test_a_plan_for_another_model_is_refused_with_the_first_difference():
             plan.check(given)
     with pytest.raises(ValueError, match="divides for 2 ranks and the group has 3"):
         plan.check(specs, world_size=3)
+
+
+def test_options_that_name_what_the_model_has_not_are_refused_at_the_door():
+    parameters = {"p0": torch.empty(10), "p1": torch.empty(10), "frozen": torch.empty(1)}
+    check_options(BucketConfig(trigger_params=("p1",)), parameters, 2)
+    with pytest.raises(ValueError, match="trigger_params names 'p11', which is no parameter of the model; did you mean 'p1'?"):
+        check_options(BucketConfig(trigger_params=("p11",)), parameters, 2)
+    plan = plan_buckets(specs_of(2), BucketConfig(), 2)
+    check_options(BucketConfig(plan=plan), parameters, 2)
+    with pytest.raises(ValueError, match="holds parameter 'p1'"):
+        check_options(BucketConfig(plan=plan), {"p0": torch.empty(10)}, 2)
+    with pytest.raises(ValueError, match=r"'p1' was given with shape \[5, 2\], the bucket plan expects \[10\]"):
+        check_options(BucketConfig(plan=plan), parameters | {"p1": torch.empty(5, 2)}, 2)
+    with pytest.raises(ValueError, match="divides for 2 ranks and the group has 4"):
+        check_options(BucketConfig(plan=plan), parameters, 4)
+    with pytest.raises(TypeError, match="plan=3"):
+        check_options(BucketConfig(plan=3), parameters, 2)
 
 
 def test_regroup_edits_the_buckets():

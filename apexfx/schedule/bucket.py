@@ -1,0 +1,162 @@
+"""A bucket: the gradients that one allreduce carries, and where each lies in its buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+ALIGNMENT_BYTES = 16  # of every slot: what vectorized multi-tensor kernels load at once
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """What a plan knows of one gradient.
+
+    Attributes:
+        name: the parameter's.
+        shape: the parameter's.
+        dtype: of the gradient as it would enter the buffer: before an upcast that the graph may hold.
+        output_dtype: of the gradient as it leaves the graph: the parameter's.
+        device: the gradient's.
+        dim_order: dimensions from outermost to innermost in memory, None where that is the plain order.
+        shared_with: further parameters whose gradient is this very node; reduced once.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    output_dtype: torch.dtype
+    device: torch.device
+    dim_order: tuple[int, ...] | None = None
+    shared_with: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{dtype_name(self.dtype)}{list(self.shape)} giving {dtype_name(self.output_dtype)}"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One gradient's place in a bucket; `offset_bytes` counts in the reduced buffer. The rest as in `GradientSpec`."""
+
+    parameter: str
+    shape: tuple[int, ...]
+    offset_bytes: int
+    dim_order: tuple[int, ...] | None = None
+    shared_with: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One allreduce.
+
+    Attributes:
+        slots: the gradients, in buffer order; the gaps between them are zeros.
+        dtype, reduce_dtype, output_dtype: of the gradients as they come, of the buffer on the wire, of what leaves.
+        device: "cpu", "cuda", ...: no index, since every rank has its own.
+        total_bytes: length of the buffer on the wire.
+        predivide, postdivide: divisors before and after the sum.
+        start: "ready": reduce when the last gradient is there; "end": after all of backward.
+        start_after, wait_before: the nodes around the communication in the graph this plan was last used on.
+        window_flops: of the matrix products between start and wait; None before a graph was seen.
+    """
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    output_dtype: torch.dtype
+    device: str
+    total_bytes: int
+    predivide: float = 1.0
+    postdivide: float = 1.0
+    start: str = "ready"
+    start_after: str | None = None
+    wait_before: str | None = None
+    window_flops: int | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        return tuple(slot.parameter for slot in self.slots)
+
+    @property
+    def numel(self) -> int:
+        """Elements on the wire, padding included."""
+        return self.total_bytes // self.reduce_dtype.itemsize
+
+    def padding(self) -> list[int]:
+        """Return the zeros, in elements, that follow each slot."""
+        ends = [slot.offset_bytes for slot in self.slots[1:]] + [self.total_bytes]
+        itemsize = self.reduce_dtype.itemsize
+        return [end // itemsize - slot.offset_bytes // itemsize - slot.numel for slot, end in zip(self.slots, ends)]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What gradients must have in common to share a bucket."""
+        return (self.dtype, self.reduce_dtype, self.output_dtype, self.device, self.predivide, self.postdivide, self.start)
+
+    def holding(self, slots: Iterable[Slot], *, packed: bool) -> Bucket:
+        """Return a bucket of this kind with other slots, laid out anew.
+
+        Args:
+            packed: one right behind the other, as torch DDP does; otherwise every slot starts at a multiple of 16 bytes.
+        """
+        # Aligned in the buffer on the wire and in the one that leaves, whose elements may be wider or narrower.
+        itemsize = self.reduce_dtype.itemsize
+        step = 1 if packed else max(1, ALIGNMENT_BYTES // min(itemsize, self.output_dtype.itemsize))
+        placed, end = [], 0
+        for slot in slots:
+            placed.append(dataclasses.replace(slot, offset_bytes=end * itemsize))
+            end += -(-slot.numel // step) * step
+        return dataclasses.replace(self, slots=tuple(placed), total_bytes=end * itemsize, start_after=None, wait_before=None,
+                                   window_flops=None)
+
+    def check(self, index: int) -> None:
+        """Raise `ValueError` where this bucket, number `index` of an edited plan, makes no sense."""
+        for name in ("predivide", "postdivide"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"apexfx: bucket {index} of the plan has {name}={getattr(self, name)!r}, expected a positive "
+                                 "number")
+        if self.start not in ("ready", "end"):
+            raise ValueError(f"apexfx: bucket {index} of the plan has start={self.start!r}, expected 'ready' or 'end'")
+        for slot, padding in zip(self.slots, self.padding()):
+            if padding < 0 or slot.offset_bytes % self.reduce_dtype.itemsize or self.slots[0].offset_bytes:
+                raise ValueError(f"apexfx: bucket {index} of the plan has no room for {slot.parameter!r} at offset_bytes="
+                                 f"{slot.offset_bytes}; slots must follow each other from 0 to total_bytes={self.total_bytes}")
+
+    def dtypes(self) -> str:
+        """Return "bfloat16 > float32": as the gradients come, as they travel, as they leave."""
+        path = [dtype_name(self.dtype), dtype_name(self.reduce_dtype), dtype_name(self.output_dtype)]
+        return " > ".join(name for i, name in enumerate(path) if i == 0 or name != path[i - 1])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the bucket as JSON-able values."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        row |= {name: dtype_name(row[name]) for name in ("dtype", "reduce_dtype", "output_dtype")}
+        return row | {"slots": [dataclasses.asdict(slot) for slot in self.slots]}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> Bucket:
+        """Read what `to_json` wrote."""
+        dtypes = {name: getattr(torch, row[name]) for name in ("dtype", "reduce_dtype", "output_dtype")}
+        slots = tuple(Slot(s["parameter"], tuple(s["shape"]), s["offset_bytes"],
+                           tuple(s["dim_order"]) if s.get("dim_order") else None, tuple(s.get("shared_with", ())))
+                      for s in row["slots"])
+        return cls(**(row | dtypes | {"slots": slots}))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return "float32", ..."""
+    return str(dtype).removeprefix("torch.")
