@@ -31,7 +31,8 @@ class Layout:
         bucket_of: the bucket of each parameter; -1 for one that no rank used when the order was learned.
         learned: the plan follows the order in which the gradients of a whole backward became ready.
         awaited: how often each gradient is accumulated in one backward (more than once under reentrant checkpoints).
-        used: under delay_allreduce, the parameters that the plan was last made for.
+        used: which parameters some rank uses, where that is known beforehand (static graph, delay_allreduce).
+        next_order: to rebuild the buckets in, after the next backward.
     """
 
     names: list[str]
@@ -44,6 +45,7 @@ class Layout:
     bucket_of: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)
     used: list[bool] | None = None
+    next_order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
@@ -106,16 +108,12 @@ class Planner:
         Args:
             order: positions of the parameters, without those that no rank used.
         """
-        if self.static and self.config.layout == "ddp":
-            order, cap = sorted(order), float(2**40)  # torch DDP (2.13) keeps the first buckets of a static graph
-        else:
-            cap = self.config.bucket_cap_mb
         ready = [self._spec(layout.names[i], layout.parameters[i]) for i in order if layout.parameters[i].numel()]
         if self.config.layout == "ddp":
-            layout.use(self._grouped(ready, ddp.group_in_order(ready, cap)))
+            layout.use(self._grouped(ready, ddp.group_in_order(ready, self.config.bucket_cap_mb)))
         else:
             layout.use(self._plan(ready[::-1]))
-        layout.learned = True
+        layout.learned, layout.next_order = True, []
 
     def restrict(self, layout: Layout, used: Sequence[bool]) -> None:
         """Lay `layout` out for the parameters that some rank uses."""

@@ -310,6 +310,8 @@ class OverlappedReducer:
         self._end_round(layout)
         if not layout.learned:
             self._learn(round_, status)
+        elif layout.next_order:
+            self.planner.learn(layout, layout.next_order)
 
     def _status(self, round_: Round) -> Status:
         self._send_status(round_)
@@ -352,6 +354,7 @@ class OverlappedReducer:
 
     def _write_back(self, round_: Round, status: Status | None) -> None:
         layout = round_.layout
+        used = status.used_somewhere if status is not None else layout.used
         for number, (buffer, members) in enumerate(zip(layout.buffers, layout.members)):
             reduced = None
             if self.comm_hook is not None:
@@ -360,7 +363,7 @@ class OverlappedReducer:
             targets, sources = [], []
             for i, part in zip(members, parts):
                 p = layout.parameters[i]
-                if status is not None and not status.used_somewhere[i]:
+                if used is not None and not used[i]:
                     continue
                 if self.options.retain_buffers:
                     p.grad, buffer.lent = part, True
@@ -391,7 +394,10 @@ class OverlappedReducer:
         tensor = torch.tensor(order, dtype=torch.int64, device=layout.parameters[0].device)
         dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
         if self.options.static:
-            layout.awaited = [max(1, n) for n in round_.fired]
+            layout.awaited, layout.used = [max(1, n) for n in round_.fired], used
+            if self.config.layout == "ddp":  # torch DDP rebuilds the buckets of a static graph one backward later
+                layout.learned, layout.next_order = True, tensor.tolist()
+                return
         self.planner.learn(layout, tensor.tolist())
 
     # ---- small things --------------------------------------------------------------------------------------------------
