@@ -10,6 +10,10 @@
 #include "norm_rows.h"
 #include "vector.h"
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 namespace apexfx {
 namespace norm {
 
@@ -65,6 +69,19 @@ struct Parameter {
   }
 };
 
+// From 32 MiB on glibc gives every allocation fresh pages, whose faults cost several times what a norm does; asked to,
+// the kernel hands out huge ones. The mapping is this tensor's alone, and goes with it. (THP_MEM_ALLOC_ENABLE=1 asks
+// for all of torch's.)
+inline void prefer_huge_pages(const Tensor& t) {
+#ifdef __linux__
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
+  const uintptr_t end = begin + static_cast<uintptr_t>(t.numel() * element_size(t.scalar_type()));
+  const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1), last = end & ~(kHugePage - 1);
+  if (end - begin >= (uintptr_t{32} << 20)) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+#endif
+}
+
 inline int64_t grain(int64_t columns) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns)); }
 
 struct Forward {
@@ -113,6 +130,7 @@ inline Forward forward(const char* op, const Tensor& x, const std::optional<Tens
   const auto leading = sizes_of(x, x.dim() - num_dims);
   Forward out;
   out.y = torch::stable::new_empty(x, sizes_of(x, x.dim()), dtype.value_or(x.scalar_type()));
+  prefer_huge_pages(out.y);
   if (centered) out.mean = torch::stable::new_empty(x, leading, accumulate);
   out.rstd = torch::stable::new_empty(x, leading, accumulate);
   if (rows.columns == 0) {  // the mean of nothing, as torch
@@ -252,6 +270,7 @@ inline Gradients backward(Backward a, bool centered, bool parameters) {
   if (a.mean.has_value()) a.mean = dense(*a.mean);
   Gradients out;
   out.dx = torch::stable::new_empty(a.saved, sizes_of(a.saved, a.saved.dim()), a.input_dtype);
+  prefer_huge_pages(out.dx);
   if (parameters) {
     out.dweight = parameter_gradient(a.weight, a.rstd);
     out.dbias = parameter_gradient(a.bias, a.rstd);
