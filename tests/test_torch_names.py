@@ -34,3 +34,12 @@ def test_the_names_exist_and_are_listed():
     assert sorted(module.__all__, key=lambda n: (n[0].islower(), n)) == module.__all__
     for name in module.__all__:
         assert hasattr(module, name), name
+
+
+def test_the_checker_passes_this_torch_and_fails_an_empty_one(tmp_path):
+    import torch
+
+    from tests.check_torch_names import Torch, missing
+
+    assert missing(Torch(Path(torch.__file__).parent.parent)) == []
+    assert len(missing(Torch(tmp_path))) > 10

@@ -1,0 +1,81 @@
+"""Does another torch have the private names that apexfx uses?  python tests/check_torch_names.py WHEEL_OR_FOLDER ...
+
+Reads the sources of a torch wheel (or of a folder that holds an unpacked one) without installing or importing it, so a wheel
+for any platform will do: `pip download --no-deps --only-binary=:all: --platform macosx_11_0_arm64 torch==2.11.0`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+NAMES = Path(__file__).parent.parent / "apexfx" / "_torch.py"
+# Set or read as attributes, so no import statement mentions them.
+SETTINGS = {
+    "torch/_inductor/config.py": ("post_grad_custom_post_pass", "reorder_for_peak_memory"),
+    "torch/_dynamo/config.py": ("allow_rnn", "fail_on_recompile_limit_hit"),
+    "torch/_functorch/config.py": ("force_non_lazy_backward_lowering",),
+    "torch/nn/parallel/distributed.py": ("_active_ddp_module",),
+}
+
+
+class Torch:
+    """The Python sources of one torch, in a wheel or a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self._archive = zipfile.ZipFile(path) if path.is_file() else None
+        self._folder = path
+        self._names = set(self._archive.namelist()) if self._archive else None
+
+    def has(self, name: str) -> bool:
+        return name in self._names if self._names is not None else (self._folder / name).exists()
+
+    def read(self, name: str) -> str:
+        return self._archive.read(name).decode() if self._archive else (self._folder / name).read_text()
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Yield (module, name) for everything `apexfx/_torch.py` imports from torch."""
+    for node in ast.walk(ast.parse(NAMES.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            yield from ((node.module, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name.rpartition(".")[::2] for alias in node.names if alias.name.startswith("torch."))
+
+
+def missing(torch: Torch) -> list[str]:
+    """Return what `torch` lacks, one line each."""
+    lines = []
+    for module, name in imports():
+        folder = module.replace(".", "/")
+        source = next((f for f in (f"{folder}.py", f"{folder}/__init__.py") if torch.has(f)), None)
+        if torch.has(f"{folder}/{name}.py") or torch.has(f"{folder}/{name}/__init__.py"):
+            continue
+        if source is None:
+            lines.append(f"module {module}")
+        elif not re.search(rf"^\s*(def|class)\s+{name}\b|^\s*{name}\b|\bimport\b.*\b{name}\b", torch.read(source), re.M):
+            lines.append(f"{module}.{name}")
+    for file, names in SETTINGS.items():
+        text = torch.read(file) if torch.has(file) else ""
+        lines += [f"{file}: {name}" for name in names if not re.search(rf"^\s*{name}\b\s*[:=]", text, re.M)]
+    return lines
+
+
+def main(paths: list[str]) -> int:
+    if not paths:
+        print(__doc__)
+        return 2
+    worst = 0
+    for path in paths:
+        lacking = missing(Torch(Path(path)))
+        print(f"{Path(path).name}: " + (f"lacks {', '.join(lacking)}" if lacking else "has every name"))
+        worst |= bool(lacking)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
