@@ -52,7 +52,9 @@ def missing(torch: Torch) -> list[str]:
     lines = []
     for module, name in imports():
         folder = module.replace(".", "/")
-        source = next((f for f in (f"{folder}.py", f"{folder}/__init__.py") if torch.has(f)), None)
+        # Functions compiled into torch itself are declared in a stub.
+        files = ("torch/_C/_VariableFunctions.pyi",) if module == "torch" else (f"{folder}.py", f"{folder}/__init__.py")
+        source = next((f for f in files if torch.has(f)), None)
         if torch.has(f"{folder}/{name}.py") or torch.has(f"{folder}/{name}/__init__.py"):
             continue
         if source is None:
