@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tabulate import tabulate
@@ -50,17 +50,30 @@ def cast_from_row(graph: int, row: dict[str, Any]) -> Cast:
 
 
 def take_out(casts: list[Cast], graph: int, row: dict[str, Any]) -> Cast:
-    """Take the cast out of `casts` that a row of a pass's "cancelled" speaks of, and return it with the reason.
+    """Take the cast out of `casts` that a row of a pass's "removed_casts" speaks of, and return it with the reason.
 
-    Bodies of checkpoints may hold nodes of one name, so the bytes decide too. A cast that the user's code made is in no
-    ledger; it comes back with what the row knows.
+    A cast that the user's code made is in no ledger. Bodies of checkpoints may hold nodes of one name; what is cast decides.
     """
-    named = [cast for cast in casts if cast.node == row["node"]]
-    found = next((cast for cast in named if cast.bytes == row["bytes"]), named[0] if named else None)
-    if found is None:
-        return Cast(graph, row["node"], "", "captured", "", "", "", row["bytes"], "", "", "", row["why"])
-    casts.remove(found)
-    return replace(found, removed=row["why"])
+    gone = cast_from_row(graph, row)
+    named = [cast for cast in casts if cast.node == gone.node]
+    found = next((cast for cast in named if cast.tensor == gone.tensor), named[0] if named else None)
+    if found is not None:
+        casts.remove(found)
+    return gone
+
+
+@dataclass(frozen=True)
+class CastKind:
+    """Casts that differ only in what they cast: how many, and their bytes and tensors together."""
+
+    number: int
+    op: str
+    rule: str
+    source_dtype: str
+    target_dtype: str
+    reason: str
+    bytes: int
+    tensors: str
 
 
 class CastLedger(Sequence[Cast]):
@@ -105,17 +118,20 @@ class CastLedger(Sequence[Cast]):
                  "a step") if self.removed else ""
         return f"cast ledger at {self.level}: {_count(len(self), 'cast')}, {size_text(self.total_bytes)} a step{saved}"
 
+    def kinds(self) -> list[CastKind]:
+        """Return the casts by (op, rule, dtypes, reason), the most frequent first."""
+        grouped = group(self.casts, lambda c: (c.op, c.rule, c.source_dtype, c.target_dtype, c.reason))
+        found = [CastKind(len(members), *key, sum(c.bytes for c in members), _where(members)) for key, members in grouped.items()]
+        return sorted(found, key=lambda kind: -kind.number)
+
     def __str__(self) -> str:
         if not self.casts:
             return self.summary
-        kinds = group(self.casts, lambda c: (c.op, c.rule, c.source_dtype, c.target_dtype, c.reason))
-        rows = []
-        for (op, rule, source, target, reason), members in kinds.items():
-            rows.append((len(members), op, rule, f"{source} -> {target}", size_text(sum(c.bytes for c in members)),
-                         _where(members), reason))
-        rows.sort(key=lambda row: -row[0])
+        rows = [(k.number, k.op, k.rule, f"{k.source_dtype} -> {k.target_dtype}", size_text(k.bytes), k.tensors, k.reason)
+                for k in self.kinds()]
         headers = ("casts", "op", "rule", "dtypes", "bytes a step", "tensors", "reason")
-        return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "left", "left", "left", "right"),
+        return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True,
+                                              colalign=("right", "left", "left", "left", "right"),
                                               maxcolwidths=[None, 28, None, None, None, 36, 48])
 
     __repr__ = __str__

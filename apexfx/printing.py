@@ -128,9 +128,10 @@ _RELEASES = re.compile(r";  (?:[A-Za-z_]\w* = )+None$")
 
 
 def comparable(text: str) -> list[str]:
-    """Return the lines of a graph's Python without what changes on every edit: the header, `; x = None` at line ends."""
+    """Return the lines of a graph's Python without what changes on every edit: header, imports, `; x = None` at line ends."""
     lines = text.splitlines()
-    return [_RELEASES.sub("", line.rstrip()) for line in (lines[1:] if lines and lines[0].startswith("# ") else lines)]
+    start = next((i for i, line in enumerate(lines) if line.startswith("class ")), 0)
+    return [_RELEASES.sub("", line.rstrip()) for line in lines[start:]]
 
 
 def shorten_hashes(text: str) -> str:

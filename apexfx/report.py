@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import sys
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .cast_ledger import Cast, CastLedger, cast_from_row, take_out
+from .line_diff import unified
 from .printing import comparable
 from .report_table import places, report_text
 from .schedule.plan import BucketPlan
@@ -171,9 +171,8 @@ class Report:
         record = self._stage_of(pass_name, graph)
         index = record.passes.index(_find(record, pass_name))
         before = record.passes[index - 1].code if index else record.captured
-        lines = list(difflib.unified_diff(comparable(before), comparable(record.passes[index].code),
-                                          f"{record.stage} graph {graph} before {pass_name}",
-                                          f"{record.stage} graph {graph} after {pass_name}", lineterm=""))
+        lines = unified(comparable(before), comparable(record.passes[index].code),
+                        f"{record.stage} graph {graph} before {pass_name}", f"{record.stage} graph {graph} after {pass_name}")
         if not lines:
             return Text(f"{pass_name} left the {record.stage} graph {graph} as it was")
         if colour if colour is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ:
@@ -204,7 +203,7 @@ class Report:
             rows = []
             for report in graph.forward.passes:
                 rows += [cast_from_row(graph.index, row) for row in report.artifacts.get("casts", ())]
-                removed += [take_out(rows, graph.index, row) for row in report.artifacts.get("cancelled", ())]
+                removed += [take_out(rows, graph.index, row) for row in report.artifacts.get("removed_casts", ())]
             kept += rows
         return CastLedger(kept, removed, self.config.get("opt_level", ""))
 
@@ -238,6 +237,18 @@ class Report:
         if path is not None:
             Path(path).write_text(json.dumps(data, indent=1, default=str) + "\n")
         return data
+
+    def to_html(self, path: str | Path) -> None:
+        """Write one self-contained HTML page: tables, a side-by-side diff of every pass, casts marked, bucket plans.
+
+        Raises:
+            RuntimeError: before any graph exists.
+        """
+        if not self.graphs:
+            raise RuntimeError(NO_GRAPH)
+        from .report_html import report_page  # jinja2 is loaded only when a page is asked for
+
+        Path(path).write_text(report_page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return report_text(self)

@@ -22,7 +22,7 @@ _MANY_GRAPHS = 4  # beyond this, rows in which nothing happened are left out
 def report_text(report: Report) -> str:
     """Return the whole text, or what to do where nothing was captured yet."""
     if not report.graphs:
-        return "\n".join([f"apexfx report ({_options(report.config)}): no graph yet; call the model once, or "
+        return "\n".join([f"apexfx report ({options_text(report.config)}): no graph yet; call the model once, or "
                           "model.capture(*inputs)", *(f"note: {note}" for note in report.notes)])
     rows, left_out = [], 0
     for graph in report.graphs:
@@ -40,7 +40,7 @@ def report_text(report: Report) -> str:
     lines = [_title(report), table]
     if left_out:
         lines.append(f"{left_out} rows in which a pass had nothing to do are left out.")
-    return "\n".join([*lines, *_places_lines(report), *_remarks(report)])
+    return "\n".join([*lines, *_places_lines(report), *remarks(report)])
 
 
 def ops_text(added: Counter[str], removed: Counter[str]) -> str:
@@ -68,11 +68,11 @@ def _title(report: Report) -> str:
     entries = [p for g in report.graphs for stage in g.stages for p in stage.passes]
     ms = sum(p.ms for p in entries)
     number = len(report.graphs)
-    return (f"apexfx report ({_options(report.config)}): {number} graph{'' if number == 1 else 's'}, {len(entries)} pass runs, "
+    return (f"apexfx report ({options_text(report.config)}): {number} graph{'' if number == 1 else 's'}, {len(entries)} pass runs, "
             f"{ms:.1f} ms")
 
 
-def _options(config: dict[str, Any]) -> str:
+def options_text(config: dict[str, Any]) -> str:
     """Return the options that say what was asked for: "O2, sync_bn, ddp, inner=eager"."""
     shown = [str(config.get("opt_level", "?"))]
     shown += [name for name in ("sync_bn", "ddp") if config.get(name)]
@@ -99,7 +99,8 @@ def _places_lines(report: Report) -> list[str]:
     return lines
 
 
-def _remarks(report: Report) -> list[str]:
+def remarks(report: Report) -> list[str]:
+    """Return warnings, where a backward came from, and notes, after an empty line; nothing where there is nothing to say."""
     lines = []
     for graph in report.graphs:
         lines += [f"warning: graph {graph.index}, {entry.name} rewrote nothing: {entry.warning}"
