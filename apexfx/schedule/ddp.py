@@ -10,6 +10,7 @@ associates it differently by an element's place in the buffer, so that bitwise e
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -41,16 +42,16 @@ def group_in_order(specs: Iterable[GradientSpec], bucket_cap_mb: float) -> list[
     cap = int(bucket_cap_mb * MIB)
     first_cap = FIRST_BUCKET_BYTES if bucket_cap_mb == DEFAULT_CAP_MB else cap
     filling: dict[Any, list[GradientSpec]] = {}
-    num_closed: dict[Any, int] = {}
+    num_bytes: Counter[Any] = Counter()
+    limit: dict[Any, int] = {}
     closed = []
     for spec in specs:
         key = (spec.dtype, spec.output_dtype, spec.device)
-        members = filling.setdefault(key, [])
-        members.append(spec)
-        limit = cap if num_closed.get(key) else first_cap
-        if sum(m.numel for m in members) * spec.output_dtype.itemsize >= limit:
+        filling.setdefault(key, []).append(spec)
+        num_bytes[key] += spec.numel * spec.output_dtype.itemsize
+        if num_bytes[key] >= limit.get(key, first_cap):
             closed.append(filling.pop(key))
-            num_closed[key] = num_closed.get(key, 0) + 1
+            num_bytes[key], limit[key] = 0, cap
     return closed + list(filling.values())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -242,17 +243,19 @@ def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], 
 
 def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> list[list[GradientSpec]]:
     filling: dict[Any, list[GradientSpec]] = {}
+    num_elements: Counter[Any] = Counter()
     closed = []
     for spec in reversed(specs):
         key = (spec.dtype, spec.output_dtype, spec.device)
-        members = filling.setdefault(key, [])
-        members.append(spec)
+        filling.setdefault(key, []).append(spec)
+        num_elements[key] += spec.numel
         if config.trigger_params:
             full = not set(config.trigger_params).isdisjoint((spec.name, *spec.shared_with))
         else:
-            full = not config.delay_allreduce and sum(m.numel for m in members) >= config.message_size
+            full = not config.delay_allreduce and num_elements[key] >= config.message_size
         if full:
             closed.append(filling.pop(key))
+            num_elements[key] = 0
     return closed + list(filling.values())
 
 

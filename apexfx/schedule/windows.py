@@ -22,13 +22,14 @@ def windows(gm: fx.GraphModule) -> list[dict[str, Any]]:
     nodes = list(gm.graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}
     flops = [0, *accumulate(map(cost.node_flops, nodes))]
+    before, after = _outside(nodes), _outside(nodes[::-1])
     rows = []
     for node in filter(is_collective, nodes):
         wait = min((user for user in _readers(node) if is_wait(user)), key=place.__getitem__)
         begin, end = place[node], place[wait]
         rows.append({
-            "bucket": node.meta.get(MARK), "start": node.name, "start_after": _neighbour(node, forward=False).name,
-            "wait": wait.name, "wait_before": _neighbour(wait, forward=True).name,
+            "bucket": node.meta.get(MARK), "start": node.name, "start_after": before[node].name,
+            "wait": wait.name, "wait_before": after[wait].name,
             "nodes": end - begin - 1, "flops": flops[end] - flops[begin],
         })
     return rows
@@ -39,8 +40,11 @@ def _readers(node: fx.Node) -> list[fx.Node]:
     return direct + [user for item in direct if not is_wait(item) for user in item.users]
 
 
-def _neighbour(node: fx.Node, *, forward: bool) -> fx.Node:
-    step = node.next if forward else node.prev
-    while MARK in step.meta and step.op == "call_function":
-        step = step.next if forward else step.prev
-    return step
+def _outside(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return, for every node but the first, the nearest one before it that carries no bucket."""
+    nearest, last = {}, nodes[0]
+    for node in nodes:
+        nearest[node] = last
+        if MARK not in node.meta:
+            last = node
+    return nearest
