@@ -10,7 +10,7 @@ from torch import fx
 
 from ..fx import evaluate, set_value, value
 from .casts import additive_mask, dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
-from .mutation import body_of, storages, written_storages
+from .mutation import body_of, statistics, storages, written_storages
 from .op_names import canonical_name, is_foreign
 from .precision_policy import Policy
 from .precision_rules import HALVES, RULES
@@ -79,7 +79,7 @@ def _wish(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
     if policy.overridden(user) or tensor is additive_mask(user, name):
         return {KEEP}  # a mask is cast where it is used, because there it is cast within half's range
     if rule is not None and rule.kind == "batch_norm" and user.args and user.args[0] is not tensor:
-        return {KEEP} if policy.level.keep_batchnorm_fp32 else {CAST}
+        return {KEEP} if policy.level.keep_batchnorm_fp32 or tensor in statistics(user) else {CAST}
     return {CAST}
 
 

@@ -16,7 +16,7 @@ from ..fx import graphs, value
 from .op_names import canonical_name
 
 _READS_DESPITE_NAME = ("requires_grad_", "retain_grad_", "bitwise_and_")
-_STATISTICS = {"batch_norm": ("running_mean", "running_var"), "instance_norm": ("running_mean", "running_var")}
+_WITH_STATISTICS = ("batch_norm", "instance_norm", "apexfx.sync_batch_norm")
 
 
 def storages(val: Any) -> frozenset[StorageWeakRef]:
@@ -70,13 +70,19 @@ def written(node: fx.Node) -> list[fx.Node]:
     if isinstance(node.target, torch._ops.OpOverload):
         found += _written_by_schema(node)
     elif node.op == "call_function":
-        name = canonical_name(node.target)
-        found += [argument(node, statistic) for statistic in _STATISTICS.get(name, ())]
-        if name == "batch_norm" and node.target is torch.batch_norm:
-            found += list(node.args[3:5])
-        if name == "embedding" and argument(node, "max_norm") is not None:
+        found += statistics(node)
+        if canonical_name(node.target) == "embedding" and argument(node, "max_norm") is not None:
             found.append(argument(node, "weight"))
     return [source for source in tree_leaves(found) if isinstance(source, fx.Node)]
+
+
+def statistics(node: fx.Node) -> list[Any]:
+    """Return the running statistics among the arguments of a batch or instance norm; empty for any other node."""
+    if canonical_name(node.target) not in _WITH_STATISTICS:
+        return []
+    if node.target is torch.batch_norm:  # written in C, without a signature to ask
+        return list(node.args[3:5])
+    return [argument(node, "running_mean"), argument(node, "running_var")]
 
 
 def _written_by_schema(node: fx.Node) -> list[Any]:

@@ -76,9 +76,10 @@ out  [%11]""")
 
 
 def test_o3_casts_batch_norm_too_and_never_its_statistics():
-    _, recorder = run(Block(), torch.randn(2, 3, 6, 6), level="O3")
-    assert {"bn.weight", "bn.bias"} <= {row["tensor"] for row in recorder.casts()}
-    assert not any("running" in row["tensor"] for row in recorder.casts())
+    for model in (Block(), Block().eval()):
+        _, recorder = run(model, torch.randn(2, 3, 6, 6), level="O3")
+        assert {"bn.weight", "bn.bias"} <= {row["tensor"] for row in recorder.casts()}
+        assert not any("running" in row["tensor"] for row in recorder.casts())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
