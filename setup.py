@@ -25,41 +25,15 @@ def say(sentence: str) -> None:
     print(f"apexfx: {sentence}", file=sys.stderr, flush=True)
 
 
-def wants_cuda() -> bool:
-    """Decide whether the CUDA library is built, saying why not."""
-    import torch
-
-    choice = os.environ.get("APEXFX_CUDA", "auto")
-    if choice not in {"auto", "0", "1"}:
-        raise SystemExit(f"apexfx: APEXFX_CUDA is {choice!r}; expected auto, 0 or 1")
-    nvcc = compile_ops.find_nvcc()
-    if choice == "0" or (choice == "auto" and torch.version.cuda is None):
-        return False
-    if nvcc is None:
-        say("nvcc was not found, so the CUDA ops are left out and CUDA tensors use the pure-torch references")
-        return False
-    major = compile_ops.nvcc_version(nvcc)[0]
-    if torch.version.cuda is not None and choice == "auto" and major != int(torch.version.cuda.split(".")[0]):
-        say(f"nvcc is CUDA {major} but torch is CUDA {torch.version.cuda}, so the CUDA ops are left out")
-        return False
-    return True
-
-
 def extensions() -> list[Extension]:
-    """List the libraries to build; empty when torch or the compiler is missing."""
-    if os.environ.get("APEXFX_EXT", "1") == "0":
-        say("APEXFX_EXT=0, so no op is compiled")
-        return []
+    """List the libraries to build, saying what is left out and why."""
     try:
-        import torch  # noqa: F401
-    except ImportError:
-        say("torch is not importable in the build environment, so no op is compiled (pure-torch references are used)")
-        return []
-    if compile_ops.find_cxx() is None:
-        say("no C++ compiler was found, so no op is compiled (pure-torch references are used)")
-        return []
-    names = ["apexfx._C_cpu"] + (["apexfx._C_cuda"] if wants_cuda() else [])
-    return [Extension(name, sources=[], optional=True) for name in names]
+        names, sentences = compile_ops.plan(dict(os.environ))
+    except compile_ops.BuildError as error:
+        raise SystemExit(f"apexfx: {error}") from error
+    for sentence in sentences:
+        say(sentence)
+    return [Extension(f"apexfx.{name}", sources=[], optional=True) for name in names]
 
 
 class BuildLibraries(build_ext):

@@ -43,8 +43,8 @@ def torch_symbols(symbols: set[str]) -> set[str]:
 
 def names_in_file(path: Path, names: set[str]) -> set[str]:
     """Return the names that occur in a file as whole symbols (Mach-O puts an underscore before them)."""
-    data = path.read_bytes()
-    return {n for n in names if re.search(rb"(?<![A-Za-z0-9])_?" + n.encode() + rb"(?![A-Za-z0-9_])", data)}
+    found = re.findall(rb"(?<![A-Za-z0-9])_?((?:aoti_torch|torch|stable)_\w+)", path.read_bytes())
+    return names & {name.decode() for name in set(found)}
 
 
 def exported(folder: Path, names: set[str]) -> set[str]:
@@ -67,7 +67,6 @@ def declared(folder: Path, names: set[str]) -> set[str]:
     include = folder / "include/torch"
     for header in [*include.rglob("shim*.h"), *include.rglob("*shim*.h"), *include.rglob("*.inc")]:
         found |= names_in_file(header, names - found)
-    # aoti_torch_dtype_float32 and its like are made by macros from the last word
     return found
 
 

@@ -58,9 +58,9 @@ def torch_root() -> Path:
 
 
 def find_cxx() -> str | None:
-    """Return the C++ compiler (`CXX`, else g++, else c++), or None."""
-    name = shlex.split(os.environ.get("CXX", "")) or ["g++"]
-    return shutil.which(name[0]) or shutil.which("c++")
+    """Return the C++ compiler: `CXX` where that is set, else g++ or c++; None when there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    return shutil.which(named[0]) if named else shutil.which("g++") or shutil.which("c++")
 
 
 def find_nvcc() -> str | None:
@@ -86,6 +86,38 @@ def cuda_library_folders(nvcc: str) -> list[Path]:
     folders = [home / "lib64", home / "lib", home / "targets/x86_64-linux/lib"]
     folders.append(Path("/usr/local/cuda/lib64"))
     return [f for f in folders if f.is_dir()]
+
+
+def plan(environment: dict[str, str]) -> tuple[list[str], list[str]]:
+    """Decide what an install builds: (library names, one sentence for everything left out). Never raises ImportError."""
+    if environment.get("APEXFX_EXT", "1") == "0":
+        return [], ["APEXFX_EXT=0, so no op is compiled"]
+    try:
+        import torch
+    except ImportError:
+        return [], ["torch is not importable in the build environment, so no op is compiled (pure-torch references are used)"]
+    choice = environment.get("APEXFX_CUDA", "auto")
+    if choice not in {"auto", "0", "1"}:
+        raise BuildError(f"APEXFX_CUDA is {choice!r}; expected auto, 0 or 1")
+    if find_cxx() is None:
+        return [], ["no C++ compiler was found, so no op is compiled (pure-torch references are used)"]
+    reason = _why_no_cuda(choice, torch.version.cuda)
+    if reason is None:
+        return ["_C_cpu", "_C_cuda"], []
+    return ["_C_cpu"], [reason] if reason else []
+
+
+def _why_no_cuda(choice: str, torch_cuda: str | None) -> str | None:
+    """Return None to build the CUDA library, else the sentence that says why not ("" where nobody asked for it)."""
+    if choice == "0" or (choice == "auto" and torch_cuda is None):
+        return ""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        return "nvcc was not found, so the CUDA ops are left out and CUDA tensors use the pure-torch references"
+    major = nvcc_version(nvcc)[0]
+    if choice == "auto" and major != int(str(torch_cuda).split(".")[0]):
+        return f"nvcc is CUDA {major} but torch is CUDA {torch_cuda}, so the CUDA ops are left out (APEXFX_CUDA=1 builds them)"
+    return None
 
 
 def _includes() -> list[str]:

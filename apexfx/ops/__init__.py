@@ -39,8 +39,9 @@ def _load(device: str) -> Library:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        _log.info("apexfx: %s is not loaded, the pure-torch references are used: %s", path.name, error)
-        return Library(device, str(path), False, str(error))
+        reason = str(error.__cause__ or error)  # torch's own message leaves out what the loader said
+        _log.info("apexfx: %s is not loaded, the pure-torch references are used: %s", path.name, reason)
+        return Library(device, str(path), False, reason)
     return Library(device, str(path), True, "")
 
 

@@ -1,0 +1,194 @@
+"""Building and loading: whatever is missing, the package installs, says so in one sentence, and works."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from apexfx import doctor, ops
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOKE = """
+import torch
+from apexfx import ops
+from apexfx.optimizers import FusedAdam
+param = torch.nn.Parameter(torch.ones(3))
+param.grad = torch.ones(3)
+FusedAdam([param], lr=0.5).step()
+assert torch.allclose(param, torch.full((3,), 0.5)), param
+print(*[library.loaded for library in ops.LIBRARIES], ops.LIBRARIES[0].reason)
+"""
+
+spec = importlib.util.spec_from_file_location("compile_ops", ROOT / "csrc/compile_ops.py")
+compile_ops = importlib.util.module_from_spec(spec)
+sys.modules["compile_ops"] = compile_ops
+spec.loader.exec_module(compile_ops)
+
+needs_library = pytest.mark.skipif(not (ROOT / "apexfx/_C_cpu.so").exists(), reason="the CPU library is not built")
+
+
+def run(command, cwd=ROOT, **environment):
+    """Run a command with a changed environment; return (status, output)."""
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=600)
+    return done.returncode, done.stdout
+
+
+def copy_package(target, library: bytes | None):
+    """Copy the Python package, with `library` in place of the CPU library."""
+    shutil.copytree(ROOT / "apexfx", target / "apexfx", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    if library is not None:
+        (target / "apexfx/_C_cpu.so").write_bytes(library)
+
+
+@needs_library
+def test_the_library_is_loaded_and_every_family_has_a_cpu_kernel():
+    cpu = next(library for library in ops.LIBRARIES if library.device == "cpu")
+    assert cpu.loaded, cpu.reason
+    rows = {row.op: row for row in doctor.facts().ops}
+    for op in ("adam_", "lamb_", "sgd_", "adagrad_", "novograd_", "multi_tensor_scale", "multi_tensor_axpby",
+               "multi_tensor_l2norm", "flatten_bucket", "unflatten_bucket"):  # fmt: skip
+        assert rows[op].reference and rows[op].cpu, op
+
+
+@pytest.mark.parametrize("library,reason", [(None, "not built"), (b"not a library", "file too short")])
+def test_without_a_usable_library_the_references_run(tmp_path, library, reason):
+    copy_package(tmp_path, library)
+    status, output = run([sys.executable, "-c", SMOKE], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert status == 0, output
+    assert output.splitlines()[-1].startswith("False False")
+    assert reason in output
+
+
+def test_apexfx_ext_0_loads_nothing():
+    status, output = run([sys.executable, "-c", SMOKE], APEXFX_EXT="0")
+    assert status == 0 and "False False APEXFX_EXT=0" in output, output
+
+
+def test_doctor_says_what_is_there():
+    report = doctor.report()
+    for text in (torch.__version__, "adam_", "Compiled libraries", *doctor.ENVIRONMENT):
+        assert text in report
+
+
+def source_tree(tmp_path):
+    """Copy what a build needs, without the package's modules."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT / "csrc", tree / "csrc", ignore=shutil.ignore_patterns("__pycache__"))
+    (tree / "apexfx").mkdir()
+    (tree / "apexfx/__init__.py").touch()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    return tree
+
+
+BUILD = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built", "--build-temp", "temp"]
+
+
+@pytest.mark.parametrize(
+    "environment,sentence",
+    [
+        ({"CXX": "/nowhere/g++"}, "no C++ compiler was found"),
+        ({"CXX": "false"}, "_C_cpu could not be built, so the pure-torch references are used"),
+        ({"APEXFX_EXT": "0"}, "APEXFX_EXT=0, so no op is compiled"),
+    ],
+)
+def test_a_build_that_cannot_compile_succeeds_and_says_so(tmp_path, environment, sentence):
+    tree = source_tree(tmp_path)
+    status, output = run(BUILD, cwd=tree, **environment)
+    assert status == 0 and sentence in output, output
+    assert not list(tree.rglob("*.so"))
+
+
+def test_strict_builds_fail(tmp_path):
+    status, output = run(BUILD, cwd=source_tree(tmp_path), CXX="false", APEXFX_STRICT="1")
+    assert status != 0 and "could not be built" in output
+
+
+def test_a_build_without_torch_succeeds_and_says_so(tmp_path):
+    program = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['setup.py', '-q', 'build_ext']; runpy.run_path('setup.py')"
+    status, output = run([sys.executable, "-c", program], cwd=source_tree(tmp_path))
+    assert status == 0 and "torch is not importable" in output, output
+
+
+@pytest.mark.parametrize(
+    "choice,torch_cuda,nvcc,version,names,sentence",
+    [
+        ("auto", None, "nvcc", (13, 0), ["_C_cpu"], ""),
+        ("auto", "13.0", "nvcc", (13, 0), ["_C_cpu", "_C_cuda"], ""),
+        ("auto", "13.0", None, None, ["_C_cpu"], "nvcc was not found"),
+        ("auto", "12.8", "nvcc", (13, 0), ["_C_cpu"], "nvcc is CUDA 13 but torch is CUDA 12.8"),
+        ("0", "13.0", "nvcc", (13, 0), ["_C_cpu"], ""),
+        ("1", None, "nvcc", (13, 0), ["_C_cpu", "_C_cuda"], ""),
+        ("1", None, None, None, ["_C_cpu"], "nvcc was not found"),
+    ],
+)
+def test_when_the_cuda_library_is_built(monkeypatch, choice, torch_cuda, nvcc, version, names, sentence):
+    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(compile_ops, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(compile_ops, "nvcc_version", lambda _: version)
+    planned, sentences = compile_ops.plan({"APEXFX_CUDA": choice})
+    assert planned == names
+    assert (sentence in sentences[0]) if sentence else not sentences
+
+
+def test_a_wrong_choice_is_an_error(monkeypatch):
+    with pytest.raises(compile_ops.BuildError, match="APEXFX_CUDA"):
+        compile_ops.plan({"APEXFX_CUDA": "yes"})
+
+
+@needs_library
+def test_only_stable_symbols_and_this_torch_exports_them():
+    torch_folder = Path(torch.__file__).parent
+    status, output = run([sys.executable, "csrc/audit.py", "apexfx/_C_cpu.so", "--torch", str(torch_folder)])
+    assert status == 0 and "0 others, 0 foreign libraries" in output, output
+
+
+def test_the_audit_notices_a_forbidden_symbol(tmp_path):
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    source, library = tmp_path / "a.cpp", tmp_path / "a.so"
+    source.write_text('extern "C" int PyLong_Check(); namespace at { void foo(); } int f() { at::foo(); return PyLong_Check(); }')
+    subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
+    status, output = run([sys.executable, "csrc/audit.py", str(library)])
+    assert status == 1 and "PyLong_Check" in output and "_ZN2at3fooEv" in output
+
+
+@needs_library
+@pytest.mark.skipif(shutil.which("objdump") is None or "x86_64" not in sysconfig.get_platform(), reason="reads x86-64 code")
+def test_hot_loops_are_vectorized_for_three_machines():
+    text = subprocess.run(["objdump", "-d", "--no-show-raw-insn", str(ROOT / "apexfx/_C_cpu.so")],
+                          capture_output=True, text=True, check=True).stdout  # fmt: skip
+    functions = {block.split(">:")[0].split("<")[-1]: block for block in text.split("\n\n") if ">:" in block}
+    for loop, instruction in {"adam_loop": "sqrtps", "sgd_loop": "mulps", "direction_loop": "divps", "narrow_bfloat16": "psrld",
+                              "widen_float16": "mulps", "square_sum_loop": "mulpd", "max_bits_loop": "max"}.items():  # fmt: skip
+        for machine in ("default", "avx2", "arch_x86_64_v4|avx512f"):
+            bodies = [b for name, b in functions.items() if re.search(rf"{loop}.*\.({machine})$", name)]
+            assert bodies, f"{loop} has no {machine} version"
+            if (loop, machine) != ("max_bits_loop", "default"):  # SSE2 compares and blends unsigned integers
+                assert any(instruction in b for b in bodies), f"{loop}.{machine} is not vectorized"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("isolated", [True, False])
+def test_pip_install(tmp_path, isolated):
+    """A wheel from an isolated build is pure Python; one built beside torch carries the library. Both work."""
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(".*", "build", "*.so", "__pycache__", "*.egg-info"))
+    flags = [] if isolated else ["--no-build-isolation"]
+    status, output = run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", "site", *flags, "."], cwd=tree)
+    assert status == 0, output
+    assert (tree / "site/apexfx/_C_cpu.so").exists() == (not isolated)
+    wheel = next((tree / "site").glob("apexfx-*.dist-info")) / "WHEEL"
+    assert f"Tag: py3-none-{'any' if isolated else 'linux'}" in wheel.read_text()
+    status, output = run([sys.executable, "-c", SMOKE], cwd=tmp_path, PYTHONPATH=str(tree / "site"))
+    assert status == 0 and output.splitlines()[-1].startswith(f"{not isolated} False"), output
