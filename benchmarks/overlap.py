@@ -58,12 +58,14 @@ class Transformer(nn.Module):
         return x
 
 
-MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {"mlp": (MLP, (512, 768)), "transformer": (Transformer, (8, 64, 384))}
+MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+    "mlp": (MLP, (512, 768)), "transformer": (Transformer, (8, 64, 384)),
+}
 
 
 @dataclass
 class Row:
-    """One variant: median milliseconds of a backward, of one without communication, of the link's work, of its exposed part."""
+    """One variant: medians in ms of a backward, of one without communication, of the link's work and its exposed part."""
 
     variant: str
     num_collectives: int

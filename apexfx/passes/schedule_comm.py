@@ -194,7 +194,10 @@ class Event(NamedTuple):
 
 
 _COLLECTIVE_CALL = re.compile(r"torch\.ops\._c10d_functional\.(\w+)\.default\((?:\[)?(\w+)")
-_COMPUTE_CALL = re.compile(r"^\s*(?:\w+ = )?(extern_kernels\.\w+|torch\.ops\.\w+\.\w+(?:\.\w+)?|cpp_fused\w*|triton_\w+)(?:\.run)?\((\w*)")
+_COMPUTE_CALL = re.compile(
+    r"^\s*(?:\w+ = )?"
+    r"(extern_kernels\.\w+|torch\.ops\.\w+\.\w+(?:\.\w+)?|cpp_fused\w*|triton_\w+)(?:\.run)?\((\w*)"
+)
 
 
 def collective_order(code: str) -> list[Event]:

@@ -214,8 +214,8 @@ def given_plan(config: BucketConfig) -> BucketPlan | None:
         return config.plan
     if isinstance(config.plan, (str, Path)):
         return BucketPlan.load(config.plan)
-    raise TypeError(f"apexfx: plan={config.plan!r} ({type(config.plan).__name__}) was given, expected a BucketPlan or the path "
-                    "of one")
+    raise TypeError(f"apexfx: plan={config.plan!r} ({type(config.plan).__name__}) was given, expected a BucketPlan or the "
+                    "path of one")
 
 
 def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], world_size: int) -> None:
@@ -236,9 +236,10 @@ def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], 
     plan.check((), world_size=world_size, others=set(plan.parameters) & set(parameters))
     for bucket in plan.buckets:
         for slot in bucket.slots:
-            if tuple(parameters[slot.parameter].shape) != slot.shape:
-                raise ValueError(f"apexfx: parameter {slot.parameter!r} was given with shape "
-                                 f"{list(parameters[slot.parameter].shape)}, the bucket plan expects {list(slot.shape)}; {_ADVICE}")
+            given = tuple(parameters[slot.parameter].shape)
+            if given != slot.shape:
+                raise ValueError(f"apexfx: parameter {slot.parameter!r} was given with shape {list(given)}, the bucket plan "
+                                 f"expects {list(slot.shape)}; {_ADVICE}")
 
 
 def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> list[list[GradientSpec]]:

@@ -189,7 +189,8 @@ def test_divisors(options, factors, total):
 
 
 def test_delay_allreduce_starts_after_all_of_backward():
-    text = format_graph(rewritten(two_layers(), torch.randn(4, 5), delay_allreduce=True).backward[0], only="mm|all_reduce|wait")
+    recorder = rewritten(two_layers(), torch.randn(4, 5), delay_allreduce=True)
+    text = format_graph(recorder.backward[0], only="mm|all_reduce|wait")
     assert [line.split()[2].split("(")[0] for line in text.splitlines()] == [
         "aten.mm.default", "aten.mm.default", "aten.mm.default", "_c10d_functional.all_reduce_.default",
         "_c10d_functional.wait_tensor.default"]
@@ -433,7 +434,8 @@ class HalfCompute(nn.Module):
 def test_half_gradients_are_reduced_before_their_upcast():
     recorder = check_local(HalfCompute(), torch.randn(4, 5))
     assert issued(recorder.backward[0]) == [(BF16, 40)]  # 6 -> 8 and 30 -> 32: 16 bytes in bfloat16
-    assert_expected_inline(format_graph(recorder.backward[0], only="mm|cat|all_reduce|wait|= aten._to_copy|convert|split"), """\
+    text = format_graph(recorder.backward[0], only="mm|cat|all_reduce|wait|= aten._to_copy|convert|split")
+    assert_expected_inline(text, """\
 %1 = aten.mm.default(%0, %_to_copy) -> bf16[6,5]
 %8 = aten.cat.default([%4, %6, %7, %6]) -> bf16[40]
 %9 = _c10d_functional.all_reduce_.default(%8, 'sum', '0') -> bf16[40]

@@ -97,7 +97,8 @@ def test_dtype_on_the_wire(options, dtype, reduced):
 
 
 @pytest.mark.parametrize(("dtype", "output", "comm"), [
-    (torch.float32, torch.float32, None), (torch.bfloat16, torch.float32, None), (torch.float32, torch.float32, torch.bfloat16),
+    (torch.float32, torch.float32, None), (torch.bfloat16, torch.float32, None),
+    (torch.float32, torch.float32, torch.bfloat16),
     (torch.bfloat16, torch.bfloat16, torch.float32), (torch.float64, torch.float64, None),
 ])
 def test_every_slot_is_aligned_on_the_wire_and_in_the_gradients(dtype, output, comm):
