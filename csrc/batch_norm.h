@@ -80,6 +80,12 @@ APEXFX_HD Sums unshifted(double count, double shift, double total, double of_squ
   return {total + count * shift, of_squares + shift * (2 * total + count * shift)};
 }
 
+// Whether n values are far from the shift for how much they vary (a first element that is an outlier): the sums are
+// then taken again around the mean, because sums of single precision squares have lost what tells the values apart.
+APEXFX_HD bool is_far(double count, double total, double of_squares) {
+  return of_squares - total * (total / count) < of_squares / 16;
+}
+
 struct Moments {
   double count, mean, var;
 };

@@ -226,14 +226,25 @@ void sums_of_rows(const E* x, const Layout& layout, double* out) {
     std::vector<T<E>> first(channels), shift(pieces.width);
     const E* row = x + pieces.begin(i);
     for (int64_t c = 0; c < channels; ++c) first[c] = static_cast<T<E>>(row[c]);
-    for (int64_t r = 0; r < pieces.repeat; ++r) std::copy_n(first.data(), channels, shift.data() + r * channels);
     double* sums = partial.data() + 2 * channels * i;
-    sum_rows<E>(pieces, i, sums, [&](int64_t at, int64_t column, int64_t n, T<E>* total, T<E>* squares) {
-      row_sums(read(x + at, scratch, n), shift.data() + column, total, squares, pieces.width - column, n);
-    });
+    const double num_rows = static_cast<double>(pieces.num_rows(i));
+    const auto sum = [&] {
+      for (int64_t r = 0; r < pieces.repeat; ++r) std::copy_n(first.data(), channels, shift.data() + r * channels);
+      std::fill_n(sums, 2 * channels, 0.0);
+      sum_rows<E>(pieces, i, sums, [&](int64_t at, int64_t column, int64_t n, T<E>* total, T<E>* squares) {
+        row_sums(read(x + at, scratch, n), shift.data() + column, total, squares, pieces.width - column, n);
+      });
+    };
+    sum();
+    bool far = false;
     for (int64_t c = 0; c < channels; ++c) {
-      const Sums all = unshifted(static_cast<double>(pieces.num_rows(i)), static_cast<double>(first[c]), sums[c],
-                                 sums[channels + c]);
+      if (!is_far(num_rows, sums[c], sums[channels + c])) continue;
+      first[c] += static_cast<T<E>>(sums[c] / num_rows);
+      far = true;
+    }
+    if (far) sum();
+    for (int64_t c = 0; c < channels; ++c) {
+      const Sums all = unshifted(num_rows, static_cast<double>(first[c]), sums[c], sums[channels + c]);
       sums[c] = all.total;
       sums[channels + c] = all.of_squares;
     }

@@ -1,7 +1,7 @@
-// See batch_norm_loops.h. Sums of a plane are kept in vectors of 64 bytes, which the compiler breaks up for machines with
-// narrower ones (loops over arrays of lanes were unrolled into scalars for planes of 7 x 7); every kSpan elements they
-// are added up, pairwise, into a double. Sums of x are taken of x minus the first element, so that a mean far from 0
-// costs no digits.
+// See batch_norm_loops.h. Sums of a plane are kept in vectors of 64 bytes, which the compiler breaks up for machines
+// with narrower ones (loops over arrays of lanes were unrolled into scalars for planes of 7 x 7); every kSpan elements
+// they are added up, pairwise, into a double. Sums of x are taken of x minus the first element, so that a mean far from
+// 0 costs no digits.
 #include "batch_norm_loops.h"
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
@@ -74,11 +74,9 @@ APEXFX_HD void add_pairs(int64_t n, double* out, F&& at_vector, G&& at) {
 }
 
 template <typename T, typename E>
-APEXFX_HD void plane_sums_loop(const E* __restrict__ x, int64_t n, double* out) {
-  const T shift = value(x[0]);
-  double sums[2] = {0, 0};
+APEXFX_HD void shifted_sums(const E* __restrict__ x, int64_t n, T shift, double* out) {
   add_pairs<T>(
-      n, sums,
+      n, out,
       [&](int64_t i, Vector<T>& total, Vector<T>& of_squares) __attribute__((always_inline)) {
         const Vector<T> d = load_vector(x + i) - shift;
         total += d;
@@ -89,7 +87,20 @@ APEXFX_HD void plane_sums_loop(const E* __restrict__ x, int64_t n, double* out) 
         total += d;
         of_squares += d * d;
       });
-  const Sums all = unshifted(static_cast<double>(n), static_cast<double>(shift), sums[0], sums[1]);
+}
+
+template <typename T, typename E>
+APEXFX_HD void plane_sums_loop(const E* __restrict__ x, int64_t n, double* out) {
+  const double count = static_cast<double>(n);
+  T shift = value(x[0]);
+  double sums[2] = {0, 0};
+  shifted_sums(x, n, shift, sums);
+  if (is_far(count, sums[0], sums[1])) {
+    shift += static_cast<T>(sums[0] / count);
+    sums[0] = sums[1] = 0;
+    shifted_sums(x, n, shift, sums);
+  }
+  const Sums all = unshifted(count, static_cast<double>(shift), sums[0], sums[1]);
   out[0] += all.total;
   out[1] += all.of_squares;
 }
@@ -167,7 +178,8 @@ APEXFX_HD void row_normalize_loop(const Rows<T>& rows, const E* __restrict__ x, 
     const E* in = x + begin;
     E* out = y + begin;
     if (residual == nullptr)
-      for (int64_t j = 0; j < count; ++j) assign(out[j], finish<kRelu>((value(in[j]) - center[j]) * scale[j] + shift[j]));
+      for (int64_t j = 0; j < count; ++j)
+        assign(out[j], finish<kRelu>((value(in[j]) - center[j]) * scale[j] + shift[j]));
     else
       for (int64_t j = 0; j < count; ++j)
         assign(out[j], finish<kRelu>((value(in[j]) - center[j]) * scale[j] + shift[j] + value(residual[begin + j])));
@@ -182,7 +194,8 @@ APEXFX_HD void row_gradient_sums_loop(const Rows<T>& rows, const E* __restrict__
   for (int64_t begin = 0; begin < n; begin += rows.width) {
     const int64_t count = n - begin < rows.width ? n - begin : rows.width;
     for (int64_t j = 0; j < count; ++j) {
-      const T d = value(x[begin + j]) - center[j], g = masked<kRelu>(value(grad[begin + j]), d, scale[j], shift[j], zero);
+      const T d = value(x[begin + j]) - center[j];
+      const T g = masked<kRelu>(value(grad[begin + j]), d, scale[j], shift[j], zero);
       total[j] += g;
       products[j] += g * d;
     }
@@ -199,7 +212,8 @@ APEXFX_HD void row_gradient_loop(const Rows<T>& rows, const E* __restrict__ grad
   for (int64_t begin = 0; begin < n; begin += rows.width) {
     const int64_t count = n - begin < rows.width ? n - begin : rows.width;
     for (int64_t j = 0; j < count; ++j) {
-      const T d = value(x[begin + j]) - center[j], g = masked<kRelu>(value(grad[begin + j]), d, scale[j], shift[j], zero);
+      const T d = value(x[begin + j]) - center[j];
+      const T g = masked<kRelu>(value(grad[begin + j]), d, scale[j], shift[j], zero);
       assign(dx[begin + j], g * per_grad[j] + (d * per_x[j] + constant[j]));
     }
   }

@@ -156,6 +156,17 @@ def test_mean_far_from_zero_keeps_float32_accuracy(dtype):
     torch.testing.assert_close(halves, bn_local_stats(x), rtol=1e-9, atol=0)
 
 
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("outlier", [1e4, -1e6])
+def test_first_element_far_from_the_others_costs_no_accuracy(outlier, layout):
+    x = draw((16, 5, 20, 20), torch.float32, layout, offset=3.0)[0]
+    x[0, :, 0, 0] = outlier
+    wide = x.double().movedim(1, 0).flatten(1)
+    mean, invstd = statistics(x)
+    torch.testing.assert_close(mean, wide.mean(1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(invstd, wide.var(1, correction=0).rsqrt(), rtol=1e-6, atol=0)
+
+
 def test_running_buffers():
     stats = bn_local_stats(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     old = torch.tensor([10.0, 20.0])
