@@ -15,6 +15,7 @@ from ._amp_state import _amp_state
 from .cast_plan import CastPlan
 from .executor import CastExecutor
 from .handle import AmpHandle, NoOpHandle
+from .lists import edited_rules
 
 Function = Callable[..., Any]
 
@@ -77,7 +78,7 @@ def _register(kind: str, module: Any, name: str) -> None:
 
 def take_registered() -> tuple[dict[str, Rule], list[tuple[str, Any, str]]]:
     """Empty the registry; return the rules for functions of torch, and the functions that are not torch's."""
-    rules: dict[str, Rule] = {}
+    rules: dict[str, Rule] = edited_rules()
     foreign: list[tuple[str, Any, str]] = []
     for kind, module, name in _registered:
         function = getattr(module, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -151,12 +151,12 @@ class LossScaler:
     def clear_overflow_state(self) -> None:
         """Do nothing: every iteration has its own flag."""
 
-    def report_overflows(self, *, wait: bool = False) -> None:
+    def report_overflows(self, *, wait: bool = False, printer: Callable[[str], None] = maybe_print) -> None:
         """Print a line for every overflow whose flag has reached the host; with `wait`, for all."""
         while self._overflows and (wait or self._overflows[0].ready()):
             overflow, scale = self._overflows.popleft().read()
             if overflow:
-                maybe_print(f"Gradient overflow.  Skipping step, loss scaler {self.name} reducing loss scale to {scale}")
+                printer(f"Gradient overflow.  Skipping step, loss scaler {self.name} reducing loss scale to {scale}")
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

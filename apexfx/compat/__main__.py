@@ -1,0 +1,36 @@
+"""python -m apexfx.compat [-m MODULE | SCRIPT] [ARGS...]: run a script written for Apex."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from .install import SHIM, install
+from .names import resolve
+
+USAGE = "usage: python -m apexfx.compat [-m MODULE | SCRIPT] [ARGS...]"
+
+
+def main(arguments: list[str]) -> int:
+    """Run what the command line names as the main program, with Apex's names in place for it and its children."""
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+        print(USAGE, file=sys.stdout if arguments and arguments[0] != "-m" else sys.stderr)
+        return 0 if arguments and arguments[0] != "-m" else 2
+    install()
+    # Processes the script starts find the names through a folder on their path.
+    os.environ["PYTHONPATH"] = os.pathsep.join([SHIM, *filter(None, [os.environ.get("PYTHONPATH")])])
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(resolve(arguments[1]) or arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path[0] = str(Path(arguments[0]).resolve().parent)
+        sys.path.append(SHIM)
+        runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

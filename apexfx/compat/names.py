@@ -1,0 +1,62 @@
+"""Which module stands for which of Apex's, and what to use for those that have no stand-in."""
+
+from __future__ import annotations
+
+# Apex's module -> ours. A submodule that is not listed resolves to the submodule of the same name, if there is one.
+MODULES = {
+    "apex.amp": "apexfx.amp",
+    "apex.amp.amp": "apexfx.amp.functions",
+    "apex.contrib.clip_grad": "apexfx.optimizers.clip_grad",
+    "apex.contrib.clip_grad.clip_grad": "apexfx.optimizers.clip_grad",
+    "apex.fp16_utils": "apexfx.fp16_utils",
+    "apex.fp16_utils.fp16util": "apexfx.fp16_utils",
+    "apex.multi_tensor_apply": "apexfx.multi_tensor_apply",
+    "apex.normalization": "apexfx.normalization",
+    "apex.optimizers": "apexfx.optimizers",
+    "apex.parallel": "apexfx.parallel",
+    "apex.parallel.optimized_sync_batchnorm": "apexfx.parallel.sync_batchnorm",
+    "amp_C": "apexfx.compat.amp_C",
+    "apex_C": "apexfx.compat.apex_C",
+}
+
+# What NVIDIA removed in May 2025: provided here even where the rest of Apex is installed.
+REMOVED_BY_NVIDIA = ("apex.amp", "apex.parallel", "apex.fp16_utils")
+
+# Modules with no stand-in -> what to use.
+ALTERNATIVES = {
+    "apex.RNN": "torch.nn.LSTM and torch.nn.GRU, which amp casts at every level",
+    "apex.contrib.bottleneck": "the plain bottleneck under apexfx.transform",
+    "apex.contrib.focal_loss": "a focal loss in plain torch under torch.compile",
+    "apex.contrib.layer_norm": "apex.normalization.FusedLayerNorm, for any hidden size",
+    "apex.contrib.multihead_attn": "torch.nn.functional.scaled_dot_product_attention",
+    "apex.contrib.optimizers": "apex.optimizers, or torch.distributed.optim.ZeroRedundancyOptimizer",
+    "apex.contrib.xentropy": "torch.nn.functional.cross_entropy(..., label_smoothing=...)",
+    "apex.contrib": "the plain module under torch.compile",
+    "apex.fused_dense": "torch.nn.Linear and torch.nn.GELU(approximate='tanh') under torch.compile",
+    "apex.mlp": "torch.nn.Sequential of torch.nn.Linear and torch.nn.ReLU under torch.compile",
+    "apex.pyprof": "torch.profiler",
+    "apex.reparameterization": "torch.nn.utils.parametrizations.weight_norm",
+    "apex.transformer": "torch.distributed.tensor.parallel, or Megatron Core",
+    "fused_dense_cuda": "torch.nn.Linear under torch.compile",
+    "fused_layer_norm_cuda": "apex.normalization.FusedLayerNorm",
+    "mlp_cuda": "torch.nn.Sequential under torch.compile",
+    "syncbn": "apex.parallel.SyncBatchNorm",
+}
+
+
+def resolve(name: str) -> str | None:
+    """Return the module that stands for Apex's module `name`, or None."""
+    if name in MODULES:
+        return MODULES[name]
+    parent, _, child = name.rpartition(".")
+    ours = resolve(parent) if parent else None
+    return f"{ours}.{child}" if ours is not None else None
+
+
+def alternative(name: str) -> str:
+    """Return what to use for a module that has no stand-in."""
+    while name:
+        if name in ALTERNATIVES:
+            return ALTERNATIVES[name]
+        name = name.rpartition(".")[0]
+    return "NVIDIA's own package"

@@ -1,0 +1,69 @@
+"""Conversion of models to half, after apex.fp16_utils."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from apexfx._torch import BatchNorm
+
+
+class tofp16(nn.Module):  # noqa: N801  Apex's name
+    """Casts its input to half."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input.to(self.dtype)
+
+
+def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802
+    """Bring every affine batch norm in `module` back to float32, in place; return `module`."""
+    for child in module.modules():
+        if isinstance(child, BatchNorm) and child.affine:
+            child.float()
+    return module
+
+
+def network_to_half(network: nn.Module, dtype: torch.dtype = torch.float16) -> nn.Sequential:
+    """Return `network` in half with float32 affine batch norms, behind a cast of its input."""
+    return nn.Sequential(tofp16(dtype), BN_convert_float(network.to(dtype)))
+
+
+def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the module's own floating parameters, their gradients and floating buffers to `dtype`, in place."""
+    for parameter in module.parameters(recurse=False):
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(dtype)
+    for name, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point():
+            module._buffers[name] = buffer.to(dtype)
+
+
+def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast `network` to `dtype` in place, except its affine batch norms; return it."""
+    for module in network.modules():
+        if isinstance(module, BatchNorm) and module.affine:
+            continue
+        convert_module(module, dtype)
+        if isinstance(module, nn.RNNBase):
+            module.flatten_parameters()
+    return network
+
+
+class FP16Model(nn.Module):
+    """Casts `network` to half except affine batch norms, and its positional inputs; the output is as it comes."""
+
+    def __init__(self, network: nn.Module, dtype: torch.dtype = torch.float16) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.network = convert_network(network, dtype)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.network(*(x.to(self.dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in inputs))

@@ -1,0 +1,95 @@
+"""amp_C and apex_C as scripts call them, against torch's optimizers and flat tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from apexfx.compat import amp_C, apex_C
+from apexfx.multi_tensor_apply import multi_tensor_applier
+from apexfx.testing import assert_close
+
+
+def draw(n=3):
+    torch.manual_seed(0)
+    params = [torch.randn(5, 3) for _ in range(n)]
+    return params, [torch.randn_like(p) for p in params], torch.zeros(1, dtype=torch.int32)
+
+
+def reference(make, params, grads, steps=2):
+    own = [p.clone().requires_grad_() for p in params]
+    optimizer = make(own)
+    for _ in range(steps):
+        for p, g in zip(own, grads):
+            p.grad = g.clone()
+        optimizer.step()
+    return own
+
+
+def compare(actual, expected):
+    for a, e in zip(actual, expected):
+        assert_close(a, e.detach(), dtype=torch.float32, scale=2.0)
+
+
+@pytest.mark.parametrize(("mode", "make"), [(0, torch.optim.Adam), (1, torch.optim.AdamW)])
+def test_multi_tensor_adam(mode, make):
+    params, grads, flag = draw()
+    expected = reference(lambda p: make(p, lr=0.1, weight_decay=0.01), params, grads)
+    m, v = ([torch.zeros_like(p) for p in params] for _ in range(2))
+    for step in (1, 2):
+        multi_tensor_applier(amp_C.multi_tensor_adam, flag, [grads, params, m, v], 0.1, 0.9, 0.999, 1e-8, step, mode, 1, 0.01)
+    compare(params, expected)
+
+
+def test_multi_tensor_sgd_unscales_and_skips_on_the_flag():
+    params, grads, flag = draw()
+    expected = reference(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01), params, grads)
+    buffers, scaled = [torch.zeros_like(p) for p in params], [g * 64 for g in grads]
+    copies = [p.bfloat16() for p in params]
+    for first in (True, False):
+        multi_tensor_applier(amp_C.multi_tensor_sgd, flag, [scaled, params, buffers, copies], 0.01, 0.9, 0.0, 0.1, False, first,
+                             False, 1 / 64)
+    compare(params, expected)
+    assert all(torch.equal(c, p.bfloat16()) for c, p in zip(copies, params))
+    before = [p.clone() for p in params]
+    multi_tensor_applier(amp_C.multi_tensor_sgd, torch.ones_like(flag), [grads, params, buffers], 0.01, 0.9, 0.0, 0.1, False,
+                         False, False, 1.0)
+    assert all(torch.equal(p, b) for p, b in zip(params, before))
+
+
+def test_multi_tensor_adagrad():
+    params, grads, flag = draw()
+    expected = reference(lambda p: torch.optim.Adagrad(p, lr=0.1, weight_decay=0.01), params, grads)
+    sums = [torch.zeros_like(p) for p in params]
+    for _ in range(2):
+        multi_tensor_applier(amp_C.multi_tensor_adagrad, flag, [grads, params, sums], 0.1, 1e-10, 0, 0.01)
+    compare(params, expected)
+
+
+def test_multi_tensor_lamb_clips_by_the_global_norm():
+    params, grads, flag = draw()
+    clone = [p.clone() for p in params]
+    norm, _ = multi_tensor_applier(amp_C.multi_tensor_l2norm, flag, [grads], False)
+    for own, given, gnorm in ((params, grads, norm), (clone, [g / norm for g in grads], torch.ones(1))):
+        m, v = ([torch.zeros_like(p) for p in own] for _ in range(2))
+        multi_tensor_applier(amp_C.multi_tensor_lamb, flag, [given, own, m, v], 0.1, 0.9, 0.999, 1e-6, 1, 1, 0.01, 1, 1, gnorm,
+                             1.0, False)
+    assert norm.item() > 1
+    compare(params, clone)
+
+
+def test_scale_raises_the_flag_of_scripts():
+    params, _, flag = draw()
+    out = [torch.empty_like(p) for p in params]
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [params, out], 2.0)
+    assert flag.item() == 0 and torch.equal(out[0], params[0] * 2)
+    params[1][0, 0] = float("inf")
+    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [params, out], 1.0)
+    assert flag.item() == 1
+
+
+def test_apex_c_flattens_and_unflattens():
+    params = [torch.randn(2, 3), torch.randn(4), torch.randn(3, 2).t()]
+    flat = apex_C.flatten(params)
+    assert flat.shape == (16,)
+    assert all(torch.equal(a, b) for a, b in zip(apex_C.unflatten(flat, params), params))
