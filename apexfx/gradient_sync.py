@@ -15,11 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .config import BucketConfig
 
 # parameter -> the hook of the transform that synchronizes it; a later transform of the same module replaces it.
-_hooks: weakref.WeakKeyDictionary[nn.Parameter, Any] = weakref.WeakKeyDictionary()
+_hooks: Any = WeakTensorKeyDictionary()  # by identity: tensors compare elementwise
 
 
 class UnsynchronizedGradientError(RuntimeError):
