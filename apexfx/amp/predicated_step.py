@@ -27,10 +27,15 @@ class PredicatedStep:
         self._unsettled: tuple[HostMirror, Any] | None = None
 
     @torch.no_grad()
-    def before(self, optimizer: torch.optim.Optimizer, *, tensors: bool = True) -> None:
-        """Copy what the step may write; without `tensors`, only what lives on the host."""
+    def before(self, optimizer: torch.optim.Optimizer, *, tensors: bool = True, without_grad: bool = False) -> None:
+        """Copy what the step may write.
+
+        Args:
+            tensors: False for what lives on the host only.
+            without_grad: also parameters that have no gradient yet, as before a closure.
+        """
         self.settle(optimizer)
-        self._written = list(_tensors(optimizer)) if tensors else []
+        self._written = list(_tensors(optimizer, without_grad)) if tensors else []
         self._copies = [tensor.detach().clone() for tensor in self._written]
         self._host_state = {
             parameter: {key: _frozen(value) for key, value in optimizer.state[parameter].items()} if parameter in optimizer.state else {}
@@ -92,11 +97,11 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from group["params"]
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _tensors(optimizer: torch.optim.Optimizer, without_grad: bool) -> Iterator[Tensor]:
     """Yield every tensor a step may write: parameters with a gradient, their state, tensors among the group's options."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter.grad is not None:
+            if without_grad or parameter.grad is not None:
                 yield parameter
             if parameter in optimizer.state:
                 yield from _in(optimizer.state[parameter])

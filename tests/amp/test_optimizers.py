@@ -1,0 +1,277 @@
+"""Masters, gradients and the methods of an initialised optimizer (APEX_SPEC 1.5)."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apexfx import amp, optimizers
+from tests.amp.amp_cases import ConvNet, batch, train
+
+
+def made(level="O2", make=lambda p: torch.optim.SGD(p, lr=0.1), **options):
+    torch.manual_seed(0)
+    model = ConvNet()
+    return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
+
+
+def backward(model, optimizer, step=0, **options):
+    x, y = batch(step)
+    with amp.scale_loss(F.cross_entropy(model(x), y), optimizer, **options) as loss:
+        loss.backward()
+
+
+def test_groups_hold_masters_float32_and_frozen_parameters_in_order():
+    torch.manual_seed(0)
+    model = ConvNet()
+    model.fc.bias.requires_grad_(False)
+    expected = [p.detach().clone() for p in model.parameters()]
+    names = [n for n, _ in model.named_parameters()]
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O2", verbosity=0)
+    found = list(amp.master_params(optimizer))
+    for name, master, value in zip(names, found, expected):
+        parameter = model.get_parameter(name)
+        if name.startswith("norm") or name == "fc.bias":
+            assert master is parameter  # float32 ones and frozen ones stay
+        else:
+            assert master is not parameter and master.is_leaf and master.requires_grad
+            assert torch.equal(master, value.bfloat16().float())
+    assert model.fc.bias.dtype == torch.bfloat16
+
+
+def test_stash_has_the_names_of_apex():
+    model, optimizer = made()
+    stash = optimizer._amp_stash
+    assert stash.lazy_init_called and not stash.already_patched and not stash.params_have_scaled_gradients
+    assert stash.fp16_groups[0] == stash.all_fp16_params and stash.fp32_from_fp16_groups[0] == stash.all_fp32_from_fp16_params
+    assert stash.fp32_from_fp32_groups[0] == stash.all_fp32_from_fp32_params == [model.norm.weight, model.norm.bias]
+    for name in ("_master_params_to_model_params", "_lazy_init_maybe_master_weights", "_prepare_amp_backward",
+                 "_post_amp_backward", "_amp_lazy_init"):
+        assert callable(getattr(optimizer, name))
+
+
+def test_the_methods_downstream_code_calls_do_an_iteration():
+    model, optimizer = made(loss_scale=8.0)
+    x, y = batch()
+    optimizer._amp_lazy_init()
+    optimizer._prepare_amp_backward()
+    (F.cross_entropy(model(x), y) * 8.0).backward()
+    optimizer._post_amp_backward(amp._amp_state.loss_scalers[0])
+    master, half = optimizer.param_groups[0]["params"][0], model.conv.weight
+    assert torch.equal(master.grad, half.grad.float() / 8.0)
+
+
+def test_model_gradients_stay_scaled_and_master_gradients_are_not():
+    model, optimizer = made(loss_scale=64.0)
+    backward(model, optimizer)
+    master = optimizer.param_groups[0]["params"][0]
+    assert master.grad.dtype == torch.float32 and torch.equal(master.grad * 64.0, model.conv.weight.grad.float())
+
+
+def test_step_writes_the_model_and_drops_master_gradients():
+    model, optimizer = made()
+    backward(model, optimizer)
+    before = model.conv.weight.detach().clone()
+    optimizer.step()
+    master = optimizer.param_groups[0]["params"][0]
+    assert master.grad is None and not torch.equal(model.conv.weight, before)
+    assert torch.equal(model.conv.weight, master.bfloat16())
+
+
+def test_step_before_anything_else_works():
+    _, optimizer = made()  # AttributeError in Apex: masters were made at the first scale_loss
+    optimizer.step()
+
+
+@pytest.mark.parametrize("set_to_none", [None, True, False])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_zero_grad_takes_set_to_none(level, set_to_none):
+    model, optimizer = made(level)
+    backward(model, optimizer)
+    optimizer.zero_grad() if set_to_none is None else optimizer.zero_grad(set_to_none=set_to_none)
+    for parameter in model.parameters():
+        assert parameter.grad is None if set_to_none in (None, True) else parameter.grad.abs().max() == 0
+    if level == "O2":
+        assert optimizer.param_groups[0]["params"][0].grad is None
+
+
+def test_add_param_group_makes_masters_in_the_given_dict():
+    model, optimizer = made()
+    new = nn.Linear(4, 4).bfloat16()
+    group = {"params": list(new.parameters()), "lr": 0.5}
+    optimizer.add_param_group(group)
+    assert all(p.dtype == torch.float32 and p is not q for p, q in zip(group["params"], new.parameters()))
+    assert optimizer._amp_stash.fp16_groups[1] == list(new.parameters())
+    x, y = batch()
+    before = new.weight.detach().clone()
+    with amp.scale_loss(F.cross_entropy(new(model(x).bfloat16()).float(), y), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert not torch.equal(new.weight, before)
+    with pytest.raises(TypeError, match="sets"):
+        optimizer.add_param_group({"params": {new.weight}})
+
+
+def test_add_param_group_without_masters():
+    model, optimizer = made("O1")
+    new = nn.Linear(4, 4)
+    optimizer.add_param_group({"params": new.weight})
+    assert optimizer.param_groups[1]["params"] == [new.weight]
+    x, y = batch()
+    with amp.scale_loss(F.cross_entropy(new(model(x)), y), optimizer) as loss:
+        loss.backward()
+    scaled = torch.autograd.grad(F.cross_entropy(new(model(x)), y), new.weight)[0]
+    assert torch.allclose(new.weight.grad, scaled, rtol=1e-3)
+
+
+def test_accumulation_with_masters_is_done_in_float32():
+    model, optimizer = made(loss_scale=2.0)
+    model.eval()
+    total = 0
+    for step in range(3):
+        backward(model, optimizer, step)
+        total = total + model.conv.weight.grad.float() / 2.0
+    assert torch.equal(optimizer.param_groups[0]["params"][0].grad, total)
+
+
+def test_gradients_clip_through_master_params():
+    model, optimizer = made()
+    backward(model, optimizer)
+    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
+    norm = torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]).norm()
+    assert abs(norm.item() - 0.01) < 1e-5
+
+
+@pytest.mark.parametrize("first", ["scheduler", "initialize"])
+def test_schedulers_work_and_do_not_warn(first):
+    torch.manual_seed(0)
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if first == "scheduler":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer = amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+    if first == "initialize":
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before = model.conv.weight.detach().clone()
+        for step in range(2):
+            backward(model, optimizer, step)
+            optimizer.step()
+            scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.025 and not torch.equal(model.conv.weight, before)
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=0.1), lambda p: torch.optim.LBFGS(p, lr=0.5, max_iter=3),
+                                  lambda p: optimizers.FusedSGD(p, lr=0.1)])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_closures_work(make, level):
+    model, optimizer = made(level, make, loss_scale="dynamic")
+    model.eval()
+
+    def closure(factor=1.0):
+        optimizer.zero_grad()
+        x, y = batch()
+        loss = F.cross_entropy(model(x), y)
+        with amp.scale_loss(loss * factor, optimizer) as scaled:
+            scaled.backward()
+        return loss
+
+    first = optimizer.step(closure)
+    for _ in range(3):
+        last = optimizer.step(closure)
+    assert last < first
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    optimizer.step(lambda: closure(float("inf")))
+    after = (model.state_dict(), optimizer.state_dict())
+    assert all(torch.equal(after[0][k], v) for k, v in before[0].items())
+    assert str(after[1]) == str(before[1])
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, lr=0.01), lambda p: optimizers.FusedAdam(p, lr=0.01)])
+def test_model_and_optimizer_copied_together_train_alike(make):
+    model, optimizer = made("O2", make)
+    train(model, optimizer, 2)
+    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
+    expected = train(model, optimizer, 2, first=2)
+    assert torch.equal(train(model_copy, optimizer_copy, 2, first=2), expected)
+    assert optimizer_copy._amp_stash.all_fp16_params[0] is model_copy.conv.weight
+    model_loaded, optimizer_loaded = pickle.loads(pickle.dumps((model, optimizer)))
+    expected = train(model, optimizer, 1, first=4)
+    assert torch.equal(train(model_loaded, optimizer_loaded, 1, first=4), expected)
+
+
+def test_loading_a_model_after_initialize_reaches_the_masters():
+    model, optimizer = made()
+    train(model, optimizer, 1)
+    source = ConvNet()
+    model.load_state_dict(source.state_dict())
+    master = optimizer.param_groups[0]["params"][0]
+    assert torch.equal(master, source.conv.weight)  # with all of its precision
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model.conv.weight, source.conv.weight.bfloat16())
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_edits_of_the_model_before_training_reach_the_masters(through_data):
+    model, optimizer = made()
+    with torch.no_grad():  # as a broadcast by a parallel wrapper would
+        (model.conv.weight.data if through_data else model.conv.weight).fill_(0.25)
+    train(model, optimizer, 1)
+    assert (model.conv.weight - 0.25).abs().max() < 0.2
+
+
+def test_edits_of_the_model_during_training_reach_the_masters():
+    model, optimizer = made()
+    train(model, optimizer, 2)
+    master = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        model.conv.weight.clamp_(-0.1, 0.1)
+    kept = model.conv.weight.abs() < 0.1
+    precise = master[kept].clone()
+    assert torch.equal(model.state_dict()["conv.weight"][kept], precise)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert master.abs().max() <= torch.tensor(0.1).bfloat16() and torch.equal(master[kept], precise)
+
+
+def test_state_dict_of_the_model_has_the_precision_of_the_masters():
+    model, optimizer = made(make=lambda p: torch.optim.SGD(p, lr=1e-4))
+    train(model, optimizer, 1)
+    master = optimizer.param_groups[0]["params"][0]
+    assert torch.equal(model.state_dict()["conv.weight"], master) and not torch.equal(master, master.bfloat16().float())
+
+
+def test_fused_sgd_without_materialized_gradients_trains_the_same():
+    results = []
+    for materialize in (True, False):
+        model, optimizer = made("O2", lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize))
+        results.append(train(model, optimizer, 3))
+    assert torch.equal(*results)
+
+
+def test_sparse_gradients_are_unscaled():
+    embedding = nn.Embedding(10, 4, sparse=True)
+    model, optimizer = amp.initialize(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1), loss_scale=8.0, verbosity=0)
+    for _ in range(2):
+        with amp.scale_loss(model(torch.tensor([1, 1, 3])).sum(), optimizer) as loss:
+            loss.backward()
+    dense = embedding.weight.grad.to_dense()
+    assert torch.equal(dense[1], torch.full((4,), 4.0)) and torch.equal(dense[3], torch.full((4,), 2.0))
+
+
+def test_double_parameters_train_at_o1():
+    model = nn.Linear(4, 4).double()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_scale=8.0, verbosity=0)
+    out = model(torch.ones(2, 4, dtype=torch.float64))
+    assert out.dtype == torch.float64
+    with amp.scale_loss(out.sum(), optimizer) as loss:
+        loss.backward()
+    assert torch.equal(model.bias.grad, torch.full((4,), 2.0, dtype=torch.float64))

@@ -1,0 +1,184 @@
+"""The property table, its overrides and their errors (APEX_SPEC 1.1, 1.2)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from apexfx import amp
+from apexfx.amp._amp_state import _amp_state
+from apexfx.amp.frontend import O0, O1, O2, O3, Properties, opt_levels
+
+HALF = torch.float16
+TABLE = {
+    None: (False, None, None, False, None, None, 1.0),
+    "O0": (True, "O0", torch.float32, False, None, False, 1.0),
+    "O1": (True, "O1", None, True, None, None, "dynamic"),
+    "O2": (True, "O2", HALF, False, True, True, "dynamic"),
+    "O3": (True, "O3", HALF, False, False, False, 1.0),
+}
+NAMES = ("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+
+
+def options(opt_level="O1", **given):
+    amp.initialize(nn.Linear(2, 2), opt_level=opt_level, verbosity=0, dtype=HALF, **given)
+    return _amp_state.opt_properties
+
+
+def test_public_names():
+    for name in ("initialize scale_loss state_dict load_state_dict master_params half_function float_function promote_function "
+                 "register_half_function register_float_function register_promote_function disable_casts init").split():
+        assert callable(getattr(amp, name))
+
+
+def test_amp_state_is_a_module_and_an_object():
+    import sys
+
+    assert amp._amp_state is _amp_state
+    module = sys.modules["apexfx.amp._amp_state"]
+    assert module._amp_state is _amp_state and callable(module.maybe_print) and callable(module.warn_or_err)
+    assert module.master_params is amp.master_params
+    assert (_amp_state.hard_override, _amp_state.allow_incoming_model_not_fp32, _amp_state.verbosity) == (False, False, 1)
+    assert not hasattr(_amp_state, "opt_properties")
+
+
+@pytest.mark.parametrize("level", TABLE)
+def test_table(level):
+    properties = Properties() if level is None else options(level)
+    assert tuple(getattr(properties, name) for name in NAMES) == TABLE[level]
+    assert tuple(properties.options) == NAMES
+
+
+def test_levels_are_objects_that_fill_in_properties():
+    assert [type(opt_levels[name]) for name in ("O0", "O1", "O2", "O3")] == [O0, O1, O2, O3]
+    assert opt_levels["O2"](Properties()).master_weights is True
+
+
+def test_half_type_of_the_cpu_is_bfloat16():
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", verbosity=0)
+    assert _amp_state.opt_properties.cast_model_type == torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["01", 1, "o1", "O4", None])
+def test_unknown_level_mentions_the_letter(level):
+    with pytest.raises(RuntimeError, match="letter O, not the number zero"):
+        options(level)
+
+
+def test_cudnn_must_be_enabled():
+    torch.backends.cudnn.enabled = False
+    try:
+        with pytest.raises(RuntimeError, match="cudnn.enabled"):
+            options()
+    finally:
+        torch.backends.cudnn.enabled = True
+
+
+@pytest.mark.parametrize(
+    ("level", "given", "message"),
+    [
+        ("O1", {"cast_model_type": HALF}, "O1 inserts casts around Torch functions"),
+        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 should be None"),
+        ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32 should be None"),
+        ("O1", {"master_weights": True}, "master_weights with O1"),
+        ("O1", {"master_weights": False}, "master_weights with O1"),
+        ("O0", {"patch_torch_functions": True}, "opt_level='O1'"),
+        ("O2", {"patch_torch_functions": True}, "opt_level='O1'"),
+        ("O3", {"patch_torch_functions": True}, "opt_level='O1'"),
+    ],
+)
+def test_contradicting_overrides_raise(level, given, message):
+    with pytest.raises(RuntimeError, match=message):
+        options(level, **given)
+
+
+def test_hard_override_turns_errors_into_warnings(capsys):
+    _amp_state.hard_override = True
+    properties = options("O1", master_weights=False)
+    assert properties.master_weights is False
+    assert capsys.readouterr().out.startswith("Warning:  It doesn't make sense")
+
+
+@pytest.mark.parametrize("value", [torch.float32, False])
+def test_o1_takes_float32_or_no_model_cast(value):
+    assert options("O1", cast_model_type=value).cast_model_type == value
+
+
+@pytest.mark.parametrize("value", [2, "yes", "true"])
+def test_keep_batchnorm_must_be_a_boolean(value):
+    with pytest.raises(AssertionError, match="keep_batchnorm_fp32 must be"):
+        options("O2", keep_batchnorm_fp32=value)
+
+
+@pytest.mark.parametrize(("value", "parsed"), [("True", True), ("False", False), (True, True)])
+def test_keep_batchnorm_parses_strings(value, parsed):
+    assert options("O3", keep_batchnorm_fp32=value).keep_batchnorm_fp32 is parsed
+
+
+@pytest.mark.parametrize(("value", "parsed"), [("dynamic", "dynamic"), ("128.0", 128.0), (128, 128.0), (0, 0.0), (-1.0, -1.0)])
+def test_loss_scale_parses(value, parsed):
+    assert options("O1", loss_scale=value).loss_scale == parsed
+
+
+def test_loss_scale_must_be_a_number():
+    with pytest.raises(ValueError, match="'big' was given, expected 'dynamic' or a number"):
+        options("O1", loss_scale="big")
+
+
+@pytest.mark.parametrize(
+    ("level", "given"),
+    [
+        ("O0", {"cast_model_type": torch.bfloat16}), ("O0", {"master_weights": True}), ("O0", {"loss_scale": "dynamic"}),
+        ("O2", {"master_weights": False}), ("O3", {"loss_scale": "dynamic"}), ("O3", {"keep_batchnorm_fp32": True}),
+        ("O2", {"cast_model_type": False}), ("O2", {"cast_model_type": torch.bfloat16}),
+    ],
+)  # fmt: skip
+def test_accepted_without_a_word(level, given):
+    properties = options(level, **given)
+    assert all(getattr(properties, name) == value for name, value in given.items())
+
+
+def test_o1_without_patching_is_loss_scaling_only():
+    model = amp.initialize(nn.Linear(2, 2), opt_level="O1", patch_torch_functions=False, verbosity=0)
+    assert type(model) is nn.Linear and _amp_state.session.executor is None
+    assert _amp_state.loss_scalers[0].dynamic
+
+
+def test_an_unknown_option_is_refused():
+    with pytest.raises(AttributeError, match="no option 'speed'"):
+        Properties().speed = 1
+    with pytest.raises(AttributeError, match="no option"):
+        _ = Properties().speed
+
+
+def test_dtype_must_be_a_half_type():
+    with pytest.raises(ValueError, match="dtype=torch.float32 was given"):
+        amp.initialize(nn.Linear(2, 2), dtype=torch.float32, verbosity=0)
+
+
+def test_verbosity_one_prints_the_options(capsys):
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", loss_scale="128.0", dtype=HALF)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("Selected optimization level O2:")
+    assert "loss_scale             : dynamic" in lines[:10] and lines[-1] == "loss_scale             : 128.0"
+
+
+def test_verbosity_zero_prints_nothing(capsys):
+    options("O2")
+    assert capsys.readouterr().out == ""
+
+
+def test_verbosity_two_prints_every_cast(capsys):
+    model = amp.initialize(nn.Linear(2, 2), dtype=HALF, verbosity=2)
+    capsys.readouterr()
+    model(torch.ones(1, 2))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["Float->Half (linear)"] * 3
+    model(torch.ones(1, 2))
+    assert capsys.readouterr().out.splitlines()[1] == "Float->Half (linear, cache hit)"
+
+
+def test_initialize_emits_no_warning(recwarn):
+    options("O2")
+    assert not [w for w in recwarn if issubclass(w.category, FutureWarning)]
