@@ -1,0 +1,200 @@
+"""Measure layer_norm and rms_norm, forward and backward, against torch; fill the table of the fuse_norm pass.
+
+    python benchmarks/ops_norm.py                      eager, and compiled by Inductor; one row a shape and dtype
+    python benchmarks/ops_norm.py --write              also write apexfx/passes/fuse_norm_table.py
+    python benchmarks/ops_norm.py --device cuda --json out.json
+
+Each pair runs interleaved in one process; a time is the median. `--clock cpu` counts the process's CPU time instead of
+the clock's, for a machine that others use: give it `--threads 1`, since idle threads spin. In the Inductor rows the norm stands as in a
+transformer, after a residual add, so that the decomposition may fuse what it can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from apexfx.ops.layer_norm import layer_norm
+from apexfx.ops.rms_norm import rms_norm
+
+SHAPES = ((4096, 768), (8192, 1024), (512, 4096))
+DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+EPS = 1e-5
+MARGIN = 1.05  # a kernel that wins by less than this on average is not worth a node that nothing fuses with
+FLOOR = 0.9  # nor is one that loses more than this on a shape
+TABLE = Path(__file__).resolve().parent.parent / "apexfx/passes/fuse_norm_table.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: seconds by the kernel and by torch, forward and backward."""
+
+    op: str
+    inner: str
+    device: str
+    dtype: str
+    shape: tuple[int, int]
+    kernel_s: float
+    torch_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.torch_s / self.kernel_s
+
+
+def written_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm as Llama and T5 write it."""
+    wide = x.float()
+    normalized = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)
+    return weight * normalized.to(x.dtype)
+
+
+# name -> (by the kernel, by torch), both of (x, *parameters)
+OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "layer_norm": (
+        lambda x, weight, bias: layer_norm(x, weight, bias, 1, EPS)[0],
+        lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS),
+    ),
+    "rms_norm": (
+        lambda x, weight: rms_norm(x, weight, 1, EPS)[0],
+        lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
+    ),
+    "written_rms_norm": (lambda x, weight: rms_norm(x, weight, 1, EPS)[0], written_rms_norm),
+}
+
+
+def residual_block(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a function that norms x + residual and passes the sum on, as a transformer layer does."""
+
+    def block(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total, *parameters), total
+
+    return block
+
+
+def training_step(function: Callable[..., object], inputs: tuple[Tensor, ...]) -> Callable[[], None]:
+    """Return a call that runs `function` and its backward with fixed output gradients."""
+    outputs = function(*inputs)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    grads = tuple(torch.randn_like(o) for o in outputs)
+
+    def run() -> None:
+        result = function(*inputs)
+        torch.autograd.grad(result if isinstance(result, tuple) else (result,), inputs, grads)
+
+    return run
+
+
+def interleaved(runs: list[Callable[[], None]], device: str, seconds: float, clock: Callable[[], float]) -> list[float]:
+    """Return the median time of each run, one after the other in turn for `seconds`."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    times: list[list[float]] = [[] for _ in runs]
+    for run in runs * 3:
+        run()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 9:
+        for run, samples in zip(runs, times):
+            synchronize()
+            start = clock()
+            run()
+            synchronize()
+            samples.append(clock() - start)
+    return [statistics.median(samples) for samples in times]
+
+
+def measure(
+    op: str, inner: str, device: str, dtype: torch.dtype, shape: tuple[int, int], seconds: float, clock: Callable[[], float]
+) -> Row:
+    """Time one op, shape and dtype both ways."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device, dtype=dtype).requires_grad_()
+
+    parameters = [draw(shape[1]) for _ in range(2 if op == "layer_norm" else 1)]
+    functions: list[Callable[..., object]] = list(OPS[op])
+    inputs = (draw(*shape), *parameters)
+    if inner == "inductor":
+        functions = [torch.compile(residual_block(f), fullgraph=True) for f in functions]
+        inputs = (draw(*shape), draw(*shape), *parameters)
+    kernel_s, torch_s = interleaved([training_step(f, inputs) for f in functions], device, seconds, clock)
+    torch._dynamo.reset()
+    return Row(op, inner, device, str(dtype).removeprefix("torch."), shape, kernel_s, torch_s)
+
+
+def table_source(rows: list[Row], old: dict, clock: str) -> str:
+    """Return the source of the pass's table: the old entries, with those measured now in their place."""
+    entries = dict(old)
+    for key in sorted({(r.op, r.device, r.inner, r.dtype) for r in rows}):
+        ratios = [r.ratio for r in rows if (r.op, r.device, r.inner, r.dtype) == key]
+        entries[key] = (round(math.exp(statistics.fmean(map(math.log, ratios))), 2), round(min(ratios), 2))
+    lines = [f"    {key!r}: {value!r},".replace("'", '"') for key, value in sorted(entries.items())]
+    return "\n".join([
+        '"""Measured: how much faster the apexfx norm is than what the inner compiler makes of torch\'s; data only.',
+        "",
+        f"Written by benchmarks/ops_norm.py --write (torch {torch.__version__}, {torch.get_num_threads()} threads, {clock} time).",
+        "(op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio",
+        f"time(torch) / time(apexfx), forward and backward, shapes {', '.join(map(str, SHAPES))}.",
+        "A combination that is not here was not measured, and is left to the inner compiler.",
+        '"""',
+        "",
+        "from __future__ import annotations",
+        "",
+        f"MARGIN = {MARGIN}  # the mean must reach this for the kernel to be worth a node that nothing fuses with",
+        f"FLOOR = {FLOOR}  # and the smallest this",
+        "",
+        "RATIO: dict[tuple[str, str, str, str], tuple[float, float]] = {",
+        *lines,
+        "}",
+        "",
+    ])
+
+
+def main() -> None:
+    """Run from the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
+    parser.add_argument("--inner", default="eager,inductor")
+    parser.add_argument("--op", default=",".join(OPS))
+    parser.add_argument("--seconds", type=float, default=1.0, help="a row")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--write", action="store_true", help="update the pass's table")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
+    rows = []
+    print(f"{'inner':9}{'op':18}{'dtype':10}{'shape':14}{'apexfx ms':>11}{'torch ms':>11}{'ratio':>7}")
+    for inner in arguments.inner.split(","):
+        for op in arguments.op.split(","):
+            for dtype in DTYPES[arguments.device]:
+                for shape in SHAPES:
+                    row = measure(op, inner, arguments.device, dtype, shape, arguments.seconds, clock)
+                    rows.append(row)
+                    print(f"{inner:9}{op:18}{row.dtype:10}{shape!s:14}{1e3 * row.kernel_s:11.3f}"
+                          f"{1e3 * row.torch_s:11.3f}{row.ratio:7.2f}", flush=True)  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+    if arguments.write:
+        old: dict = {}
+        if TABLE.exists():
+            from apexfx.passes.fuse_norm_table import RATIO
+
+            old = RATIO
+        TABLE.write_text(table_source(rows, old, arguments.clock))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""fuse_norm: the printed graph, every spelling it finds, what it must leave alone, the table, and numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import TestCase
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from apexfx import capture
+from apexfx._torch import has_kernel
+from apexfx.fx import graphs
+from apexfx.passes.fuse_norm import FuseNorm
+from apexfx.passes.fuse_norm_table import RATIO
+from apexfx.printing import format_graph
+from apexfx.testing import assert_close
+
+# ruff: noqa: E501  printed graphs
+
+EVERYWHERE = {
+    (op, "cpu", "eager", dtype): (2.0, 2.0)
+    for op in ("layer_norm", "rms_norm", "written_rms_norm") for dtype in ("float32", "bfloat16", "float16")
+}
+needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::rms_norm", "CPU"), reason="the compiled CPU ops are not built")
+
+
+def text(gm):
+    return "\n".join(format_graph(body) for body in graphs(gm))
+
+
+def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, autocast=None):
+    """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
+    kept = []
+
+    def backend(gm, example_inputs):
+        capture.annotate(gm, example_inputs)
+        before = text(gm)
+        pass_ = FuseNorm(inner=inner, ratios=ratios)
+        assert pass_(gm).modified == (text(gm) != before)
+        gm.graph.lint()
+        after = text(gm)
+        assert not FuseNorm(inner=inner, ratios=ratios)(gm).modified and text(gm) == after  # twice is once
+        kept[:] = [pass_, gm]
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        result = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return *kept, result
+
+
+def fused(gm):
+    return [str(n.target) for body in graphs(gm) for n in body.graph.nodes if "apexfx" in str(n.target)]
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def llama(x, weight, eps=1e-6):
+    """transformers' LlamaRMSNorm."""
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * x.to(dtype)
+
+
+def t5(x, weight, eps=1e-6):
+    """transformers' T5LayerNorm."""
+    x = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + eps)
+    if weight.dtype in (torch.float16, torch.bfloat16):
+        x = x.to(weight.dtype)
+    return weight * x
+
+
+def meta_llama(x, weight, eps=1e-6):
+    """Meta's own."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).type_as(x) * weight
+
+
+def gemma(x, weight, eps=1e-6):
+    """Squares by multiplication, factors in the other order."""
+    wide = x.float()
+    return torch.rsqrt(eps + torch.mean(wide * wide, dim=-1, keepdim=True)).mul(wide).to(x.dtype).mul(weight)
+
+
+WRITTEN = [llama, t5, meta_llama, gemma]
+
+
+@needs_kernel
+class TestPrinted(TestCase):
+    def test_llama(self):
+        _, gm, _ = rewrite(llama, draw(2, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16))
+        self.assertExpectedInline(format_graph(gm), """\
+in   %x: bf16[2,8]
+in   %weight: bf16[8]
+%0 = apexfx.rms_norm.default(%x, %weight, 1, 1e-06)
+%1 = operator.getitem(%0, 0) -> bf16[2,8]
+out  [%1]""")
+
+    def test_layer_norm(self):
+        _, gm, _ = rewrite(lambda x, w, b: F.layer_norm(x, (8,), w, b).relu(), draw(2, 8), torch.ones(8), torch.zeros(8))
+        self.assertExpectedInline(format_graph(gm), """\
+in   %x: f32[2,8]
+in   %w: f32[8]
+in   %b: f32[8]
+%0 = apexfx.layer_norm.default(%x, %w, %b, 1, 1e-05)
+%1 = operator.getitem(%0, 0) -> f32[2,8]
+%2 = relu(%1) -> f32[2,8]
+out  [%2]""")
+
+
+@needs_kernel
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("written", WRITTEN)
+def test_written_rms_norm_is_one_op_with_the_same_values_and_gradients(written, dtype, parameters):
+    inputs = [draw(3, 5, 8, dtype=dtype).requires_grad_(), (draw(8).abs() + 0.5).to(parameters).requires_grad_()]
+    pass_, gm, y = rewrite(written, *inputs)
+    assert fused(gm) == ["apexfx.rms_norm.default"]
+    assert len(gm.graph.find_nodes(op="call_method")) == 0
+    assert y.dtype == written(*inputs).dtype and len(pass_.matches) == 1
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    expected = F.rms_norm(wide[0], (8,), wide[1], 1e-6)
+    grad = draw(3, 5, 8)
+    assert_close(y, expected)
+    got, want = torch.autograd.grad(y, inputs, grad.to(y.dtype)), torch.autograd.grad(expected, wide, grad.double())
+    for value, oracle in zip(got, want):
+        low = max((value.dtype, y.dtype), key=lambda d: torch.finfo(d).eps)  # the gradient passes through y's dtype
+        assert_close(value, oracle, dtype=low, scale=4)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "norm, op",
+    [
+        (nn.LayerNorm(8), "layer_norm"),
+        (nn.LayerNorm((5, 8), eps=1e-3), "layer_norm"),
+        (nn.LayerNorm(8, bias=False), "layer_norm"),
+        (nn.LayerNorm(8, elementwise_affine=False), "layer_norm"),
+        (nn.RMSNorm(8), "rms_norm"),
+        (nn.RMSNorm((5, 8), eps=1e-3, elementwise_affine=False), "rms_norm"),
+    ],
+    ids=str,
+)
+def test_torch_norms(norm, op):
+    x = draw(3, 5, 8)
+    pass_, gm, y = rewrite(norm, x)
+    assert fused(gm) == [f"apexfx.{op}.default"]
+    assert_close(y, norm(x))
+    assert pass_.matches[0].detail.startswith(f"{op} -> apexfx.{op}")
+
+
+@needs_kernel
+def test_transformers_modules():
+    llama_module = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm(8)
+    t5_module = pytest.importorskip("transformers.models.t5.modeling_t5").T5LayerNorm(8)
+    for module in (llama_module, t5_module):
+        _, gm, y = rewrite(module, draw(3, 8))
+        assert fused(gm) == ["apexfx.rms_norm.default"]
+        assert_close(y, module(draw(3, 8)))
+
+
+@needs_kernel
+def test_inside_an_activation_checkpoint_and_with_a_dynamic_batch():
+    norm = nn.LayerNorm(8)
+    model = torch.nn.Sequential(nn.Linear(8, 8), norm)
+    x = draw(3, 8)
+    _, gm, y = rewrite(lambda x: checkpoint(model, x, use_reentrant=False), x)
+    assert fused(gm) == ["apexfx.layer_norm.default"]
+    assert_close(y, model(x))
+    torch._dynamo.mark_dynamic(x, 0)
+    _, gm, y = rewrite(model, x)
+    assert fused(gm) == ["apexfx.layer_norm.default"]
+
+
+@needs_kernel
+def test_under_ambient_autocast_the_dtypes_are_those_captured():
+    linear, norm, x = nn.Linear(8, 8), nn.LayerNorm(8), draw(3, 8)
+    model = nn.Sequential(linear, norm)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(x)
+    _, gm, y = rewrite(model, x, autocast=torch.bfloat16)
+    assert y.dtype == expected.dtype
+    assert_close(y, expected, dtype=torch.bfloat16)
+
+
+def uses_the_mean(x, w):  # subtracts a mean: not an RMS norm
+    h = x - x.mean(-1, keepdim=True)
+    return w * (x * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def other_dim(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6))
+
+
+def fourth_power(x, w):
+    return w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-6))
+
+
+def other_input(x, w):
+    return w * (x.relu() * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def half_statistics(x, w):
+    x = x.bfloat16()
+    return w.bfloat16() * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def written_in_between(x, w):
+    x = x.clone()
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    x.add_(1)
+    return w * (x * scale)
+
+
+def without_gradient_in_between(x, w):
+    with torch.no_grad():
+        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return w * (x * scale)
+
+
+def weight_of_another_shape(x, w):
+    return w[:1] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def not_contiguous(x, w):  # a view that only these strides allow may follow
+    return llama(x.t().reshape(4, 2, 8).transpose(0, 1), w).transpose(0, 1).view(8, 8)
+
+
+def float64_norm(x, w):
+    return F.layer_norm(x.double(), (8,))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [uses_the_mean, other_dim, fourth_power, other_input, half_statistics, written_in_between, without_gradient_in_between,
+     weight_of_another_shape, not_contiguous, float64_norm],
+)  # fmt: skip
+def test_must_not_fire(function):
+    x, w = draw(8, 8).requires_grad_(), draw(8).requires_grad_()
+    pass_, gm, y = rewrite(function, x, w)
+    assert fused(gm) == [] and pass_.matches == []
+    assert torch.equal(y, function(x, w))
+
+
+def test_table_decides():
+    x = draw(3, 8)
+    slow = {key: (1.04, 1.04) for key in EVERYWHERE}
+    uneven = {key: (2.0, 0.5) for key in EVERYWHERE}
+    for ratios in ({}, slow, uneven):
+        assert fused(rewrite(nn.LayerNorm(8), x, ratios=ratios)[1]) == []
+    assert fused(rewrite(nn.LayerNorm(8), x, inner="inductor")[1]) == []  # measured for eager only
+    assert FuseNorm(inner="eager").options() != FuseNorm(inner="inductor").options()
+
+
+def test_without_a_kernel_nothing_changes(monkeypatch):
+    monkeypatch.setattr("apexfx.passes.fuse_norm.has_kernel", lambda op, key: False)
+    assert fused(rewrite(nn.LayerNorm(8), draw(3, 8))[1]) == []
+
+
+def test_the_table_is_well_formed():
+    assert RATIO
+    for (op, device, inner, dtype), (mean, smallest) in RATIO.items():
+        assert op in ("layer_norm", "rms_norm", "written_rms_norm") and device in ("cpu", "cuda")
+        assert inner in ("eager", "inductor") and isinstance(getattr(torch, dtype), torch.dtype)
+        assert 0 < smallest <= mean
+
+
+@needs_kernel
+def test_shared_intermediates_stay():
+    def function(x, w):
+        wide = x.float()
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        return w * (wide * torch.rsqrt(variance + 1e-6)).to(x.dtype), variance
+
+    x, w = draw(3, 8, dtype=torch.bfloat16), torch.ones(8, dtype=torch.bfloat16)
+    _, gm, (y, variance) = rewrite(copy.copy(function), x, w)
+    assert fused(gm) == ["apexfx.rms_norm.default"]
+    expected = function(x, w)
+    assert torch.equal(variance, expected[1])
+    assert_close(y, expected[0])
