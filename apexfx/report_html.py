@@ -155,7 +155,9 @@ def _mark(line: str, casts: dict[str, Cast]) -> tuple[str, str]:
 
 
 def _side_by_side(before: str, after: str, casts: dict[str, Cast]) -> list[_DiffLine]:
-    left, right = ([line for line in comparable(text) if line.strip()] for text in (before, after))
+    left, right = (
+        [line for line in comparable(text) if line.strip() and not line.lstrip().startswith("#")] for text in (before, after)
+    )
     lines: list[_DiffLine] = []
     seen = 0
     for group in grouped_opcodes(left, right, _CONTEXT):

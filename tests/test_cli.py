@@ -53,8 +53,10 @@ def test_the_page_about_passes_is_what_the_command_prints(capsys):
 
 @pytest.mark.parametrize("arguments, named", [
     ((), "COMMAND"), (("dmeo",), "invalid choice: 'dmeo'"), (("demo", "--opt-level", "o2"), "invalid choice: 'o2'"),
-    (("demo", "--ranks", "0"), "'0' was given, expected a whole number"), (("demo", "--ranks", "two"), "'two' was given, expected a whole number"),
-    (("demo", "--inner", "triton"), "invalid choice: 'triton'"), (("demo", "--worldsize", "2"), "unrecognized arguments"),
+    (("demo", "--ranks", "0"), "'0' was given, expected a whole number"),
+    (("demo", "--ranks", "two"), "'two' was given, expected a whole number"),
+    (("demo", "--inner", "triton"), "invalid choice: 'triton'"),
+    (("demo", "--worldsize", "2"), "unrecognized arguments"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(capsys, arguments, named):
     status, _, err = run(capsys, *arguments)
@@ -76,7 +78,8 @@ def test_the_module_runs_as_a_program():
 
 def test_demo_without_scikit_learn_says_what_to_install(capsys, monkeypatch, tmp_path):
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "sklearn" else find_spec(name, *rest))
+    monkeypatch.setattr(importlib.util, "find_spec",
+                        lambda name, *rest: None if name == "sklearn" else find_spec(name, *rest))
     status, _, err = run(capsys, "demo", "--out", str(tmp_path))
     assert status == 2 and "pip install scikit-learn" in err
 

@@ -100,7 +100,7 @@ def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
     for result in (ranks, eager):
         print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}   "
               f"{result.seconds:5.1f} s")
-    print(f"\n{seconds:.0f} s in all; graphs, report.json, bucket_plan.json, casts.txt and loss.svg are under {out}/")
+    print(f"\n{seconds:.0f} s in all; under {out}/: graphs, report.html, report.json, bucket_plan.json, casts.txt, loss.svg")
     if good and close:
         return 0
     problem = f"below {100 * REQUIRED_ACCURACY:.0f} %" if not good else "more than one point below float32"

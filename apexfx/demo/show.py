@@ -53,7 +53,7 @@ def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:
 
 
 def write(report: Report, out: Path) -> None:
-    """Write every stage of every graph as Python, the report and the bucket plan as JSON, the tables as text."""
+    """Write every stage of every graph as Python, the report as JSON, HTML and text, the bucket plan as JSON."""
     graphs = out / "graphs"
     graphs.mkdir(parents=True, exist_ok=True)
     for old in graphs.glob("*.py"):
@@ -65,6 +65,7 @@ def write(report: Report, out: Path) -> None:
             for number, (name, text) in enumerate(texts):
                 (graphs / f"{graph.index}_{stage.stage}_{number}_{name}.py").write_text(text)
     report.to_json(out / "report.json")
+    report.to_html(out / "report.html")
     report.buckets().save(out / "bucket_plan.json")
     (out / "report.txt").write_text(f"{report}\n")
     (out / "casts.txt").write_text(f"{report.casts()}\n")
