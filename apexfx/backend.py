@@ -20,11 +20,12 @@ from torch import Tensor, fx
 from . import cache, capture, passes, printing
 from ._torch import CustomGraphPass, FakeTensor, active_ddp_module, aot_autograd, compile_fx, inductor_config
 from .agreement import Agreement
-from .config import BucketConfig, TransformConfig
+from .config import BucketConfig, TransformConfig, describe_buckets
 from .fx import graphs, named_argument, value
 from .gradient_sync import GradientSync
 from .pipeline import Pipeline
 from .report import GraphReport, Report, StageReport
+from .schedule.plan import BucketPlan
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 class Groups:
     """The process groups of one model: `gradients` for buckets, `batch_norm` for statistics; None where not used."""
 
-    def __init__(self, config: TransformConfig, *, own_batch_norm_group: bool) -> None:
+    def __init__(self, config: TransformConfig) -> None:
         self.gradients: dist.ProcessGroup | None = None
         self.batch_norm: dist.ProcessGroup | None = None
         if not (dist.is_available() and dist.is_initialized()):
@@ -41,8 +42,16 @@ class Groups:
         if config.ddp:
             self.gradients = group
         if config.sync_bn:
-            # On a shared communicator the small reduction of a batch norm queues behind a bucket of megabytes.
-            self.batch_norm = _same_ranks(group) if own_batch_norm_group and config.ddp else group
+            self.batch_norm = group
+
+    def separate(self) -> None:
+        """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
+
+        Every rank of the group must call this at once.
+        """
+        if self.batch_norm is not None and self.batch_norm is self.gradients:
+            ranks = dist.get_process_group_ranks(self.gradients)
+            self.batch_norm = dist.new_group(ranks, use_local_synchronization=True)
 
     def facts(self) -> dict[str, Any]:
         """Name and size of each group: part of every cache key."""
@@ -50,10 +59,6 @@ class Groups:
             name: [group.group_name, dist.get_world_size(group)] if group is not None else None
             for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm))
         }
-
-
-def _same_ranks(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    return dist.new_group(dist.get_process_group_ranks(group), use_local_synchronization=True)
 
 
 class GraphCompiler:
@@ -127,9 +132,18 @@ class GraphCompiler:
                     channels = value(node.args[0]).shape[1]
                     rows.append(["sync_batch_norm", int(channels), named_argument(node, "group_name")])
         if context.reduce_gradients and self.groups.gradients is not None and _needs_backward(placeholders):
+            rows.append(self._bucket_options())
             rows += [[p.name, list(p.shape or ()), str(p.dtype)] for p in placeholders
                      if p.kind == "param" and p.requires_grad]
         return rows
+
+    def _bucket_options(self) -> dict[str, Any]:
+        """Return everything besides the parameters that the bucket plan follows from; a replayed plan whole."""
+        buckets = self.config.buckets
+        options = describe_buckets(buckets)
+        plan = buckets.plan if isinstance(buckets.plan, (BucketPlan, type(None))) else BucketPlan.load(buckets.plan)
+        options |= {"plan": plan.to_json() if plan is not None else None, "timeout_s": None}
+        return {"opt_level": self.config.opt_level, "dtype": str(self.config.dtype), "skip": list(self.config.skip), **options}
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[capture.Placeholder],
                  described: list[Any], context: passes.Context) -> Callable[..., Any]:
@@ -300,19 +314,16 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     known = _by_options.get(id(options)) if options is not None else None
     if known is None:
         config = TransformConfig.from_options(options)
-        known = (options, compiler_for(config, own_batch_norm_group=False))
+        known = (options, compiler_for(config))
         if options is not None:
             _by_options[id(options)] = known
     return known[1](gm, example_inputs)
 
 
-def compiler_for(config: TransformConfig, *, own_batch_norm_group: bool) -> GraphCompiler:
-    """Return the compiler of a new model, with a new report that becomes `last_report()`.
-
-    With `own_batch_norm_group`, every rank must call this.
-    """
+def compiler_for(config: TransformConfig) -> GraphCompiler:
+    """Return the compiler of a new model, with a new report that becomes `last_report()`."""
     global _last_report
-    groups = Groups(config, own_batch_norm_group=own_batch_norm_group)
+    groups = Groups(config)
     group = groups.gradients or groups.batch_norm
     compiler = _compiler(config, groups, _next_label(group) if group is not None else "")
     if config.sync_bn and groups.batch_norm is None:

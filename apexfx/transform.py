@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,11 +60,17 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     _check_model(model, config)
     validate(config.passes)
     passes_.check_skip(config)
-    compiler = compiler_for(config, own_batch_norm_group=True)
-    if compiler.gradient_sync is not None:
+    compiler = compiler_for(config)
+    if config.buckets is not None:
         check_options(config.buckets, dict(model.named_parameters(remove_duplicate=False)),
                       dist.get_world_size(compiler.groups.gradients))
-        _synchronize_parameters(model, compiler)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if compiler.agreement is not None:  # before the first collective, which would hang on a rank that differs
+        compiler.agreement.ensure("parameters and buffers of the model",
+                                  [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()])
+    compiler.groups.separate()
+    if compiler.groups.gradients is not None:
+        _broadcast(tensors.values(), compiler.groups.gradients)
     if config.level.half_parameters:
         _halve_parameters(model, config)
     return _build(type(model), dict(model.__dict__), config, compiler)
@@ -93,16 +99,11 @@ def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def _synchronize_parameters(model: nn.Module, compiler: GraphCompiler) -> None:
-    """Check that every rank holds the same model, then copy rank 0's parameters and buffers to all."""
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    group = compiler.groups.gradients
-    if compiler.agreement is not None:
-        compiler.agreement.ensure("parameters and buffers of the model",
-                                  [[name, list(t.shape), str(t.dtype)] for name, t in tensors])
+def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Copy the group's first rank's `tensors` to all, one broadcast a dtype and device."""
     source = dist.get_global_rank(group, 0)
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for _, tensor in tensors:
+    for tensor in tensors:
         by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
     for members in by_type.values():
         flat = torch.cat([t.reshape(-1) for t in members])
@@ -191,7 +192,7 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn
 def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
     """Make a transformed model from its pickled state, with fresh graphs."""
     config = state.pop("_apexfx_config")
-    return _build(cls, state, config, compiler_for(config, own_batch_norm_group=False))
+    return _build(cls, state, config, compiler_for(config))
 
 
 def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig, compiler: GraphCompiler) -> nn.Module:

@@ -21,10 +21,11 @@ def data_parallel_copy(
     `module` itself is to be left alone from now on: a backward through it raises `UnsynchronizedGradientError`.
     """
     config = dataclasses.replace(module.__dict__["_apexfx"].config, ddp=buckets, process_group=process_group)
-    compiler = compiler_for(config, own_batch_norm_group=True)
+    compiler = compiler_for(config)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if compiler.agreement is not None:
         compiler.agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in tensors])
+    compiler.groups.separate()
     broadcast_from_first(module.parameters(), compiler.groups.gradients)
     if broadcast_buffers:
         broadcast_from_first(module.buffers(), compiler.groups.gradients)

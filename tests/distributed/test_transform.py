@@ -150,7 +150,7 @@ def _absent_rank(rank, world_size):
     if rank == 0:
         start = time.monotonic()
         with pytest.raises(apexfx.RankMismatchError, match="after 2 s, rank 1 of 2 has not arrived"):
-            apexfx.transform(Net(), ddp=apexfx.BucketConfig(timeout_s=2))
+            apexfx.transform(Net(), sync_bn=True, ddp=apexfx.BucketConfig(timeout_s=2))
         assert time.monotonic() - start < 10
 
 
@@ -163,6 +163,13 @@ def _different_graphs(rank, world_size):
     [x] = batches(rank, 1)
     with pytest.raises(apexfx.RankMismatchError, match="do not agree on the collectives of graph 0"):
         model(x)
+
+
+def _different_buckets(rank, world_size):
+    config = apexfx.BucketConfig(message_size=200 + rank, timeout_s=20)
+    model = apexfx.transform(Net(), opt_level="O0", ddp=config, inner="eager")
+    with pytest.raises(apexfx.RankMismatchError, match='"message_size": 200.*"message_size": 201'):
+        model(batches(rank, 1)[0])
 
 
 def _already_averaged(rank, world_size):
@@ -187,7 +194,7 @@ def _rank_alone_evaluates_and_copies(rank, world_size):
     model(x).square().mean().backward()  # and the step after is still in step with the others
 
 
-CASES = [_averages, _accumulates, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs,
+CASES = [_averages, _accumulates, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs, _different_buckets,
          _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
 
 
