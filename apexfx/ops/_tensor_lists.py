@@ -32,7 +32,14 @@ def check_lists(op: str, written_as_float32: Sequence[str] = (), **lists: Sequen
                 raise TypeError(f"apexfx::{op}: {name}[{i}] is {tensor.dtype}; expected float32")
 
 
+def check_tensor(op: str, name: str, value: object) -> None:
+    """Check that a value is a tensor: schemas let None through where they ask for one."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"apexfx::{op}: {name} is {value}; expected a tensor")
+
+
 def _check_dtype(op: str, name: str, i: int, tensor: Tensor) -> None:
+    check_tensor(op, f"{name}[{i}]", tensor)
     if tensor.layout != torch.strided:
         raise TypeError(f"apexfx::{op}: {name}[{i}] is {tensor.layout}; expected a dense tensor")
     if tensor.dtype not in FLOATING:

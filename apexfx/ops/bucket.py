@@ -18,6 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from apexfx.ops._tensor_lists import check_tensor
+
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _LIBRARY.define(
     "flatten_bucket(Tensor[] tensors, int[] offsets, int numel, ScalarType dtype, float divisor=1.0) -> Tensor"
@@ -70,12 +72,13 @@ def _check(op: str, offsets: Sequence[int], numels: Sequence[int], numel: int, d
         end = offset + size
 
 
-def _check_tensors(op: str, tensors: Sequence[Tensor], device: torch.device) -> None:
+def _check_tensors(op: str, tensors: Sequence[Tensor]) -> None:
     for i, tensor in enumerate(tensors):
+        check_tensor(op, f"tensors[{i}]", tensor)
         if not tensor.is_floating_point():
             raise TypeError(f"apexfx::{op}: tensors[{i}] is {tensor.dtype}; expected a floating point tensor")
-        if tensor.device != device:
-            raise ValueError(f"apexfx::{op}: tensors[{i}] is on {tensor.device}, tensors[0] on {device}")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"apexfx::{op}: tensors[{i}] is on {tensor.device}, tensors[0] on {tensors[0].device}")
 
 
 # ---- references -----------------------------------------------------------------------------------------------------
@@ -88,8 +91,8 @@ def _divide(value: Tensor, divisor: float) -> Tensor:
 def _flatten_reference(tensors, offsets, numel, dtype, divisor=1.0):
     if not tensors:
         raise ValueError("apexfx::flatten_bucket: tensors is empty; expected at least one tensor")
+    _check_tensors("flatten_bucket", tensors)
     _check("flatten_bucket", offsets, [t.numel() for t in tensors], numel, dtype, divisor)
-    _check_tensors("flatten_bucket", tensors, tensors[0].device)
     flat = tensors[0].new_zeros(numel, dtype=dtype)
     for tensor, offset in zip(tensors, offsets):
         flat[offset : offset + tensor.numel()] = _divide(tensor.to(dtype), divisor).reshape(-1)
@@ -104,6 +107,7 @@ def _unflatten_reference(flat, offsets, sizes, ranks, dtype, divisor=1.0):
 
 
 def _check_flat(flat, offsets, shapes, dtype, divisor) -> None:
+    check_tensor("unflatten_bucket", "flat", flat)
     if flat.dim() != 1 or not flat.is_floating_point():
         raise ValueError(
             f"apexfx::unflatten_bucket: flat is {flat.dtype} of shape {tuple(flat.shape)}; expected a 1-D floating buffer"
@@ -117,8 +121,8 @@ def _check_flat(flat, offsets, shapes, dtype, divisor) -> None:
 def _flatten_fake(tensors, offsets, numel, dtype, divisor=1.0):
     if not tensors:
         raise ValueError("apexfx::flatten_bucket: tensors is empty; expected at least one tensor")
+    _check_tensors("flatten_bucket", tensors)
     _check("flatten_bucket", offsets, [t.numel() for t in tensors], numel, dtype, divisor)
-    _check_tensors("flatten_bucket", tensors, tensors[0].device)
     return tensors[0].new_empty(numel, dtype=dtype)
 
 

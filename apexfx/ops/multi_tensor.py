@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apexfx.ops._tensor_lists import accumulation, check_lists, check_scalar
+from apexfx.ops._tensor_lists import accumulation, check_lists, check_scalar, check_tensor
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _LIBRARY.define(
@@ -83,6 +83,7 @@ def _flag(found_inf: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def _check_flag(op: str, found_inf: Tensor, tensors: Sequence[Tensor]) -> None:
+    check_tensor(op, "found_inf", found_inf)
     check_scalar(op, "found_inf", found_inf, tensors[0].device if tensors else found_inf.device)
 
 

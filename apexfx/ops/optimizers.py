@@ -22,6 +22,7 @@ from apexfx.ops._tensor_lists import (
     check_lists,
     check_not_negative,
     check_scalar,
+    check_tensor,
 )
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
@@ -55,6 +56,8 @@ class _Scalars:
     """The device scalars of a step, in float64 so that one rounding remains."""
 
     def __init__(self, op, like, step, lr, lr_tensor, grad_scale, found_inf, clip_coefficient):
+        if op not in ("sgd_", "adagrad_"):
+            check_tensor(op, "step", step)
         names = ("step", "lr_tensor", "grad_scale", "found_inf", "clip_coefficient")
         for name, tensor in zip(names, (step, lr_tensor, grad_scale, found_inf, clip_coefficient)):
             check_scalar(op, name, tensor, like.device)
@@ -219,6 +222,7 @@ def _novograd_reference(
     if not params:
         return
     for norm in norms:
+        check_tensor("novograd_", "a tensor of norms", norm)
         check_scalar("novograd_", "a tensor of norms", norm, params[0].device)
     s = _Scalars("novograd_", params[0], step, lr, lr_tensor, grad_scale, found_inf, clip_coefficient)
     c1, c2 = s.correction(beta1, bias_correction), s.correction(beta2, bias_correction) ** 0.5
