@@ -14,6 +14,12 @@ from apexfx.passes.precision_rules import FLOATS, HALVES, Rule, decide
 if TYPE_CHECKING:
     from .executor import CastExecutor
 
+_UNSEEN = object()
+_FLAT = frozenset("""
+    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d addmm baddbmm prelu gelu softmax
+    log_softmax layer_norm group_norm batch_norm exp log pow sum mean add sub mul div add_ sub_ mul_ div_ eq ne lt gt le ge
+    cross_entropy mse_loss normalize softplus""".split())
+
 # Set on a tensor whose dtype the user's own code chose: a matmul of such tensors only stays in that dtype.
 CHOSEN = "_apexfx_chosen_dtype"
 
@@ -57,19 +63,31 @@ class CastPlan:
         self.name = name
         self.rule = rule
         self._targets: dict[tuple[Any, ...], tuple[torch.dtype | None, ...] | None] = {}
+        # Sequences among the arguments of these are sizes, never tensors; none gets one tensor twice.
+        self._flat = name in _FLAT
         self._keeps_chosen = rule.kind == "half" or rule.family == "foreign"
 
-    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if self._flat and not kwargs:
+            key = tuple([a.dtype if isinstance(a, Tensor) else None for a in args])
+            targets = self._targets.get(key, _UNSEEN)
+            if targets is _UNSEEN:
+                targets = self._targets[key] = self._resolve(self.rule, key, args)
+            if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, {})):
+                return func(*args)
+            if self.executor.ledger is None:
+                cast = self.executor.cast
+                return func(*[a if t is None else cast(a, t)[0] for a, t in zip(args, targets)])
+            return func(*[a if t is None else self._cast(a, t, self.rule) for a, t in zip(args, targets)])
         dtypes: list[torch.dtype | None] = []
         dtypes_of(args, dtypes)
         if kwargs:
             return self._with_keywords(func, args, kwargs, dtypes)
         key = tuple(dtypes)
-        try:
-            targets = self._targets[key]
-        except KeyError:
+        targets = self._targets.get(key, _UNSEEN)
+        if targets is _UNSEEN:
             targets = self._targets[key] = self._resolve(self.rule, dtypes, args)
-        if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
+        if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, {})):
             return func(*args)
         return func(*self.recast(args, iter(targets), self.rule, {}))
 
@@ -148,8 +166,8 @@ class CastPlan:
 def choose(executor: CastExecutor, *, views: bool = False) -> Callable[..., Any]:
     """Return how a cast (or, with `views`, a view) is called: it marks a dtype that the user's own code chose."""
 
-    def cast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+    def cast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
         source = args[0] if args else None
         if not isinstance(result, Tensor) or not isinstance(source, Tensor) or result.dtype not in FLOATS:
             return result
@@ -162,8 +180,8 @@ def choose(executor: CastExecutor, *, views: bool = False) -> Callable[..., Any]
         executor.any_chosen = True
         return result
 
-    def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+    def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if executor.any_chosen and args and hasattr(args[0], CHOSEN) and isinstance(result, Tensor) and result is not args[0]:
             setattr(result, CHOSEN, True)
         return result
@@ -175,7 +193,8 @@ def stored_numbers(plan: Callable[..., Any], name: str) -> Callable[..., Any]:
     """Return `plan` for an op that stores Python numbers: those beyond a half tensor's range become its limits."""
     kinds: Any = (int, float) if name.startswith("masked_fill") else float  # elsewhere an int may be an index
 
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        kwargs = kwargs or {}
         present = {t.dtype for t in tensors_in((*args, *kwargs.values()))}
         if len(present) == 1 and present <= set(HALVES) and "dtype" not in kwargs:
             limit = torch.finfo(present.pop()).max
@@ -199,7 +218,8 @@ def masked(plan: CastPlan, position: int, keyword: str) -> Callable[..., Any]:
         limits = torch.finfo(plan.executor.half)
         return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
 
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        kwargs = kwargs or {}
         if kwargs.get(keyword) is not None:
             kwargs = {**kwargs, keyword: saturate(kwargs[keyword])}
         elif len(args) > position:

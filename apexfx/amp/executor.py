@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from apexfx._torch import saved_tensor_hooks_active
@@ -22,7 +23,7 @@ from .cast_plan import CastPlan, choose, masked, stored_numbers
 from .eager_ledger import EagerLedger
 from .weight_cache import WeightCache
 
-Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
 _FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
 _MISSING = object()
@@ -51,6 +52,7 @@ class CastExecutor(TorchFunctionMode):
         self.ledger: EagerLedger | None = None
         self.any_chosen = False  # whether user code has chosen a dtype by hand, see `cast_plan.choose`
         self.deactivated = False
+        self._ever_disabled = False  # spares every call the question
         self.recomputes = False  # whether a checkpoint was seen, whose forward runs again during backward
         self._plans: dict[Any, Call | None] = {}
         self._thread = threading.local()
@@ -67,12 +69,17 @@ class CastExecutor(TorchFunctionMode):
         """False inside `disable_casts()` of this thread, and after `handle._deactivate()`."""
         return not self.deactivated and not getattr(self._thread, "disabled", 0)
 
+    def deactivate(self) -> None:
+        """Cast nothing any more."""
+        self.deactivated = self._ever_disabled = True
+
     def print_casts(self) -> None:
         """Print every cast from now on."""
         self.ledger = EagerLedger(print)
 
     def disable(self, change: int) -> None:
         """Count an entered (1) or left (-1) `disable_casts()`."""
+        self._ever_disabled = True
         self._thread.disabled = getattr(self._thread, "disabled", 0) + change
 
     def __enter__(self) -> CastExecutor:
@@ -91,9 +98,9 @@ class CastExecutor(TorchFunctionMode):
         plan = self._plans.get(func, _MISSING)
         if plan is _MISSING:
             plan = self._plans[func] = self._plan(func)
-        if plan is None or not self.enabled:
+        if plan is None or (self._ever_disabled and not self.enabled):
             return func(*args, **kwargs) if kwargs else func(*args)
-        return plan(func, args, kwargs or {})
+        return plan(func, args, kwargs)
 
     def _plan(self, func: Any) -> Call | None:
         """Return how to call `func`, or None where it gets its arguments as they are."""
@@ -119,7 +126,10 @@ class CastExecutor(TorchFunctionMode):
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return `tensor` in `dtype`, and whether the weight cache had it."""
-        if self.caching and dtype in HALVES and isinstance(tensor, torch.nn.Parameter):
+        kind = type(tensor)
+        if kind is Tensor or not self.caching:
+            return tensor.to(dtype), False
+        if (kind is Parameter or isinstance(tensor, Parameter)) and dtype in HALVES:
             cast, hit = self.cache.get(tensor, dtype)
             if not hit and not self.recomputes:
                 # Without gradients: perhaps the first run of a reentrant checkpoint.

@@ -178,7 +178,7 @@ class AmpHandle:
     def _deactivate(self) -> None:
         """Stop casting, and give functions that `register_*` wrapped back."""
         self._is_active = False
-        self.executor.deactivated = True
+        self.executor.deactivate()
         if self._everywhere is not None:
             self._everywhere.remove()
             self._everywhere = None

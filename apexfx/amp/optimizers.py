@@ -141,7 +141,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
     if stash.found_inf is None:
         return None
-    if _skips_on_flag(optimizer):
+    if _skips_on_flag(optimizer) or _lend_fused(optimizer, stash):
         optimizer.found_inf = stash.found_inf
         stash.predicated.settle(optimizer)
         if _makes_state(optimizer):
@@ -154,6 +154,9 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     stash: AmpOptimizerState = optimizer._amp_stash
     found_inf, stash.found_inf = stash.found_inf, None
+    for group in stash.lent:
+        group["fused"] = None
+    stash.lent = []
     if "found_inf" in optimizer.__dict__:
         del optimizer.found_inf
     if found_inf is not None:
@@ -170,7 +173,42 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 def _skips_on_flag(optimizer: Any) -> bool:
     """Return whether `optimizer` reads `found_inf` itself: this package's, and torch's with fused=True."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused", True) for group in optimizer.param_groups  # a loaded state dict may have turned torch's off
+    )
+
+
+# torch's own whose fused kernels read the flag.
+_HAVE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
+
+
+def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
+    """Turn on the fused kernel of a torch optimizer for one step, where the user left the choice to torch.
+
+    One kernel that skips on the flag takes the place of copies around a step that does not. The groups are given back
+    as they were, so checkpoints do not show it.
+    """
+    if type(optimizer)._amp_source_class not in _HAVE_FUSED:
+        return False
+    for group in optimizer.param_groups:
+        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
+            return False
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is not None and (grad.is_sparse or parameter.device.type not in ("cpu", "cuda")):
+                return False
+        # torch's fused SGD takes momentum buffers for all parameters of a group or for none.
+        with_grad = [p for p in group["params"] if p.grad is not None]
+        if group.get("momentum") and 0 < sum(p in optimizer.state for p in with_grad) < len(with_grad):
+            return False
+    for group in optimizer.param_groups:
+        group["fused"] = True
+        stash.lent.append(group)
+        for parameter in group["params"]:
+            step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
+            if isinstance(step, Tensor) and step.device != parameter.device:
+                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32, non_blocking=True)
+    return True
 
 
 def _makes_state(optimizer: Any) -> bool:

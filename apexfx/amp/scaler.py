@@ -134,14 +134,17 @@ class LossScaler:
         before = self._scale.clone()
         update_loss_scale(self._scale, self._growth, found_inf, self._scale_factor, 1.0 / self._scale_factor,
                           self._scale_seq_len)
+        self._keep_limits(before)
+        self._overflows.append(HostMirror(torch.stack((found_inf.reshape(()), self._scale))))
+        return found_inf
+
+    def _keep_limits(self, before: Tensor) -> None:
         # A limit acts on a scale that moves towards it; one set by hand beyond a limit stays until it moves.
         if self._max_loss_scale is not None:
             limited = self._scale.clamp(max=float(self._max_loss_scale))
             self._scale = torch.where(self._scale > before, limited, self._scale)
         limited = self._scale.clamp(min=max(float(self._min_loss_scale or 0.0), _SMALLEST))
         self._scale = torch.where(self._scale < before, limited, self._scale)
-        self._overflows.append(HostMirror(torch.stack((found_inf.reshape(()), self._scale))))
-        return found_inf
 
     def _agreed(self, found_inf: Tensor) -> Tensor:
         shared = found_inf.clone().reshape(1)

@@ -36,6 +36,7 @@ class AmpOptimizerState:
         self.params_have_scaled_gradients = False
         self.found_inf: Tensor | None = None
         self.predicated = PredicatedStep()
+        self.lent: list[dict[str, Any]] = []  # groups whose fused kernel is on for the step that runs
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -194,7 +195,7 @@ class AmpOptimizerState:
     # ---- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "session": None}
+        return {**self.__dict__, "predicated": PredicatedStep(), "lent": [], "found_inf": None, "session": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         import copy

@@ -1,0 +1,127 @@
+"""Step time of amp O1 eager against torch.autocast + GradScaler, same model, same optimizer, in one run.
+
+    python benchmarks/amp.py [--device cpu] [--rounds 30]
+
+Rounds alternate between the two; the medians over rounds are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apexfx import amp, optimizers
+
+
+class SmallNet(nn.Module):
+    """Two convolutions with batch norm and two linear layers, for 8 x 8 images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16)
+        self.conv2, self.norm2 = nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32)
+        self.fc1, self.fc2 = nn.Linear(512, 64), nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.norm1(self.conv1(x)))
+        x = F.relu(self.norm2(self.conv2(x)))
+        return self.fc2(F.relu(self.fc1(x.flatten(1))))
+
+
+def perceptron() -> nn.Module:
+    layers: list[nn.Module] = []
+    for width in (64, 128, 128, 128):
+        layers += [nn.Linear(width, 128), nn.LayerNorm(128), nn.GELU()]
+    return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Flatten(), nn.Linear(64 * 16, 10))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "cnn": (SmallNet, (32, 1, 8, 8)),
+    "mlp": (perceptron, (32, 64)),
+    "encoder": (encoder, (8, 16, 64)),
+}
+OPTIMIZERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    # what a user of amp picks, what a user of torch.amp picks
+    "fused": (lambda p: optimizers.FusedAdam(p, lr=1e-3), lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)),
+    "torch fused": (lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),) * 2,
+    "torch default": (lambda p: torch.optim.AdamW(p, lr=1e-3),) * 2,
+    "sgd": (lambda p: torch.optim.SGD(p, lr=1e-3, momentum=0.9),) * 2,
+}
+
+
+def amp_step(make: Callable[[], nn.Module], optimizer: Any, dtype: torch.dtype, device: str) -> Callable[..., None]:
+    torch.manual_seed(0)
+    model = make().to(device)
+    model, optimizer = amp.initialize(model, optimizer(model.parameters()), opt_level="O1", dtype=dtype, verbosity=0)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+
+    return step
+
+
+def autocast_step(make: Callable[[], nn.Module], optimizer: Any, dtype: torch.dtype, device: str) -> Callable[..., None]:
+    torch.manual_seed(0)
+    model = make().to(device)
+    optimizer = optimizer(model.parameters())
+    scaler = torch.amp.GradScaler(device)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        with torch.autocast(device, dtype):
+            loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def timed(step: Callable[..., None], data: tuple[torch.Tensor, ...], repeats: int, device: str) -> float:
+    start = time.perf_counter()
+    for _ in range(repeats):
+        step(*data)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - start) / repeats * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--threads", type=int, default=1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device, dtype = arguments.device, torch.bfloat16 if arguments.device == "cpu" else torch.float16
+    print(f"torch {torch.__version__}, {device}, {dtype}; microseconds a step, median of {arguments.rounds} rounds")
+    for name, (make, shape) in MODELS.items():
+        data = (torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device))
+        for kind, (ours, theirs) in OPTIMIZERS.items():
+            steps = (amp_step(make, ours, dtype, device), autocast_step(make, theirs, dtype, device))
+            for step in steps:
+                timed(step, data, 10, device)
+            rounds = [tuple(timed(step, data, arguments.repeats, device) for step in steps) for _ in range(arguments.rounds)]
+            a, b = (statistics.median(times) for times in zip(*rounds))
+            print(f"{name:8} {kind:14} amp {a:7.0f}   autocast + GradScaler {b:7.0f}   ratio {a / b:.2f}")
+
+
+if __name__ == "__main__":
+    main()
