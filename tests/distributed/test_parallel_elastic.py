@@ -1,0 +1,75 @@
+"""The elastic example: a killed and restarted run ends with the bits of an undisturbed one; damaged checkpoints are passed over."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic"
+
+
+def example_checkpoint():
+    spec = importlib.util.spec_from_file_location("elastic_checkpoint", EXAMPLE / "checkpoint.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path, capsys):
+    checkpoint = example_checkpoint()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        folder = tmp_path / "checkpoints"
+        assert checkpoint.newest(folder) is None
+        for step in (5, 10, 15):
+            checkpoint.save(folder, step, {"w": torch.full((100,), float(step))}, keep=3)
+        data = next(folder.glob("step_00000015/*.distcp"))
+        content = data.read_bytes()
+        assert checkpoint.newest(folder).name == "step_00000015"
+        data.write_bytes(content[: len(content) // 2])
+        assert checkpoint.newest(folder).name == "step_00000010"
+        data.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        assert checkpoint.newest(folder).name == "step_00000010"
+        (folder / "step_00000010" / ".metadata").unlink()
+        (folder / "step_00000015" / "manifest.json").write_text("{")
+        assert checkpoint.newest(folder).name == "step_00000005"
+        said = capsys.readouterr().out
+        for reason in (f"bytes of {len(content)}", "has changed", ".metadata is missing", "manifest.json cannot be read"):
+            assert reason in said
+        checkpoint.save(folder, 20, {"w": torch.ones(1)}, keep=1)
+        assert [path.name for path in folder.iterdir()] == ["step_00000020"]
+    finally:
+        dist.destroy_process_group()
+
+
+def run(folder, *args):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
+               str(EXAMPLE / "train.py"), "--folder", str(folder), *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    return done.stdout
+
+
+@pytest.mark.long
+def test_killed_and_restarted_ends_bitwise_where_undisturbed_ends(tmp_path):
+    plain = run(tmp_path / "plain")
+    digests = re.findall(r"parameters (\w+)", plain)
+    assert len(digests) == 2 and len(set(digests)) == 1
+    killed = run(tmp_path / "killed", "--kill-rank", "1", "--kill-step", "12")
+    assert "attempt 1: begins at step 10 of step_00000010" in killed
+    [seconds] = re.findall(r"rank 0: after ([\d.]+) s: apexfx: the allreduce", killed)
+    assert float(seconds) < 20
+    assert re.findall(r"parameters (\w+)", killed) == digests
+    newest = next((tmp_path / "killed" / "step_00000020").glob("*.distcp"))
+    newest.write_bytes(newest.read_bytes()[:100])
+    again = run(tmp_path / "killed")
+    assert "step_00000020 is passed over" in again and "begins at step 15" in again
+    assert re.findall(r"parameters (\w+)", again) == digests
