@@ -25,6 +25,18 @@ struct Compute<double> {
   using type = double;
 };
 
+// 1 / n for a count n >= 1. A division of doubles is a function call on CUDA, with spilled registers around it; two
+// Newton steps from a single precision guess are as good.
+APEXFX_HD double reciprocal(double n) {
+#ifdef __CUDA_ARCH__
+  double r = static_cast<double>(__frcp_rn(static_cast<float>(n)));
+  r += r * fma(-n, r, 1.0);
+  return r + r * fma(-n, r, 1.0);
+#else
+  return 1 / n;
+#endif
+}
+
 // y = (x - center) * scale + shift
 template <typename T>
 struct Affine {
@@ -50,10 +62,10 @@ struct InputGradient {
 template <typename T>
 APEXFX_HD InputGradient<T> input_gradient(double mean, double invstd, double weight, double sum_grad,
                                           double sum_centered, double count) {
-  const double scale = invstd * weight, n = count < 1 ? 1 : count;
-  const double per_x = -scale * invstd * invstd * sum_centered / n;
+  const double scale = invstd * weight, share = reciprocal(count < 1 ? 1 : count);
+  const double per_x = -scale * invstd * invstd * (sum_centered * share);
   const double left_over = mean - static_cast<double>(static_cast<T>(mean));
-  return {static_cast<T>(scale), static_cast<T>(per_x), static_cast<T>(-scale * sum_grad / n - left_over * per_x)};
+  return {static_cast<T>(scale), static_cast<T>(per_x), static_cast<T>(-scale * (sum_grad * share) - left_over * per_x)};
 }
 
 template <typename T>
@@ -91,11 +103,14 @@ struct Moments {
 };
 
 APEXFX_HD Moments moments(double count, double total, double of_squares) {
-  const double n = count < 1 ? 1 : count, mean = total / n, var = of_squares / n - mean * mean;
+  const double n = count < 1 ? 1 : count, share = reciprocal(n), mean = total * share;
+  const double var = of_squares * share - mean * mean;
   return {n, mean, var < 0 ? 0 : var};
 }
 
-APEXFX_HD double unbiased(const Moments& m) { return m.var * (m.count / (m.count - 1 < 1 ? 1 : m.count - 1)); }
+APEXFX_HD double unbiased(const Moments& m) {
+  return m.var * (m.count * reciprocal(m.count - 1 < 1 ? 1 : m.count - 1));
+}
 
 APEXFX_HD double moved(double old, double batch, double share) { return old + share * (batch - old); }
 

@@ -1,0 +1,298 @@
+// Batch norm on CUDA: x (N, C, ...) as N * C planes or, channels_last, as rows of C; formulas in csrc/batch_norm.h.
+#include "batch_norm_elementwise.cuh"
+#include "batch_norm_reduce.cuh"
+
+namespace apexfx {
+namespace batch_norm {
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls f(integral constant P) with the largest pack that divides `length` and fits every pointer's alignment.
+template <typename E, typename F>
+void with_pack(int64_t length, std::initializer_list<const void*> pointers, F&& f) {
+  constexpr int full = kPackSize<E>, half = full / 2;
+  const auto fits = [&](int p) {
+    bool aligned = length % p == 0;
+    for (const void* pointer : pointers) aligned = aligned && is_aligned(pointer, p * sizeof(E));
+    return aligned;
+  };
+  if (fits(full)) f(std::integral_constant<int, full>{});
+  else if (half > 1 && fits(half)) f(std::integral_constant<int, half>{});
+  else f(std::integral_constant<int, 1>{});
+}
+
+// Blocks of (packs of channels, rows), and how many of them share the rows: some waves of the whole device.
+struct RowGrid {
+  dim3 block, grid;
+  RowGrid(const RowShape& shape, int64_t rows_per_thread) {
+    unsigned width = 1;
+    while (width < 32 && width < shape.packs) width *= 2;
+    block = dim3(width, kThreads / width);
+    const int64_t columns = divide_up(shape.packs, width);
+    const int64_t wanted = divide_up(static_cast<int64_t>(multiprocessor_count()) * 8, columns);
+    const int64_t most = divide_up(shape.rows, static_cast<int64_t>(block.y) * rows_per_thread);
+    const int64_t shares = std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 65535));
+    grid = dim3(static_cast<unsigned>(columns), static_cast<unsigned>(shares));
+  }
+};
+
+struct PlaneGrid {
+  dim3 block, grid;
+  explicit PlaneGrid(const PlaneShape& shape) {
+    unsigned width = 32;
+    while (width < kThreads && width * kPacksInFlight < shape.packs) width *= 2;
+    block = dim3(width, kThreads / width);
+    grid = dim3(static_cast<unsigned>(divide_up(shape.outer * shape.channels, block.y)),
+                static_cast<unsigned>(divide_up(shape.packs, static_cast<int64_t>(width) * kPacksInFlight)));
+  }
+};
+
+// How many blocks share a channel of planes.
+int64_t plane_splits(const PlaneShape& shape) {
+  const int64_t wanted = divide_up(static_cast<int64_t>(multiprocessor_count()) * 8, shape.channels);
+  const int64_t most = divide_up(shape.outer * shape.packs, kThreads * kGroup);
+  return std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 65535));
+}
+
+PlaneStep step_of(const PlaneShape& shape, int64_t splits) {
+  return {splits * kThreads / shape.packs, splits * kThreads % shape.packs};
+}
+
+// Runs launch(partial) with room for `splits` partial results of `length`, and adds them up into `out`.
+template <typename F>
+void add_up(const Tensor& like, int64_t splits, int64_t length, double* out, cudaStream_t stream, F&& launch) {
+  if (splits == 1) {
+    launch(out);
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+    return;
+  }
+  Tensor partial = torch::stable::new_empty(like, {splits * length}, ScalarType::Double);
+  double* data = partial.mutable_data_ptr<double>();
+  launch(data);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  add_splits_kernel<<<static_cast<unsigned>(divide_up(length, kThreads)), kThreads, 0, stream>>>(
+      data, static_cast<int>(splits), length, out);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+ChannelVectors vectors_of(const Parameters& p, const double* sums = nullptr, const double* count = nullptr) {
+  return {p.mean.const_data_ptr<double>(), p.invstd.const_data_ptr<double>(),
+          p.weight ? p.weight->const_data_ptr() : nullptr, p.bias ? p.bias->const_data_ptr() : nullptr,
+          p.weight ? p.weight->scalar_type() : ScalarType::Float, p.bias ? p.bias->scalar_type() : ScalarType::Float,
+          sums, count, p.mean.size(0)};
+}
+
+Tensor local_stats(const Tensor& x) {
+  check_input("bn_local_stats", x);
+  const DeviceGuard guard(x.get_device_index());
+  const int64_t channels = x.size(1);
+  if (x.numel() == 0) return torch::stable::new_zeros(x, {2 * channels + 1}, ScalarType::Double);
+  Tensor stats = torch::stable::new_empty(x, {2 * channels + 1}, ScalarType::Double);
+  const Walk walk(x);
+  const Layout& layout = walk.layout();
+  const cudaStream_t stream = current_stream(x);
+  double *count = stats.mutable_data_ptr<double>(), *out = count + 1;
+  dispatch_float_or_double(x.scalar_type(), "bn_local_stats", "x", [&](auto element) {
+    using E = decltype(element);
+    const E* data = static_cast<const E*>(walk.x().const_data_ptr());
+    with_pack<E>(layout.channels_last ? channels : layout.inner, {data}, [&](auto pack) {
+      constexpr int P = decltype(pack)::value;
+      if (layout.channels_last) {
+        const RowShape shape{layout.outer, channels / P};
+        const RowGrid grid(shape, kGroup);
+        add_up(x, grid.grid.y, 2 * channels, out, stream, [&](double* partial) {
+          row_sums_kernel<E, P><<<grid.grid, grid.block, 0, stream>>>(data, shape, partial, count);
+        });
+        return;
+      }
+      const PlaneShape shape{layout.outer, channels, layout.inner / P};
+      const dim3 grid(static_cast<unsigned>(channels), static_cast<unsigned>(plane_splits(shape)));
+      add_up(x, grid.y, 2 * channels, out, stream, [&](double* partial) {
+        plane_sums_kernel<E, P><<<grid, kThreads, 0, stream>>>(data, shape, step_of(shape, grid.y), partial, count);
+      });
+    });
+  });
+  return stats;
+}
+
+__global__ void global_stats_kernel(const double* __restrict__ stats, int64_t channels, double eps,
+                                    double* __restrict__ mean, double* __restrict__ invstd) {
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (c >= channels) return;
+  const Moments m = moments(stats[0], stats[1 + c], stats[1 + channels + c]);
+  mean[c] = m.mean;
+  invstd[c] = rsqrt(m.var + eps);
+}
+
+std::tuple<Tensor, Tensor> global_stats(const Tensor& stats, double eps) {
+  check_stats("bn_global_stats", stats);
+  check(eps >= 0, "bn_global_stats", "eps is ", eps, "; expected a number that is not negative");
+  const DeviceGuard guard(stats.get_device_index());
+  const int64_t channels = stats.size(0) / 2;
+  Tensor mean = torch::stable::new_empty(stats, {channels}), invstd = torch::stable::new_empty(stats, {channels});
+  if (channels == 0) return {mean, invstd};
+  const Tensor dense = torch::stable::contiguous(stats);
+  double *means = mean.mutable_data_ptr<double>(), *invstds = invstd.mutable_data_ptr<double>();
+  global_stats_kernel<<<static_cast<unsigned>(divide_up(channels, kThreads)), kThreads, 0, current_stream(stats)>>>(
+      dense.const_data_ptr<double>(), channels, eps, means, invstds);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {mean, invstd};
+}
+
+struct RunningBuffer {
+  const void* old;
+  void* fresh;
+  ScalarType dtype;
+};
+
+__global__ void running_stats_kernel(const double* __restrict__ stats, int64_t channels, RunningBuffer mean,
+                                     RunningBuffer var, double momentum, const int64_t* __restrict__ tracked) {
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (c >= channels) return;
+  const Moments m = moments(stats[0], stats[1 + c], stats[1 + channels + c]);
+  const double given = tracked == nullptr ? momentum : reciprocal(static_cast<double>(*tracked));
+  const double share = stats[0] > 0 ? given : 0;
+  store_parameter(mean.fresh, mean.dtype, c, moved(load_parameter(mean.old, mean.dtype, c, 0), m.mean, share));
+  store_parameter(var.fresh, var.dtype, c, moved(load_parameter(var.old, var.dtype, c, 0), unbiased(m), share));
+}
+
+std::tuple<Tensor, Tensor> running_stats(const Tensor& stats, const Tensor& mean, const Tensor& var, Optional tracked,
+                                         std::optional<double> momentum) {
+  check_running("bn_running_stats", stats, mean, var, tracked, momentum);
+  const DeviceGuard guard(stats.get_device_index());
+  const int64_t channels = stats.size(0) / 2;
+  Tensor new_mean = torch::stable::new_empty(mean, {channels}), new_var = torch::stable::new_empty(var, {channels});
+  if (channels == 0) return {new_mean, new_var};
+  const Tensor dense = torch::stable::contiguous(stats), old_mean = torch::stable::contiguous(mean),
+               old_var = torch::stable::contiguous(var);
+  running_stats_kernel<<<static_cast<unsigned>(divide_up(channels, kThreads)), kThreads, 0, current_stream(stats)>>>(
+      dense.const_data_ptr<double>(), channels,
+      {old_mean.const_data_ptr(), new_mean.mutable_data_ptr(), mean.scalar_type()},
+      {old_var.const_data_ptr(), new_var.mutable_data_ptr(), var.scalar_type()}, momentum.value_or(0),
+      momentum ? nullptr : tracked->const_data_ptr<int64_t>());
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return {new_mean, new_var};
+}
+
+// Runs Op over every element of a result laid out as `layout`.
+template <template <typename, int> class Op, typename E, int P>
+void run_elementwise(const Op<E, P>& op, const Layout& layout, cudaStream_t stream) {
+  if (layout.channels_last) {
+    const RowShape shape{layout.outer, layout.channels / P};
+    const RowGrid grid(shape, 4);
+    row_kernel<Op, E, P><<<grid.grid, grid.block, 0, stream>>>(op, shape);
+  } else {
+    const PlaneShape shape{layout.outer, layout.channels, layout.inner / P};
+    const PlaneGrid grid(shape);
+    plane_kernel<Op, E, P><<<grid.grid, grid.block, 0, stream>>>(op, shape);
+  }
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+Tensor normalize(const Tensor& x, const Tensor& mean, const Tensor& invstd, Optional weight, Optional bias,
+                 Optional residual, bool relu) {
+  const char* op = "bn_normalize";
+  const Parameters parameters(op, x, mean, invstd, weight, bias);
+  if (residual) check_like(op, "residual", *residual, x);
+  if (x.numel() == 0) return torch::stable::empty_like(x);
+  const DeviceGuard guard(x.get_device_index());
+  const Walk walk(x);
+  const Layout& layout = walk.layout();
+  Tensor y = walk.output();
+  if (residual) residual = walk.alike(*residual);
+  dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
+    using E = decltype(element);
+    const E* in = static_cast<const E*>(walk.x().const_data_ptr());
+    const E* added = residual ? static_cast<const E*>(residual->const_data_ptr()) : nullptr;
+    E* out = static_cast<E*>(y.mutable_data_ptr());
+    with_pack<E>(layout.channels_last ? layout.channels : layout.inner, {in, added, out}, [&](auto pack) {
+      constexpr int P = decltype(pack)::value;
+      run_elementwise(Normalize<E, P>{vectors_of(parameters), in, added, out, relu}, layout, current_stream(x));
+    });
+  });
+  return walk.finish(y);
+}
+
+Tensor backward_reduce(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& invstd, Optional weight,
+                       Optional bias, bool relu) {
+  const char* op = "bn_backward_reduce";
+  const Parameters parameters(op, x, mean, invstd, weight, bias);
+  check_like(op, "grad_output", grad, x);
+  const DeviceGuard guard(x.get_device_index());
+  const int64_t channels = x.size(1);
+  if (x.numel() == 0) return torch::stable::new_zeros(x, {2 * channels}, ScalarType::Double);
+  Tensor sums = torch::stable::new_empty(x, {2 * channels}, ScalarType::Double);
+  const Walk walk(x);
+  const Layout& layout = walk.layout();
+  const Tensor dense_grad = walk.alike(grad);
+  const cudaStream_t stream = current_stream(x);
+  const ChannelVectors vectors = vectors_of(parameters);
+  double* out = sums.mutable_data_ptr<double>();
+  dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
+    using E = decltype(element);
+    const E* in = static_cast<const E*>(walk.x().const_data_ptr());
+    const E* g = static_cast<const E*>(dense_grad.const_data_ptr());
+    with_pack<E>(layout.channels_last ? channels : layout.inner, {in, g}, [&](auto pack) {
+      constexpr int P = decltype(pack)::value;
+      if (layout.channels_last) {
+        const RowShape shape{layout.outer, channels / P};
+        const RowGrid grid(shape, 4);
+        add_up(x, grid.grid.y, 2 * channels, out, stream, [&](double* partial) {
+          row_gradient_sums_kernel<E, P><<<grid.grid, grid.block, 0, stream>>>(g, in, shape, vectors, relu, partial);
+        });
+        return;
+      }
+      const PlaneShape shape{layout.outer, channels, layout.inner / P};
+      const dim3 grid(static_cast<unsigned>(channels), static_cast<unsigned>(plane_splits(shape)));
+      add_up(x, grid.y, 2 * channels, out, stream, [&](double* partial) {
+        plane_gradient_sums_kernel<E, P><<<grid, kThreads, 0, stream>>>(g, in, shape, step_of(shape, grid.y), vectors, relu,
+                                                                        partial);
+      });
+    });
+  });
+  return sums;
+}
+
+Tensor backward_elementwise(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& invstd,
+                            const Tensor& sums, const Tensor& count, Optional weight, Optional bias, bool relu) {
+  const char* op = "bn_backward_elementwise";
+  const Parameters parameters(op, x, mean, invstd, weight, bias);
+  check_like(op, "grad_output", grad, x);
+  check_vector(op, "sums", sums, 2 * x.size(1), x, true);
+  check_vector(op, "count", count, 1, x, true);
+  if (x.numel() == 0) return torch::stable::empty_like(x);
+  const DeviceGuard guard(x.get_device_index());
+  const Walk walk(x);
+  const Layout& layout = walk.layout();
+  const Tensor dense_grad = walk.alike(grad), dense_sums = torch::stable::contiguous(sums);
+  const ChannelVectors vectors =
+      vectors_of(parameters, dense_sums.const_data_ptr<double>(), count.const_data_ptr<double>());
+  Tensor dx = walk.output();
+  dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
+    using E = decltype(element);
+    const E* in = static_cast<const E*>(walk.x().const_data_ptr());
+    const E* g = static_cast<const E*>(dense_grad.const_data_ptr());
+    E* out = static_cast<E*>(dx.mutable_data_ptr());
+    with_pack<E>(layout.channels_last ? layout.channels : layout.inner, {in, g, out}, [&](auto pack) {
+      constexpr int P = decltype(pack)::value;
+      run_elementwise(Gradient<E, P>{vectors, g, in, out, relu}, layout, current_stream(x));
+    });
+  });
+  return walk.finish(dx);
+}
+
+}  // namespace
+}  // namespace batch_norm
+}  // namespace apexfx
+
+STABLE_TORCH_LIBRARY_IMPL(apexfx, CUDA, m) {
+  m.impl("bn_local_stats", TORCH_BOX(&apexfx::batch_norm::local_stats));
+  m.impl("bn_global_stats", TORCH_BOX(&apexfx::batch_norm::global_stats));
+  m.impl("bn_running_stats", TORCH_BOX(&apexfx::batch_norm::running_stats));
+  m.impl("bn_normalize", TORCH_BOX(&apexfx::batch_norm::normalize));
+  m.impl("bn_backward_reduce", TORCH_BOX(&apexfx::batch_norm::backward_reduce));
+  m.impl("bn_backward_elementwise", TORCH_BOX(&apexfx::batch_norm::backward_elementwise));
+}

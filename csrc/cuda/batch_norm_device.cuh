@@ -1,0 +1,82 @@
+// What the CUDA kernels of batch norm share: shapes in packs of P elements, the vectors of C, loads, the ReLU's mask.
+#pragma once
+
+#include "../batch_norm.h"
+#include "common.cuh"
+
+namespace apexfx {
+namespace batch_norm {
+
+constexpr int kThreads = 256;
+
+// A contiguous (N, C, L): `packs` a plane.
+struct PlaneShape {
+  int64_t outer, channels, packs;
+};
+
+// How far the blocks that share a channel of planes advance together: planes, and packs of one.
+struct PlaneStep {
+  int64_t planes, packs;
+};
+
+// Rows of C: `packs` a row.
+struct RowShape {
+  int64_t rows, packs;
+};
+
+template <typename E, int P>
+__device__ __forceinline__ Pack<E, P> load_pack(const E* data, int64_t pack) {
+  return reinterpret_cast<const Pack<E, P>*>(data)[pack];
+}
+
+template <typename E, int P>
+__device__ __forceinline__ void store_pack(E* data, int64_t pack, const Pack<E, P>& value) {
+  reinterpret_cast<Pack<E, P>*>(data)[pack] = value;
+}
+
+__device__ __forceinline__ double load_parameter(const void* data, ScalarType dtype, int64_t c, double otherwise) {
+  if (data == nullptr) return otherwise;
+  switch (dtype) {
+    case ScalarType::Double: return static_cast<const double*>(data)[c];
+    case ScalarType::Float: return static_cast<double>(static_cast<const float*>(data)[c]);
+    case ScalarType::Half: return static_cast<double>(static_cast<float>(static_cast<const Half*>(data)[c]));
+    default: return static_cast<double>(static_cast<float>(static_cast<const BFloat16*>(data)[c]));
+  }
+}
+
+__device__ __forceinline__ void store_parameter(void* data, ScalarType dtype, int64_t c, double value) {
+  switch (dtype) {
+    case ScalarType::Double: static_cast<double*>(data)[c] = value; break;
+    case ScalarType::Float: static_cast<float*>(data)[c] = static_cast<float>(value); break;
+    case ScalarType::Half: static_cast<Half*>(data)[c] = Half(static_cast<float>(value)); break;
+    default: static_cast<BFloat16*>(data)[c] = BFloat16(static_cast<float>(value));
+  }
+}
+
+struct ChannelVectors {
+  const double *mean, *invstd;
+  const void *weight, *bias;
+  ScalarType weight_dtype, bias_dtype;
+  const double *sums, *count;  // bn_backward_elementwise only
+  int64_t channels;
+
+  template <typename T>
+  __device__ __forceinline__ Affine<T> affine_of(int64_t c) const {
+    return affine<T>(mean[c], invstd[c], load_parameter(weight, weight_dtype, c, 1),
+                     load_parameter(bias, bias_dtype, c, 0));
+  }
+  template <typename T>
+  __device__ __forceinline__ InputGradient<T> gradient_of(int64_t c) const {
+    return input_gradient<T>(mean[c], invstd[c], load_parameter(weight, weight_dtype, c, 1), sums[c],
+                             sums[channels + c], *count);
+  }
+};
+
+// The gradient that passes the ReLU, whose input is computed again.
+template <typename E, typename T>
+__device__ __forceinline__ T masked(T grad, T centered, T scale, T shift, bool relu) {
+  return relu && centered * scale + shift <= largest_zero<E>() ? T(0) : grad;
+}
+
+}  // namespace batch_norm
+}  // namespace apexfx

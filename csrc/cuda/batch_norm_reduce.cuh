@@ -1,0 +1,284 @@
+// Per-channel sums of batch norm: of x and x^2 (bn_local_stats), of g and g * (x - mean) (bn_backward_reduce).
+//
+// Every block sums a share of one channel (planes) or of a few channels (rows); shares are added up in a second kernel
+// in a fixed order, so results repeat exactly. x arrives in groups: the mean and the squared deviations of a group are
+// computed around its first element and merged into the thread's own by Chan's update, means in float64. A thread ends
+// with sum x = n * mean and sum x^2 = M2 + n * mean^2 in float64, which add up.
+#pragma once
+
+#include <cub/block/block_reduce.cuh>
+
+#include "batch_norm_device.cuh"
+
+namespace apexfx {
+namespace batch_norm {
+
+constexpr int kGroup = 4;        // packs in flight a thread
+constexpr int kPlaneBlocks = 4;  // on a multiprocessor: 64 registers; left alone, ptxas takes fewer and spills
+
+struct AddSums {
+  __device__ Sums operator()(const Sums& a, const Sums& b) const {
+    return {a.total + b.total, a.of_squares + b.of_squares};
+  }
+};
+
+// The count is kept outside: channels of one thread share it.
+struct Running {
+  double mean = 0, m2 = 0;
+
+  // Merges K values; n is how many came before, share = K / (n + K).
+  template <typename T, int K>
+  __device__ void add(const T (&v)[K], double n, double share) {
+    T sum = 0, squares = 0;
+#pragma unroll
+    for (int i = 1; i < K; ++i) sum += v[i] - v[0];
+    const T average = sum / K;
+#pragma unroll
+    for (int i = 0; i < K; ++i) {
+      const T d = (v[i] - v[0]) - average;
+      squares += d * d;
+    }
+    const double delta = static_cast<double>(v[0]) + static_cast<double>(average) - mean;
+    mean += delta * share;
+    m2 += static_cast<double>(squares) + delta * delta * n * share;
+  }
+
+  __device__ Sums sums(double n) const { return {n * mean, m2 + n * mean * mean}; }
+};
+
+// Walks the packs of one channel of a contiguous (N, C, L): from `start` in steps of `step`, without a division a pack.
+struct PlaneCursor {
+  int64_t plane_packs, row_packs, n, offset;
+  PlaneStep step;
+
+  // start is below 65536 * kThreads
+  __device__ PlaneCursor(const PlaneShape& shape, uint32_t start, const PlaneStep& step_)
+      : plane_packs(shape.packs), row_packs(shape.channels * shape.packs), step(step_) {
+    const uint32_t packs = shape.packs > 0xffffffffll ? 0xffffffffu : static_cast<uint32_t>(shape.packs);
+    n = start / packs;
+    offset = start % packs;
+  }
+  __device__ int64_t pack(int64_t channel) const { return n * row_packs + channel * plane_packs + offset; }
+  __device__ void advance() {
+    n += step.planes;
+    offset += step.packs;
+    if (offset >= plane_packs) {
+      offset -= plane_packs;
+      ++n;
+    }
+  }
+};
+
+// partial: [splits][2][C]; blockIdx.x is the channel, blockIdx.y the share.
+template <typename E, int P>
+__global__ void __launch_bounds__(kThreads, kPlaneBlocks)
+    plane_sums_kernel(const E* __restrict__ x, PlaneShape shape, PlaneStep plane_step, double* __restrict__ partial,
+                      double* __restrict__ count) {
+  using T = typename Compute<E>::type;
+  using Reduce = cub::BlockReduce<Sums, kThreads>;
+  __shared__ typename Reduce::TempStorage scratch;
+  const int64_t channel = blockIdx.x, total = shape.outer * shape.packs;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads;
+  int64_t i = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  PlaneCursor cursor(shape, static_cast<uint32_t>(i), plane_step);
+  Running running;
+  double n = 0;
+  for (; i + (kGroup - 1) * step < total; i += kGroup * step) {
+    Pack<E, P> in[kGroup];
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) {
+      in[k] = load_pack<E, P>(x, cursor.pack(channel));
+      cursor.advance();
+    }
+    T v[kGroup * P];
+#pragma unroll
+    for (int k = 0; k < kGroup * P; ++k) v[k] = static_cast<T>(in[k / P].value[k % P]);
+    running.add(v, n, kGroup * P * reciprocal(n + kGroup * P));
+    n += kGroup * P;
+  }
+  for (; i < total; i += step) {
+    const Pack<E, P> in = load_pack<E, P>(x, cursor.pack(channel));
+    cursor.advance();
+    T v[P];
+#pragma unroll
+    for (int k = 0; k < P; ++k) v[k] = static_cast<T>(in.value[k]);
+    running.add(v, n, P * reciprocal(n + P));
+    n += P;
+  }
+  const Sums sums = Reduce(scratch).Reduce(running.sums(n), AddSums{});
+  if (threadIdx.x != 0) return;
+  double* out = partial + static_cast<int64_t>(blockIdx.y) * 2 * shape.channels + channel;
+  out[0] = sums.total;
+  out[shape.channels] = sums.of_squares;
+  if (channel == 0 && blockIdx.y == 0) *count = static_cast<double>(total * P);
+}
+
+template <typename E, int P>
+__global__ void __launch_bounds__(kThreads, kPlaneBlocks)
+    plane_gradient_sums_kernel(const E* __restrict__ grad, const E* __restrict__ x, PlaneShape shape,
+                               PlaneStep plane_step, ChannelVectors vectors, bool relu, double* __restrict__ partial) {
+  using T = typename Compute<E>::type;
+  using Reduce = cub::BlockReduce<Sums, kThreads>;
+  __shared__ typename Reduce::TempStorage scratch;
+  const int64_t channel = blockIdx.x, total = shape.outer * shape.packs;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads;
+  const Affine<T> affine = vectors.affine_of<T>(channel);
+  int64_t i = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
+  PlaneCursor cursor(shape, static_cast<uint32_t>(i), plane_step);
+  Sums all{0, 0};
+  const auto add = [&](const Pack<E, P>& g_in, const Pack<E, P>& x_in) {
+    T total_g = 0, products = 0;
+#pragma unroll
+    for (int k = 0; k < P; ++k) {
+      const T d = static_cast<T>(x_in.value[k]) - affine.center;
+      const T g = masked<E>(static_cast<T>(g_in.value[k]), d, affine.scale, affine.shift, relu);
+      total_g += g;
+      products += g * d;
+    }
+    all.total += static_cast<double>(total_g);
+    all.of_squares += static_cast<double>(products);
+  };
+  for (; i + (kGroup - 1) * step < total; i += kGroup * step) {
+    Pack<E, P> g_in[kGroup], x_in[kGroup];
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) {
+      g_in[k] = load_pack<E, P>(grad, cursor.pack(channel));
+      x_in[k] = load_pack<E, P>(x, cursor.pack(channel));
+      cursor.advance();
+    }
+#pragma unroll
+    for (int k = 0; k < kGroup; ++k) add(g_in[k], x_in[k]);
+  }
+  for (; i < total; i += step) {
+    add(load_pack<E, P>(grad, cursor.pack(channel)), load_pack<E, P>(x, cursor.pack(channel)));
+    cursor.advance();
+  }
+  const Sums sums = Reduce(scratch).Reduce(all, AddSums{});
+  if (threadIdx.x != 0) return;
+  double* out = partial + static_cast<int64_t>(blockIdx.y) * 2 * shape.channels + channel;
+  out[0] = sums.total;
+  out[shape.channels] = sums.of_squares - (vectors.mean[channel] - static_cast<double>(affine.center)) * sums.total;
+}
+
+// Adds each column's sums over threadIdx.y and writes [2][C] of this share; `scratch` holds 2 * kThreads * P doubles.
+template <int P>
+__device__ void write_columns(const Sums (&sums)[P], double* scratch, int64_t channels, double* partial) {
+  const int width = blockDim.x * P;
+#pragma unroll
+  for (int k = 0; k < P; ++k) {
+    const int at = threadIdx.y * width + threadIdx.x * P + k;
+    scratch[at] = sums[k].total;
+    scratch[kThreads * P + at] = sums[k].of_squares;
+  }
+  __syncthreads();
+  for (int j = threadIdx.y * blockDim.x + threadIdx.x; j < 2 * width; j += kThreads) {
+    const int which = j / width, column = j % width;
+    const int64_t channel = static_cast<int64_t>(blockIdx.x) * width + column;
+    if (channel >= channels) continue;
+    double sum = 0;
+    for (int y = 0; y < blockDim.y; ++y) sum += scratch[which * kThreads * P + y * width + column];
+    partial[(static_cast<int64_t>(blockIdx.y) * 2 + which) * channels + channel] = sum;
+  }
+}
+
+// Rows of C: threadIdx.x is a pack of channels, threadIdx.y and blockIdx.y share the rows.
+template <typename E, int P>
+__global__ void __launch_bounds__(kThreads) row_sums_kernel(const E* __restrict__ x, RowShape shape,
+                                                            double* __restrict__ partial, double* __restrict__ count) {
+  using T = typename Compute<E>::type;
+  __shared__ double scratch[2 * kThreads * P];
+  const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
+  int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
+  Running running[P];
+  double n = 0;
+  if (pack < shape.packs) {
+    for (; row + (kGroup - 1) * step < shape.rows; row += kGroup * step) {
+      Pack<E, P> in[kGroup];
+#pragma unroll
+      for (int k = 0; k < kGroup; ++k) in[k] = load_pack<E, P>(x, (row + k * step) * shape.packs + pack);
+      const double share = kGroup * reciprocal(n + kGroup);
+#pragma unroll
+      for (int c = 0; c < P; ++c) {
+        T v[kGroup];
+#pragma unroll
+        for (int k = 0; k < kGroup; ++k) v[k] = static_cast<T>(in[k].value[c]);
+        running[c].add(v, n, share);
+      }
+      n += kGroup;
+    }
+    for (; row < shape.rows; row += step) {
+      const Pack<E, P> in = load_pack<E, P>(x, row * shape.packs + pack);
+      const double share = reciprocal(n + 1);
+#pragma unroll
+      for (int c = 0; c < P; ++c) {
+        const T v[1] = {static_cast<T>(in.value[c])};
+        running[c].add(v, n, share);
+      }
+      n += 1;
+    }
+  }
+  Sums sums[P];
+#pragma unroll
+  for (int c = 0; c < P; ++c) sums[c] = running[c].sums(n);
+  write_columns<P>(sums, scratch, shape.packs * P, partial);
+  if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0)
+    *count = static_cast<double>(shape.rows);
+}
+
+template <typename E, int P>
+__global__ void __launch_bounds__(kThreads)
+    row_gradient_sums_kernel(const E* __restrict__ grad, const E* __restrict__ x, RowShape shape,
+                             ChannelVectors vectors, bool relu, double* __restrict__ partial) {
+  using T = typename Compute<E>::type;
+  constexpr int kRows = 2;  // in flight: two operands
+  __shared__ double scratch[2 * kThreads * P];
+  const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
+  int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
+  Sums sums[P] = {};
+  if (pack < shape.packs) {
+    Affine<T> affine[P];
+#pragma unroll
+    for (int c = 0; c < P; ++c) affine[c] = vectors.affine_of<T>(pack * P + c);
+    for (; row < shape.rows; row += kRows * step) {
+      Pack<E, P> g_in[kRows] = {}, x_in[kRows] = {};
+#pragma unroll
+      for (int k = 0; k < kRows; ++k)
+        if (row + k * step < shape.rows) {
+          g_in[k] = load_pack<E, P>(grad, (row + k * step) * shape.packs + pack);
+          x_in[k] = load_pack<E, P>(x, (row + k * step) * shape.packs + pack);
+        }
+#pragma unroll
+      for (int c = 0; c < P; ++c) {
+        T total = 0, products = 0;
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {  // a row past the end has gradient 0
+          const T d = static_cast<T>(x_in[k].value[c]) - affine[c].center;
+          const T g = masked<E>(static_cast<T>(g_in[k].value[c]), d, affine[c].scale, affine[c].shift, relu);
+          total += g;
+          products += g * d;
+        }
+        sums[c].total += static_cast<double>(total);
+        sums[c].of_squares += static_cast<double>(products);
+      }
+    }
+#pragma unroll
+    for (int c = 0; c < P; ++c)
+      sums[c].of_squares -= (vectors.mean[pack * P + c] - static_cast<double>(affine[c].center)) * sums[c].total;
+  }
+  write_columns<P>(sums, scratch, shape.packs * P, partial);
+}
+
+// out[j] = the sum over `splits` of partial[s][j]
+__global__ void __launch_bounds__(kThreads)
+    add_splits_kernel(const double* __restrict__ partial, int splits, int64_t length, double* __restrict__ out) {
+  const int64_t j = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (j >= length) return;
+  double sum = 0;
+  for (int s = 0; s < splits; ++s) sum += partial[s * length + j];
+  out[j] = sum;
+}
+
+}  // namespace batch_norm
+}  // namespace apexfx
