@@ -3,61 +3,31 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import has_kernel, statically_known_true
+from .._torch import has_kernel
 from ..fx import call, fake_mode, insert_after, value
 from ..ops import layer_norm, rms_norm  # noqa: F401  registers the ops
 from ..pipeline import Pass
 from .fuse_norm_table import FLOOR, MARGIN, RATIO
-from .mutation import argument, bodies, storages, written
-from .op_names import canonical_name
+from .mutation import bodies
+from .norm_matching import Norm, is_safe, norms, with_casts
 
 _LAYER_NORM = torch.ops.apexfx.layer_norm.default
 _RMS_NORM = torch.ops.apexfx.rms_norm.default
-
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.layer_norm: ("x", "shape", "weight", "bias", "eps"),
-    torch.layer_norm: ("x", "shape", "weight", "bias", "eps", "cudnn_enable"),
-    torch.ops.aten.layer_norm.default: ("x", "shape", "weight", "bias", "eps", "cudnn_enable"),
-    F.rms_norm: ("x", "shape", "weight", "eps"),
-    torch.rms_norm: ("x", "shape", "weight", "eps"),
-    torch.ops.aten.rms_norm.default: ("x", "shape", "weight", "eps"),
-}
-_RENAMED = {"input": "x", "normalized_shape": "shape"}
-_RMS_TARGETS = (F.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
-
-
-@dataclass(frozen=True)
-class _Norm:
-    """A norm found in the graph: the node that yields its output, what it is, and the nodes it stands for."""
-
-    root: fx.Node
-    op: str  # layer_norm, rms_norm, or written_rms_norm: the table's name
-    x: fx.Node
-    weight: fx.Node | None
-    bias: fx.Node | None
-    num_dims: int
-    eps: float
-    nodes: tuple[fx.Node, ...]
-
-    @property
-    def device(self) -> str:
-        return value(self.x).device.type
 
 
 class FuseNorm(Pass):
     """Replace norms by apexfx.layer_norm or apexfx.rms_norm where a kernel is registered and measured faster.
 
     Besides the nodes of torch's own norms, RMS norm as Llama and T5 write it is found, with its casts: the op computes
-    in float32 and rounds once, to the dtype the written form ends in. What the table (fuse_norm_table.py) does not call
+    in float32 and rounds once, to the dtype the written form ends in. Casts that earlier passes put around a norm go into
+    the op, which widens and rounds by itself. What the table (fuse_norm_table.py) does not call
     faster for the op, device, inner compiler and dtype is left to the inner compiler.
 
     Before:  h = x.to(f32); v = h.pow(2).mean(-1, keepdim=True); n = (h * rsqrt(v + 1e-06)).to(bf16); w * n
@@ -76,16 +46,25 @@ class FuseNorm(Pass):
         super().__init__()
         self.inner = "eager" if inner == "cudagraphs" else inner
         self.ratios = dict(ratios)
+        self.removed: list[dict[str, Any]] = []
+
+    def begin(self) -> None:
+        super().begin()
+        self.removed = []
 
     def options(self) -> dict[str, Any]:
         return {"inner": self.inner, "ratios": sorted((*key, *ratio) for key, ratio in self.ratios.items())}
+
+    def artifacts(self) -> dict[str, Any]:
+        return {"removed_casts": self.removed, "bytes_saved": sum(row["bytes"] for row in self.removed)}
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
         for body in bodies(gm):
             changed = False
-            for norm in _norms(body.graph):
-                if self._is_faster(norm) and _is_safe(norm):
+            for norm in norms(body.graph):
+                norm = with_casts(norm)
+                if self._is_faster(norm) and is_safe(norm):
                     self._rewrite(norm)
                     changed = True
             if changed:
@@ -94,16 +73,15 @@ class FuseNorm(Pass):
                     body.recompile()
         return PassResult(gm, modified)
 
-    def _is_faster(self, norm: _Norm) -> bool:
+    def _is_faster(self, norm: Norm) -> bool:
         op = "layer_norm" if norm.op == "layer_norm" else "rms_norm"
-        dtype = str(value(norm.x).dtype).removeprefix("torch.")
-        mean, smallest = self.ratios.get((norm.op, norm.device, self.inner, dtype), (0.0, 0.0))
-        return mean >= MARGIN and smallest >= FLOOR and has_kernel(f"apexfx::{op}", norm.device.upper())
+        device, dtype = value(norm.x).device.type, str(value(norm.x).dtype).removeprefix("torch.")
+        mean, smallest = self.ratios.get((norm.op, device, self.inner, dtype), (0.0, 0.0))
+        return mean >= MARGIN and smallest >= FLOOR and has_kernel(f"apexfx::{op}", device.upper())
 
-    def _rewrite(self, norm: _Norm) -> None:
+    def _rewrite(self, norm: Norm) -> None:
         graph, mode = norm.root.graph, fake_mode(norm.root.graph)
-        wanted, x = value(norm.root).dtype, value(norm.x)
-        tail = (norm.num_dims, norm.eps) if wanted == x.dtype else (norm.num_dims, norm.eps, wanted)
+        tail = (norm.num_dims, norm.eps) if norm.dtype == value(norm.x).dtype else (norm.num_dims, norm.eps, norm.dtype)
         target = _LAYER_NORM if norm.op == "layer_norm" else _RMS_NORM
         parameters = (norm.weight, norm.bias) if norm.op == "layer_norm" else (norm.weight,)
         with graph.inserting_before(norm.root):
@@ -114,167 +92,6 @@ class FuseNorm(Pass):
         norm.root.replace_all_uses_with(y)
         for node in reversed(norm.nodes):
             if not node.users:
+                if "apexfx_cast" in node.meta:
+                    self.removed.append({**node.meta["apexfx_cast"], "removed": f"inside {target}"})
                 graph.erase_node(node)
-
-
-def _norms(graph: fx.Graph) -> Iterator[_Norm]:
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _ARGUMENTS:
-            found = _torch_norm(node)
-        elif node.op in ("call_function", "call_method") and _is(node, "mul"):
-            found = _written_norm(node)
-        else:
-            found = None
-        if found is not None:
-            yield found
-
-
-def _torch_norm(node: fx.Node) -> _Norm | None:
-    """Read a node of torch's layer_norm or rms_norm; None where an argument is not known at compile time."""
-    given = {**dict(zip(_ARGUMENTS[node.target], node.args)), **{_RENAMED.get(k, k): v for k, v in node.kwargs.items()}}
-    is_rms = node.target in _RMS_TARGETS
-    eps, x = given.get("eps", None if is_rms else 1e-5), given.get("x")
-    if not isinstance(x, fx.Node) or not isinstance(value(x), Tensor):
-        return None
-    if eps is None:  # torch's default, which for half is the computation's, not the tensor's
-        if value(x).dtype not in (torch.float32, torch.float64):
-            return None
-        eps = torch.finfo(value(x).dtype).eps
-    shape = given.get("shape")
-    if not isinstance(eps, float) or not isinstance(shape, (tuple, list, torch.Size)):
-        return None
-    op = "rms_norm" if is_rms else "layer_norm"
-    return _Norm(node, op, x, given.get("weight"), given.get("bias"), len(shape), eps, (node,))
-
-
-def _written_norm(root: fx.Node) -> _Norm | None:
-    """Match weight * cast(h * rsqrt(mean(h^2, -1) + eps)) with h = cast(x), casts optional, products in any order."""
-    for scaled, weight in _operands(root):
-        if not isinstance(weight, fx.Node) or not isinstance(value(weight), Tensor) or value(weight).dim() != 1:
-            continue
-        product, casts = _behind_casts(scaled)
-        if not _is(product, "mul"):
-            continue
-        for h, rsqrt in _operands(product):
-            statistics = _reciprocal_root(rsqrt)
-            if statistics is None:
-                continue
-            eps, squared, nodes = statistics
-            x, x_casts = _behind_casts(h)
-            source, squared_casts = _behind_casts(squared)
-            if source is not x or not isinstance(value(x), Tensor) or value(x).dim() < 1:
-                continue
-            matched = {*squared_casts, *x_casts, *nodes, product, *casts, root}
-            ordered = tuple(node for node in root.graph.nodes if node in matched)
-            return _Norm(root, "written_rms_norm", x, weight, None, 1, eps, ordered)
-    return None
-
-
-def _reciprocal_root(node: Any) -> tuple[float, fx.Node, list[fx.Node]] | None:
-    """Match rsqrt(mean(h * h, -1, keepdim=True) + eps); return eps, h and the nodes."""
-    if not _is(node, "rsqrt") or not isinstance(node.args[0], fx.Node) or not _is(node.args[0], "add"):
-        return None
-    add = node.args[0]
-    if len(add.args) != 2 or add.kwargs:
-        return None
-    for mean, eps in _operands(add):
-        if not isinstance(eps, float) or not _is(mean, "mean") or argument(mean, "dtype") is not None:
-            continue
-        dim = mean.args[1] if len(mean.args) > 1 else mean.kwargs.get("dim")
-        keepdim = mean.args[2] if len(mean.args) > 2 else mean.kwargs.get("keepdim", False)
-        square = mean.args[0]
-        if dim not in (-1, (-1,), [-1]) or keepdim is not True or not isinstance(square, fx.Node):
-            continue
-        h = _squared(square)
-        if h is not None and value(h).dtype in (torch.float32, torch.float64):
-            return eps, h, [square, mean, add, node]
-    return None
-
-
-def _squared(node: fx.Node) -> fx.Node | None:
-    """Return h of h.pow(2), h ** 2, h * h or h.square()."""
-    if _is(node, "pow") and len(node.args) == 2 and node.args[1] == 2:
-        return node.args[0]
-    if _is(node, "mul") and len(node.args) == 2 and node.args[0] is node.args[1]:
-        return node.args[0]
-    return node.args[0] if _is(node, "square") else None
-
-
-def _is(node: Any, name: str) -> bool:
-    """Tell whether `node` calls the op `name`, which writes nothing."""
-    return (
-        isinstance(node, fx.Node)
-        and node.op in ("call_function", "call_method")
-        and canonical_name(node.target) == name
-        and "out" not in node.kwargs
-    )
-
-
-def _operands(node: fx.Node) -> list[tuple[Any, Any]]:
-    """Return the two operands in both orders."""
-    if len(node.args) != 2 or node.kwargs:
-        return []
-    return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
-
-
-_CASTS = ("to", "_to_copy", "float", "half", "bfloat16", "double", "type_as", "type")
-
-
-def _behind_casts(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """Follow casts between floating dtypes back to what they cast; return it and the casts, last first."""
-    casts = []
-    while any(_is(node, name) for name in _CASTS) and isinstance(node.args[0], fx.Node):
-        source, result = value(node.args[0]), value(node)
-        if not isinstance(source, Tensor) or not isinstance(result, Tensor) or source.device != result.device:
-            break
-        if not source.is_floating_point() or not result.is_floating_point():
-            break
-        casts.append(node)
-        node = node.args[0]
-    return node, casts
-
-
-def _is_safe(norm: _Norm) -> bool:
-    """Tell whether one op at the root computes the same: dtypes the op has, and nothing written in between."""
-    x, y = value(norm.x), value(norm.root)
-    parameters = [p for p in (norm.weight, norm.bias) if p is not None]
-    tensors = [value(p) for p in parameters if isinstance(p, fx.Node)]
-    if len(tensors) != len(parameters) or any(not isinstance(t, Tensor) for t in (*tensors, y)):
-        return False
-    if x.layout != torch.strided or norm.num_dims > x.dim() or norm.eps < 0:
-        return False
-    normalized = x.shape[x.dim() - norm.num_dims:]
-    for t in tensors:
-        same = t.dim() == len(normalized) and all(statically_known_true(a == b) for a, b in zip(t.shape, normalized))
-        if not same or t.device != x.device or t.dtype != tensors[0].dtype:
-            return False
-    allowed = {x.dtype, *(t.dtype for t in tensors)}
-    if y.dtype not in allowed or not allowed <= {torch.float32, torch.float16, torch.bfloat16}:
-        return False
-    if any(value(n).dtype not in (torch.float32, x.dtype, y.dtype) for n in norm.nodes):
-        return False
-    return _is_contiguous(y) and _undisturbed(norm)
-
-
-def _is_contiguous(t: Tensor) -> bool:
-    """Tell, adding no guard, whether `t` is contiguous: the op's output always is, and views taken later rely on it."""
-    expected: Any = 1
-    for size, stride in zip(reversed(t.shape), reversed(t.stride())):
-        if not statically_known_true(size == 1) and not statically_known_true(stride == expected):
-            return False
-        expected = expected * size
-    return True
-
-
-def _undisturbed(norm: _Norm) -> bool:
-    """Tell whether, from the first node to the root, gradients stay on or off and nobody writes what is read."""
-    read = [node for node in (norm.x, norm.weight, norm.bias, *norm.nodes) if node is not None]
-    touched = {storage for node in read for storage in storages(value(node))}
-    step = norm.nodes[0]
-    while step is not norm.root:
-        if step.target is torch._C._set_grad_enabled or any(
-            s in touched for source in written(step) for s in storages(value(source))
-        ):
-            return False
-        step = step.next
-    return True
