@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import __version__
 from .config import INNER_COMPILERS, OPT_LEVELS
 
-_EXIT_STATUS = "exit status: 0 all well, 1 the run did not give what it should, 2 wrong arguments or a missing requirement"
+_EXIT_STATUS = "exit status: 0 all well, 1 not the result there should be, 2 wrong arguments or a missing requirement"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,13 +27,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m apexfx", epilog=_EXIT_STATUS,
-                                     description="Mixed precision, synchronized batch norm and data parallel as passes over "
-                                                 "torch.compile graphs.")
+                                     description="Mixed precision, synchronized batch norm and data parallel as passes "
+                                                 "over torch.compile graphs.")
     parser.add_argument("--version", action="version", version=f"apexfx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands)
     doctor = commands.add_parser("doctor", help="what this machine and this install can do", epilog=_EXIT_STATUS,
-                                 description="Print torch, the compiled libraries, every op's kernels, and the variables read.")
+                                 description="Print torch, the compiled libraries, every op's kernels, and the "
+                                             "variables read.")
     doctor.set_defaults(run=_doctor)
     passes = commands.add_parser("passes", help="the passes, in order", epilog=_EXIT_STATUS,
                                  description="Print the ordered table of built-in passes, or everything about one.")
@@ -47,16 +48,18 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     demo = commands.add_parser(
         "demo", help="train a small network on several ranks and show every rewrite", epilog=_EXIT_STATUS,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        description="Train a residual network on scikit-learn's digits with mixed precision, synchronized batch norm and "
-                    "bucketed allreduce, on ranks of this machine; print what the passes did; train it again in plain eager "
-                    "float32 on one process; compare. Fails below 97 %% test accuracy or more than one point below float32.",
+        description="Train a residual network on scikit-learn's digits with mixed precision, synchronized batch norm "
+                    "and bucketed allreduce, on ranks of this machine; print what the passes did; train it again in "
+                    "plain eager float32 on one process; compare. Fails below 97 %% test accuracy or more than one "
+                    "point below float32.",
     )
     demo.add_argument("--ranks", type=_whole_number, default=2, metavar="N", help="processes to train on")
     demo.add_argument("--opt-level", choices=sorted(OPT_LEVELS), default="O2", help="precision level")
     demo.add_argument("--epochs", type=_whole_number, default=8, metavar="N", help="passes over the training images")
     demo.add_argument("--inner", choices=INNER_COMPILERS, default="eager",
                       help="what runs the rewritten graphs; inductor generates code first, which takes a minute or two")
-    demo.add_argument("--batch-size", type=_whole_number, default=64, metavar="N", help="images a step, all ranks together")
+    demo.add_argument("--batch-size", type=_whole_number, default=64, metavar="N",
+                      help="images a step, all ranks together")
     demo.add_argument("--out", default="out", metavar="DIR", help="where graphs, JSON and the loss curve go")
     demo.set_defaults(run=_demo)
 
@@ -71,8 +74,8 @@ def _demo(arguments: argparse.Namespace) -> int:
     from .demo.launch import run
     from .demo.train import Options
 
-    return run(Options(ranks=arguments.ranks, opt_level=arguments.opt_level, epochs=arguments.epochs, inner=arguments.inner,
-                       batch_size=arguments.batch_size, out=arguments.out))
+    return run(Options(ranks=arguments.ranks, opt_level=arguments.opt_level, epochs=arguments.epochs,
+                       inner=arguments.inner, batch_size=arguments.batch_size, out=arguments.out))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

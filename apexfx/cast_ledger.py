@@ -52,7 +52,7 @@ def cast_from_row(graph: int, row: dict[str, Any]) -> Cast:
 def take_out(casts: list[Cast], graph: int, row: dict[str, Any]) -> Cast:
     """Take the cast out of `casts` that a row of a pass's "removed_casts" speaks of, and return it with the reason.
 
-    A cast that the user's code made is in no ledger. Bodies of checkpoints may hold nodes of one name; what is cast decides.
+    A cast that the user's code made is in no ledger. Checkpoints may hold nodes of one name; what is cast decides.
     """
     gone = cast_from_row(graph, row)
     named = [cast for cast in casts if cast.node == gone.node]
@@ -114,21 +114,22 @@ class CastLedger(Sequence[Cast]):
         """One line: how many casts, their bytes a step, and what removing others saved."""
         if not self.casts and not self.removed:
             return f"cast ledger at {self.level}: no casts"
-        saved = (f"; {_count(len(self.removed), 'cast')} more removed by cancel_casts, saving {size_text(self.saved_bytes)} "
-                 "a step") if self.removed else ""
+        saved = (f"; {_count(len(self.removed), 'cast')} more removed by cancel_casts, saving "
+                 f"{size_text(self.saved_bytes)} a step") if self.removed else ""
         return f"cast ledger at {self.level}: {_count(len(self), 'cast')}, {size_text(self.total_bytes)} a step{saved}"
 
     def kinds(self) -> list[CastKind]:
         """Return the casts by (op, rule, dtypes, reason), the most frequent first."""
         grouped = group(self.casts, lambda c: (c.op, c.rule, c.source_dtype, c.target_dtype, c.reason))
-        found = [CastKind(len(members), *key, sum(c.bytes for c in members), _where(members)) for key, members in grouped.items()]
+        found = [CastKind(len(members), *key, sum(c.bytes for c in members), _where(members))
+                 for key, members in grouped.items()]
         return sorted(found, key=lambda kind: -kind.number)
 
     def __str__(self) -> str:
         if not self.casts:
             return self.summary
-        rows = [(k.number, k.op, k.rule, f"{k.source_dtype} -> {k.target_dtype}", size_text(k.bytes), k.tensors, k.reason)
-                for k in self.kinds()]
+        rows = [(k.number, k.op, k.rule, f"{k.source_dtype} -> {k.target_dtype}", size_text(k.bytes), k.tensors,
+                 k.reason) for k in self.kinds()]
         headers = ("casts", "op", "rule", "dtypes", "bytes a step", "tensors", "reason")
         return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True,
                                               colalign=("right", "left", "left", "left", "right"),

@@ -1,7 +1,7 @@
 """Compare two texts line by line in near-linear time.
 
-`difflib` alone takes minutes for graphs of thousands of nodes, whose lines repeat. Lines that occur once on either side are
-anchors (patience diff, Bram Cohen 2010); difflib only sees the short stretches between them.
+`difflib` alone takes minutes for graphs of thousands of nodes, whose lines repeat. Lines that occur once on either side
+are anchors (patience diff, Bram Cohen 2010); difflib only sees the short stretches between them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def opcodes(a: Sequence[str], b: Sequence[str]) -> list[Opcode]:
 
 
 def grouped_opcodes(a: Sequence[str], b: Sequence[str], context: int = 3) -> list[list[Opcode]]:
-    """Return the changes with `context` equal lines around them, near ones together; nothing where the texts are equal."""
+    """Return the changes with `context` equal lines around them, near ones together; nothing for equal texts."""
     matcher = difflib.SequenceMatcher()
     matcher.opcodes = opcodes(a, b)
     groups = list(matcher.get_grouped_opcodes(context))

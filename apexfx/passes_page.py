@@ -17,8 +17,9 @@ _HEADING = """\
 
 Made by `python -m apexfx passes --markdown > docs/passes.md`; do not edit.
 
-A pass rewrites one graph. Forward passes edit the graph Dynamo captured, backward passes the one AOTAutograd made from it.
-They run in this order; `skip=("name",)` leaves one out, `passes=(MyPass(),)` adds your own (`docs/architecture.md`).
+A pass rewrites one graph. Forward passes edit the graph Dynamo captured, backward passes the one AOTAutograd made from
+it. They run in this order; `skip=("name",)` leaves one out, `passes=(MyPass(),)` adds your own
+(`docs/architecture.md`).
 The numeric tier says what a pass may change: nothing (`bitwise`), the order of sums (`reassociates`), or dtypes
 (`changes_dtype`); `verify="each"` runs the graph before and after every pass and holds it to that.
 """
@@ -57,8 +58,8 @@ def markdown() -> str:
         parts += [f"## {row['pass']}", "", *_docstring(inspect.getdoc(entry.pass_type) or ""), ""]
     parts += ["## The opt levels", "", tabulate([(name, level.summary) for name, level in OPT_LEVELS.items()],
                                                 headers=("level", "what it means"), tablefmt="github"), ""]
-    parts += ["## The rules of O1", "", "Ops by what happens to their floating arguments; everything else is left alone.", "",
-              tabulate(list(_rule_rows()), headers=("rule", "family", "why", "ops"), tablefmt="github"), ""]
+    parts += ["## The rules of O1", "",
+              "Ops by what happens to their floating arguments; everything else is left alone.", "", tabulate(list(_rule_rows()), headers=("rule", "family", "why", "ops"), tablefmt="github"), ""]
     return "\n".join(parts)
 
 

@@ -31,7 +31,7 @@ _IMPORTS = {
     "pytree": "import torch.utils._pytree as pytree",
 }
 _ALWAYS = ("torch", "device", "inf", "nan")
-# A line an argument, so that four hundred parameters stay readable and a diff stays small; an argument of torch 2.11 and later.
+# A line an argument, so that four hundred parameters stay readable and a diff stays small.
 _LAYOUT = {"expanded_def": True} if "expanded_def" in inspect.signature(fx.Graph.python_code).parameters else {}
 _MAX_SHOWN_ELEMENTS = 64
 
@@ -69,7 +69,7 @@ _WRAP = "apexfx.printing.as_graph_module"
 
 
 def as_graph_module(body: torch.nn.Module) -> fx.GraphModule:
-    """Return `body` as a graph of one call: activation checkpointing runs its body node by node, so it wants a graph."""
+    """Return `body` as a graph of one call: activation checkpointing runs its body node by node, so it needs one."""
     graph = fx.Graph()
     arguments = tuple(graph.placeholder(name) for name in inspect.signature(body.forward).parameters)
     graph.output(graph.call_module("body", arguments))
@@ -128,7 +128,7 @@ _RELEASES = re.compile(r";  (?:[A-Za-z_]\w* = )+None$")
 
 
 def comparable(text: str) -> list[str]:
-    """Return the lines of a graph's Python without what changes on every edit: header, imports, `; x = None` at line ends."""
+    """Return the lines of a graph's Python without what every edit changes: header, imports, `; x = None`."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith("class ")), 0)
     return [_RELEASES.sub("", line.rstrip()) for line in lines[start:]]
@@ -178,6 +178,7 @@ def format_graph(gm: fx.GraphModule, only: str | None = None) -> str:
         else:
             names[node] = f"%{count}"
             count += 1
-            arguments = [argument(a) for a in node.args] + [f"{k}={argument(v)}" for k, v in sorted(node.kwargs.items())]
+            arguments = [argument(a) for a in node.args]
+            arguments += [f"{k}={argument(v)}" for k, v in sorted(node.kwargs.items())]
             lines.append(f"{names[node]} = {op_name(node)}({', '.join(arguments)})" + (f" -> {kind}" if kind else ""))
     return "\n".join(line for line in lines if only is None or re.search(only, line))

@@ -1,7 +1,7 @@
 """What every pass did, as data first and text second.
 
-`Report` -> one `GraphReport` a captured graph -> one `StageReport` a stage -> one `PassReport` a pass. The text is made in
-`report_table.py` (and `cast_ledger.py`, `schedule/plan.py`), from nothing but this data.
+`Report` -> one `GraphReport` a captured graph -> one `StageReport` a stage -> one `PassReport` a pass. The text is made
+in `report_table.py` (and `cast_ledger.py`, `schedule/plan.py`, `report_html.py`), from nothing but this data.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StageReport:
 
     Attributes:
         captured: the graph before the first pass, as runnable Python.
-        lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when it came from a compile cache.
+        lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when that came from a cache.
         from_cache: no pass ran in this process: this is the record kept beside the compile cache's entry.
     """
 
@@ -171,8 +171,9 @@ class Report:
         record = self._stage_of(pass_name, graph)
         index = record.passes.index(_find(record, pass_name))
         before = record.passes[index - 1].code if index else record.captured
-        lines = unified(comparable(before), comparable(record.passes[index].code),
-                        f"{record.stage} graph {graph} before {pass_name}", f"{record.stage} graph {graph} after {pass_name}")
+        where = f"{record.stage} graph {graph}"
+        lines = unified(comparable(before), comparable(record.passes[index].code), f"{where} before {pass_name}",
+                        f"{where} after {pass_name}")
         if not lines:
             return Text(f"{pass_name} left the {record.stage} graph {graph} as it was")
         if colour if colour is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ:
@@ -208,7 +209,7 @@ class Report:
         return CastLedger(kept, removed, self.config.get("opt_level", ""))
 
     def buckets(self, graph: int | None = None) -> BucketPlan:
-        """Return the bucket plan of a graph's backward; default: of the first graph that has one. `print` it for a table.
+        """Return the bucket plan of a graph's backward, by default the first that has one. `print` it for a table.
 
         Raises:
             RuntimeError: no backward was compiled yet, or gradients are not averaged.
@@ -216,7 +217,8 @@ class Report:
         if not self.graphs:
             raise RuntimeError(NO_GRAPH)
         if not self.config.get("ddp"):
-            raise RuntimeError("apexfx: there is no bucket plan, because gradients are not averaged here; ask for it by ddp=True")
+            raise RuntimeError("apexfx: there is no bucket plan, because gradients are not averaged here; "
+                               "ask for it by ddp=True")
         chosen = self.graphs if graph is None else [self._graph(graph)]
         for record in chosen:
             for stage in record.stages:
@@ -224,8 +226,8 @@ class Report:
                     if "plan" in report.artifacts:
                         rows = [row for r in stage.passes for row in r.artifacts.get("schedule", ())]
                         return BucketPlan.from_json(report.artifacts["plan"]).located(rows)
-        raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was compiled; "
-                           "run a training step (loss.backward()) once, or model.capture(*inputs)")
+        raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was "
+                           "compiled; run a training step (loss.backward()) once, or model.capture(*inputs)")
 
     def to_json(self, path: str | Path | None = None) -> dict[str, Any]:
         """Return everything as JSON-able values, and write it to `path` where one is given."""
@@ -310,5 +312,6 @@ def _pass_to_json(report: PassReport) -> dict[str, Any]:
 
 def stage_from_json(row: dict[str, Any]) -> StageReport:
     """Rebuild a stage's record; matches come back as plain dictionaries."""
-    passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"])}) for p in row["passes"]]
+    passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"])})
+              for p in row["passes"]]
     return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"])

@@ -1,4 +1,4 @@
-"""The report as one self-contained HTML page: pass table, side-by-side diffs, casts marked in the graphs, bucket plans."""
+"""The report as one self-contained HTML page: pass table, side-by-side diffs, casts marked in graphs, bucket plans."""
 
 from __future__ import annotations
 
@@ -135,8 +135,8 @@ def _rows(graph: GraphReport, casts: Sequence[Cast]) -> Iterator[_Row]:
         for index, entry in enumerate(stage.passes):
             last = index == len(stage.passes) - 1
             text = [_Line(line, *_mark(line, by_node)) for line in entry.code.splitlines()] if last else []
-            yield _Row(graph, stage, entry, f"g{graph.index}-{stage.stage}-{index}", _side_by_side(before, entry.code, by_node),
-                       last, text)
+            yield _Row(graph, stage, entry, f"g{graph.index}-{stage.stage}-{index}",
+                       _side_by_side(before, entry.code, by_node), last, text)
             before = entry.code
 
 
@@ -149,14 +149,15 @@ def _mark(line: str, casts: dict[str, Cast]) -> tuple[str, str]:
     if cast is None:
         return "", ""
     kind = "half" if cast.target_dtype in ("f16", "bf16") else "float"
-    title = (f"{cast.op}: {cast.tensor} {cast.source_dtype} to {cast.target_dtype}, {size_text(cast.bytes)}; rule {cast.rule}: "
-             f"{cast.reason} ({cast.source})")
+    title = (f"{cast.op}: {cast.tensor} {cast.source_dtype} to {cast.target_dtype}, {size_text(cast.bytes)}; "
+             f"rule {cast.rule}: {cast.reason} ({cast.source})")
     return kind, title
 
 
 def _side_by_side(before: str, after: str, casts: dict[str, Cast]) -> list[_DiffLine]:
     left, right = (
-        [line for line in comparable(text) if line.strip() and not line.lstrip().startswith("#")] for text in (before, after)
+        [line for line in comparable(text) if line.strip() and not line.lstrip().startswith("#")]
+        for text in (before, after)
     )
     lines: list[_DiffLine] = []
     seen = 0

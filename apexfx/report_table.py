@@ -68,15 +68,16 @@ def _title(report: Report) -> str:
     entries = [p for g in report.graphs for stage in g.stages for p in stage.passes]
     ms = sum(p.ms for p in entries)
     number = len(report.graphs)
-    return (f"apexfx report ({options_text(report.config)}): {number} graph{'' if number == 1 else 's'}, {len(entries)} pass runs, "
-            f"{ms:.1f} ms")
+    return (f"apexfx report ({options_text(report.config)}): {number} graph{'' if number == 1 else 's'}, "
+            f"{len(entries)} pass runs, {ms:.1f} ms")
 
 
 def options_text(config: dict[str, Any]) -> str:
     """Return the options that say what was asked for: "O2, sync_bn, ddp, inner=eager"."""
     shown = [str(config.get("opt_level", "?"))]
     shown += [name for name in ("sync_bn", "ddp") if config.get(name)]
-    shown += [f"{name}={config[name]}" for name in ("dtype", "inner", "precision", "passes", "skip") if config.get(name)]
+    named = ("dtype", "inner", "precision", "passes", "skip")
+    shown += [f"{name}={config[name]}" for name in named if config.get(name)]
     if config.get("verify", "off") != "off":
         shown.append(f"verify={config['verify']}")
     return ", ".join(shown)
@@ -100,7 +101,7 @@ def _places_lines(report: Report) -> list[str]:
 
 
 def remarks(report: Report) -> list[str]:
-    """Return warnings, where a backward came from, and notes, after an empty line; nothing where there is nothing to say."""
+    """Return warnings, where a backward came from, and notes, after an empty line; or nothing."""
     lines = []
     for graph in report.graphs:
         lines += [f"warning: graph {graph.index}, {entry.name} rewrote nothing: {entry.warning}"
@@ -112,10 +113,10 @@ def remarks(report: Report) -> list[str]:
 
 def _backward_remark(graph: GraphReport) -> list[str]:
     if any(stage.from_cache for stage in graph.stages):
-        return [f"graph {graph.index}: the backward came from the compile cache, so its passes did not run again; their rows "
-                "are the record kept from when they did"]
+        return [f"graph {graph.index}: the backward came from the compile cache, so its passes did not run again; "
+                "their rows are the record kept from when they did"]
     if graph.training and graph.backward is None:
-        return [f"graph {graph.index}: no backward yet; its passes run at the first loss.backward() or model.capture(*inputs). "
-                "After one: it came from the compile cache and its record is gone; "
+        return [f"graph {graph.index}: no backward yet; its passes run at the first loss.backward() or "
+                "model.capture(*inputs). After one: it came from the compile cache and its record is gone; "
                 "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it afresh"]
     return []

@@ -3,9 +3,9 @@
     python benchmarks/pass_time.py                      # eager inner, 50 to 800 layers; Inductor, 16 layers
     python benchmarks/pass_time.py --layers 50 100 --inductor-layers 4
 
-Every row is a process of its own with empty compile caches. All times are CPU seconds, of the process and of the compilers it
-starts, so that other work on the machine does not count. "passes" is the time inside the passes; "pipeline" adds what
-surrounds them: the checks after each pass and the Python text of every graph. The model is a stack of
+Every row is a process of its own with empty compile caches. All times are CPU seconds, of the process and of the
+compilers it starts, so that other work on the machine does not count. "passes" is the time inside the passes;
+"pipeline" adds what surrounds them: the checks after each pass and the Python text of every graph. The model is a stack of
 residual blocks (linear, batch norm, relu) at O2 with sync_bn and ddp, on a process group of one rank.
 """
 
@@ -101,8 +101,8 @@ def in_a_process(layers: int, inner: str) -> dict[str, float | int | str]:
     """Measure in a fresh process with empty caches."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": folder, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-        done = subprocess.run([sys.executable, __file__, "--one", str(layers), inner], env=environment, capture_output=True,
-                              text=True)
+        done = subprocess.run([sys.executable, __file__, "--one", str(layers), inner], env=environment,
+                              capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(f"{layers} layers, {inner}:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -123,11 +123,13 @@ def main() -> None:
     for layers, inner in wanted:
         rows.append(in_a_process(layers, inner))
         print(f"{inner}, {layers} layers: {rows[-1]['compile_s']:.1f} s", file=sys.stderr, flush=True)
-    table = [(r["inner"], r["layers"], r["nodes"], f"{r['compile_s']:.2f}", f"{r['pipeline_s']:.2f}", f"{r['passes_s']:.2f}",
-              f"{100 * r['passes_s'] / r['compile_s']:.1f}", f"{100 * r['pipeline_s'] / r['compile_s']:.1f}",
+    table = [(r["inner"], r["layers"], r["nodes"], f"{r['compile_s']:.2f}", f"{r['pipeline_s']:.2f}",
+              f"{r['passes_s']:.2f}", f"{100 * r['passes_s'] / r['compile_s']:.1f}",
+              f"{100 * r['pipeline_s'] / r['compile_s']:.1f}",
               f"{1e3 * r['pipeline_s'] / r['nodes']:.3f}") for r in rows]
-    print(tabulate(table, headers=("inner", "layers", "nodes", "compile s", "pipeline s", "passes s", "passes %", "pipeline %",
-                                   "pipeline ms a node"), disable_numparse=True))
+    headers = ("inner", "layers", "nodes", "compile s", "pipeline s", "passes s", "passes %", "pipeline %",
+               "pipeline ms a node")
+    print(tabulate(table, headers=headers, disable_numparse=True))
     import torch
 
     RESULTS.parent.mkdir(exist_ok=True)

@@ -44,13 +44,14 @@ def compact(diff: str) -> str:
 def page(text: str) -> str:
     """Return the README `text` with its generated blocks made anew."""
     report, diff = run_example()
-    table = tabulate([(row["pass"], row["stage"], row["asked for by"], row["what it does"]) for row in passes.describe()],
-                     headers=("pass", "graph", "asked for by", "what it does"), tablefmt="github")
+    rows = [(row["pass"], row["stage"], row["asked for by"], row["what it does"]) for row in passes.describe()]
+    table = tabulate(rows, headers=("pass", "graph", "asked for by", "what it does"), tablefmt="github")
     for marker, language, block in ((f"output: {EXAMPLE}", "text", report), (f"diff: {EXAMPLE}", "diff", diff)):
-        text, number = re.subn(rf"(<!-- {re.escape(marker)} -->\n```{language}\n).*?(\n```)", lambda m: m[1] + block + m[2],
-                               text, flags=re.DOTALL)
+        text, number = re.subn(rf"(<!-- {re.escape(marker)} -->\n```{language}\n).*?(\n```)",
+                               lambda m: m[1] + block + m[2], text, flags=re.DOTALL)
         assert number == 1, marker
-    return re.sub(r"(## What does what\n\n).*?(\n\n\[docs/passes)", lambda m: m[1] + table + m[2], text, flags=re.DOTALL)
+    return re.sub(r"(## What does what\n\n).*?(\n\n\[docs/passes)", lambda m: m[1] + table + m[2], text,
+                  flags=re.DOTALL)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ _GRACE_S = 20.0
 
 
 def run(options: Options) -> int:
-    """Run the demo; return its exit status: 0 where both accuracies are as they should be, 1 where not, 2 for no start."""
+    """Run the demo; return its exit status: 0 for accuracies as they should be, 1 for others, 2 for no start."""
     if importlib.util.find_spec("sklearn") is None:
-        return _refuse('the demo trains on scikit-learn\'s digits and scikit-learn is not installed; pip install scikit-learn')
+        return _refuse("the demo trains on scikit-learn's digits, and that is not installed; pip install scikit-learn")
     if options.global_batch == 0:
         return _refuse(f"--batch-size {options.batch_size} leaves nothing for some of {options.ranks} ranks; "
                        f"give at least {options.ranks}")
@@ -100,7 +100,8 @@ def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
     for result in (ranks, eager):
         print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}   "
               f"{result.seconds:5.1f} s")
-    print(f"\n{seconds:.0f} s in all; under {out}/: graphs, report.html, report.json, bucket_plan.json, casts.txt, loss.svg")
+    print(f"\n{seconds:.0f} s in all; under {out}/: graphs, report.html, report.json, bucket_plan.json, casts.txt, "
+          "loss.svg")
     if good and close:
         return 0
     problem = f"below {100 * REQUIRED_ACCURACY:.0f} %" if not good else "more than one point below float32"

@@ -1,4 +1,4 @@
-"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, an excerpt of backward, files, a picture."""
+"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, part of backward, files, a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def training_graph(report: Report) -> int:
 
 
 def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:
-    """Return the lines of a backward graph around the start of each bucket's allreduce, and its waits; the rest as "...".
+    """Return the lines of a backward graph where a bucket's allreduce starts, and its waits; the rest as "...".
 
     Args:
         context: lines kept on either side of a start.

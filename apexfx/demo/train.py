@@ -109,13 +109,14 @@ def train_rank(options: Options) -> None:
     if options.cuda:
         torch.cuda.set_device(device)
     say: Callable[[str], None] = _say if rank == 0 else lambda _: None
-    result = Result(f"{options.opt_level}, {num_ranks} ranks")
+    ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+    result = Result(f"{options.opt_level}, {ranks}")
     try:
         # bfloat16 needs no loss scale; float16, the default on CUDA, would.
         dtype = {} if options.opt_level == "O0" else {"dtype": torch.bfloat16}
         model = transform(initial_model().to(device), opt_level=options.opt_level, sync_bn=True, inner=options.inner,
                           ddp=BucketConfig(message_size=_MESSAGE_SIZE), **dtype)
-        say(f"\n{options.opt_level} with synchronized batch norm and bucketed allreduce on {num_ranks} {backend} ranks, inner "
+        say(f"\n{options.opt_level} with synchronized batch norm and bucketed allreduce on {ranks} of {backend}, inner "
             f"compiler {options.inner!r}, {options.global_batch // num_ranks} images a rank and step")
         fit(model, load_digits(), options, result, rank=rank, num_ranks=num_ranks, device=device, say=say)
         _check_ranks_agree(model, say)
