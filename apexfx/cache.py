@@ -41,12 +41,19 @@ def package_digest() -> str:
 
 
 def pass_digest(pass_: Pass) -> str | None:
-    """Return a hash of a user pass's source and options, or None when its source cannot be read."""
+    """Return a hash of a user pass's source and options, or None when either cannot be read.
+
+    A pass that does not override `options()` counts with its attributes: one forgotten would be a stale cache hit.
+    """
+    options = pass_.options()
+    if type(pass_).options is Pass.options:
+        options = {name: given for name, given in vars(pass_).items() if name != "matches"}
     try:
-        source = Path(inspect.getfile(type(pass_))).read_text()  # the whole file: a pass calls its neighbours
+        files = [Path(inspect.getfile(cls)) for cls in type(pass_).__mro__[: type(pass_).__mro__.index(Pass)]]
+        source = "".join(file.read_text() for file in files)  # whole files: a pass calls its neighbours
+        return hashlib.sha256((source + json.dumps(options, sort_keys=True)).encode()).hexdigest()
     except (OSError, TypeError):
         return None
-    return hashlib.sha256((source + json.dumps(pass_.options(), sort_keys=True)).encode()).hexdigest()
 
 
 def uuid(config: dict[str, Any], passes: Sequence[Pass], facts: dict[str, Any]) -> str | None:

@@ -85,9 +85,9 @@ class BucketConfig:
             _expect(name, number, _is_number(number) and number > 0, "a positive number")
         for name in ("delay_allreduce", "allreduce_always_fp32", "gradient_average"):
             _expect(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
+        _expect("trigger_params", self.trigger_params, isinstance(self.trigger_params, (list, tuple))
+                and all(isinstance(p, str) for p in self.trigger_params), "a list or tuple of names of parameters")
         object.__setattr__(self, "trigger_params", tuple(self.trigger_params))
-        _expect("trigger_params", self.trigger_params, all(isinstance(p, str) for p in self.trigger_params),
-                "names of parameters")
         if self.delay_allreduce and self.trigger_params:
             raise ValueError("apexfx: trigger_params starts buckets early and delay_allreduce starts them at the end; "
                              "give one of them")

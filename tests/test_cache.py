@@ -47,6 +47,20 @@ def test_a_pass_without_source_bypasses_the_cache():
     assert key(passes=[scope["Typed"]()]) is None
 
 
+class Forgetful(apexfx.Pass):
+    name = "forgetful"
+    stage = "backward"
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+
+def test_a_pass_that_forgets_options_counts_with_its_attributes():
+    assert key(passes=[Forgetful(2.0)]) == key(passes=[Forgetful(2.0)]) != key(passes=[Forgetful(3.0)])
+    assert key(passes=[Forgetful(object())]) is None  # nothing that a later process could compare
+
+
 def test_a_report_survives_the_round_trip(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     stage = StageReport("backward", captured="the graph")
