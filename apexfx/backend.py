@@ -143,7 +143,9 @@ class GraphCompiler:
         options = describe_buckets(buckets)
         plan = buckets.plan if isinstance(buckets.plan, (BucketPlan, type(None))) else BucketPlan.load(buckets.plan)
         options |= {"plan": plan.to_json() if plan is not None else None, "timeout_s": None}
-        return {"opt_level": self.config.opt_level, "dtype": str(self.config.dtype), "skip": list(self.config.skip), **options}
+        given = self.config.describe()  # what decides in which dtype a gradient comes out
+        names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")
+        return {name: given[name] for name in names} | options
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[capture.Placeholder],
                  described: list[Any], context: passes.Context) -> Callable[..., Any]:
@@ -152,7 +154,6 @@ class GraphCompiler:
         if sync is None and (agreement is None or not described):
             return compiled
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
-        names = [name for _, name in watched]
         agreed = not described or agreement is None
 
         def run(*args: Any) -> Any:
@@ -165,7 +166,7 @@ class GraphCompiler:
             for index, name in watched:
                 sync.watch(name, args[index])
             outputs = compiled(*args)
-            sync.on_forward(names, outputs, reduces=context.reduce_gradients)
+            sync.on_forward([args[index] for index, _ in watched], outputs, reduces=context.reduce_gradients)
             return outputs
 
         return run
@@ -297,8 +298,9 @@ def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
 
 _INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}
 
-# One report for every torch.compile(): torch hands each of its graphs the same options object.
-_by_options: dict[int, tuple[Any, GraphCompiler]] = {}
+# One report for every torch.compile(): torch hands each of its graphs the same options object. With what it held then: a
+# user may change it and compile another model.
+_by_options: dict[int, tuple[Any, dict[str, Any], GraphCompiler]] = {}
 _last_report: Report | None = None
 
 
@@ -312,12 +314,12 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
     known = _by_options.get(id(options)) if options is not None else None
-    if known is None:
+    if known is None or known[1] != options:
         config = TransformConfig.from_options(options)
-        known = (options, compiler_for(config))
+        known = (options, dict(options or {}), compiler_for(config))
         if options is not None:
             _by_options[id(options)] = known
-    return known[1](gm, example_inputs)
+    return known[2](gm, example_inputs)
 
 
 def compiler_for(config: TransformConfig) -> GraphCompiler:

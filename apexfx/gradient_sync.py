@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,10 +18,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ._torch import in_backward
 from .config import BucketConfig
 
-# parameter -> the hook of the transform that synchronizes it; a later transform of the same module replaces it.
-_hooks: Any = WeakTensorKeyDictionary()  # by identity: tensors compare elementwise
+
+@dataclass(frozen=True)
+class _Hook:
+    """The one hook of a parameter, and whose it is: of the model that ran forward last, where several share it."""
+
+    handle: Any
+    owner: weakref.ref[GradientSync]
+
+
+_hooks: Any = WeakTensorKeyDictionary()  # parameter -> _Hook, by identity: tensors compare elementwise
 
 
 class UnsynchronizedGradientError(RuntimeError):
@@ -43,28 +53,32 @@ class GradientSync:
         self.config = config
         self.enabled = True
         self._names: dict[str, weakref.ref[nn.Parameter]] = {}
-        self._pending: set[str] = set()  # names whose .grad holds local, not yet averaged micro-batches
-        self._reduced: set[str] = set()  # names that the backward under way reduces in its graphs
-        self._local: set[str] = set()  # names that the backward under way leaves local on purpose
+        self._hooked: set[int] = set()  # parameters, by id as below: a tied one has several names
+        self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
+        self._reduced: set[int] = set()  # those that the backward under way reduces in its graphs
+        self._local: set[int] = set()  # those that the backward under way leaves local on purpose
         self._flush_due = False
         self._callback_queued = False
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Hook `parameter`, once; the name is the one errors use."""
-        if name in self._names and self._names[name]() is parameter:
-            return
-        self._names[name] = weakref.ref(parameter)
-        if not parameter.requires_grad:
+        """Hook `parameter`, unless it is hooked already or has no gradient; the name is the one errors use."""
+        if (known := self._names.get(name)) is None or known() is not parameter:
+            self._names[name] = weakref.ref(parameter)
+            self._hooked.discard(id(parameter))  # the id may be that of a parameter that is gone
+        if not parameter.requires_grad or id(parameter) in self._hooked:
             return
         if (old := _hooks.pop(parameter, None)) is not None:
-            old.remove()
+            old.handle.remove()
+            if (owner := old.owner()) is not None:
+                owner._hooked.discard(id(parameter))  # its next forward takes the hook back
         me = weakref.ref(self)
 
         def on_accumulated(p: Tensor) -> None:
             if (sync := me()) is not None:
-                sync._on_accumulated(name)
+                sync._on_accumulated(name, id(p))
 
-        _hooks[parameter] = parameter.register_post_accumulate_grad_hook(on_accumulated)
+        _hooks[parameter] = _Hook(parameter.register_post_accumulate_grad_hook(on_accumulated), me)
+        self._hooked.add(id(parameter))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -84,21 +98,24 @@ class GradientSync:
         """
         return self.enabled and not self._pending
 
-    def on_forward(self, names: Sequence[str], outputs: Any, *, reduces: bool) -> None:
+    def on_forward(self, parameters: Sequence[nn.Parameter], outputs: Any, *, reduces: bool) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
         Args:
-            names: the parameters in the graph.
+            parameters: those in the graph that have a gradient.
             outputs: what the graph returned; one of them leads to the graph's autograd node.
             reduces: whether the graph's backward holds the allreduce nodes.
         """
+        if self._callback_queued and not in_backward():
+            self._forget_backward()  # an earlier backward raised, and autograd drops the callbacks of one that does
         node = _compiled_node(outputs)
         if node is None:
             return
+        members = [id(p) for p in parameters]
         flush = self.enabled and not reduces
 
         def on_backward(_grads: Any) -> None:
-            (self._reduced if reduces else self._local).update(names)
+            (self._reduced if reduces else self._local).update(members)
             self._flush_due |= flush
             self._queue_end_of_backward()
 
@@ -109,11 +126,11 @@ class GradientSync:
             self._callback_queued = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
 
-    def _on_accumulated(self, name: str) -> None:
-        if name in self._reduced:
+    def _on_accumulated(self, name: str, parameter: int) -> None:
+        if parameter in self._reduced:
             return
-        if not self.enabled or name in self._local:
-            self._pending.add(name)
+        if not self.enabled or parameter in self._local:
+            self._pending.add(parameter)
             return
         raise UnsynchronizedGradientError(
             f"apexfx: the gradient of {name!r} was computed outside of the transformed model's graphs, so it would not be "
@@ -123,20 +140,26 @@ class GradientSync:
         )
 
     def _end_of_backward(self) -> None:
-        flush, self._flush_due = self._flush_due, False
-        self._callback_queued = False
-        self._reduced.clear()
-        self._local.clear()
+        flush = self._flush_due
+        self._forget_backward()
         if flush:
             self.flush()
+
+    def _forget_backward(self) -> None:
+        self._flush_due = self._callback_queued = False
+        self._reduced.clear()
+        self._local.clear()
 
     def flush(self) -> None:
         """Average the accumulated `.grad` of every watched parameter over the ranks, in the plan's buckets."""
         from .schedule.reduce import reduce_gradients
 
         self._pending.clear()
-        live = {name: p for name, ref in self._names.items() if (p := ref()) is not None and p.requires_grad}
-        reduce_gradients(live, self.config, self.group)
+        live: dict[int, tuple[str, nn.Parameter]] = {}
+        for name, ref in self._names.items():
+            if (p := ref()) is not None and p.requires_grad:
+                live.setdefault(id(p), (name, p))  # a tied parameter once, by its first name
+        reduce_gradients(dict(live.values()), self.config, self.group)
 
 
 def _compiled_node(outputs: Any) -> Any:

@@ -194,7 +194,71 @@ def _rank_alone_evaluates_and_copies(rank, world_size):
     model(x).square().mean().backward()  # and the step after is still in step with the others
 
 
-CASES = [_averages, _accumulates, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs, _different_buckets,
+def check_accumulation(model, reference, rank, world_size):
+    x1, x2 = batches(rank, 2)
+    model.zero_grad()
+    with model.no_sync():
+        model(x1).square().mean().backward()
+    model(x2).square().mean().backward()
+    check(model, expected_gradients(reference, [x1, x2], world_size))
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("out of memory, say")
+
+
+def _backward_raised(rank, world_size):
+    model, reference = model_and_reference(rank)
+    [x] = batches(rank, 1)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(Raises.apply(x.requires_grad_())).square().mean().backward()
+    check_accumulation(model, reference, rank, world_size)
+    with pytest.raises(apexfx.UnsynchronizedGradientError):
+        model.last(model.first(x.detach())).square().mean().backward()
+
+
+def _unfrozen(rank, world_size):
+    torch.manual_seed(rank)
+    source = Net().requires_grad_(False)
+    model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager")
+    reference = copy.deepcopy(source.requires_grad_(True))
+    check_accumulation(model, reference, rank, world_size)
+
+
+def _shared_with_another_model(rank, world_size):
+    model, reference = model_and_reference(rank)
+    other = apexfx.transform(nn.Sequential(model.first, nn.Linear(16, 2)), opt_level="O0", ddp=SMALL, inner="eager")
+    check_accumulation(model, reference, rank, world_size)
+    other(batches(rank, 1)[0]).square().mean().backward()
+    del other
+    check_accumulation(model, reference, rank, world_size)
+
+
+def _tied_across_a_graph_break(rank, world_size):
+    class Broken(Net):
+        def forward(self, x, tied=True):
+            x = self.twice(self.first(x))
+            torch._dynamo.graph_break()
+            return self.last(self.tied(x) if tied else x)
+
+    torch.manual_seed(rank)
+    source = Broken()
+    model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager")
+    reference = copy.deepcopy(source)
+    [x] = batches(rank, 1)
+    for _ in range(2):
+        check_accumulation(model, reference, rank, world_size)
+        model(x, tied=False).square().mean().backward()
+
+
+CASES = [_backward_raised, _unfrozen, _shared_with_another_model, _tied_across_a_graph_break,
+         _averages, _accumulates, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs, _different_buckets,
          _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
 
 

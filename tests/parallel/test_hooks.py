@@ -1,4 +1,4 @@
-"""A module wrapped a second time: the later wrapper takes the parameters' hooks over."""
+"""A module wrapped a second time: the parameters' hooks belong to the wrapper that ran forward last."""
 
 from __future__ import annotations
 
@@ -16,4 +16,19 @@ def test_a_later_synchronizer_takes_over():
         sync.watch("p", p)
     with first.no_sync(), second.no_sync():
         p.sum().backward()
-    assert first._pending == set() and second._pending == {"p"}
+    assert first._pending == set() and second._pending == {id(p)}
+    first.watch("p", p)  # what its next forward does
+    with first.no_sync(), second.no_sync():
+        p.sum().backward()
+    assert first._pending == {id(p)}
+
+
+def test_a_parameter_unfrozen_later_is_hooked():
+    p = nn.Parameter(torch.ones(3), requires_grad=False)
+    sync = GradientSync(None, BucketConfig())
+    sync.watch("p", p)
+    p.requires_grad_(True)
+    sync.watch("p", p)
+    with sync.no_sync():
+        p.sum().backward()
+    assert sync._pending == {id(p)}
