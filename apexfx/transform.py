@@ -305,11 +305,13 @@ class _Runtime:
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-        with torch.random.fork_rng(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
-            model(*args, **kwargs)
-        with torch.no_grad():
-            for buffer, old in buffers:
-                buffer.copy_(old)
+        try:
+            with torch.random.fork_rng(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
+                model(*args, **kwargs)
+        finally:
+            with torch.no_grad():
+                for buffer, old in buffers:
+                    buffer.copy_(old)
         return self.report
 
 
