@@ -156,17 +156,45 @@ APEXFX_HD void plane_gradient_loop(const Plane<T>& plane, const E* __restrict__ 
   }
 }
 
+// Adds kTile rows at a time to the running sums of a few columns, which stay in registers for as long; `at_vector(i, j,
+// sum, sum)` adds the elements from i, of columns from j, and `at` one.
+template <typename T, typename F, typename G>
+APEXFX_HD void add_rows(int64_t width, int64_t n, T* first, T* second, F&& at_vector, G&& at) {
+  constexpr int64_t lanes = kLanes<T>, kTile = 8, kColumns = 2;
+  for (int64_t begin = 0; begin < n; begin += kTile * width) {
+    const int64_t count = n - begin < kTile * width ? n - begin : kTile * width, whole = count / width * width;
+    int64_t j = 0;
+    for (; j + kColumns * lanes <= width; j += kColumns * lanes) {
+      Vector<T> sums[kColumns], products[kColumns];
+      memcpy(sums, first + j, sizeof(sums));
+      memcpy(products, second + j, sizeof(products));
+      for (int64_t row = 0; row < whole; row += width)
+        for (int64_t k = 0; k < kColumns; ++k)
+          at_vector(begin + row + j + k * lanes, j + k * lanes, sums[k], products[k]);
+      memcpy(first + j, sums, sizeof(sums));
+      memcpy(second + j, products, sizeof(products));
+    }
+    for (int64_t row = 0; row < whole; row += width)
+      for (int64_t c = j; c < width; ++c) at(begin + row + c, c, first[c], second[c]);
+    for (int64_t c = 0; whole + c < count; ++c) at(begin + whole + c, c, first[c], second[c]);
+  }
+}
+
 template <typename E, typename T>
 APEXFX_HD void row_sums_loop(const E* __restrict__ x, const T* __restrict__ shift, T* __restrict__ total,
                              T* __restrict__ of_squares, int64_t width, int64_t n) {
-  for (int64_t begin = 0; begin < n; begin += width) {
-    const int64_t count = n - begin < width ? n - begin : width;
-    for (int64_t j = 0; j < count; ++j) {
-      const T d = value(x[begin + j]) - shift[j];
-      total[j] += d;
-      of_squares[j] += d * d;
-    }
-  }
+  add_rows<T>(
+      width, n, total, of_squares,
+      [&](int64_t i, int64_t j, Vector<T>& sum, Vector<T>& squares) __attribute__((always_inline)) {
+        const Vector<T> d = load_vector(x + i) - load_vector(shift + j);
+        sum += d;
+        squares += d * d;
+      },
+      [&](int64_t i, int64_t j, T& sum, T& squares) __attribute__((always_inline)) {
+        const T d = value(x[i]) - shift[j];
+        sum += d;
+        squares += d * d;
+      });
 }
 
 template <bool kRelu, typename E, typename T>
@@ -191,15 +219,20 @@ APEXFX_HD void row_gradient_sums_loop(const Rows<T>& rows, const E* __restrict__
                                       T* __restrict__ total, T* __restrict__ products, int64_t n) {
   const T *__restrict__ center = rows.center, *__restrict__ scale = rows.scale, *__restrict__ shift = rows.shift;
   const T zero = rows.zero;
-  for (int64_t begin = 0; begin < n; begin += rows.width) {
-    const int64_t count = n - begin < rows.width ? n - begin : rows.width;
-    for (int64_t j = 0; j < count; ++j) {
-      const T d = value(x[begin + j]) - center[j];
-      const T g = masked<kRelu>(value(grad[begin + j]), d, scale[j], shift[j], zero);
-      total[j] += g;
-      products[j] += g * d;
-    }
-  }
+  add_rows<T>(
+      rows.width, n, total, products,
+      [&](int64_t i, int64_t j, Vector<T>& sum, Vector<T>& product) __attribute__((always_inline)) {
+        const Vector<T> d = load_vector(x + i) - load_vector(center + j);
+        Vector<T> g = load_vector(grad + i);
+        if constexpr (kRelu) g = d * load_vector(scale + j) + load_vector(shift + j) <= zero ? Vector<T>{} : g;
+        sum += g;
+        product += g * d;
+      },
+      [&](int64_t i, int64_t j, T& sum, T& product) __attribute__((always_inline)) {
+        const T d = value(x[i]) - center[j], g = masked<kRelu>(value(grad[i]), d, scale[j], shift[j], zero);
+        sum += g;
+        product += g * d;
+      });
 }
 
 template <bool kRelu, typename E, typename T>
