@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import foreach_copy_, in_backward, tree_leaves
+from .._torch import in_backward, tree_leaves
 from ..agreement import Agreement
 from ..gradient_sync import UnsynchronizedGradientError
 from ..schedule.reduce import sparse_message
@@ -359,21 +359,17 @@ class OverlappedReducer:
             reduced = None
             if self.comm_hook is not None:
                 reduced = _value(round_.works[number]).view(-1)
-            parts = buffer.results(reduced, divide=self.comm_hook is None)
-            targets, sources = [], []
-            for i, part in zip(members, parts):
-                p = layout.parameters[i]
-                if used is not None and not used[i]:
-                    continue
-                if self.options.retain_buffers:
-                    p.grad, buffer.lent = part, True
-                elif p.grad is None:
-                    p.grad = torch.empty_like(p).copy_(part)
-                else:
-                    targets.append(p.grad)
-                    sources.append(part)
-            if targets:
-                foreach_copy_(targets, sources)
+            divide = self.comm_hook is None
+            live = [layout.parameters[i] if used is None or used[i] else None for i in members]
+            if self.options.retain_buffers:
+                for p, part in zip(live, buffer.results(reduced, divide=divide)):
+                    if p is not None:
+                        p.grad, buffer.lent = part, True
+                continue
+            for p in live:
+                if p is not None and p.grad is None:
+                    p.grad = torch.empty_like(p)
+            buffer.write([p.grad if p is not None else None for p in live], reduced, divide=divide)
 
     def _end_round(self, layout: Layout) -> None:
         for p in layout.parameters if self._separate else ():

@@ -40,8 +40,24 @@ class BucketBuffer:
     def fill(self, gradients: Sequence[Tensor | None], *, divide: bool = True) -> None:
         """Lay out `gradients`, in slot order, None being zero, and divide by the predivisor."""
         bucket = self.bucket
+        divisor = bucket.predivide if divide else 1.0
+        if bucket.dtype != bucket.reduce_dtype:
+            self.flat = _scaled(torch.cat(self._pieces(gradients)), divisor, bucket.reduce_dtype)
+            return
+        if self.lent:
+            self.flat, self.lent = torch.zeros_like(self.flat), False
+        if divisor == 1.0:
+            torch.cat(self._pieces(gradients), out=self.flat)
+            return
+        for view, grad in zip(self._views(self.flat), gradients):  # one pass over memory, as torch DDP's
+            if grad is None:
+                view.zero_()
+            else:
+                torch.mul(grad, 1.0 / divisor, out=view)
+
+    def _pieces(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         pieces = []
-        for slot, gap, grad in zip(bucket.slots, self._gaps, gradients):
+        for slot, gap, grad in zip(self.bucket.slots, self._gaps, gradients):
             if grad is None:
                 pieces.append(self._zeros.new_zeros(slot.numel))
             elif slot.dim_order:
@@ -50,27 +66,34 @@ class BucketBuffer:
                 pieces.append(grad.reshape(-1))
             if gap:
                 pieces.append(self._zeros[:gap])
-        divisor = bucket.predivide if divide else 1.0
-        if bucket.dtype != bucket.reduce_dtype:
-            self.flat = _scaled(torch.cat(pieces), divisor, bucket.reduce_dtype)
-            return
-        if self.lent:
-            self.flat, self.lent = torch.empty_like(self.flat), False
-        torch.cat(pieces, out=self.flat)
-        _scaled(self.flat, divisor, bucket.reduce_dtype)
+        return pieces
 
     def all_reduce(self, group: dist.ProcessGroup) -> dist.Work:
         """Start the sum over `group`."""
         flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
         return dist.all_reduce(flat, group=group, async_op=True)
 
+    def write(self, targets: Sequence[Tensor | None], reduced: Tensor | None = None, *, divide: bool = True) -> None:
+        """Divide the reduced buffer (or `reduced`) by the postdivisor into `targets`, in slot order; None is left out."""
+        flat, divisor = self.flat if reduced is None else reduced, self.bucket.postdivide if divide else 1.0
+        if flat.dtype != self.bucket.output_dtype:
+            flat, divisor = _scaled(flat, divisor, self.bucket.output_dtype), 1.0
+        pairs = [(target, view) for target, view in zip(targets, self._views(flat)) if target is not None]
+        if divisor == 1.0 and pairs:
+            foreach_copy_([target for target, _ in pairs], [view for _, view in pairs])
+        elif divisor != 1.0:
+            for target, view in pairs:
+                torch.mul(view, 1.0 / divisor, out=target)
+
     def results(self, reduced: Tensor | None = None, *, divide: bool = True) -> list[Tensor]:
-        """Return views of the reduced buffer (or of `reduced`) with the gradients' shapes, dtype and strides."""
-        bucket = self.bucket
-        flat = _scaled(self.flat if reduced is None else reduced, bucket.postdivide if divide else 1.0, bucket.output_dtype)
-        itemsize = bucket.reduce_dtype.itemsize
+        """Return views of the divided buffer (or of `reduced`) with the gradients' shapes, dtype and strides."""
+        divisor = self.bucket.postdivide if divide else 1.0
+        return self._views(_scaled(self.flat if reduced is None else reduced, divisor, self.bucket.output_dtype))
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        itemsize = self.bucket.reduce_dtype.itemsize
         parts = []
-        for slot in bucket.slots:
+        for slot in self.bucket.slots:
             begin = slot.offset_bytes // itemsize
             part = flat[begin:begin + slot.numel]
             if slot.dim_order is None:
@@ -149,7 +172,7 @@ def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.Proc
         started.append((buffer, members, buffer.all_reduce(group)))
     for buffer, members, work in started:
         wait(work)
-        foreach_copy_(members, buffer.results())
+        buffer.write(members)
     return [buffer for buffer, _, _ in started]
 
 

@@ -1,0 +1,149 @@
+"""Step time and peak memory of data parallel training against torch's, on gloo ranks of this machine.
+
+    python benchmarks/ddp.py                  # eager executor against torch DDP
+    python benchmarks/ddp.py --compile        # graph executor against torch DDP + torch.compile as well
+    python benchmarks/ddp.py --memory         # peak resident memory, one launch a variant
+
+Variants take turns within one run, step by step, so that whatever else the machine does hits all of them; medians over
+`--steps` steps, of the slower rank. A step is forward, backward with averaging, and SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import apexfx
+from apexfx.parallel import DistributedDataParallel
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(512, 512), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(512, 10)), torch.randn(64, 512)
+
+
+class Block(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+def cnn() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *(Block(32) for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(32, 10)), torch.randn(16, 3, 24, 24)
+
+
+def transformer() -> tuple[nn.Module, Tensor]:
+    layers = (nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4))
+    return nn.Sequential(*layers, nn.Linear(128, 10)), torch.randn(8, 32, 128)
+
+
+MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
+
+
+def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], nn.Module]]:
+    def fresh() -> nn.Module:
+        return copy.deepcopy(model)
+
+    made: dict[str, Callable[[], nn.Module]] = {
+        "torch DDP": lambda: TorchDDP(fresh()),
+        "apexfx": lambda: DistributedDataParallel(fresh(), broadcast_buffers=True),
+    }
+    if compiled:
+        made["torch DDP + compile"] = lambda: torch.compile(TorchDDP(fresh()))
+        made["apexfx graph"] = lambda: DistributedDataParallel(apexfx.transform(fresh(), opt_level="O0"), broadcast_buffers=True)
+    return made
+
+
+def stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def measure(rank: int, world_size: int, store: str, given: argparse.Namespace, only: str | None) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    rows = []
+    for name in given.models:
+        torch.manual_seed(0)
+        model, x = MODELS[name]()
+        steps = {label: stepper(make(), x) for label, make in variants(model, given.compile).items() if only in (None, label)}
+        for _ in range(5):
+            for step in steps.values():
+                step()
+        times: dict[str, list[float]] = {label: [] for label in steps}
+        order = list(steps.items())
+        for turn in range(given.steps):
+            for label, step in order[turn % len(order):] + order[:turn % len(order)]:
+                dist.barrier()
+                begin = time.perf_counter()
+                step()
+                times[label].append(time.perf_counter() - begin)
+        for label, taken in times.items():
+            slowest = torch.tensor(taken)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            rows.append((name, label, 1e3 * statistics.median(slowest.tolist()), 1e3 * slowest.quantile(0.1).item()))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if rank == 0:
+        base = {name: ms for name, label, ms, _ in rows if label == "torch DDP"}
+        table = [(name, label, f"{ms:.2f}", f"{low:.2f}", f"{ms / base[name]:.2f}" if name in base else "-")
+                 for name, label, ms, low in rows]
+        if only is None:
+            print(tabulate(table, headers=("model", "variant", "median ms", "10 % ms", "x torch DDP")), flush=True)
+        else:
+            print(f"{given.models[0]:12} {only:20} peak {peak:.1f} MiB", flush=True)
+    dist.destroy_process_group()
+
+
+def launch(given: argparse.Namespace, only: str | None = None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (given.ranks, str(Path(folder, "store")), given, only), nprocs=given.ranks)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--memory", action="store_true")
+    given = parser.parse_args()
+    if not given.memory:
+        launch(given)
+        return
+    names = given.models
+    for name in names:
+        given.models = [name]
+        for label in variants(nn.Identity(), given.compile):
+            launch(given, label)
+
+
+if __name__ == "__main__":
+    main()
