@@ -78,10 +78,11 @@ struct BackwardTensors {
 
 template <typename A>
 void finish_parameters(const BackwardTensors& t, const Tensor& partial, int64_t parts, cudaStream_t stream) {
-  const std::optional<Tensor>& any = t.inputs.weight.has_value() ? t.inputs.weight : t.inputs.bias;
-  if (!any.has_value()) return;
+  if (!t.inputs.weight.has_value() && !t.inputs.bias.has_value()) return;
+  // The dtype the caller's parameters have; the kernels may have been given converted copies.
+  const ScalarType dtype = (t.inputs.weight.has_value() ? t.dweight : t.dbias).scalar_type();
   const dim3 grid(static_cast<unsigned>((t.rows.columns + 31) / 32), 2), block(32, kTileRows);
-  dispatch_float_or_double(any->scalar_type(), t.inputs.op, "weight", [&](auto zero) {
+  dispatch_float_or_double(dtype, t.inputs.op, "weight", [&](auto zero) {
     using P = decltype(zero);
     P* dweight = t.inputs.weight.has_value() ? static_cast<P*>(t.dweight.mutable_data_ptr()) : nullptr;
     P* dbias = t.inputs.bias.has_value() ? static_cast<P*>(t.dbias.mutable_data_ptr()) : nullptr;
