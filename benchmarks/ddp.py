@@ -68,6 +68,8 @@ def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], nn.Modu
     made: dict[str, Callable[[], nn.Module]] = {
         "torch DDP": lambda: TorchDDP(fresh()),
         "apexfx": lambda: DistributedDataParallel(fresh(), broadcast_buffers=True),
+        "apexfx, layout ddp": lambda: DistributedDataParallel(fresh(), broadcast_buffers=True, layout="ddp"),
+        "apexfx, ddp, static": lambda: DistributedDataParallel(fresh(), broadcast_buffers=True, layout="ddp", static_graph=True),
     }
     if compiled:
         made["torch DDP + compile"] = lambda: torch.compile(TorchDDP(fresh()))
