@@ -1,6 +1,6 @@
 """Every op against the best torch does in the same run: interleaved medians, ratios with their spread, bytes a second.
 
-    python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--json FILE]
+    python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--clock wall|cpu] [--json FILE]
 
 Rows live in `ops_<family>.py` beside this file, with a function `rows(device)` that yields `rows.Row` (`ops_norm.py`
 is a program of its own). A ratio above
@@ -16,6 +16,8 @@ import importlib.util
 import json
 import platform
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,30 +48,32 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="rows whose family or name holds one of these")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rows together, roughly")
     parser.add_argument("--expected-rows", type=int, default=24, help="rows the seconds are shared among")
+    parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: for one thread on a shared machine")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     loaded = [library.device for library in ops.LIBRARIES if library.loaded]
     machine = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
     print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} threads, libraries: {', '.join(loaded) or 'none'}")
-    copy = copy_bandwidth(arguments.device)
+    clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
+    copy = copy_bandwidth(arguments.device, clock)
     print(f"copy: {copy:.1f} GB/s\n")
     print(f"{'row':40} {'ours ms':>9} {'best other':>28} {'ms':>9} {'ratio':>6} {'low':>6} {'high':>6} {'copy':>5}")
     results = []
     for family, row in load_rows(arguments.device):
         if not arguments.only or any(text in f"{family} {row.name}" for text in arguments.only):
-            results.append(_run(row, arguments, copy))
+            results.append(_run(row, arguments, copy, clock))
         del row
         gc.collect()
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        record = {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "libraries": loaded,
+        record = {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "clock": arguments.clock, "libraries": loaded,
                   "copy_gigabytes_per_s": copy, "rows": results}  # fmt: skip
         arguments.json.write_text(json.dumps(record, indent=1))
     return 0
 
 
-def _run(row: Row, arguments: argparse.Namespace, copy: float) -> dict[str, object]:
-    result = measure(row, arguments.device, arguments.seconds / arguments.expected_rows)
+def _run(row: Row, arguments: argparse.Namespace, copy: float, clock: Callable[[], float]) -> dict[str, object]:
+    result = measure(row, arguments.device, arguments.seconds / arguments.expected_rows, clock=clock)
     own, other = result.seconds["ours"] * 1e3, result.seconds[result.best_other] * 1e3
     share = result.gigabytes_per_s / copy
     below = "  below target" if result.target and result.ratio < result.target else ""

@@ -51,6 +51,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler.step
     _state_names: tuple[str, ...] = ()  # tensors like the parameter, float32, zero at first
+    _scalar_state_names: tuple[str, ...] = ()  # one number a parameter, made by the subclass
     _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
     last_grad_norm: Tensor | None = None
     last_found_inf: Tensor | None = None
@@ -122,27 +123,31 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _gather(self, group: dict[str, Any]) -> list[Batch]:
         batches: dict[tuple[Any, ...], Batch] = {}
+        names, all_state = self._names(group), self.state
         for param in group["params"]:
-            if param.grad is None:
+            grad = param.grad
+            if grad is None:
                 continue
-            self._check_param(param)
-            state = self.state[param]
-            first_run = any(name not in state for name in self._names(group))
+            state = all_state[param]
+            first_run = not all(map(state.__contains__, names))
+            self._check_param(param, grad)
             self._init_state(group, param, state)
             master = state.get("master_param")
-            key = (param.device, master is not None, first_run, param.dtype == torch.float64)
-            batch = batches.setdefault(key, Batch(param.device, first_run))
+            key = (param.device, master is not None, first_run, param.dtype is torch.float64)
+            batch = batches.get(key)
+            if batch is None:
+                states: dict[str, list[Tensor]] = {name: [] for name in (*names, *self._scalar_state_names)}
+                batch = batches[key] = Batch(param.device, first_run, states=states)
             batch.params.append(param if master is None else master)
-            batch.grads.append(param.grad)
+            batch.grads.append(grad)
             if master is not None:
                 batch.models.append(param)
-            for name in state:
-                if name != "master_param":
-                    batch.states.setdefault(name, []).append(state[name])
+            for name, tensors in batch.states.items():
+                tensors.append(state[name])
         return list(batches.values())
 
-    def _check_param(self, param: Tensor) -> None:
-        if param.grad.is_sparse:
+    def _check_param(self, param: Tensor, grad: Tensor) -> None:
+        if grad.is_sparse:
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
         if param.dtype not in _DTYPES:
             raise RuntimeError(
@@ -159,10 +164,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self.master_weights and param.dtype in _LOW_PRECISION
 
     def _init_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
-        if "master_param" not in state and self._needs_master(group, param):
+        if self._needs_master(group, param) and "master_param" not in state:
             state["master_param"] = param.detach().to(torch.float32, copy=True, memory_format=torch.preserve_format)
         for name in self._names(group):
-            if state.get(name) is None:
+            if name not in state:
                 dtype = self._state_dtype(param, name)
                 state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 

@@ -19,6 +19,7 @@ class FusedNovoGrad(FusedOptimizer):
     """
 
     _state_names = ("exp_avg",)
+    _scalar_state_names = ("exp_avg_sq",)
 
     def __init__(
         self,
