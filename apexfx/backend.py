@@ -7,7 +7,6 @@ Wrapping `inner_compile` instead would be skipped silently on a hit.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
@@ -18,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from . import cache, capture, passes, printing
-from ._torch import CustomGraphPass, FakeTensor, active_ddp_module, aot_autograd, compile_fx, inductor_config
+from ._torch import CustomGraphPass, FakeTensor, active_ddp_module, inductor_config
 from .agreement import Agreement
 from .config import BucketConfig, TransformConfig, describe_buckets
 from .fx import graphs, named_argument, value
 from .gradient_sync import GradientSync
+from .inner import INNER, traceable_rnn
 from .pipeline import Pipeline
 from .report import GraphReport, Report, StageReport
 from .schedule.plan import BucketPlan
@@ -110,8 +110,8 @@ class GraphCompiler:
             record.load_backward = functools.partial(cache.load_stage, key)
         backward = BackwardPasses(pipeline, record, uuid, key)
         described = self._collectives(gm, placeholders, context)
-        with _traceable_rnn(gm):
-            compiled = _INNER[self.config.inner](gm, example_inputs, backward)
+        with traceable_rnn(gm):
+            compiled = INNER[self.config.inner](gm, example_inputs, backward)
         return self._guarded(compiled, record, placeholders, described, context)
 
     def _averaged_by_ddp(self) -> bool:
@@ -170,12 +170,6 @@ class GraphCompiler:
             return outputs
 
         return run
-
-
-def _traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
-    """Keep AOTAutograd off oneDNN's LSTM layer, whose backward it cannot save for (2.11, 2.13: AssertionError)."""
-    has_lstm = any(getattr(node.target, "__name__", "") == "lstm" for g in graphs(gm) for node in g.graph.nodes)
-    return torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext()
 
 
 def _needs_backward(placeholders: Sequence[capture.Placeholder]) -> bool:
@@ -254,50 +248,6 @@ def _random_like(val: Any, generator: torch.Generator) -> Any:
     return made.zero_()
 
 
-def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: BackwardPasses) -> Callable[..., Any]:
-    patches = {
-        "post_grad_custom_post_pass": backward,
-        # Inductor's default moves all compute before the collectives and hides nothing.
-        "reorder_for_peak_memory": False,
-    }
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
-
-
-def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: BackwardPasses) -> Callable[..., Any]:
-    patches = {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
-
-
-def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: BackwardPasses) -> Callable[..., Any]:
-    def forward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graph.graph.eliminate_dead_code()
-        graph.recompile()
-        backward.note_lowered(graph)
-        return _boxed(graph)
-
-    def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
-        graph.graph.eliminate_dead_code()
-        backward.run(graph)
-        graph.recompile()
-        return _boxed(graph)
-
-    compiler = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
-                            keep_inference_input_mutations=True)
-    return compiler(gm, list(example_inputs))
-
-
-def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-    def call(args: list[Any]) -> Any:
-        taken = list(args)
-        args.clear()  # the boxed convention: the callee owns the arguments, so they can be freed early
-        return gm.forward(*taken)
-
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
-
-
-_INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}
-
 # One report for every torch.compile(): torch hands each of its graphs the same options object. With what it held then: a
 # user may change it and compile another model.
 _by_options: dict[int, tuple[Any, dict[str, Any], GraphCompiler]] = {}
@@ -316,22 +266,30 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     known = _by_options.get(id(options)) if options is not None else None
     if known is None or known[1] != options:
         config = TransformConfig.from_options(options)
-        known = (options, dict(options or {}), compiler_for(config))
+        known = (options, dict(options or {}), compiler_for(config, "compile"))
         if options is not None:
             _by_options[id(options)] = known
     return known[2](gm, example_inputs)
 
 
-def compiler_for(config: TransformConfig) -> GraphCompiler:
-    """Return the compiler of a new model, with a new report that becomes `last_report()`."""
+def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCompiler:
+    """Return the compiler of a new model, with a new report that becomes `last_report()`.
+
+    Args:
+        origin: how the model came about. Agreements of each are counted apart: one rank alone may load a model.
+    """
     global _last_report
     groups = Groups(config)
     group = groups.gradients or groups.batch_norm
-    compiler = _compiler(config, groups, _next_label(group) if group is not None else "")
+    compiler = _compiler(config, groups, _next_label(group, origin) if group is not None else "")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
         compiler.report.note(message)
         log.info(message)
+    if config.ddp and groups.gradients is None:  # only a model unpickled where there is no group gets here
+        message = "apexfx: ddp was asked for and there is no process group: gradients stay this process's own"
+        compiler.report.note(message)
+        log.warning(message)
     _last_report = compiler.report
     return compiler
 
@@ -356,9 +314,9 @@ def _compiler(config: TransformConfig, groups: Groups, label: str) -> GraphCompi
 _labels: dict[str, int] = {}
 
 
-def _next_label(group: dist.ProcessGroup) -> str:
+def _next_label(group: dist.ProcessGroup, origin: str) -> str:
     # Every rank builds its models in the same order, so the n-th of a group is the same model everywhere.
-    name = group.group_name
+    name = f"{group.group_name}/{origin}"
     _labels[name] = _labels.get(name, 0) + 1
     return f"{name}/{_labels[name]}"
 

@@ -82,7 +82,8 @@ def _placeholder(index: int, source: str, example: Any) -> Placeholder:
     name = ".".join(parts) if parts else re.sub(r"^L\['(\w+)'\]", r"\1", source)
     if not isinstance(example, torch.Tensor):
         return Placeholder(index, name, "symint")
-    is_parameter = isinstance(example, torch.nn.Parameter)
+    # A Parameter that is an argument of forward is data of this call, not a part of the model.
+    is_parameter = isinstance(example, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source)
     kind = "param" if is_parameter else "buffer" if "_buffers[" in source else "input"
     stride = tuple(map(_size, example.stride())) if example.layout == torch.strided else None
     return Placeholder(index, name, kind, tuple(map(_size, example.shape)), example.dtype, example.device,

@@ -123,7 +123,7 @@ class TransformConfig:
         for name in ("sync_bn", "fullgraph"):
             _expect(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         for name in ("keep_batchnorm_fp32", "dynamic"):
-            _expect(name, getattr(self, name), getattr(self, name) in (None, True, False), "True, False or None")
+            _expect(name, getattr(self, name), isinstance(getattr(self, name), (bool, type(None))), "True, False or None")
         _expect("ddp", self.ddp, isinstance(self.ddp, (bool, BucketConfig)), "True, False or a BucketConfig")
         if self.dtype is not None:
             _expect("dtype", self.dtype, self.dtype in HALF_DTYPES, "torch.float16, torch.bfloat16 or None")

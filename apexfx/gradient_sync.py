@@ -82,7 +82,10 @@ class GradientSync:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the block; the first backward after it averages the sum."""
+        """Accumulate gradients locally inside the block; the first backward after it averages the sum.
+
+        Every rank must put the same steps inside: the flush and the allreduce nodes of a graph do not match each other.
+        """
         before, self.enabled = self.enabled, False
         try:
             yield
@@ -164,10 +167,12 @@ class GradientSync:
 
 def _compiled_node(outputs: Any) -> Any:
     """Return the autograd node of the compiled graph that made `outputs`, or None when nothing requires grad."""
-    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-        node = output.grad_fn if isinstance(output, Tensor) else None
+    nodes = [o.grad_fn for o in (outputs if isinstance(outputs, (tuple, list)) else (outputs,)) if isinstance(o, Tensor)]
+    for node in nodes:
+        if node is not None and "CompiledFunction" in node.name():
+            return node
+    for node in nodes:  # an output that is a view of a graph's output is rebuilt outside of the graph
         while node is not None and "CompiledFunction" not in node.name():
-            # An output that is a view of a graph's output is rebuilt outside of the graph.
             node = next((n for n, _ in node.next_functions if n is not None), None)
         if node is not None:
             return node

@@ -46,9 +46,8 @@ def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
 
 
 def _configure(module: nn.Module, group: dist.ProcessGroup | None, report: Report) -> None:
-    own = module.process_group if isinstance(module, nn.SyncBatchNorm) else None
-    if group is None and isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
-        group = own or dist.group.WORLD
+    if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
+        group = module.process_group or group or dist.group.WORLD  # a group of its own is the user's word
     module.__dict__["_apexfx_group"] = group.group_name if group is not None else ""
     module.__dict__["_apexfx_report"] = report
 

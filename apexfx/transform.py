@@ -79,13 +79,15 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
 def _check_model(model: nn.Module, config: TransformConfig) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"apexfx: transform() was given {type(model).__name__}, expected a torch.nn.Module")
-    if isinstance(model, TransformedModule):
-        raise ValueError("apexfx: this model is transformed already; transform the module it was made from, with all options")
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         raise ValueError("apexfx: transform() compiles by itself; give it the module, not the result of torch.compile()")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise ValueError(f"apexfx: the model is wrapped in {type(model).__name__}, which averages gradients itself; "
-                         "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
+    for name, module in model.named_modules():
+        where = f"submodule {name!r}" if name else "the model"
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; "
+                             "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
+        if isinstance(module, TransformedModule):
+            raise ValueError(f"apexfx: {where} is transformed already; transform the module it was made from, with all options")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"apexfx: parameter {name!r} has no shape yet; run the lazy module once before transform()")
@@ -126,7 +128,7 @@ class TransformedModule:
     """What `transform()` adds to a model's class. Its state is `__dict__["_apexfx"]`, out of the model's way."""
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k != "_apexfx"}
+        state = {k: v for k, v in super().__getstate__().items() if k != "_apexfx"}
         state["_apexfx_config"] = self.__dict__["_apexfx"].config
         return state
 
@@ -137,7 +139,7 @@ class TransformedModule:
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
         compiler = compiler_for_copy(self.__dict__["_apexfx"].compiler)
-        made = _build(source_class(self), copy.deepcopy(state, memo), config, compiler)
+        made = _build(source_class(self), _restored(source_class(self), copy.deepcopy(state, memo)), config, compiler)
         memo[id(self)] = made
         return made
 
@@ -192,7 +194,14 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn
 def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
     """Make a transformed model from its pickled state, with fresh graphs."""
     config = state.pop("_apexfx_config")
-    return _build(cls, state, config, compiler_for(config))
+    return _build(cls, _restored(cls, state), config, compiler_for(config, "load"))
+
+
+def _restored(cls: type[nn.Module], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a module of class `cls` that was given `state` as when it is unpickled."""
+    module = object.__new__(cls)
+    module.__setstate__(state)
+    return dict(module.__dict__)
 
 
 def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig, compiler: GraphCompiler) -> nn.Module:

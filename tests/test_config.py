@@ -29,6 +29,7 @@ def test_unknown_option_names_the_nearest():
         ({"ddp": "yes"}, "ddp='yes' .*expected True, False or a BucketConfig"),
         ({"passes": "mine"}, "passes='mine' .*expected a list or tuple"),
         ({"skip": [1]}, "expected names of passes"),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": 1}, "expected True, False or None"),
         ({"process_group": "0", "sync_bn": True}, "expected a torch.distributed.ProcessGroup"),
         ({"precision": ["x"]}, "expected a mapping"),
     ],
@@ -63,6 +64,7 @@ def test_impossible_combination(options, message):
         ({"comm_dtype": torch.int32}, TypeError, "floating torch.dtype"),
         ({"comm_dtype": torch.bfloat16, "allreduce_always_fp32": True}, ValueError, "contradicts"),
         ({"timeout_s": True}, TypeError, "timeout_s=True"),
+        ({"trigger_params": "head.weight"}, TypeError, "list or tuple of names"),
     ],
 )
 def test_bucket_options(options, error, message):

@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import threading
 
 import pytest
 import torch
@@ -29,9 +30,10 @@ class Net(nn.Module):
         self.head = nn.Linear(8, 10)
         self.head.bias.requires_grad_(False)
         self.unused = nn.Linear(2, 2)
+        self.dropout = nn.Dropout(0.0)
 
     def forward(self, x, *, scale=1.0):
-        x = self.block(F.relu(self.bn(self.conv(x)))).mean((2, 3))
+        x = self.dropout(self.block(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
         return self.head(self.down(self.up(x))) * scale
 
 
@@ -150,6 +152,28 @@ def test_pickles(pair, how):
     assert torch.equal(loaded(x), expected) and len(loaded.report.graphs) == 1
 
 
+class Locked(nn.Linear):
+    """Holds what cannot be copied, and says so the way Python asks for."""
+
+    def __init__(self):
+        super().__init__(2, 2)
+        self.lock = threading.Lock()
+
+    def __getstate__(self):
+        return {k: v for k, v in super().__getstate__().items() if k != "lock"}
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.lock = threading.Lock()
+
+
+def test_a_class_with_its_own_state_is_copied_its_own_way():
+    model = transformed(Locked())
+    x = torch.randn(3, 2)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(x), model(x)) and other.lock is not model.lock
+
+
 def test_to_double_and_load_state_dict_reach_the_graphs(pair):
     model, reference = pair
     model(images())
@@ -171,12 +195,26 @@ def test_hooks_on_the_model_fire(pair):
 
 def test_capture_leaves_buffers_and_random_state(pair):
     model, reference = pair
-    state = torch.get_rng_state()
-    report = model.capture(images())
+    model.dropout.p = 0.5
+    x, state = images(), torch.get_rng_state()
+    report = model.capture(x)
     assert report is model.report and report.graphs[0].backward is not None
     for ours, theirs in zip(model.buffers(), reference.buffers()):
         assert torch.equal(ours, theirs)
-    torch.set_rng_state(state)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_capture_that_fails_leaves_buffers():
+    class Fails(Net):
+        def forward(self, x):
+            super().forward(x)
+            raise KeyError("as the user's code may")
+
+    model = transformed(Fails())
+    before = [b.clone() for b in model.buffers()]
+    with pytest.raises(KeyError):
+        model.capture(images())
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before))
 
 
 def test_inspection_before_capture_says_what_to_do(pair):
@@ -316,7 +354,9 @@ def test_activation_checkpoint():
         (lambda m: "model", TypeError, "expected a torch.nn.Module"),
         (transformed, ValueError, "transformed already"),
         (torch.compile, ValueError, "not the result of torch.compile"),
-        (lambda m: nn.DataParallel(m), ValueError, "wrapped in DataParallel"),
+        (lambda m: nn.DataParallel(m), ValueError, "the model is wrapped in DataParallel"),
+        (lambda m: nn.Sequential(nn.DataParallel(m)), ValueError, "submodule '0' is wrapped in DataParallel"),
+        (lambda m: nn.Sequential(m, transformed(m)), ValueError, "submodule '1' is transformed already"),
         (lambda m: nn.LazyLinear(3), ValueError, "has no shape yet"),
     ],
 )

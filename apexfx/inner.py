@@ -1,0 +1,64 @@
+"""What runs a rewritten graph: Inductor, CUDA graphs, or plain eager, each with the backward passes attached."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ._torch import aot_autograd, compile_fx
+from .fx import graphs
+
+
+def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Keep AOTAutograd off oneDNN's LSTM layer, whose backward it cannot save for (2.11, 2.13: AssertionError)."""
+    has_lstm = any(getattr(node.target, "__name__", "") == "lstm" for g in graphs(gm) for node in g.graph.nodes)
+    return torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext()
+
+
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    patches = {
+        "post_grad_custom_post_pass": backward,
+        # Inductor's default moves all compute before the collectives and hides nothing.
+        "reorder_for_peak_memory": False,
+    }
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    patches = {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
+    return compile_fx(gm, list(example_inputs), config_patches=patches)
+
+
+def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    def forward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        backward.note_lowered(graph)
+        return _boxed(graph)
+
+    def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        backward.run(graph)
+        graph.recompile()
+        return _boxed(graph)
+
+    compiler = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
+                            keep_inference_input_mutations=True)
+    return compiler(gm, list(example_inputs))
+
+
+def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        taken = list(args)
+        args.clear()  # the boxed convention: the callee owns the arguments, so they can be freed early
+        return gm.forward(*taken)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}
