@@ -1,0 +1,52 @@
+"""layer_norm and rms_norm on a CUDA device: the kernels against the references in float32 or float64, twice bitwise."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from apexfx._torch import has_kernel
+from apexfx.ops import layer_norm, rms_norm
+from apexfx.testing import assert_close
+
+EPS = 1e-5
+# kept in a warp, in several; streamed in packs; scalar; several blocks of partial sums
+SIZES = [(300, 64), (70, 1536), (6, 4096), (3, 20000), (33, 129), (2500, 768), (1, 1)]
+DTYPES = [
+    (x, parameters, output)
+    for x in (torch.float32, torch.float16, torch.bfloat16)
+    for parameters, output in ((x, x), (torch.float32, x), (torch.float32, torch.float32))
+]
+
+
+def draw(size, dtypes, offset, device):
+    generator = torch.Generator().manual_seed(0)
+    rows, n = size
+    x = torch.randn(rows * n + offset, generator=generator).to(device, dtypes[0])[offset:].view(rows, n)
+    weight, bias = (torch.randn(n, generator=generator).abs().add(0.5).to(device, dtypes[1]) for _ in range(2))
+    return x, weight, bias, torch.randn(rows, n, generator=generator).to(device, dtypes[2])
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("memory_efficient", [False, True])
+def test_kernels_equal_references_and_themselves(memory_efficient, dtypes, size, offset, device):
+    assert all(has_kernel(f"apexfx::{name}", device.upper()) for name in ("layer_norm", "rms_norm"))
+    x, weight, bias, grad = draw(size, dtypes, offset, device)
+    ops, scale = torch.ops.apexfx, 4 * max(1.0, max(size) ** 0.5 / 4)
+    options = (1, EPS, dtypes[2], memory_efficient)
+    for name, module, parameters in (("layer_norm", layer_norm, (weight, bias)), ("rms_norm", rms_norm, (weight,))):
+        got = getattr(ops, name)(x, *parameters, *options)
+        for value, reference in zip(got, module._reference(x, *parameters, *options)):
+            assert_close(value, reference)
+        y, *statistics = got
+        if memory_efficient and name == "layer_norm":
+            statistics[0] = None
+        saved = (grad, y if memory_efficient else x, *statistics, *parameters, 1, EPS, memory_efficient, x.dtype)
+        first, second = (getattr(ops, f"{name}_backward")(*saved) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second))
+        for value, reference in zip(first, module._reference_backward(*saved)):
+            assert_close(value, reference, scale=scale)
+        dx = getattr(ops, f"{name}_backward_input")(*saved)
+        assert_close(dx, module._reference_backward_input(*saved), scale=scale)
