@@ -1,0 +1,308 @@
+"""O1's casts in eager mode (APEX_SPEC 1.9): rules, weight cache, checkpoints, disable_casts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apexfx import amp
+from apexfx.amp._amp_state import _amp_state
+from apexfx.amp.executor import CastExecutor
+from apexfx.passes.precision_rules import HALVES
+from tests.amp.amp_cases import ConvNet, batch, train
+
+B = torch.bfloat16
+
+
+@pytest.fixture(params=HALVES, ids=str)
+def half(request):
+    return request.param
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+HALF_OPS = {
+    "linear": lambda x: F.linear(x, ones(4, 4)), "mm": lambda x: torch.mm(x, ones(4, 4)), "matmul": lambda x: x @ ones(4, 4),
+    "rmatmul": lambda x: ones(4, 4) @ x, "method": lambda x: x.matmul(ones(4, 4)), "bmm": lambda x: torch.bmm(x[None], ones(1, 4, 4)),
+    "addmm": lambda x: torch.addmm(ones(4), x, ones(4, 4)), "einsum": lambda x: torch.einsum("ij,jk->ik", x, ones(4, 4)),
+    "prelu": lambda x: F.prelu(x, ones(1)), "conv1d": lambda x: F.conv1d(x[None], ones(2, 4, 1)),
+}  # fmt: skip
+FLOAT_OPS = {
+    "exp": torch.exp, "pow": lambda x: x**2, "rpow": lambda x: 2**x, "softmax": lambda x: F.softmax(x, -1),
+    "softmax method": lambda x: x.softmax(-1), "log_softmax": lambda x: torch.log_softmax(x, -1), "sum": torch.sum,
+    "norm": torch.norm, "layer_norm": lambda x: F.layer_norm(x, (4,)), "gelu": F.gelu, "cumsum": lambda x: x.cumsum(0),
+    "mse_loss": lambda x: F.mse_loss(x, ones(4, 4)), "cpu": lambda x: x.cpu(),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(4, dtype=torch.int64)),
+}  # fmt: skip
+PASSTHROUGH_OPS = {
+    "relu": F.relu, "sigmoid": torch.sigmoid, "tanh": torch.tanh, "max_pool": lambda x: F.max_pool1d(x[None], 2),
+    "view": lambda x: x.view(16), "dropout": lambda x: F.dropout(x, 0.5), "index": lambda x: x[:, 0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, "half"])
+@pytest.mark.parametrize("op", HALF_OPS)
+def test_half_functions(op, dtype, half):
+    with CastExecutor(half):
+        out = HALF_OPS[op](ones(4, 4, dtype=half if dtype == "half" else dtype))
+    assert out.dtype == half
+
+
+@pytest.mark.parametrize("op", FLOAT_OPS)
+def test_float_functions(op, half):
+    with CastExecutor(half):
+        assert FLOAT_OPS[op](ones(4, 4, dtype=half)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("op", PASSTHROUGH_OPS)
+def test_other_functions_keep_the_dtype(op, half):
+    with CastExecutor(half):
+        for dtype in (half, torch.float32):
+            assert PASSTHROUGH_OPS[op](ones(4, 4, dtype=dtype)).dtype == dtype
+
+
+@pytest.mark.parametrize("op", [torch.add, torch.mul, torch.atan2, lambda a, b: a + b, lambda a, b: b - a, torch.dot,
+                                lambda a, b: torch.cat([a, b]), lambda a, b: torch.stack((a, b)), lambda a, b: torch.where(a > 0, a, b)])
+def test_promotion_meets_in_the_widest(op, half):
+    with CastExecutor(half):
+        assert op(ones(4, dtype=half), ones(4)).dtype == torch.float32
+        assert op(ones(4), ones(4, dtype=half)).dtype == torch.float32
+        assert op(ones(4, dtype=half), ones(4, dtype=half)).dtype == half
+        assert op(ones(4, dtype=half), ones(4, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_python_numbers_are_never_cast():
+    with CastExecutor(B):
+        assert (ones(4, dtype=B) * 2.0).dtype == B and (1 - ones(4, dtype=B)).dtype == B
+
+
+def test_double_complex_and_integers_are_left_alone():
+    double, integers = ones(4, 4, dtype=torch.float64), torch.ones(4, 4, dtype=torch.int64)
+    with CastExecutor(B):
+        assert (double @ double).dtype == torch.float64  # Apex: half
+        assert F.softmax(double, -1).dtype == torch.float64  # Apex: float32
+        assert (integers @ integers).dtype == torch.int64
+        assert (torch.complex(double, double) @ torch.complex(double, double)).dtype == torch.complex128
+
+
+def test_a_banned_loss_runs_in_float32():
+    with CastExecutor(B):  # NotImplementedError in Apex
+        assert F.binary_cross_entropy(ones(4, dtype=B) / 2, ones(4)).dtype == torch.float32
+
+
+def test_in_place_functions_keep_their_own_dtype(half):
+    with CastExecutor(half):
+        x = alias = ones(4, dtype=half)
+        x += ones(4)
+        assert x is alias and x.dtype == half and torch.equal(x, ones(4, dtype=half) * 2)  # Apex rebound x to a new tensor
+        assert x.mul_(ones(4)).dtype == half
+        y = ones(4)
+        y -= ones(4, dtype=half)
+        assert y.dtype == torch.float32 and y.abs().max() == 0
+        assert torch.add(ones(4), ones(4), out=ones(4, dtype=half)).dtype == half
+
+
+def test_a_dtype_named_in_the_call_is_kept():
+    with CastExecutor(B):
+        assert F.softmax(ones(4, dtype=B), -1, dtype=torch.float64).dtype == torch.float64
+        assert ones(4, dtype=B).sum(dtype=B).dtype == B
+
+
+def test_numbers_beyond_half_are_brought_to_its_limits():
+    with CastExecutor(torch.float16):
+        x = torch.mm(ones(2, 2), ones(2, 2))
+        out = x.masked_fill(torch.tensor([[True, False], [False, False]]), torch.finfo(torch.float32).min)
+    assert out[0, 0] == torch.finfo(torch.float16).min and out.isfinite().all()
+
+
+def test_an_additive_mask_of_attention_does_not_become_infinite():
+    q = torch.randn(1, 1, 3, 8)
+    mask = torch.full((3, 3), torch.finfo(torch.float32).min)
+    with CastExecutor(torch.float16):
+        assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask).isfinite().all()
+        assert F.scaled_dot_product_attention(q, q, q, mask).isfinite().all()
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_half_and_stack(kind):
+    first, second = kind(4, 8, 2, bidirectional=True), kind(16, 8)
+    model = amp.initialize(nn.ModuleDict({"a": first, "b": second}), dtype=B, verbosity=0)
+    with _amp_state.session.executor:
+        out, hidden = first(torch.randn(5, 3, 4))
+        assert out.dtype == B and all(h.dtype == B for h in (hidden if kind is nn.LSTM else [hidden]))
+        assert second(out)[0].dtype == B  # torch compares input and weights before the cast
+        packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4), [5, 3, 1])
+        assert first(packed)[0].data.dtype == B
+    assert model is not None and first.weight_ih_l0.dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [nn.RNNCell, nn.LSTMCell, nn.GRUCell])
+def test_recurrent_cells_use_cached_weights_repeatedly(kind):
+    class Loop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = kind(4, 8)
+
+        def forward(self, x):
+            state = None
+            for t in range(x.shape[0]):
+                state = self.cell(x[t], state)
+            return state[0] if isinstance(state, tuple) else state
+
+    model = Loop()
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=B, verbosity=0)
+    with amp.scale_loss(model(torch.randn(6, 3, 4)).sum(), optimizer) as loss:
+        loss.backward()  # IndexError in Apex on torch 1.10 and later
+    assert model.cell.weight_hh.grad.abs().max() > 0
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(self.fc(x))
+
+
+def executor_of(model, **options):
+    amp.initialize(model, dtype=B, verbosity=0, **options)
+    return _amp_state.session.executor
+
+
+def test_a_weight_is_cast_once_for_all_its_uses():
+    from apexfx.amp.eager_ledger import EagerLedger
+
+    model = Shared()
+    executor = executor_of(model)
+    executor.ledger = EagerLedger()
+    for _ in range(2):  # the second forward, before any step, too
+        model(torch.randn(2, 4))
+    weights = [cast for cast in executor.ledger if cast.op == "linear" and cast.source_dtype == "f32"]
+    assert [cast.cached for cast in weights].count(False) == 4  # the inputs, the weight and the bias
+
+
+def test_shared_weights_get_the_gradient_of_every_use():
+    model = Shared()
+    plain = copy.deepcopy(model)
+    executor_of(model)
+    x = torch.randn(8, 4)
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    assert torch.allclose(model.fc.weight.grad, plain.fc.weight.grad, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("change", ["step", "load", "data", "storage"])
+def test_the_cache_never_serves_stale_weights(change):
+    model = Shared()
+    executor_of(model)
+    x = torch.randn(2, 4)
+    with torch.set_grad_enabled(change in ("load", "storage")):
+        model(x)
+        with torch.no_grad():
+            if change == "step":
+                model.fc.weight.add_(1.0)
+            elif change == "load":
+                model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+            elif change == "data":
+                model.fc.weight.data.add_(1.0)
+            else:
+                model.fc.weight.data = model.fc.weight.data + 1.0
+        fresh = copy.deepcopy(model)
+        assert torch.equal(model(x), fresh(x))
+
+
+def test_evaluation_before_training_does_not_lose_gradients():
+    model = Shared()
+    executor_of(model)
+    x = torch.randn(2, 4)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            model(x)
+    model(x).sum().backward()
+    assert model.fc.weight.grad is not None
+
+
+def test_frozen_weights_are_cached_and_get_no_gradient():
+    model = Shared()
+    model.fc.weight.requires_grad_(False)
+    executor_of(model)
+    model(torch.randn(2, 4)).sum().backward()
+    assert model.fc.weight.grad is None and model.fc.bias.grad is not None
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints_recompute_in_the_same_dtypes(reentrant):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.b(torch.utils.checkpoint.checkpoint(lambda z: F.gelu(self.a(z)), x, use_reentrant=reentrant))
+
+    model = Checkpointed()
+    plain = copy.deepcopy(model)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=B, verbosity=0)
+    x = torch.randn(4, 8, requires_grad=True)
+    with amp.scale_loss(model(x).square().sum(), optimizer) as loss:
+        loss.backward()
+    plain(x).square().sum().backward()
+    for a, b in zip(model.parameters(), plain.parameters()):
+        assert torch.allclose(a.grad, b.grad, rtol=0.05, atol=0.05 * b.grad.abs().max())
+
+
+def test_batch_norm_keeps_float32_parameters_under_half_activations():
+    norm = nn.BatchNorm1d(4)
+    with CastExecutor(B):
+        out = norm(torch.randn(8, 4).bfloat16())
+    assert out.dtype == B and norm.running_mean.dtype == torch.float32
+
+
+def test_disable_casts_nests_and_survives_exceptions():
+    model = Shared()
+    executor = executor_of(model)
+    with executor:
+        with amp.disable_casts():
+            with amp.disable_casts():
+                assert torch.mm(ones(2, 2), ones(2, 2)).dtype == torch.float32
+            assert torch.mm(ones(2, 2), ones(2, 2)).dtype == torch.float32
+            assert not _amp_state.handle.is_active()
+        assert torch.mm(ones(2, 2), ones(2, 2)).dtype == B
+        with pytest.raises(KeyError), amp.disable_casts():
+            raise KeyError
+        assert torch.mm(ones(2, 2), ones(2, 2)).dtype == B
+
+
+def test_disable_casts_without_o1_does_nothing():
+    with amp.disable_casts():
+        pass
+
+
+def test_optimizers_run_without_casts():
+    model = ConvNet()
+    model, optimizer = amp.initialize(model, torch.optim.Adam(model.parameters()), dtype=B, verbosity=0)
+    train(model, optimizer, 2)
+    assert {s.dtype for state in optimizer.state.values() for s in state.values()} == {torch.float32}
+
+
+def test_a_model_in_a_model_hands_its_values_on_as_they_are():
+    class Outer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            self.seen = self.inner(x).dtype
+            return self.inner(x)
+
+    inner = ConvNet()
+    outer = Outer(inner)
+    amp.initialize([inner, outer], dtype=B, verbosity=0)
+    assert outer(batch()[0]).dtype == torch.float32 and outer.seen == B

@@ -1,0 +1,151 @@
+"""Training follows float32: levels x scales x batch norm x models, optimizers, losses x optimizers x accumulation."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from apexfx import amp, optimizers
+from apexfx.parallel.LARC import LARC
+from tests.amp.amp_cases import ConvNet, batch, fresh_state
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=2e-3),
+    "fused_adam": lambda p: optimizers.FusedAdam(p, lr=2e-3),
+    "fused_sgd": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
+    "fused_lamb": lambda p: optimizers.FusedLAMB(p, lr=2e-3),
+    "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+}
+STEPS = 6
+# Six steps from one start: half runs drift from float32 by their roundings, 2^-8 for bfloat16, times the steps.
+DRIFT = {"O0": 1e-5, "O1": 0.06, "O2": 0.06, "O3": 0.12}
+
+
+def models(count):
+    torch.manual_seed(0)
+    return [ConvNet() for _ in range(count)]
+
+
+def losses_of(nets, step, count):
+    x, y = batch(step)
+    return [sum(F.cross_entropy(net(x), y) for net in nets) * (0.5 + i) for i in range(count)]
+
+
+def reference(make, count, num_losses, micro):
+    nets = models(count)
+    plain = [make(net.parameters()) for net in nets]
+    history = []
+    for step in range(STEPS):
+        for optimizer in plain:
+            optimizer.zero_grad()
+        for part in range(micro):
+            losses = losses_of(nets, step * micro + part, num_losses)
+            (sum(losses) / micro).backward()
+        for optimizer in plain:
+            optimizer.step()
+        history.append(sum(losses).detach())
+    return torch.stack(history)
+
+
+def mixed(make, count, num_losses, micro, *, delay, level, **options):
+    nets = models(count)
+    own = [make(net.parameters()) for net in nets]
+    given = (nets, own) if count > 1 else (nets[0], own[0])
+    amp.initialize(*given, opt_level=level, num_losses=num_losses, verbosity=0, **options)
+    history = []
+    for step in range(STEPS):
+        for optimizer in own:
+            optimizer.zero_grad()
+        for part in range(micro):
+            losses = losses_of(nets, step * micro + part, num_losses)
+            for i, loss in enumerate(losses):
+                last = i == num_losses - 1
+                with amp.scale_loss(loss / micro, own, loss_id=i, delay_unscale=delay and part < micro - 1) as scaled:
+                    scaled.backward(retain_graph=not last)
+        for optimizer in own:
+            optimizer.step()
+        history.append(sum(losses).detach())
+    return torch.stack(history)
+
+
+def check(name, level, scale, keep, count, num_losses, micro, delay):
+    make = OPTIMIZERS[name]
+    expected = reference(make, count, num_losses, micro)
+    options = {} if scale is None else {"loss_scale": scale}
+    if keep is not None:
+        options["keep_batchnorm_fp32"] = keep
+    fresh_state()
+    actual = mixed(make, count, num_losses, micro, delay=delay, level=level, **options)
+    drift = ((actual - expected).abs() / expected.abs()).max().item()
+    assert drift < DRIFT[level], drift
+
+
+CASES = [
+    (name, level, scale, keep, count, num_losses, micro, delay)
+    for name, level, scale, keep, count, num_losses, (micro, delay) in itertools.product(
+        OPTIMIZERS, DRIFT, (None, "128.0", "dynamic"), (None, True, False), (1, 2), (1, 2), ((1, False), (2, False), (2, True))
+    )
+    if keep is None or level in ("O2", "O3")
+    # Several losses that share a scaler must not be scaled apart while their sum waits to be unscaled.
+    if not (delay and num_losses > 1)
+]
+
+
+@pytest.mark.parametrize("case", CASES[::29], ids=str)
+def test_training_follows_float32(case):
+    check(*case)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_training_follows_float32_in_every_combination(case):
+    check(*case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_the_scale_settles_and_the_model_learns(level, dtype):
+    torch.manual_seed(0)
+    model = ConvNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model, optimizer = amp.initialize(model, optimizer, opt_level=level, dtype=dtype, loss_scale="dynamic", verbosity=0)
+    # In float16 a scale of 2^24 overflows the gradients, so that it has to back off.
+    amp._amp_state.loss_scalers[0]._loss_scale = 2.0**24
+    x, y = batch(0, 64)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    scale = amp._amp_state.loss_scalers[0].loss_scale()
+    # O3's weights swallow small updates: it learns slowly, as it does without amp.
+    assert losses[-1] < (1.0 if level == "O3" else 0.5) * losses[0] and (scale < 2.0**24) == (dtype == torch.float16)
+
+
+def test_o1_follows_autocast():
+    torch.manual_seed(0)
+    model = ConvNet()
+    other = copy.deepcopy(model)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05), dtype=torch.bfloat16, verbosity=0)
+    plain = torch.optim.SGD(other.parameters(), lr=0.05)
+    for step in range(STEPS):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        plain.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = F.cross_entropy(other(x), y)
+        with amp.scale_loss(loss, optimizer) as scaled:
+            scaled.backward()
+        expected.backward()
+        optimizer.step()
+        plain.step()
+        assert abs(loss.item() - expected.item()) < 0.01 * expected.item()

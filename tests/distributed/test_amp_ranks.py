@@ -1,0 +1,77 @@
+"""Two ranks under amp: they skip together, stay equal, and train as one rank with the whole batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from apexfx import amp
+from apexfx.parallel import DistributedDataParallel
+from apexfx.testing import assert_close
+from tests.distributed.launch import run_ranks
+
+
+def made(level):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return amp.initialize(model, optimizer, opt_level=level, verbosity=0, loss_scale="dynamic")
+
+
+def assert_ranks_agree(tensors, world_size):
+    flat = torch.cat([t.detach().float().reshape(-1) for t in tensors])
+    others = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(others, flat)
+    assert all(torch.equal(flat, other) for other in others)
+
+
+def overflow_on_one_rank(rank, world_size):
+    for level in ("O1", "O2"):
+        model, optimizer = made(level)
+        before = [p.detach().clone() for p in amp.master_params(optimizer)]
+        x = torch.randn(4, 8)
+        # No data parallel: nothing but the shared flag tells the other rank.
+        with amp.scale_loss(model(x).sum() * (float("inf") if rank == 1 else 1.0), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(amp.master_params(optimizer), before))
+        assert amp._amp_state.loss_scalers[0].loss_scale() == 2.0**15
+
+
+def train_in_parallel(rank, world_size):
+    for level in ("O0", "O1", "O2"):
+        model, optimizer = made(level)
+        if rank == 1:  # the broadcast must reach the masters
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(2.0)
+        parallel = DistributedDataParallel(model)
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+        bare = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(16, 8, generator=generator), torch.randint(0, 4, (16,), generator=generator)
+            loss = F.cross_entropy(parallel(x[rank::world_size]), y[rank::world_size])
+            optimizer.zero_grad()
+            with amp.scale_loss(loss, optimizer) as scaled:
+                scaled.backward()
+            optimizer.step()
+            bare.zero_grad()
+            F.cross_entropy(plain(x), y).backward()
+            bare.step()
+        assert_ranks_agree(amp.master_params(optimizer), world_size)
+        assert_ranks_agree(model.parameters(), world_size)
+        for mine, expected in zip(amp.master_params(optimizer), plain.parameters()):
+            # Four steps of bfloat16 gradients; O0 differs by the order of the sums only.
+            assert_close(mine.detach(), expected.detach(), dtype=torch.float32 if level == "O0" else torch.bfloat16, scale=2.0)
+
+
+def test_an_overflow_on_one_rank_skips_on_both():
+    run_ranks(overflow_on_one_rank, 2)
+
+
+def test_training_in_parallel_equals_training_on_the_whole_batch():
+    run_ranks(train_in_parallel, 2)
