@@ -55,7 +55,7 @@ class Layout:
     def use(self, plan: BucketPlan) -> None:
         """Lay the buffers out for `plan`."""
         place = {name: i for i, name in enumerate(self.names)}
-        self.plan = plan
+        self.plan, self.buffers = plan, []  # the old buffers are freed before there are new ones
         self.members = [[place[name] for name in bucket.parameters] for bucket in plan.buckets]
         self.buffers = [BucketBuffer(bucket, self.parameters[members[0]].device)
                         for bucket, members in zip(plan.buckets, self.members)]
