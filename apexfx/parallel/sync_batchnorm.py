@@ -36,6 +36,8 @@ class SyncBatchNorm(BatchNorm):
         output has the shape, dtype and memory format of the input. Parameters may be of another floating dtype.
     """
 
+    synchronizes_itself = True  # transform() leaves it as it is: one op in a graph, the same op in eager
+
     def __init__(
         self,
         num_features: int,

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import apexfx
 from apexfx.parallel import SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group, revert_syncbn_model
 from apexfx.testing import assert_close
 
@@ -120,6 +121,22 @@ def test_compiles_into_one_graph():
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(x, z), twin(x, z))
     assert torch.equal(module.running_var, twin.running_var)
+
+
+def test_transforms_with_its_residual():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = SyncBatchNorm(5, fuse_relu=True, momentum=None)
+
+        def forward(self, x):
+            return self.bn(x, x)
+
+    net = Residual()
+    twin = copy.deepcopy(net)
+    x = torch.randn(6, 5, 3)
+    transformed = apexfx.transform(net, opt_level="O0", inner="eager", fullgraph=True)
+    assert torch.equal(transformed(x), twin(x)) and torch.equal(net.bn.running_var, twin.bn.running_var)
 
 
 def model():
