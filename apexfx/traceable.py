@@ -42,6 +42,8 @@ def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Re
 
 
 def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
+    if getattr(module, "synchronizes_itself", False):
+        return False  # apexfx.parallel.SyncBatchNorm, on its own process group
     return group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None
 
 
@@ -76,12 +78,16 @@ class TraceableBatchNorm:
         if not (self.training or self.running_mean is None):
             return super().forward(input)
         compiling = torch.compiler.is_compiling()
-        if not compiling and self._apexfx_group:
+        # Without running statistics eval() uses the batch's, and as in torch this rank's alone: it may evaluate alone.
+        group = self._apexfx_group if self.training else ""
+        if not compiling and group:
             self._note_eager()
         if type(self).__mro__[2].forward not in _OWN_FORWARDS:
             return super().forward(input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
-        if compiling and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
-            return super().forward(input)  # stays a batch norm node, for the pass to rewrite and report
+        if compiling and self.training and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
+            # F.batch_norm refuses one value per channel, though the ranks together may have more.
+            if not group or input.numel() != input.size(1):
+                return super().forward(input)  # stays a batch norm node, for the pass to rewrite and report
         self._check_input_dim(input)
         tracked = self.num_batches_tracked
         if self.training and tracked is not None:
@@ -90,7 +96,7 @@ class TraceableBatchNorm:
         return sync_batch_norm(
             input, self.weight, self.bias, self.running_mean if updates else None, self.running_var if updates else None,
             num_batches_tracked=tracked if updates else None, momentum=self.momentum, eps=self.eps,
-            group_name=self._apexfx_group,
+            group_name=group,
         )
 
     def _note_eager(self) -> None:
