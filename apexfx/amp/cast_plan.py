@@ -69,7 +69,8 @@ class CastPlan:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if self._flat and not kwargs:
-            key = tuple([a.dtype if isinstance(a, Tensor) else None for a in args])
+            # A dtype among the arguments changes what a rule says: it is part of the key.
+            key = tuple([a.dtype if isinstance(a, Tensor) else a if a.__class__ is torch.dtype else None for a in args])
             targets = self._targets.get(key, _UNSEEN)
             if targets is _UNSEEN:
                 targets = self._targets[key] = self._resolve(self.rule, key, args)
@@ -79,11 +80,17 @@ class CastPlan:
                 cast = self.executor.cast
                 return func(*[a if t is None else cast(a, t)[0] for a, t in zip(args, targets)])
             return func(*[a if t is None else self._cast(a, t, self.rule) for a, t in zip(args, targets)])
+        if self._flat and "inplace" not in kwargs and "out" not in kwargs and "dtype" not in kwargs:
+            # As F.batch_norm and its kind arrive: nothing but tensors and numbers.
+            values = (*args, *kwargs.values())
+            key = tuple([a.dtype if isinstance(a, Tensor) else a if a.__class__ is torch.dtype else None for a in values])
+            if self._targets.get((key, "named"), _UNSEEN) is None:
+                return func(*args, **kwargs)
         dtypes: list[torch.dtype | None] = []
         dtypes_of(args, dtypes)
         if kwargs:
             return self._with_keywords(func, args, kwargs, dtypes)
-        key = tuple(dtypes)
+        key = (tuple(dtypes), any(a.__class__ is torch.dtype for a in args))
         targets = self._targets.get(key, _UNSEEN)
         if targets is _UNSEEN:
             targets = self._targets[key] = self._resolve(self.rule, dtypes, args)
@@ -96,7 +103,7 @@ class CastPlan:
     ) -> Any:
         dtypes_of(kwargs.values(), dtypes)
         out, in_place = kwargs.get("out") is not None, kwargs.get("inplace") is True
-        key = (tuple(dtypes), tuple(kwargs), out, in_place, any(isinstance(v, torch.dtype) for v in kwargs.values()))
+        key = (tuple(dtypes), tuple(kwargs), out, in_place, any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values())))
         rule = self.executor.rule(self.name, in_place=in_place, out=out) if out or in_place else self.rule
         try:
             targets = self._targets[key]
@@ -108,6 +115,8 @@ class CastPlan:
             else:
                 targets = self._resolve(rule, dtypes, args, kwargs)
             self._targets[key] = targets
+            if targets is None and self._flat and not (out or in_place or key[-1]):
+                self._targets[tuple(dtypes), "named"] = None
         if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
             return func(*args, **kwargs)
         remaining, made = iter(targets), {}

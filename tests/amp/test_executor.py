@@ -112,6 +112,11 @@ def test_a_dtype_named_in_the_call_is_kept():
     with CastExecutor(B):
         assert F.softmax(ones(4, dtype=B), -1, dtype=torch.float64).dtype == torch.float64
         assert ones(4, dtype=B).sum(dtype=B).dtype == B
+        for dtype in (B, torch.float64):  # what one call decides is not kept for the other
+            assert torch.softmax(ones(4, dtype=B), -1, dtype).dtype == dtype
+            assert torch.cumsum(ones(4, dtype=B), 0, dtype=dtype).dtype == dtype
+            assert torch.sum(ones(4, 4, dtype=B), (0,), False, dtype=dtype).dtype == dtype
+            assert torch.softmax(ones(4, dtype=B), -1).dtype == torch.cumsum(ones(4, dtype=B), 0).dtype == torch.float32
 
 
 def test_numbers_beyond_half_are_brought_to_its_limits():
