@@ -13,10 +13,10 @@ demo: $(VENV)/.built
 	$(BIN)/python -m apexfx demo
 
 test: $(VENV)/.built
-	$(BIN)/python -m pytest -q -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
 
 test-long: $(VENV)/.built
-	$(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
 
 lib: $(VENV)/.built
 	$(BIN)/python csrc/compile_ops.py
