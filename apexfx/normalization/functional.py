@@ -131,11 +131,15 @@ def trailing_dims(function: str, input: Tensor, normalized_shape: int | Sequence
     return len(shape)
 
 
+# Asked once: Dynamo in torch 2.11 cannot trace the question.
+_AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(d))
+
+
 def cast_to_autocast_dtype(input: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the tensors in the autocast dtype of the input's device, or as they are where autocast is off."""
     tensors = (input, *parameters)
     device_type = input.device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    if device_type not in _AUTOCAST_DEVICES or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
