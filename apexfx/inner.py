@@ -29,6 +29,9 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) 
 
 
 def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        raise ValueError("apexfx: inner='cudagraphs' was given for a model that is not on CUDA, where there are no CUDA graphs "
+                         "to record; use inner='inductor' or move the model")
     patches = {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
     return compile_fx(gm, list(example_inputs), config_patches=patches)
 

@@ -379,6 +379,11 @@ def test_sync_bn_on_one_process_is_said():
     assert "without a process group" in str(model.report)
 
 
+def test_cuda_graphs_are_refused_off_cuda():
+    with pytest.raises(ValueError, match="inner='cudagraphs' was given for a model that is not on CUDA"):
+        transformed(nn.Linear(2, 2), inner="cudagraphs")(torch.randn(3, 2))
+
+
 def test_a_dtype_the_device_cannot_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
     from apexfx.transform import _can_compute

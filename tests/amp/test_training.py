@@ -23,7 +23,7 @@ OPTIMIZERS = {
 }
 STEPS = 6
 # Six steps from one start: half runs drift from float32 by their roundings, 2^-8 for bfloat16, times the steps.
-DRIFT = {"O0": 1e-5, "O1": 0.06, "O2": 0.06, "O3": 0.14}
+DRIFT = {"O0": 1e-5, "O1": 0.06, "O2": 0.06, "O3": 0.12}
 
 
 def models(count):
@@ -82,7 +82,7 @@ def check(name, level, scale, keep, count, num_losses, micro, delay):
     fresh_state()
     actual = mixed(make, count, num_losses, micro, delay=delay, level=level, **options)
     drift = ((actual - expected).abs() / expected.abs()).max().item()
-    assert drift < DRIFT[level] * num_losses, drift  # two losses: twice the gradient, and steps twice as long
+    assert drift < DRIFT[level], drift
 
 
 CASES = [
