@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apexfx.passes.precision_rules import HALVES
+
 from .scaler import LossScaler
 from .session import Session
 from .stash import AmpOptimizerState
@@ -78,7 +80,8 @@ class AmpOptimizer:
         super().__setstate__(state)  # type: ignore[misc]
         if "_amp_stash" in self.__dict__:
             self._amp_stash.link()
-            register_hooks(self)
+            if _before_step not in self._optimizer_step_pre_hooks.values():  # loading a state dict comes here too
+                register_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild, (type(self)._amp_source_class,), self.__getstate__()  # type: ignore[attr-defined]
@@ -193,12 +196,10 @@ def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
     for group in optimizer.param_groups:
         if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
             return False
-        for parameter in group["params"]:
-            grad = parameter.grad
-            if grad is not None and (grad.is_sparse or parameter.device.type not in ("cpu", "cuda")):
-                return False
-        # torch's fused SGD takes momentum buffers for all parameters of a group or for none.
         with_grad = [p for p in group["params"] if p.grad is not None]
+        if not all(_fused_kernel_is_right(optimizer, parameter) for parameter in with_grad):
+            return False
+        # torch's fused SGD takes momentum buffers for all parameters of a group or for none.
         if group.get("momentum") and 0 < sum(p in optimizer.state for p in with_grad) < len(with_grad):
             return False
     for group in optimizer.param_groups:
@@ -209,6 +210,26 @@ def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
             if isinstance(step, Tensor) and step.device != parameter.device:
                 optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32, non_blocking=True)
     return True
+
+
+def _fused_kernel_is_right(optimizer: Any, parameter: Tensor) -> bool:
+    """Return whether torch's fused kernel does what its loop does for this parameter.
+
+    The kernels go through memory: they take the elements of gradient and state in the parameter's order, whatever
+    their strides say. And SGD's on the CPU leaves whole vectors of half parameters as they are, and reads their
+    momentum as if it were float32, uninitialised memory past its end included (pytorch/pytorch#191763; torch up to 2.13).
+    """
+    if parameter.device.type == "cpu":
+        if parameter.dtype in HALVES and isinstance(optimizer, torch.optim.SGD):
+            return False
+    elif parameter.device.type != "cuda":
+        return False
+    grad = parameter.grad
+    strides = parameter.stride()
+    if grad.layout != torch.strided or grad.stride() != strides:
+        return False
+    state = optimizer.state[parameter].values() if parameter in optimizer.state else ()
+    return all(value.dim() == 0 or value.stride() == strides for value in state if isinstance(value, Tensor))
 
 
 def _makes_state(optimizer: Any) -> bool:

@@ -35,9 +35,6 @@ def in_a_new_process(jobs):
     assert done.returncode == 0, done.stderr
 
 
-# Not settled: at O3 with momentum about one run in three differs in the last bits; whether oneDNN's bfloat16 convolution or
-# the resume is at fault is not known, so it runs among the long tests until it is.
-@pytest.mark.long
 def test_resume_in_a_new_process_is_bitwise(tmp_path):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the other process: sums of many threads round in another order

@@ -6,10 +6,12 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.amp.amp_cases import ConvNet, CountReads, batch, fresh_state, train
 from apexfx import amp, optimizers
 from apexfx.parallel.LARC import LARC
+from apexfx.testing import assert_close
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
@@ -134,6 +136,60 @@ def test_no_read_on_the_host_in_a_step(name, opt_level):
     assert reads.count <= own.count
     if not name.startswith("adam_foreach"):
         assert reads.count == 0
+
+
+class Ops(TorchDispatchMode):
+    """Collects the names of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("name, kernel", [("momentum", "_fused_sgd_"), ("adam", "_fused_adam_")])
+def test_a_fused_kernel_takes_the_place_of_copies_after_loading_too(name, kernel, opt_level):
+    model, optimizer = made(name, opt_level, loss_scale="dynamic")
+    train(model, optimizer, 1)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    x, y = batch()
+    with amp.scale_loss(torch.nn.functional.cross_entropy(model(x), y), optimizer) as loss:
+        loss.backward()
+    with Ops() as ops:
+        optimizer.step()
+    assert kernel in ops.names and "where" not in ops.names
+
+
+def in_order(memory_format, name, **options):
+    """Train one convolution whose momentum was saved in `memory_format`; return its weight."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(3, 4, 3, bias=False)
+    x = torch.randn(2, 3, 8, 8)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    model(x).square().sum().backward()
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0] = {k: v.to(memory_format=memory_format) if v.dim() else v for k, v in saved["state"][0].items()}
+    model, optimizer = amp.initialize(model, optimizer, verbosity=0, **options)
+    optimizer.load_state_dict(saved)
+    for _ in range(2):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(x).square().sum(), optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+    return model.weight.detach().clone()
+
+
+# torch's fused kernels go through memory, so that a buffer of other strides than its parameter's would be read out of order.
+@pytest.mark.parametrize("name", ["momentum", "adam", "fused_adam"])
+def test_state_in_another_memory_format_keeps_its_order(name):
+    expected = in_order(torch.contiguous_format, name, opt_level="O0", loss_scale="dynamic")
+    fresh_state()
+    assert_close(in_order(torch.channels_last, name, opt_level="O0", loss_scale="dynamic"), expected)
 
 
 def test_overflow_is_printed_at_the_step(capsys):
