@@ -18,7 +18,7 @@ _UNSEEN = object()
 _FLAT = frozenset("""
     linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d addmm baddbmm prelu gelu softmax
     log_softmax layer_norm group_norm batch_norm exp log pow sum mean add sub mul div add_ sub_ mul_ div_ eq ne lt gt le ge
-    cross_entropy mse_loss normalize softplus""".split())
+    cross_entropy mse_loss normalize softplus scaled_dot_product_attention multi_head_attention_forward""".split())
 
 # Set on a tensor whose dtype the user's own code chose: a matmul of such tensors only stays in that dtype.
 CHOSEN = "_apexfx_chosen_dtype"
@@ -63,29 +63,26 @@ class CastPlan:
         self.name = name
         self.rule = rule
         self._targets: dict[tuple[Any, ...], tuple[torch.dtype | None, ...] | None] = {}
-        # Sequences among the arguments of these are sizes, never tensors; none gets one tensor twice.
+        # Sequences among the arguments of these are sizes, never tensors.
         self._flat = name in _FLAT
+        self._distinct = rule.family != "attention"  # attention to oneself is given one tensor three times
         self._keeps_chosen = rule.kind == "half" or rule.family == "foreign"
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if self._flat and not kwargs:
+        if self._flat and self.executor.ledger is None and not (kwargs and ("inplace" in kwargs or "out" in kwargs)):
+            values = (*args, *kwargs.values()) if kwargs else args
             # A dtype among the arguments changes what a rule says: it is part of the key.
-            key = tuple([a.dtype if isinstance(a, Tensor) else a if a.__class__ is torch.dtype else None for a in args])
+            key = tuple([a.dtype if isinstance(a, Tensor) else a if a.__class__ is torch.dtype else None for a in values])
             targets = self._targets.get(key, _UNSEEN)
             if targets is _UNSEEN:
-                targets = self._targets[key] = self._resolve(self.rule, key, args)
-            if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, {})):
-                return func(*args)
-            if self.executor.ledger is None:
-                cast = self.executor.cast
-                return func(*[a if t is None else cast(a, t)[0] for a, t in zip(args, targets)])
-            return func(*[a if t is None else self._cast(a, t, self.rule) for a, t in zip(args, targets)])
-        if self._flat and "inplace" not in kwargs and "out" not in kwargs and "dtype" not in kwargs:
-            # As F.batch_norm and its kind arrive: nothing but tensors and numbers.
-            values = (*args, *kwargs.values())
-            key = tuple([a.dtype if isinstance(a, Tensor) else a if a.__class__ is torch.dtype else None for a in values])
-            if self._targets.get((key, "named"), _UNSEEN) is None:
-                return func(*args, **kwargs)
+                targets = self._targets[key] = self._resolve(self.rule, key, values)
+            if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(values, {})):
+                return func(*args, **kwargs) if kwargs else func(*args)
+            cast = self.executor.cast if self._distinct else _once(self.executor.cast)
+            values = [a if t is None else cast(a, t)[0] for a, t in zip(values, targets)]
+            if not kwargs:
+                return func(*values)
+            return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
         dtypes: list[torch.dtype | None] = []
         dtypes_of(args, dtypes)
         if kwargs:
@@ -115,8 +112,6 @@ class CastPlan:
             else:
                 targets = self._resolve(rule, dtypes, args, kwargs)
             self._targets[key] = targets
-            if targets is None and self._flat and not (out or in_place or key[-1]):
-                self._targets[tuple(dtypes), "named"] = None
         if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
             return func(*args, **kwargs)
         remaining, made = iter(targets), {}
@@ -170,6 +165,35 @@ class CastPlan:
         if self.executor.ledger is not None:
             self.executor.ledger.note(self.name, rule, tensor, dtype, hit)
         return cast
+
+
+def _once(cast: Callable[[Tensor, torch.dtype], tuple[Tensor, bool]]) -> Callable[[Tensor, torch.dtype], tuple[Tensor, bool]]:
+    """Return `cast` for one call, where one cast serves an argument given twice."""
+    made: dict[int, tuple[Tensor, bool]] = {}
+
+    def cast_once(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
+        if id(tensor) not in made:
+            made[id(tensor)] = cast(tensor, dtype)
+        return made[id(tensor)]
+
+    return cast_once
+
+
+def promoted_by_torch(plan: CastPlan) -> Callable[..., Any]:
+    """Return `plan` for an operator that widens the narrower of two tensors itself, and its gradient back.
+
+    Torch does so where both have a dimension; a 0-d tensor counts for less than one of many elements.
+    """
+    executor = plan.executor
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if not kwargs and len(args) == 2 and executor.ledger is None:
+            a, b = args
+            if not isinstance(b, Tensor) or not isinstance(a, Tensor) or a.dtype == b.dtype or (a.ndim and b.ndim):
+                return func(a, b)
+        return plan(func, args, kwargs)
+
+    return call
 
 
 def choose(executor: CastExecutor, *, views: bool = False) -> Callable[..., Any]:

@@ -19,13 +19,14 @@ from apexfx._torch import saved_tensor_hooks_active
 from apexfx.passes.op_names import canonical_name
 from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
 
-from .cast_plan import CastPlan, choose, masked, stored_numbers
+from .cast_plan import CastPlan, choose, masked, promoted_by_torch, stored_numbers
 from .eager_ledger import EagerLedger
-from .weight_cache import WeightCache
+from .weight_cache import CASTS, WeightCache
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
 _FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
+_PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge".split())
 _MISSING = object()
 
 
@@ -115,6 +116,8 @@ class CastExecutor(TorchFunctionMode):
         if rule.kind == "passthrough" and name not in STORED_NUMBERS:
             return None
         plan: Call = CastPlan(self, name, rule)
+        if name in _PROMOTED_BY_TORCH and rule.kind == "promote":
+            return promoted_by_torch(plan)
         if name in ADDITIVE_MASKS:
             plan = masked(plan, *ADDITIVE_MASKS[name])
         return stored_numbers(plan, name) if name in STORED_NUMBERS else plan
@@ -127,15 +130,13 @@ class CastExecutor(TorchFunctionMode):
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return `tensor` in `dtype`, and whether the weight cache had it."""
         kind = type(tensor)
-        if kind is Tensor or not self.caching:
-            return tensor.to(dtype), False
-        if (kind is Parameter or isinstance(tensor, Parameter)) and dtype in HALVES:
-            cast, hit = self.cache.get(tensor, dtype)
-            if not hit and not self.recomputes:
-                # Without gradients: perhaps the first run of a reentrant checkpoint.
-                self.recomputes = not torch.is_grad_enabled() or saved_tensor_hooks_active()
-            return cast, hit
-        return tensor.to(dtype), False
+        if kind is Tensor or not (self.caching and (kind is Parameter or isinstance(tensor, Parameter)) and dtype in HALVES):
+            return CASTS[dtype](tensor), False
+        cast, hit = self.cache.get(tensor, dtype)
+        if not hit and not self.recomputes:
+            # Without gradients: perhaps the first run of a reentrant checkpoint.
+            self.recomputes = not torch.is_grad_enabled() or saved_tensor_hooks_active()
+        return cast, hit
 
     # ---- copies of a model share it ---------------------------------------------------------------------------------
 
