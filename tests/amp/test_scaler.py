@@ -15,7 +15,7 @@ from apexfx.amp.scaler import LossScaler
 
 
 class Automaton:
-    """Apex's update_scale in plain Python numbers, written from its documentation."""
+    """Apex's update_scale in plain Python numbers, written from its documentation; but the scale never reaches 0."""
 
     def __init__(self, scale, window, low, high):
         self.scale, self.window, self.low, self.high = scale, window, low, high
@@ -23,7 +23,7 @@ class Automaton:
 
     def step(self, overflow):
         if overflow:
-            self.scale = max(self.low, self.scale / 2) if self.low else self.scale / 2
+            self.scale = max(self.low or 2.0**-126, self.scale / 2)
             self.good = 0
             return True
         self.good += 1
