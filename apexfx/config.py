@@ -50,7 +50,9 @@ class BucketConfig:
     """How gradients are grouped and averaged across ranks.
 
     Args:
-        message_size: close a bucket when its element count reaches this (Apex's meaning and default).
+        message_size: close a bucket when its element count reaches this (Apex's meaning). None: Apex's 10,000,000, or less
+            for a model that would not fill four such buckets: a quarter of its elements, at least 2**19, so that
+            communication starts while there is still something to compute.
         layout: "reverse" fills buckets in reverse order of the parameters' first use; "ddp" reproduces the buckets of
             `torch.nn.parallel.DistributedDataParallel`, so that gradients are bitwise equal to its own.
         bucket_cap_mb: bucket size in MiB for `layout="ddp"`.
@@ -64,7 +66,7 @@ class BucketConfig:
         timeout_s: seconds to wait for the other ranks to agree before raising.
     """
 
-    message_size: int = 10_000_000
+    message_size: int | None = None
     layout: str = "reverse"
     bucket_cap_mb: float = 25.0
     delay_allreduce: bool = False
@@ -77,8 +79,9 @@ class BucketConfig:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        _expect("message_size", self.message_size, isinstance(self.message_size, int) and self.message_size > 0,
-                "a positive number of elements")
+        _expect("message_size", self.message_size,
+                self.message_size is None or isinstance(self.message_size, int) and self.message_size > 0,
+                "a positive number of elements, or None")
         _one_of("layout", self.layout, LAYOUTS)
         for name in ("bucket_cap_mb", "gradient_predivide_factor", "timeout_s"):
             number = getattr(self, name)

@@ -31,11 +31,23 @@ import apexfx
 from apexfx.parallel import DistributedDataParallel
 
 
+class Net(nn.Module):
+    """Layers in a class of the user's own: Dynamo leaves the frames of torch's modules, a bare Sequential's too, to eager
+    where DDP breaks the graph around them."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
 def mlp() -> tuple[nn.Module, Tensor]:
     layers: list[nn.Module] = []
     for _ in range(8):
         layers += [nn.Linear(512, 512), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(512, 10)), torch.randn(64, 512)
+    return Net(*layers, nn.Linear(512, 10)), torch.randn(64, 512)
 
 
 class Block(nn.Module):
@@ -49,13 +61,13 @@ class Block(nn.Module):
 
 
 def cnn() -> tuple[nn.Module, Tensor]:
-    return nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *(Block(32) for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                         nn.Linear(32, 10)), torch.randn(16, 3, 24, 24)
+    return Net(nn.Conv2d(3, 32, 3, padding=1), *(Block(32) for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+               nn.Linear(32, 10)), torch.randn(16, 3, 24, 24)
 
 
 def transformer() -> tuple[nn.Module, Tensor]:
     layers = (nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4))
-    return nn.Sequential(*layers, nn.Linear(128, 10)), torch.randn(8, 32, 128)
+    return Net(*layers, nn.Linear(128, 10)), torch.randn(8, 32, 128)
 
 
 MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}

@@ -37,7 +37,8 @@ class DistributedDataParallel(nn.Module):
 
     Apex's arguments:
         module: the model; `state_dict()` keys carry "module." in front.
-        message_size: elements at which a bucket is closed.
+        message_size: elements at which a bucket is closed; None: 10,000,000 as in Apex, or less for a small model, see
+            `BucketConfig`.
         delay_allreduce: one allreduce a dtype at the end of backward, of the gradients that any rank has.
         shared_param: must be None, as in Apex.
         allreduce_trigger_params: parameters whose gradient closes a bucket, instead of the size.
@@ -73,7 +74,7 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        message_size: int = 10_000_000,
+        message_size: int | None = None,
         delay_allreduce: bool = False,
         shared_param: Any = None,
         allreduce_trigger_params: Sequence[nn.Parameter] | None = None,

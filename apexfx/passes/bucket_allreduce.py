@@ -45,7 +45,7 @@ class BucketAllreduce(Pass):
     After:   gw = mm(...); gb = view(...)
              flat = cat([reshape(gb), reshape(gw)]); all_reduce_(flat / predivide)      as soon as the bucket is full
              (more backward)
-             flat = wait_tensor(...) / postdivide; return split(flat)                   as late as possible
+             flat = wait_tensor(...); flat /= postdivide; return split(flat)            as late as possible
 
     The buffer is private to the allreduce, which works in place. Which gradients share it, and where, is the
     `BucketPlan`: computed from the parameters alone, or replayed from `config.plan`. The numeric tier becomes
@@ -245,7 +245,9 @@ class _Emitter:
         if widens:
             flat = self._cast(flat, dtype, index, like=like)
         if factor != 1.0:
-            flat = self._call(index, aten.mul.Tensor, (flat, factor), like=like)
+            # The reduced buffer is the bucket's own: multiplied in place, it is all the memory that a step takes.
+            multiply = aten.mul_.Tensor if flat.target is c10d.wait_tensor.default else aten.mul.Tensor
+            flat = self._call(index, multiply, (flat, factor), like=like)
         return self._cast(flat, dtype, index, like=like)
 
     def _cast(self, flat: fx.Node, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:

@@ -23,6 +23,7 @@ from . import ddp
 from .bucket import LOW_PRECISION, Bucket, GradientSpec, Slot, dtype_name
 
 FORMAT_VERSION = 1
+APEX_MESSAGE_SIZE, LEAST_MESSAGE_SIZE = 10_000_000, 2**19  # elements; the least, so that latency stays small beside bytes
 _ADVICE = "make a new plan by leaving BucketConfig(plan=) out once"
 
 
@@ -208,6 +209,12 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
 
 
+def default_message_size(specs: Sequence[GradientSpec]) -> int:
+    """Return the elements at which a bucket is closed where the user names no size; see `BucketConfig.message_size`."""
+    quarter = sum(spec.numel for spec in specs) // 4
+    return min(max(quarter, LEAST_MESSAGE_SIZE), APEX_MESSAGE_SIZE)
+
+
 def given_plan(config: BucketConfig) -> BucketPlan | None:
     """Return the plan to replay, read from its file where `config.plan` is a path, or None."""
     if config.plan is None or isinstance(config.plan, BucketPlan):
@@ -245,6 +252,7 @@ def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], 
 def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> list[list[GradientSpec]]:
     filling: dict[Any, list[GradientSpec]] = {}
     num_elements: Counter[Any] = Counter()
+    message_size = config.message_size or default_message_size(specs)
     closed = []
     for spec in reversed(specs):
         key = (spec.dtype, spec.output_dtype, spec.device)
@@ -253,7 +261,7 @@ def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> li
         if config.trigger_params:
             full = not set(config.trigger_params).isdisjoint((spec.name, *spec.shared_with))
         else:
-            full = not config.delay_allreduce and num_elements[key] >= config.message_size
+            full = not config.delay_allreduce and num_elements[key] >= message_size
         if full:
             closed.append(filling.pop(key))
             num_elements[key] = 0

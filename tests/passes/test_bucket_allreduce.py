@@ -93,11 +93,11 @@ def test_start_right_after_the_gradients_and_wait_at_the_end():
 %22 = aten.cat.default([%19, %8, %21, %8]) -> f32[20]
 %23 = _c10d_functional.all_reduce_.default(%22, 'sum', '0') -> f32[20]
 %24 = _c10d_functional.wait_tensor.default(%12) -> f32[32]
-%25 = aten.mul.Tensor(%24, 0.5) -> f32[32]
+%25 = aten.mul_.Tensor(%24, 0.5) -> f32[32]
 %26 = aten.split_with_sizes.default(%25, [7, 1, 21, 3])
 %29 = aten.view.default(%28, [7, 3]) -> f32[7,3]
 %30 = _c10d_functional.wait_tensor.default(%23) -> f32[20]
-%31 = aten.mul.Tensor(%30, 0.5) -> f32[20]
+%31 = aten.mul_.Tensor(%30, 0.5) -> f32[20]
 %32 = aten.split_with_sizes.default(%31, [3, 1, 15, 1])
 %35 = aten.view.default(%34, [3, 5]) -> f32[3,5]
 out  [%35, %33, None, %29, %27]""")
@@ -160,9 +160,13 @@ def test_collectives_issued(options, expected):
     assert issued(rewritten(two_layers(), torch.randn(4, 5), **options).backward[0]) == expected
 
 
+def scaling(gm):
+    return [node for node in gm.graph.nodes if node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor)
+            and "apexfx_bucket" in node.meta]
+
+
 def multiplications(gm):
-    return [node.args[1] for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
-            if "apexfx_bucket" in node.meta]
+    return [node.args[1] for node in scaling(gm)]
 
 
 @pytest.mark.parametrize(("options", "factors", "total"), [
@@ -183,8 +187,7 @@ def test_divisors(options, factors, total):
         torch.testing.assert_close(p.grad, grad * total)
     names = [n.name for n in gm.graph.nodes]
     wait = next(n for n in gm.graph.nodes if "wait_tensor" in n.name)
-    before = sum(names.index(n.name) < names.index(wait.name) for n in gm.graph.nodes
-                 if n.target is torch.ops.aten.mul.Tensor and "apexfx_bucket" in n.meta)
+    before = sum(names.index(n.name) < names.index(wait.name) for n in scaling(gm))
     assert before == (1 if options.get("layout") == "ddp" or "gradient_predivide_factor" in options else 0)
 
 

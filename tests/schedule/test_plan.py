@@ -14,7 +14,7 @@ from expecttest import assert_expected_inline
 
 from apexfx.config import BucketConfig
 from apexfx.schedule import ddp
-from apexfx.schedule.plan import BucketPlan, GradientSpec, check_options, plan_buckets
+from apexfx.schedule.plan import BucketPlan, GradientSpec, check_options, default_message_size, plan_buckets
 
 CPU = torch.device("cpu")
 
@@ -288,3 +288,13 @@ bucket    parameters    n    dtype    MiB    divide pre / post    start after   
 --------  ------------  ---  -------  -----  -------------------  -------------  -------------  --------------
 0         p3, p2        2    float32  2.000  1 / 2                ready          -              -
 1         p1, p0        2    float32  2.000  1 / 2                ready          -              -""")
+
+
+@pytest.mark.parametrize(("num_parameters", "numel", "expected"), [
+    (4, 2**10, 2**19), (16, 2**18, 2**20), (9, 10**7, 10_000_000), (16, 2**18 + 1, 2**20 + 4),
+])
+def test_without_a_size_a_model_makes_four_buckets_that_are_neither_tiny_nor_larger_than_apex_s(num_parameters, numel, expected):
+    specs = specs_of(num_parameters, numel)
+    assert default_message_size(specs) == expected
+    given = plan_buckets(specs, BucketConfig(message_size=expected), 2)
+    assert plan_buckets(specs, BucketConfig(), 2) == given
