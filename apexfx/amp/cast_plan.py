@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from .executor import CastExecutor
 
 _UNSEEN = object()
-_FLAT = frozenset("""
+# Sequences among the arguments of these are sizes, never tensors.
+FLAT = frozenset("""
     linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d addmm baddbmm prelu gelu softmax
     log_softmax layer_norm group_norm batch_norm exp log pow sum mean add sub mul div add_ sub_ mul_ div_ eq ne lt gt le ge
     cross_entropy mse_loss normalize softplus scaled_dot_product_attention multi_head_attention_forward""".split())
@@ -63,10 +64,8 @@ class CastPlan:
         self.name = name
         self.rule = rule
         self._targets: dict[tuple[Any, ...], tuple[torch.dtype | None, ...] | None] = {}
-        # Sequences among the arguments of these are sizes, never tensors.
-        self._flat = name in _FLAT
-        self._distinct = rule.family != "attention"  # attention to oneself is given one tensor three times
-        self._keeps_chosen = rule.kind == "half" or rule.family == "foreign"
+        self._flat = name in FLAT
+        self.keeps_chosen = rule.kind == "half" or rule.family == "foreign"
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if self._flat and self.executor.ledger is None and not (kwargs and ("inplace" in kwargs or "out" in kwargs)):
@@ -76,9 +75,9 @@ class CastPlan:
             targets = self._targets.get(key, _UNSEEN)
             if targets is _UNSEEN:
                 targets = self._targets[key] = self._resolve(self.rule, key, values)
-            if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(values, {})):
+            if targets is None or (self.keeps_chosen and self.executor.any_chosen and self._chosen(values, {})):
                 return func(*args, **kwargs) if kwargs else func(*args)
-            cast = self.executor.cast if self._distinct else _once(self.executor.cast)
+            cast = self.executor.cast
             values = [a if t is None else cast(a, t)[0] for a, t in zip(values, targets)]
             if not kwargs:
                 return func(*values)
@@ -91,7 +90,7 @@ class CastPlan:
         targets = self._targets.get(key, _UNSEEN)
         if targets is _UNSEEN:
             targets = self._targets[key] = self._resolve(self.rule, dtypes, args)
-        if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, {})):
+        if targets is None or (self.keeps_chosen and self.executor.any_chosen and self._chosen(args, {})):
             return func(*args)
         return func(*self.recast(args, iter(targets), self.rule, {}))
 
@@ -112,7 +111,7 @@ class CastPlan:
             else:
                 targets = self._resolve(rule, dtypes, args, kwargs)
             self._targets[key] = targets
-        if targets is None or (self._keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
+        if targets is None or (self.keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
             return func(*args, **kwargs)
         remaining, made = iter(targets), {}
         args = self.recast(args, remaining, rule, made)
@@ -167,16 +166,48 @@ class CastPlan:
         return cast
 
 
-def _once(cast: Callable[[Tensor, torch.dtype], tuple[Tensor, bool]]) -> Callable[[Tensor, torch.dtype], tuple[Tensor, bool]]:
-    """Return `cast` for one call, where one cast serves an argument given twice."""
-    made: dict[int, tuple[Tensor, bool]] = {}
+def own_targets(rule: Rule, half: torch.dtype) -> dict[torch.dtype, torch.dtype | None]:
+    """Return {dtype of an argument: its target, or None where the other arguments have a say}; the rest stay.
 
-    def cast_once(tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        if id(tensor) not in made:
-            made[id(tensor)] = cast(tensor, dtype)
-        return made[id(tensor)]
+    For "half" and "float" rules: float32 and the half type go their way whatever else a call was given.
+    """
+    if rule.kind == "half":
+        return {torch.float32: half, torch.float64: None, **{other: None for other in HALVES if other != half}}
+    return {torch.float64: None, **{given: torch.float32 for given in HALVES}}
 
-    return cast_once
+
+def by_argument(plan: CastPlan) -> Callable[..., Any]:
+    """Return `plan` for a "half" or "float" rule and arguments that hold no others: each is looked at by itself."""
+    executor, targets = plan.executor, own_targets(plan.rule, plan.executor.half)
+    keeps_chosen = plan.keeps_chosen
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if executor.ledger is not None or (keeps_chosen and executor.any_chosen):
+            return plan(func, args, kwargs)
+        if not kwargs:
+            values = list(args)
+        elif "out" in kwargs or "inplace" in kwargs:
+            return plan(func, args, kwargs)
+        else:
+            values = [*args, *kwargs.values()]
+        last = last_cast = None
+        for i, value in enumerate(values):
+            if isinstance(value, Tensor):
+                dtype = value.dtype
+                if dtype in targets:
+                    target = targets[dtype]
+                    if target is None:
+                        return plan(func, args, kwargs)
+                    if value is not last:  # attention to oneself is given one tensor three times
+                        last, last_cast = value, executor.cast(value, target)[0]
+                    values[i] = last_cast
+            elif value.__class__ is torch.dtype:
+                return plan(func, args, kwargs)
+        if not kwargs:
+            return func(*values)
+        return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
+
+    return call
 
 
 def promoted_by_torch(plan: CastPlan) -> Callable[..., Any]:
@@ -242,13 +273,13 @@ def stored_numbers(plan: Callable[..., Any], name: str) -> Callable[..., Any]:
     return call
 
 
-def masked(plan: CastPlan, position: int, keyword: str) -> Callable[..., Any]:
+def masked(plan: Callable[..., Any], half: torch.dtype, position: int, keyword: str) -> Callable[..., Any]:
     """Return `plan` for an attention op: its additive mask is brought into half's range before it is cast."""
 
     def saturate(mask: Any) -> Any:
         if not isinstance(mask, Tensor) or mask.dtype not in (torch.float32, torch.float64):
             return mask
-        limits = torch.finfo(plan.executor.half)
+        limits = torch.finfo(half)
         return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
 
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:

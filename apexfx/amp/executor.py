@@ -19,7 +19,7 @@ from apexfx._torch import saved_tensor_hooks_active
 from apexfx.passes.op_names import canonical_name
 from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
 
-from .cast_plan import CastPlan, choose, masked, promoted_by_torch, stored_numbers
+from .cast_plan import FLAT, CastPlan, by_argument, choose, masked, promoted_by_torch, stored_numbers
 from .eager_ledger import EagerLedger
 from .weight_cache import CASTS, WeightCache
 
@@ -28,6 +28,11 @@ Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], 
 _FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
 _PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge".split())
 _MISSING = object()
+
+
+class _Thread(threading.local):
+    depth = 0
+    disabled = 0
 
 
 class CastExecutor(TorchFunctionMode):
@@ -56,19 +61,19 @@ class CastExecutor(TorchFunctionMode):
         self._ever_disabled = False  # spares every call the question
         self.recomputes = False  # whether a checkpoint was seen, whose forward runs again during backward
         self._plans: dict[Any, Call | None] = {}
-        self._thread = threading.local()
+        self._thread = _Thread()
 
     # ---- on and off -------------------------------------------------------------------------------------------------
 
     @property
     def depth(self) -> int:
         """How many forwards of this thread the executor is on for."""
-        return getattr(self._thread, "depth", 0)
+        return self._thread.depth
 
     @property
     def enabled(self) -> bool:
         """False inside `disable_casts()` of this thread, and after `handle._deactivate()`."""
-        return not self.deactivated and not getattr(self._thread, "disabled", 0)
+        return not self.deactivated and not self._thread.disabled
 
     def deactivate(self) -> None:
         """Cast nothing any more."""
@@ -81,10 +86,10 @@ class CastExecutor(TorchFunctionMode):
     def disable(self, change: int) -> None:
         """Count an entered (1) or left (-1) `disable_casts()`."""
         self._ever_disabled = True
-        self._thread.disabled = getattr(self._thread, "disabled", 0) + change
+        self._thread.disabled += change
 
     def __enter__(self) -> CastExecutor:
-        self._thread.depth = self.depth + 1
+        self._thread.depth += 1
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -118,8 +123,10 @@ class CastExecutor(TorchFunctionMode):
         plan: Call = CastPlan(self, name, rule)
         if name in _PROMOTED_BY_TORCH and rule.kind == "promote":
             return promoted_by_torch(plan)
+        if name in FLAT and rule.kind in ("half", "float", "banned"):
+            plan = by_argument(plan)
         if name in ADDITIVE_MASKS:
-            plan = masked(plan, *ADDITIVE_MASKS[name])
+            plan = masked(plan, self.half, *ADDITIVE_MASKS[name])
         return stored_numbers(plan, name) if name in STORED_NUMBERS else plan
 
     def rule(self, name: str, *, in_place: bool = False, out: bool = False) -> Rule:

@@ -6,6 +6,19 @@ import torch
 from torch import Tensor
 
 
+HOST_DEVICES = frozenset({"cpu"})  # whose memory the host reads as its own
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Return whether a value on `device` can be read without waiting for anything."""
+    return device.type in HOST_DEVICES
+
+
+def is_clear(flag: Tensor) -> bool:
+    """Return whether the host knows already that `flag` is 0."""
+    return is_on_host(flag.device) and flag.numpy().item() == 0
+
+
 class HostMirror:
     """A copy of a small tensor on its way to the host.
 

@@ -6,7 +6,6 @@ The wrapped forward belongs to a subclass of the model's own class, of the same 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from dataclasses import dataclass
@@ -46,14 +45,18 @@ class ForwardPatch:
     own_forward: Any = None
 
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor = self.executor
+        inside = executor is not None and executor.depth > 0
         edits = Edits()
         if self.inputs is not None:
             cast = caster(self.inputs)
             args = tuple(cast_values(a, cast, self.inputs, edits) for a in args)
             kwargs = {key: cast_values(a, cast, self.inputs, edits) for key, a in kwargs.items()}
-        inside = self.executor is not None and self.executor.depth > 0
-        with contextlib.nullcontext() if self.executor is None or inside else self.executor:
+        if executor is None or inside:
             result = forward(*args, **kwargs)
+        else:
+            with executor:
+                result = forward(*args, **kwargs)
         edits.bring_back()
         if self.outputs is None or inside:  # a model within a model hands its values on as they are
             return result

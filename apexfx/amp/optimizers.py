@@ -15,6 +15,7 @@ from torch import Tensor
 
 from apexfx.passes.precision_rules import HALVES
 
+from .host_mirror import is_clear
 from .scaler import LossScaler
 from .session import Session
 from .stash import AmpOptimizerState
@@ -22,8 +23,10 @@ from .stash import AmpOptimizerState
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer inside a wrapper such as LARC."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
     inner = getattr(optimizer, "optim", None)
-    return unwrap(inner) if not isinstance(optimizer, torch.optim.Optimizer) and inner is not None else optimizer
+    return optimizer if inner is None else unwrap(inner)
 
 
 class AmpOptimizer:
@@ -142,15 +145,19 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         stash.predicated.before(optimizer, without_grad=True)
         wrapped = _with_masters_copied(closure, stash)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+    stash.predicated.settle(optimizer)
     if stash.found_inf is None:
         return None
+    clear = is_clear(stash.found_inf)
     if _skips_on_flag(optimizer) or _lend_fused(optimizer, stash):
-        optimizer.found_inf = stash.found_inf
-        stash.predicated.settle(optimizer)
-        if _makes_state(optimizer):
-            stash.predicated.before(optimizer, tensors=False)
-    else:
+        if not clear:
+            optimizer.found_inf = stash.found_inf
+            if _makes_state(optimizer):
+                stash.predicated.before(optimizer, tensors=False)
+    elif not clear:
         stash.predicated.before(optimizer)
+    if clear:
+        stash.found_inf = None
     return None
 
 

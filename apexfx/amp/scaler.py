@@ -1,7 +1,9 @@
-"""Loss scaling on the device: scale, growth counter and overflow flag are tensors, and nothing waits for the host."""
+"""Loss scaling where the gradients are: on a GPU scale, growth counter and flag are tensors, and nothing waits for the host."""
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,16 +16,22 @@ from apexfx._torch import update_loss_scale
 from apexfx.ops.multi_tensor import multi_tensor_scale
 
 from ._amp_state import maybe_print
-from .host_mirror import HostMirror
+from .host_mirror import HostMirror, is_clear, is_on_host
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126: below it the reciprocal overflows and the scale would reach 0
+
+
+def _single(number: float) -> float:
+    """Round to float32, as the state on a device is."""
+    return ctypes.c_float(number).value
 
 
 class LossScaler:
     """A static scale, or a dynamic one that halves on overflow and doubles after `scale_window` good iterations.
 
     An iteration is one exit of `scale_loss`. The state of a dynamic scaler lives in float32 and int32 scalars on the
-    device of the gradients; reading `loss_scale()`, `_loss_scale` or `_unskipped` waits for the device.
+    device of the gradients; reading `loss_scale()`, `_loss_scale` or `_unskipped` waits for the device. On the CPU, and
+    where the scale is static, it is two Python numbers, which follow the same arithmetic to the bit.
 
     Args:
         loss_scale: "dynamic" or a number.
@@ -56,8 +64,10 @@ class LossScaler:
         scale = float(init_scale) if self.dynamic else float(loss_scale)
         if self.dynamic and max_loss_scale is not None:
             scale = min(scale, float(max_loss_scale))
-        self._host_scale, self._host_unskipped = scale, 0  # of a static scaler
-        self._set_device_state(scale, 0)
+        self._host_scale, self._host_unskipped = _single(scale) if self.dynamic else scale, 0
+        self.on_host = True
+        if self.dynamic and not is_on_host(self.device):
+            self._move_to_device()
         self._overflows: deque[HostMirror] = deque()
 
     # ---- what Apex's scripts read and set -------------------------------------------------------------------------
@@ -68,22 +78,22 @@ class LossScaler:
 
     @property
     def _loss_scale(self) -> float:
-        return float(self._scale.item()) if self.dynamic else self._host_scale
+        return self._host_scale if self.on_host else float(self._scale.item())
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self._host_scale = float(value)
-        if self.dynamic:
+        self._host_scale = _single(value) if self.dynamic else float(value)
+        if not self.on_host:
             self._scale.fill_(float(value))
 
     @property
     def _unskipped(self) -> int:
-        return int(self._growth.item()) if self.dynamic else self._host_unskipped
+        return self._host_unskipped if self.on_host else int(self._growth.item())
 
     @_unskipped.setter
     def _unskipped(self, value: int) -> None:
         self._host_unskipped = int(value)
-        if self.dynamic:
+        if not self.on_host:
             self._growth.fill_(int(value))
 
     # ---- one iteration --------------------------------------------------------------------------------------------
@@ -91,17 +101,20 @@ class LossScaler:
     def scaled(self, loss: Tensor) -> Tensor:
         """Return `loss.float() * scale`."""
         loss = loss if loss.dtype == torch.float32 else loss.float()
-        if not self.dynamic:
-            return loss * self._host_scale
-        self.to(loss.device)
-        return loss * self._scale
+        if self.dynamic:
+            self.to(loss.device)
+        return loss * (self._host_scale if self.on_host else self._scale)
 
     def to(self, device: torch.device) -> None:
         """Keep the state on `device` from now on."""
-        if device != self.device and self.dynamic:
+        if device == self.device:
+            return
+        self.device = device
+        if not self.on_host:
             self._scale = self._scale.to(device, non_blocking=True)
             self._growth = self._growth.to(device, non_blocking=True)
-        self.device = device
+        elif self.dynamic and not is_on_host(device):
+            self._move_to_device()
 
     def new_flag(self) -> Tensor:
         """Return a zero flag for the iteration that begins."""
@@ -114,8 +127,8 @@ class LossScaler:
             lists = by_device.setdefault(given.device, ([], []))
             lists[0].append(given)
             lists[1].append(out)
-        inverse = self._scale.reciprocal() if self.dynamic else None
-        factor = 1.0 if self.dynamic else 1.0 / self._host_scale
+        inverse = None if self.on_host else self._scale.reciprocal()
+        factor = 1.0 if not self.on_host else _single(1.0 / self._host_scale) if self.dynamic else 1.0 / self._host_scale
         for device, (given, out) in by_device.items():
             here = device == found_inf.device
             flag = found_inf if here else torch.zeros((), device=device)
@@ -131,12 +144,37 @@ class LossScaler:
             return None
         if self.group is not None:
             found_inf = self._agreed(found_inf)
+        if self.on_host and is_on_host(found_inf.device):
+            self._update_on_host(overflow=not is_clear(found_inf))
+            return found_inf
+        if self.on_host:
+            self._move_to_device()
         before = self._scale.clone()
         update_loss_scale(self._scale, self._growth, found_inf, self._scale_factor, 1.0 / self._scale_factor,
                           self._scale_seq_len)
         self._keep_limits(before)
         self._overflows.append(HostMirror(torch.stack((found_inf.reshape(()), self._scale))))
         return found_inf
+
+    def _update_on_host(self, *, overflow: bool) -> None:
+        before = self._host_scale
+        if overflow:
+            moved = _single(before * (1.0 / self._scale_factor))
+            self._host_unskipped = 0
+        else:
+            self._host_unskipped += 1
+            if self._host_unskipped != self._scale_seq_len:
+                return
+            grown = _single(before * self._scale_factor)
+            moved = grown if math.isfinite(grown) else before
+            self._host_unskipped = 0
+        if self._max_loss_scale is not None and moved > before:
+            moved = _single(min(moved, self._max_loss_scale))
+        if moved < before:
+            moved = _single(max(moved, self._min_loss_scale or 0.0, _SMALLEST))
+        self._host_scale = moved
+        if overflow:
+            self._overflows.append(HostMirror(torch.tensor((1.0, moved))))
 
     def _keep_limits(self, before: Tensor) -> None:
         # A limit acts on a scale that moves towards it; one set by hand beyond a limit stays until it moves.
@@ -172,9 +210,10 @@ class LossScaler:
         self._loss_scale = state["loss_scale"]
         self._unskipped = state["unskipped"]
 
-    def _set_device_state(self, scale: float, unskipped: int) -> None:
-        self._scale = torch.full((), scale, dtype=torch.float32, device=self.device)
-        self._growth = torch.full((), unskipped, dtype=torch.int32, device=self.device)
+    def _move_to_device(self) -> None:
+        self.on_host = False
+        self._scale = torch.full((), self._host_scale, dtype=torch.float32, device=self.device)
+        self._growth = torch.full((), self._host_unskipped, dtype=torch.int32, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_overflows": deque(), "group": None}

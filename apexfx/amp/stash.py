@@ -86,18 +86,20 @@ class AmpOptimizerState:
             if linked is None or linked[0] is not master:
                 setattr(parameter, MASTER, [master, -1])
 
-    @torch.no_grad()
     def reconcile(self) -> None:
         """Bring edits of the model's half parameters (a broadcast, a clamp) into the masters, element by element.
 
         The first time every parameter is looked at, since a broadcast through `.data` leaves no trace; later those
         whose version moved.
         """
-        for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
-            linked = getattr(parameter, MASTER)
-            if not self._reconciled or linked[1] != parameter._version:
-                master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-                linked[1] = parameter._version
+        if not self.all_fp16_params:
+            return
+        with torch.no_grad():
+            for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
+                linked = getattr(parameter, MASTER)
+                if not self._reconciled or linked[1] != parameter._version:
+                    master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
+                    linked[1] = parameter._version
         self._reconciled = True
 
     @torch.no_grad()
@@ -138,7 +140,7 @@ class AmpOptimizerState:
             (self.all_fp16_params, self.all_fp16_grad_stash),
             (self.all_fp32_from_fp32_params, self.all_fp32_grad_stash),
         ):
-            for parameter, grad in zip(parameters, stash):
+            for parameter, grad in zip(parameters, stash or [None] * len(parameters)):
                 parameter.grad = grad
         self._forget_stash()
 
@@ -208,7 +210,10 @@ class AmpOptimizerState:
 
 
 def _take_grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
+    """Take the gradients off `parameters`; [] where there are none."""
     grads = [parameter.grad for parameter in parameters]
+    if not any(grad is not None for grad in grads):
+        return []
     for parameter in parameters:
         parameter.grad = None
     return grads

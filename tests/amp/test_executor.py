@@ -11,6 +11,7 @@ from torch import nn
 
 from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
+from apexfx.amp.eager_ledger import EagerLedger
 from apexfx.amp.executor import CastExecutor
 from apexfx.passes.precision_rules import HALVES
 from tests.amp.amp_cases import ConvNet, batch, train
@@ -167,6 +168,35 @@ def test_recurrent_cells_use_cached_weights_repeatedly(kind):
     assert model.cell.weight_hh.grad.abs().max() > 0
 
 
+SHORT_WAYS = {
+    "linear": lambda a, b: F.linear(a, b, b[0]), "gelu": lambda a, b: F.gelu(a), "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0]),
+    "softmax": lambda a, b: F.softmax(a, -1), "softmax dtype": lambda a, b: torch.softmax(a, -1, torch.float64),
+    "attention": lambda a, b: F.scaled_dot_product_attention(a[None], a[None], b[None]),
+    "add": torch.add, "sub": lambda a, b: a - b, "mul": lambda a, b: b * a, "div": lambda a, b: a / (b.abs() + 1), "lt": torch.lt,
+    "add broadcast": lambda a, b: a + b[:1], "mul 0-d": lambda a, b: a * b[0, 0], "mul number": lambda a, b: a * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("b", [torch.float32, torch.float16, B, torch.float64], ids=str)
+@pytest.mark.parametrize("a", [torch.float32, torch.float16, B, torch.float64], ids=str)
+@pytest.mark.parametrize("name", SHORT_WAYS)
+def test_short_ways_give_what_the_table_says_to_the_bit(name, a, b):
+    outcomes = []
+    for ledger in (None, EagerLedger()):  # with a ledger every call goes the general way
+        executor = CastExecutor(B)
+        executor.ledger = ledger
+        torch.manual_seed(0)
+        given = [torch.randn(4, 4).to(dtype).requires_grad_() for dtype in (a, b)]
+        with executor:
+            out = SHORT_WAYS[name](*given)
+        if out.requires_grad:
+            out.double().square().sum().backward()
+        outcomes.append((out, *(x.grad for x in given)))
+    for short, general in zip(*outcomes):
+        assert (short is None) == (general is None)
+        assert short is None or (short.dtype == general.dtype and torch.equal(short, general))
+
+
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
@@ -182,8 +212,6 @@ def executor_of(model, **options):
 
 
 def test_a_weight_is_cast_once_for_all_its_uses():
-    from apexfx.amp.eager_ledger import EagerLedger
-
     model = Shared()
     executor = executor_of(model)
     executor.ledger = EagerLedger()

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.amp.amp_cases import ConvNet, CountReads, batch, fresh_state, train
 from apexfx import amp, optimizers
+from apexfx.amp import host_mirror
 from apexfx.parallel.LARC import LARC
 from apexfx.testing import assert_close
 
@@ -52,6 +53,13 @@ class HostCounter(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] / state["steps"])
 
 
+@pytest.fixture(params=["host", "device"])
+def flag(request, monkeypatch):
+    """Whether the flag is at hand, as on the CPU, or known to the device only, as on a GPU."""
+    if request.param == "device":
+        monkeypatch.setattr(host_mirror, "HOST_DEVICES", frozenset())
+
+
 def everything(model, optimizer):
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.detach().clone() for p in amp.master_params(optimizer)]))
 
@@ -89,7 +97,7 @@ def overflow(model, optimizer):
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_skipped_step_changes_nothing(name, opt_level):
+def test_skipped_step_changes_nothing(name, opt_level, flag):
     model, optimizer = made(name, opt_level)
     before = everything(model, optimizer)
     assert overflow(model, optimizer) is None  # the very first step: no state was there
@@ -106,7 +114,7 @@ def test_skipped_step_changes_nothing(name, opt_level):
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_after_skips_equals_training_without(name):
+def test_training_after_skips_equals_training_without(name, flag):
     model, optimizer = made(name, "O2")
     losses = train(model, optimizer, 3)
     expected = everything(model, optimizer)
@@ -123,7 +131,7 @@ def test_training_after_skips_equals_training_without(name):
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam_fused", "adam_foreach", "fused_sgd", "fused_adam", "fused_lamb",
                                   "fused_novograd", "larc"])
-def test_no_read_on_the_host_in_a_step(name, opt_level):
+def test_no_read_on_the_host_in_a_step(name, opt_level, flag):
     model, optimizer = made(name, opt_level, loss_scale="dynamic")
     own = CountReads()
     plain = ConvNet()
@@ -152,7 +160,7 @@ class Ops(TorchDispatchMode):
 
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("name, kernel", [("momentum", "_fused_sgd_"), ("adam", "_fused_adam_")])
-def test_a_fused_kernel_takes_the_place_of_copies_after_loading_too(name, kernel, opt_level):
+def test_a_fused_kernel_takes_the_place_of_copies_after_loading_too(name, kernel, opt_level, flag):
     model, optimizer = made(name, opt_level, loss_scale="dynamic")
     train(model, optimizer, 1)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -192,7 +200,7 @@ def test_state_in_another_memory_format_keeps_its_order(name):
     assert_close(in_order(torch.channels_last, name, opt_level="O0", loss_scale="dynamic"), expected)
 
 
-def test_overflow_is_printed_at_the_step(capsys):
+def test_overflow_is_printed_at_the_step(flag, capsys):
     model, optimizer = made("sgd", "O1")
     amp._amp_state.verbosity = 1
     x, _ = batch()
@@ -201,6 +209,17 @@ def test_overflow_is_printed_at_the_step(capsys):
     assert capsys.readouterr().out == ""
     optimizer.step()
     assert "Skipping step, loss scaler 0 reducing loss scale to 32768.0" in capsys.readouterr().out
+
+
+def test_a_clear_flag_on_the_host_copies_nothing():
+    model, optimizer = made("rmsprop", "O1")
+    train(model, optimizer, 1)
+    x, y = batch()
+    with amp.scale_loss(torch.nn.functional.cross_entropy(model(x), y), optimizer) as loss:
+        loss.backward()
+    with Ops() as ops:
+        optimizer.step()
+    assert not {"where", "clone"} & ops.names
 
 
 def test_overflow_without_a_step_skips_the_next_one():
