@@ -1,4 +1,4 @@
-"""The command line: `python -m apexfx demo | doctor | passes`."""
+"""The command line: `python -m apexfx demo | doctor | passes | simulate`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     passes.add_argument("name", nargs="?", help="a pass to explain")
     passes.add_argument("--markdown", action="store_true", help="print the page docs/passes.md")
     passes.set_defaults(run=_passes)
+    _add_simulate(commands)
     return parser
 
 
@@ -62,6 +63,20 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
                       help="images a step, all ranks together")
     demo.add_argument("--out", default="out", metavar="DIR", help="where graphs, JSON and the loss curve go")
     demo.set_defaults(run=_demo)
+
+
+def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .schedule.simulate_page import add_arguments
+
+    simulate = commands.add_parser(
+        "simulate", help="what a data-parallel step would take on any number of ranks, on paper", epilog=_EXIT_STATUS,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Price a training step from shapes (or measure it here), lay the bucket plan over it, run it on a modelled "
+                    "network, and print exposed communication, the price of synchronized batch norm, the best bucket size, and "
+                    "how many micro-batches hide the gradients' communication. docs/simulate.md has the formulas.",
+    )
+    add_arguments(simulate)
+    simulate.set_defaults(run=_simulate)
 
 
 def _whole_number(text: str) -> int:
@@ -97,6 +112,17 @@ def _passes(arguments: argparse.Namespace) -> int:
     try:
         print(passes_page.one(arguments.name))
     except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _simulate(arguments: argparse.Namespace) -> int:
+    from .schedule import simulate_page
+
+    try:
+        print(simulate_page.page(arguments))
+    except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0

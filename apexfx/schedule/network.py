@@ -1,0 +1,205 @@
+"""How long an allreduce takes: the alpha-beta model over a hierarchy of links, in closed form.
+
+With p ranks, n bytes a rank, latency a of one message and bandwidth B of one rank's link:
+
+    ring   2 (p - 1) a + 2 (p - 1) / p n / B     reduce-scatter, then all-gather (Patarasuk and Yuan 2009)
+    tree   2 ceil(log2 p) a + 2 n / B            up and down two complementary binary trees, each with half of the bytes
+                                                 (Sanders, Speck and Traeff 2009); filling the pipeline is left out
+
+Over several levels a ring reduces and scatters within each group of the inner level, the groups reduce the n / p that each
+of their ranks holds over the next level, and the inner rings gather. `Network.allreduce_seconds` is the faster of the two at
+the outermost level, as libraries choose by size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects a rank to others.
+
+    Attributes:
+        latency_s: seconds from one rank's send to another's receive of an empty message.
+        bytes_per_s: in one direction, for one rank while all the ranks that share the wire send.
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not self.latency_s >= 0 or not self.bytes_per_s > 0:
+            raise ValueError(f"apexfx: a link of latency_s={self.latency_s!r} and bytes_per_s={self.bytes_per_s!r} was given, "
+                             "expected a latency of at least 0 and a positive bandwidth")
+
+
+@dataclass(frozen=True)
+class Level:
+    """`ranks` of the level below (single ranks, at the innermost) joined by a link; None: however many there are."""
+
+    link: Link
+    ranks: int | None = None
+
+
+@dataclass(frozen=True)
+class Network:
+    """Levels from the innermost (ranks of one node) outwards.
+
+    Attributes:
+        levels: only the last one's `ranks` is None.
+        base_s: seconds that every collective takes on top, whatever its size: launch, and hand-over to the transport.
+        source: where the numbers come from.
+    """
+
+    levels: tuple[Level, ...]
+    base_s: float = 0.0
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        inner = [level.ranks for level in self.levels[:-1]]
+        if not self.levels or any(ranks is None or ranks < 1 for ranks in inner) or self.levels[-1].ranks is not None:
+            raise ValueError(f"apexfx: levels of {[level.ranks for level in self.levels]} ranks were given, expected whole "
+                             "numbers from the innermost outwards and None for the last")
+
+    def allreduce_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which `num_ranks` ranks sum `num_bytes` each; 0 for one rank alone."""
+        if num_ranks < 1 or num_bytes < 0:
+            raise ValueError(f"apexfx: an allreduce of {num_bytes!r} bytes on {num_ranks!r} ranks was asked for, expected at "
+                             "least 0 bytes and 1 rank")
+        if num_ranks == 1:
+            return 0.0
+        seconds, left = self.base_s, num_ranks
+        for level in self.levels:
+            members = left if level.ranks is None else min(left, level.ranks)
+            left = math.ceil(left / members)
+            seconds += _fastest(level.link, num_bytes, members) if left == 1 else ring(level.link, num_bytes, members)
+            num_bytes /= members
+            if left == 1:
+                break
+        return seconds
+
+    def algorithm(self, num_bytes: float, num_ranks: int) -> str:
+        """Return "ring" or "tree": what the outermost level in use runs."""
+        for level in self.levels:
+            members = num_ranks if level.ranks is None else min(num_ranks, level.ranks)
+            num_ranks = math.ceil(num_ranks / members)
+            if num_ranks == 1:
+                return "ring" if ring(level.link, num_bytes, members) <= tree(level.link, num_bytes, members) else "tree"
+            num_bytes /= members
+        raise AssertionError("the last level takes all ranks")
+
+
+@dataclass(frozen=True)
+class MeasuredNetwork:
+    """Allreduces as they were timed: straight lines between the samples, the fitted ring before, beyond, and on other ranks.
+
+    Attributes:
+        samples: (bytes, seconds), by bytes.
+        num_ranks: that took part.
+        fitted: what `fit` makes of the samples.
+    """
+
+    samples: tuple[tuple[float, float], ...]
+    num_ranks: int
+    fitted: Network
+
+    def allreduce_seconds(self, num_bytes: float, num_ranks: int) -> float:
+        """Return the seconds in which `num_ranks` ranks sum `num_bytes` each."""
+        if num_ranks != self.num_ranks:
+            return self.fitted.allreduce_seconds(num_bytes, num_ranks)
+        (first, first_s), (last, last_s) = self.samples[0], self.samples[-1]
+        if num_bytes <= first:
+            return first_s
+        for (low, low_s), (high, high_s) in pairwise(self.samples):
+            if num_bytes <= high:
+                return low_s + (high_s - low_s) * (num_bytes - low) / (high - low)
+        return last_s * num_bytes / last
+
+
+def ring(link: Link, num_bytes: float, num_ranks: int) -> float:
+    """Return 2 (p - 1) a + 2 (p - 1) / p n / B."""
+    return 2 * (num_ranks - 1) * (link.latency_s + num_bytes / num_ranks / link.bytes_per_s)
+
+
+def tree(link: Link, num_bytes: float, num_ranks: int) -> float:
+    """Return 2 ceil(log2 p) a + 2 n / B; 0 for one rank."""
+    if num_ranks == 1:
+        return 0.0
+    return 2 * (math.ceil(math.log2(num_ranks)) * link.latency_s + num_bytes / link.bytes_per_s)
+
+
+def _fastest(link: Link, num_bytes: float, num_ranks: int) -> float:
+    return min(ring(link, num_bytes, num_ranks), tree(link, num_bytes, num_ranks))
+
+
+def flat(latency_s: float, bytes_per_s: float, *, ranks_per_node: int = 1, node: Link | None = None,
+         source: str = "") -> Network:
+    """Return a network of one kind of link, or of nodes of `ranks_per_node` ranks joined inside by `node`.
+
+    Args:
+        latency_s, bytes_per_s: between nodes; the ranks of a node share the bandwidth.
+        ranks_per_node: ranks behind one such link.
+        node: default: NVLink as in the preset "nvlink4+ib400".
+    """
+    outer = Level(Link(latency_s, bytes_per_s / ranks_per_node))
+    if ranks_per_node == 1:
+        return Network((outer,), source=source)
+    return Network((Level(node or NVLINK4, ranks_per_node), outer), source=source)
+
+
+def fit(samples: Sequence[tuple[float, float]], num_ranks: int) -> Network:
+    """Return the one-level network whose ring takes the measured times: least squares of the relative error.
+
+    Args:
+        samples: (bytes, seconds) of allreduces on `num_ranks` ranks, of at least two sizes.
+
+    Raises:
+        ValueError: fewer than two sizes, or times that do not grow with the bytes.
+    """
+    if len({num_bytes for num_bytes, _ in samples}) < 2 or num_ranks < 2:
+        raise ValueError(f"apexfx: fit() was given {len(samples)} samples of {len({b for b, _ in samples})} sizes on {num_ranks} "
+                         "ranks, expected at least two sizes and two ranks")
+    fixed, per_byte = fit_line(samples)
+    if per_byte <= 0:
+        raise ValueError("apexfx: fit() was given times that do not grow with the bytes; measure larger allreduces, longer")
+    steps = 2 * (num_ranks - 1)
+    return Network((Level(Link(fixed / steps, steps / num_ranks / per_byte)),), source="measured")
+
+
+def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return (a, b), neither negative, that minimize the sum of ((a + b x - y) / y)^2 over (x, y)."""
+    weighted = [(1 / y, x / y) for x, y in samples]
+    aa, ab, bb = (sum(u[i] * u[j] for u in weighted) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a, b = (sum(u[i] for u in weighted) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    if determinant > 1e-12 * aa * bb:
+        fixed, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+        if fixed >= 0 and slope >= 0:
+            return fixed, slope
+        if slope < 0:
+            return a / aa, 0.0
+    return 0.0, b / bb
+
+
+_NCCL = "latencies: src/graph/tuning.cc of NCCL (LL protocol; the tree's for the network)"
+NVLINK4 = Link(0.6e-6, 450e9)
+PRESETS: Mapping[str, Network] = {
+    "nvlink4+ib400": Network(
+        (Level(NVLINK4, 8), Level(Link(5e-6, 50e9))), 8.4e-6,
+        f"DGX H100: 900 GB/s NVLink both ways, one 400 Gb/s adapter a GPU (data sheets); {_NCCL}"),
+    "nvlink3+ib200": Network(
+        (Level(Link(0.6e-6, 300e9), 8), Level(Link(5e-6, 25e9))), 8.4e-6,
+        f"DGX A100: 600 GB/s NVLink both ways, one 200 Gb/s adapter a GPU (data sheets); {_NCCL}"),
+    "pcie4+ethernet-100g": Network(
+        (Level(Link(1.0e-6, 32e9 / 2), 8), Level(Link(15e-6, 12.5e9 / 8))), 8.4e-6,
+        f"8 GPUs behind PCIe 4.0 x16 (32 GB/s, shared by both neighbours) and one 100 Gb/s adapter; {_NCCL}; "
+        "TCP latency: an assumption"),
+    "ethernet-25g": Network((Level(Link(25e-6, 25e9 / 8)),), 8.4e-6,
+                            "one rank behind each 25 Gb/s adapter; TCP latency: an assumption"),
+    "ethernet-10g": Network((Level(Link(25e-6, 10e9 / 8)),), 8.4e-6,
+                            "one rank behind each 10 Gb/s adapter; TCP latency: an assumption"),
+}

@@ -1,0 +1,233 @@
+"""Run a rank's program on paper: one stream of compute, channels that carry collectives in the order they were started.
+
+A program is a list of `Work` (the compute stream is busy), `Start` (hand a collective to a channel, which takes no time)
+and `Wait` (until a collective is done). Every rank runs the same one, so that one rank is enough to follow. The numbers may be of
+any exact or floating type: nothing but sums, quotients and comparisons is done to them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TRACKS = ("compute", "communication")
+
+
+@dataclass(frozen=True)
+class Work:
+    """`seconds` of compute when nothing is on the wire; `kind` is "forward", "backward", "fill", ..."""
+
+    name: str
+    seconds: Any
+    kind: str = "compute"
+
+
+@dataclass(frozen=True)
+class Start:
+    """A collective that takes `seconds` alone on the wire, behind those already on its channel."""
+
+    name: str
+    seconds: Any
+    channel: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Until the collective called `name` is done."""
+
+    name: str
+
+
+Task = Work | Start | Wait
+
+
+@dataclass(frozen=True)
+class Event:
+    """A stretch of one track; kind "wait" on the compute track is idle time; a collective was started at `started`."""
+
+    track: str
+    name: str
+    kind: str
+    begin: Any
+    end: Any
+    channel: int = 0
+    num_bytes: int = 0
+    started: Any = None
+
+    @property
+    def seconds(self) -> Any:
+        return self.end - self.begin
+
+
+@dataclass
+class _Collective:
+    start: Start
+    left: Any
+    started: Any
+    begin: Any = None
+
+
+@dataclass
+class Timeline:
+    """What happened when, in seconds from the start of the step."""
+
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> Any:
+        return max((event.end for event in self.events), default=0)
+
+    def track(self, name: str) -> list[Event]:
+        """Return the events of one track, by their begin."""
+        return sorted((event for event in self.events if event.track == name), key=lambda event: event.begin)
+
+    def to_chrome_trace(self, path: str | Path | None = None, *, name: str = "predicted step") -> dict[str, Any]:
+        """Return the timeline in the format of chrome://tracing and ui.perfetto.dev, and write it to `path` if given."""
+        rows: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
+        threads = sorted({(TRACKS.index(event.track), event.channel) for event in self.events})
+        for thread, (track, channel) in enumerate(threads):
+            label = TRACKS[track] + (f" {channel}" if track else "")
+            rows.append({"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": label}})
+        for event in self.events:
+            arguments = {"bytes": event.num_bytes} if event.num_bytes else {}
+            rows.append({"ph": "X", "pid": 0, "tid": threads.index((TRACKS.index(event.track), event.channel)),
+                         "name": event.name, "cat": event.kind, "ts": 1e6 * float(event.begin),
+                         "dur": 1e6 * float(event.seconds), "args": arguments})
+        data = {"traceEvents": rows, "displayTimeUnit": "ms"}
+        if path is not None:
+            Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        return data
+
+    def picture(self, width: int = 96, seconds: float | None = None) -> str:
+        """Return two lines of text: what computes, and what is on the wire.
+
+        Args:
+            width: characters for `seconds`.
+            seconds: the length of the lines; default: the step.
+        """
+        span = float(seconds or self.seconds) or 1.0
+        lines = []
+        for track in TRACKS:
+            cells = _cells([event for event in self.events if event.track == track], span / width, width)
+            lines.append(f"{track:13} {cells.rstrip()}")
+        return "\n".join(lines)
+
+
+LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits for the wire  0-9 bucket on the wire "
+          "(last digit)  s statistics  ! status")
+_MARKS = {"forward": "░", "backward": "█", "fill": "=", "write": "=", "optimizer": "▒", "wait": "·"}
+
+
+def _cells(events: Iterable[Event], step: float, width: int) -> str:
+    """Give every cell to the event that fills most of it."""
+    share: list[dict[str, float]] = [{} for _ in range(width)]
+    for event in events:
+        mark = _mark(event)
+        begin, end = float(event.begin) / step, float(event.end) / step
+        for cell in range(int(begin), min(int(end) + 1, width)):
+            covered = min(end, cell + 1) - max(begin, cell)
+            if covered > 0:
+                share[cell][mark] = share[cell].get(mark, 0.0) + covered
+    return "".join(max(cell, key=cell.__getitem__) if sum(cell.values()) >= 0.25 else " " for cell in share)
+
+
+def _mark(event: Event) -> str:
+    if event.track == "compute":
+        return _MARKS.get(event.kind, "-")
+    kind, _, number = event.name.partition(" ")
+    return number[-1] if kind == "bucket" else "!" if kind == "status" else "s"
+
+
+def run(program: Sequence[Task], *, compute_rate: Any = 1, wire_rate: Any = 1) -> Timeline:
+    """Return the timeline of `program`.
+
+    Args:
+        compute_rate: share of its speed that compute keeps while something is on the wire.
+        wire_rate: share of their speed that collectives keep while something computes. Collectives of several channels share
+            the wire equally besides.
+
+    Raises:
+        ValueError: a wait for what was not started, or a rate that is not in (0, 1].
+    """
+    for name, rate in (("compute_rate", compute_rate), ("wire_rate", wire_rate)):
+        if not 0 < rate <= 1:
+            raise ValueError(f"apexfx: {name}={rate!r} was given, expected a number above 0 and at most 1")
+    machine = _Machine(compute_rate, wire_rate)
+    for task in program:
+        machine.do(task)
+    machine.drain()
+    return machine.timeline
+
+
+class _Machine:
+    """The state between two moments at which anything changes."""
+
+    def __init__(self, compute_rate: Any, wire_rate: Any) -> None:
+        self.compute_rate, self.wire_rate = compute_rate, wire_rate
+        self.now: Any = 0
+        self.channels: dict[int, deque[_Collective]] = {}
+        self.pending: set[str] = set()
+        self.known: set[str] = set()
+        self.timeline = Timeline()
+
+    def do(self, task: Task) -> None:
+        begin = self.now
+        if isinstance(task, Start):
+            if task.name in self.known:
+                raise ValueError(f"apexfx: the program starts {task.name!r} twice; every collective needs a name of its own")
+            self.known.add(task.name)
+            self.pending.add(task.name)
+            self.channels.setdefault(task.channel, deque()).append(_Collective(task, task.seconds, self.now))
+            self._finish()
+            return
+        if isinstance(task, Work):
+            left = task.seconds
+            while left > 0:
+                rate = self.compute_rate if self._active() else 1
+                seconds = min([left / rate, *self._ends(self.wire_rate)])
+                left = 0 if seconds == left / rate else left - seconds * rate
+                self._advance(seconds, self.wire_rate)
+            kind = task.kind
+        else:
+            if task.name not in self.known:
+                raise ValueError(f"apexfx: the program waits for {task.name!r}, which it has not started")
+            while task.name in self.pending:
+                self._advance(min(self._ends(1)), 1)
+            kind = "wait"
+        if self.now > begin:
+            self.timeline.events.append(Event("compute", task.name, kind, begin, self.now))
+
+    def drain(self) -> None:
+        while self.pending:
+            self._advance(min(self._ends(1)), 1)
+
+    def _active(self) -> list[_Collective]:
+        return [queue[0] for queue in self.channels.values() if queue]
+
+    def _ends(self, rate: Any) -> list[Any]:
+        active = self._active()
+        return [collective.left * len(active) / rate for collective in active]
+
+    def _advance(self, seconds: Any, rate: Any) -> None:
+        active = self._active()
+        ends = self._ends(rate)
+        for collective, end in zip(active, ends):
+            if collective.begin is None:
+                collective.begin = self.now
+            collective.left = 0 if end <= seconds else collective.left - seconds * rate / len(active)
+        self.now = self.now + seconds
+        self._finish()
+
+    def _finish(self) -> None:
+        for queue in self.channels.values():
+            while queue and queue[0].left <= 0:
+                done = queue.popleft()
+                self.pending.discard(done.start.name)
+                begin = self.now if done.begin is None else done.begin
+                self.timeline.events.append(Event("communication", done.start.name, "allreduce", begin, self.now,
+                                                  done.start.channel, done.start.num_bytes, done.started))
