@@ -133,11 +133,24 @@ def register_hooks(optimizer: Any) -> None:
 
 
 def _settle(optimizer: Any, *state_dict: Any) -> None:
+    _take_back(optimizer)
     optimizer._amp_stash.predicated.settle(optimizer)
+
+
+def _take_back(optimizer: Any) -> None:
+    """Take back what a step was lent; one that raised has it still."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    for group in stash.lent:
+        group["fused"] = None
+    stash.lent = []
+    if stash.lent_flag is not None and optimizer.__dict__.get("found_inf") is stash.lent_flag:  # not a GradScaler's
+        del optimizer.found_inf
+    stash.lent_flag = None
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stash: AmpOptimizerState = optimizer._amp_stash
+    _take_back(optimizer)
     stash.reconcile()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:
@@ -151,7 +164,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     clear = is_clear(stash.found_inf)
     if _skips_on_flag(optimizer) or _lend_fused(optimizer, stash):
         if not clear:
-            optimizer.found_inf = stash.found_inf
+            optimizer.found_inf = stash.lent_flag = stash.found_inf
             if _makes_state(optimizer):
                 stash.predicated.before(optimizer, tensors=False)
     elif not clear:
@@ -164,11 +177,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     stash: AmpOptimizerState = optimizer._amp_stash
     found_inf, stash.found_inf = stash.found_inf, None
-    for group in stash.lent:
-        group["fused"] = None
-    stash.lent = []
-    if "found_inf" in optimizer.__dict__:
-        del optimizer.found_inf
+    _take_back(optimizer)
     if found_inf is not None:
         stash.predicated.after(optimizer, found_inf)
     else:

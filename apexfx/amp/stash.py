@@ -37,6 +37,7 @@ class AmpOptimizerState:
         self.found_inf: Tensor | None = None
         self.predicated = PredicatedStep()
         self.lent: list[dict[str, Any]] = []  # groups whose fused kernel is on for the step that runs
+        self.lent_flag: Tensor | None = None  # what that step has as `optimizer.found_inf`
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -197,7 +198,8 @@ class AmpOptimizerState:
     # ---- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "predicated": PredicatedStep(), "lent": [], "found_inf": None, "session": None}
+        kept = {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "session": None}
+        return {**kept, "lent": [], "lent_flag": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         import copy

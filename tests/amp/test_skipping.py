@@ -200,6 +200,39 @@ def test_state_in_another_memory_format_keeps_its_order(name):
     assert_close(in_order(torch.channels_last, name, opt_level="O0", loss_scale="dynamic"), expected)
 
 
+@pytest.mark.parametrize("name", ["momentum", "adam", "fused_adam"])
+def test_a_step_that_raises_keeps_nothing(name, flag):
+    model, optimizer = made(name, "O1")
+    train(model, optimizer, 1)
+    before = everything(model, optimizer)
+
+    def fail(*args):
+        raise KeyError
+
+    hook = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(KeyError):
+        overflow(model, optimizer)
+    hook.remove()
+    assert_same(everything(model, optimizer), before)
+    assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("name", ["adam_fused", "fused_adam"])
+def test_a_grad_scaler_keeps_its_own_flag(name):
+    model, optimizer = made(name, "O0")
+    before = everything(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for factor in (float("inf"), 1.0):
+        optimizer.zero_grad()
+        scaler.scale(model.eval()(batch()[0]).sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if factor != 1.0:
+            assert scaler.get_scale() == 2.0
+            assert_same(everything(model, optimizer)[2], before[2])
+    assert not torch.equal(everything(model, optimizer)[2][0], before[2][0])
+
+
 def test_overflow_is_printed_at_the_step(flag, capsys):
     model, optimizer = made("sgd", "O1")
     amp._amp_state.verbosity = 1
