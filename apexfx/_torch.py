@@ -45,6 +45,16 @@ def active_ddp_module() -> object | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def below_autograd() -> object:
+    """Return a context in which ops skip autograd, and whatever is registered for it (2.11, 2.13, 2.15)."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def functorch_is_active() -> bool:
+    """Tell whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def has_kernel(op: str, key: str) -> bool:
     """Tell whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
@@ -88,12 +98,14 @@ __all__ = [
     "PlainAOTInput",
     "active_ddp_module",
     "aot_autograd",
+    "below_autograd",
     "compile_fx",
     "dynamo_config",
     "foreach_copy_",
     "free_unbacked_symbols",
     "function_mode_depth",
     "functorch_config",
+    "functorch_is_active",
     "has_kernel",
     "in_backward",
     "inductor_cache_dir",

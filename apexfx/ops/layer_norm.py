@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apexfx.ops._direct_autograd import with_direct_autograd
 from apexfx.ops._norm_arguments import accumulate_dtype, check_backward, check_forward, clamp_by_magnitude, sum_rows
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
@@ -44,7 +45,7 @@ def layer_norm(
     Raises ValueError or TypeError naming the argument.
     """
     check_forward("layer_norm", x, {"weight": weight, "bias": bias}, num_dims, eps, dtype)
-    return torch.ops.apexfx.layer_norm.default(x, weight, bias, num_dims, eps, dtype, memory_efficient)
+    return _direct(x, weight, bias, num_dims, eps, dtype, memory_efficient)
 
 
 # ---- reference: oracle of the tests, and what runs where no kernel is compiled --------------------------------------
@@ -147,11 +148,14 @@ def _setup_context(ctx, inputs, output):
     x, weight, bias, num_dims, eps, _, memory_efficient = inputs
     y, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(y if memory_efficient else x, None if memory_efficient else mean, rstd, weight, bias)
     ctx.options = num_dims, eps, memory_efficient, x.dtype
 
 
 def _backward(ctx, grad, grad_mean, grad_rstd):
+    if grad is None:
+        return (None,) * 7
     if torch.is_grad_enabled():  # the caller asked for create_graph=True
         return *_differentiable_backward(ctx, grad), None, None, None, None
     dx = dweight = dbias = None
@@ -192,3 +196,4 @@ for _name, _function, _fake_function in (
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"apexfx::{_name}", _fake_function, lib=_LIBRARY)
 torch.library.register_autograd("apexfx::layer_norm", _backward, setup_context=_setup_context, lib=_LIBRARY)
+_direct = with_direct_autograd(torch.ops.apexfx.layer_norm.default, _setup_context, _backward)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apexfx.ops._direct_autograd import with_direct_autograd
 from apexfx.ops._norm_arguments import accumulate_dtype, check_backward, check_forward, clamp_by_magnitude, sum_rows
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
@@ -44,7 +45,7 @@ def rms_norm(
     Raises ValueError or TypeError naming the argument.
     """
     check_forward("rms_norm", x, {"weight": weight}, num_dims, eps, dtype)
-    return torch.ops.apexfx.rms_norm.default(x, weight, num_dims, eps, dtype, memory_efficient)
+    return _direct(x, weight, num_dims, eps, dtype, memory_efficient)
 
 
 # ---- reference: oracle of the tests, and what runs where no kernel is compiled --------------------------------------
@@ -123,11 +124,14 @@ def _setup_context(ctx, inputs, output):
     x, weight, num_dims, eps, _, memory_efficient = inputs
     y, rstd = output
     ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(y if memory_efficient else x, rstd, weight)
     ctx.options = num_dims, eps, memory_efficient, x.dtype
 
 
 def _backward(ctx, grad, grad_rstd):
+    if grad is None:
+        return (None,) * 6
     if torch.is_grad_enabled():  # the caller asked for create_graph=True
         return *_differentiable_backward(ctx, grad), None, None, None, None
     dx = dweight = None
@@ -165,3 +169,4 @@ for _name, _function, _fake_function in (
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"apexfx::{_name}", _fake_function, lib=_LIBRARY)
 torch.library.register_autograd("apexfx::rms_norm", _backward, setup_context=_setup_context, lib=_LIBRARY)
+_direct = with_direct_autograd(torch.ops.apexfx.rms_norm.default, _setup_context, _backward)

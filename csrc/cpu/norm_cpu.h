@@ -7,12 +7,8 @@
 #include <limits>
 #include <memory>
 
+#include "huge_pages.h"
 #include "norm_rows.h"
-#include "vector.h"
-
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
 
 namespace apexfx {
 namespace norm {
@@ -32,6 +28,30 @@ class Scratch {
 
  private:
   std::unique_ptr<char[]> memory_;
+};
+
+// Scratch that the calling thread keeps, up to kKept bytes of it: taken from the heap and given back at every call, it
+// would be what takes the top of the heap over glibc's trim threshold, and all of that back to the system.
+template <typename T>
+class KeptScratch {
+ public:
+  explicit KeptScratch(int64_t n) {
+    thread_local Scratch<T> kept;
+    thread_local int64_t kept_size = 0;
+    if (n * static_cast<int64_t>(sizeof(T)) > kKept) {
+      own_ = Scratch<T>(n);
+    } else if (n > kept_size) {
+      kept = Scratch<T>(n);
+      kept_size = n;
+    }
+    data_ = n > kept_size ? own_.data() : kept.data();
+  }
+  T* data() const { return data_; }
+
+ private:
+  static constexpr int64_t kKept = int64_t{4} << 20;
+  Scratch<T> own_;
+  T* data_;
 };
 
 // The length of a scratch row: whole cache lines.
@@ -69,19 +89,6 @@ struct Parameter {
   }
 };
 
-// From 32 MiB on glibc gives every allocation fresh pages, whose faults cost several times what a norm does; asked to,
-// the kernel hands out huge ones. The mapping is this tensor's alone, and goes with it. (THP_MEM_ALLOC_ENABLE=1 asks
-// for all of torch's.)
-inline void prefer_huge_pages(const Tensor& t) {
-#ifdef __linux__
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.mutable_data_ptr());
-  const uintptr_t end = begin + static_cast<uintptr_t>(t.numel() * element_size(t.scalar_type()));
-  const uintptr_t first = (begin + kHugePage - 1) & ~(kHugePage - 1), last = end & ~(kHugePage - 1);
-  if (end - begin >= (uintptr_t{32} << 20)) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
-#endif
-}
-
 inline int64_t grain(int64_t columns) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns)); }
 
 struct Forward {
@@ -98,10 +105,10 @@ void forward_rows(const Tensor& x, const Forward& out, const std::optional<Tenso
   void* y_data = out.y.mutable_data_ptr();
   T* mean_data = centered ? static_cast<T*>(out.mean.mutable_data_ptr()) : nullptr;
   T* rstd_data = static_cast<T*>(out.rstd.mutable_data_ptr());
-  const auto normalize_row = [&](int64_t row, const auto* in, auto* y) {
+  const auto normalize_row = [&](int64_t row, const auto* in, int64_t ahead, auto* y) {
     const T mean = centered ? static_cast<T>(sum(in, n) / n) : T(0);
     const T rstd = static_cast<T>(1 / std::sqrt(sum_of_squares(in, mean, n) / n + eps));
-    normalize(in, mean, rstd, w.data, b.data, y, n);
+    normalize(in, ahead, mean, rstd, w.data, b.data, y, n);
     if (centered) mean_data[row] = mean;
     rstd_data[row] = rstd;
   };
@@ -109,14 +116,16 @@ void forward_rows(const Tensor& x, const Forward& out, const std::optional<Tenso
     if constexpr (sizeof(T) == 4)
       if (x_dtype == ScalarType::BFloat16 && y_dtype == ScalarType::BFloat16) {
         for (int64_t row = begin; row < end; ++row)
-          normalize_row(row, static_cast<const Bf16*>(x_data) + row * n, static_cast<Bf16*>(y_data) + row * n);
+          normalize_row(row, static_cast<const Bf16*>(x_data) + row * n, row + 1 < end ? n : 0,
+                        static_cast<Bf16*>(y_data) + row * n);
         return;
       }
     const Scratch<T> x_scratch(x_dtype == kAccumulate<T> ? 0 : n), y_scratch(y_dtype == kAccumulate<T> ? 0 : n);
     for (int64_t row = begin; row < end; ++row) {
       void* place = element(y_data, y_dtype, row * n);
       T* y = destination(place, y_dtype, y_scratch.data());
-      normalize_row(row, values(element(x_data, x_dtype, row * n), x_dtype, x_scratch.data(), n), y);
+      normalize_row(row, values(element(x_data, x_dtype, row * n), x_dtype, x_scratch.data(), n),
+                    x_dtype == kAccumulate<T> && row + 1 < end ? n : 0, y);
       write(y, place, y_dtype, n);
     }
   });
@@ -129,8 +138,7 @@ inline Forward forward(const char* op, const Tensor& x, const std::optional<Tens
   const ScalarType accumulate = accumulate_dtype(x.scalar_type());
   const auto leading = sizes_of(x, x.dim() - num_dims);
   Forward out;
-  out.y = torch::stable::new_empty(x, sizes_of(x, x.dim()), dtype.value_or(x.scalar_type()));
-  prefer_huge_pages(out.y);
+  out.y = on_huge_pages(torch::stable::new_empty(x, sizes_of(x, x.dim()), dtype.value_or(x.scalar_type())));
   if (centered) out.mean = torch::stable::new_empty(x, leading, accumulate);
   out.rstd = torch::stable::new_empty(x, leading, accumulate);
   if (rows.columns == 0) {  // the mean of nothing, as torch
@@ -144,11 +152,13 @@ inline Forward forward(const char* op, const Tensor& x, const std::optional<Tens
   return out;
 }
 
-// The partial sums of the parameters' gradients: one pair of rows for each part of the rows.
+// The partial sums of the parameters' gradients: one pair of rows for each part of the rows. Enough parts for many
+// threads, few enough that the sums are small beside what is read, short enough that a part's sum is exact enough.
 struct Partition {
   int64_t rows_per_part, parts;
-  explicit Partition(int64_t rows)
-      : rows_per_part(std::max<int64_t>(16, (rows + 63) / 64)), parts((rows + rows_per_part - 1) / rows_per_part) {}
+  Partition(int64_t rows, int64_t columns)
+      : rows_per_part(std::max({int64_t{16}, (rows + 63) / 64, std::min<int64_t>(128, (1 << 17) / columns)})),
+        parts((rows + rows_per_part - 1) / rows_per_part) {}
 };
 
 template <typename T>
@@ -205,7 +215,8 @@ struct BackwardRows {
     const T *mean = mean_data(), *rstd = rstd_data();
     E* out = static_cast<E*>(dx.mutable_data_ptr());
     for (int64_t r = begin; r < end; ++r) {
-      const RowGradient<E, T> inputs{g + r * n, x + r * n, weight.data, mean ? mean[r] : T(0), rstd[r], n};
+      const int64_t ahead = r + 1 < end ? n : 0;
+      const RowGradient<E, T> inputs{g + r * n, x + r * n, weight.data, mean ? mean[r] : T(0), rstd[r], n, ahead};
       row(inputs, rstd[r], out + r * n, partial);
     }
   }
@@ -221,11 +232,13 @@ struct BackwardRows {
     for (int64_t r = begin; r < end; ++r) {
       const T* g = values(element(g_data, g_dtype, r * n), g_dtype, g_scratch, n);
       const T* x = values(element(s_data, s_dtype, r * n), s_dtype, s_scratch, n);
-      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n};
+      const bool direct = g_dtype == kAccumulate<T> && s_dtype == kAccumulate<T> && r + 1 < end;
+      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n, direct ? n : 0};
       if (a.from_output) {
         recover(x, weight.data, bias.data, static_cast<T>(a.eps), h_scratch, n);
         inputs.x = h_scratch;
         inputs.scale = T(1);
+        inputs.ahead = 0;
       }
       void* place = element(dx_data, dx_dtype, r * n);
       T* out = destination(place, dx_dtype, h_scratch + length);
@@ -249,9 +262,9 @@ void backward_rows(const Backward& a, Rows rows, const Gradients& out, bool cent
     torch::stable::parallel_for(0, rows.count, grain(n), [&](int64_t begin, int64_t end) { run(begin, end, nullptr); });
     return;
   }
-  const Partition partition(rows.count);
+  const Partition partition(rows.count, n);
   const int64_t pair = 2 * padded(n);
-  const Scratch<T> partial(pair * partition.parts);
+  const KeptScratch<T> partial(pair * partition.parts);
   torch::stable::parallel_for(0, partition.parts, 1, [&](int64_t begin, int64_t end) {
     for (int64_t part = begin; part < end; ++part) {
       const int64_t first = part * partition.rows_per_part;
@@ -269,8 +282,7 @@ inline Gradients backward(Backward a, bool centered, bool parameters) {
   a.rstd = dense(a.rstd);
   if (a.mean.has_value()) a.mean = dense(*a.mean);
   Gradients out;
-  out.dx = torch::stable::new_empty(a.saved, sizes_of(a.saved, a.saved.dim()), a.input_dtype);
-  prefer_huge_pages(out.dx);
+  out.dx = on_huge_pages(torch::stable::new_empty(a.saved, sizes_of(a.saved, a.saved.dim()), a.input_dtype));
   if (parameters) {
     out.dweight = parameter_gradient(a.weight, a.rstd);
     out.dbias = parameter_gradient(a.bias, a.rstd);

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kLanes = 64;
 constexpr int64_t kSpan = 4096;
+constexpr int64_t kFetch = 256;  // columns between two groups of prefetches
 
 APEXFX_HD float value(float x) { return x; }
 APEXFX_HD double value(double x) { return x; }
@@ -93,10 +94,32 @@ APEXFX_HD void sums_loop(const RowGradient<E, T>& row, double* out) {
   out[1] = total_gh;
 }
 
+template <typename E>
+APEXFX_HD void fetch(const E* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(x + i, 0, 2);
+}
+
+// A row is read from memory by its first pass and from the cache by its last, so the last one fetches the next row:
+// f(begin, end) for every kFetch columns, after what lies `ahead` of them is on its way.
+template <typename E, typename F>
+APEXFX_HD void fetching(const E* x, const E* other, int64_t ahead, int64_t n, F&& f) {
+  for (int64_t begin = 0; begin < n; begin += kFetch) {
+    const int64_t end = n < begin + kFetch ? n : begin + kFetch;
+    if (ahead != 0) {
+      fetch(x + ahead + begin, end - begin);
+      if (other != nullptr) fetch(other + ahead + begin, end - begin);
+    }
+    f(begin, end);
+  }
+}
+
 template <typename E, typename T>
-APEXFX_HD void normalize_loop(const E* __restrict__ x, T mean, T rstd, const T* __restrict__ weight,
+APEXFX_HD void normalize_loop(const E* __restrict__ x, int64_t ahead, T mean, T rstd, const T* __restrict__ weight,
                               const T* __restrict__ bias, E* __restrict__ y, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) assign(y[i], affine(normalized(value(x[i]), mean, rstd), weight[i], bias[i]));
+  fetching<E>(x, nullptr, ahead, n, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    for (int64_t i = begin; i < end; ++i)
+      assign(y[i], affine(normalized(value(x[i]), mean, rstd), weight[i], bias[i]));
+  });
 }
 
 template <typename E, typename T>
@@ -105,10 +128,12 @@ APEXFX_HD void input_gradient_loop(const RowGradient<E, T>& row, T mean_g, T mea
   const E* __restrict__ x = row.x;
   const T* __restrict__ weight = row.weight;
   const T shift = row.shift, scale = row.scale;
-  for (int64_t i = 0; i < row.n; ++i) {
-    const T h = normalized(value(x[i]), shift, scale);
-    assign(dx[i], input_gradient(value(grad[i]) * weight[i], h, mean_g, mean_gh, rstd));
-  }
+  fetching(grad, x, row.ahead, row.n, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    for (int64_t i = begin; i < end; ++i) {
+      const T h = normalized(value(x[i]), shift, scale);
+      assign(dx[i], input_gradient(value(grad[i]) * weight[i], h, mean_g, mean_gh, rstd));
+    }
+  });
 }
 
 template <typename E, typename T>
@@ -118,12 +143,14 @@ APEXFX_HD void gradients_loop(const RowGradient<E, T>& row, T mean_g, T mean_gh,
   const E* __restrict__ x = row.x;
   const T* __restrict__ weight = row.weight;
   const T shift = row.shift, scale = row.scale;
-  for (int64_t i = 0; i < row.n; ++i) {
-    const T h = normalized(value(x[i]), shift, scale), dy = value(grad[i]);
-    assign(dx[i], input_gradient(dy * weight[i], h, mean_g, mean_gh, rstd));
-    dweight[i] += dy * h;
-    dbias[i] += dy;
-  }
+  fetching(grad, x, row.ahead, row.n, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
+    for (int64_t i = begin; i < end; ++i) {
+      const T h = normalized(value(x[i]), shift, scale), dy = value(grad[i]);
+      assign(dx[i], input_gradient(dy * weight[i], h, mean_g, mean_gh, rstd));
+      dweight[i] += dy * h;
+      dbias[i] += dy;
+    }
+  });
 }
 
 template <typename T>
@@ -143,8 +170,8 @@ APEXFX_HD void add_loop(const T* __restrict__ in, T* __restrict__ total, int64_t
 #define APEXFX_NORM_ROWS(E, T)                                                                                     \
   APEXFX_CLONES double sum(const E* x, int64_t n) { return sum_loop(x, T(0), n); }                                 \
   APEXFX_CLONES double sum_of_squares(const E* x, T mean, int64_t n) { return squares_loop(x, mean, n); }          \
-  APEXFX_CLONES void normalize(const E* x, T mean, T rstd, const T* weight, const T* bias, E* y, int64_t n) {      \
-    normalize_loop(x, mean, rstd, weight, bias, y, n);                                                             \
+  APEXFX_CLONES void normalize(const E* x, int64_t ahead, T mean, T rstd, const T* w, const T* b, E* y, int64_t n) {\
+    normalize_loop(x, ahead, mean, rstd, w, b, y, n);                                                              \
   }                                                                                                                \
   APEXFX_CLONES void gradient_sums(const RowGradient<E, T>& row, double* out) { sums_loop(row, out); }             \
   APEXFX_CLONES void input_gradient_row(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* dx) {        \

@@ -15,21 +15,22 @@ struct Bf16 {
   uint16_t bits;
 };
 
-// What a backward row needs: h = (x - shift) * scale, g = dy * weight.
+// What a backward row needs: h = (x - shift) * scale, g = dy * weight. `ahead`, here and below: how many elements further
+// the row to be read next lies, to be fetched meanwhile; 0 for none.
 template <typename E, typename T>
 struct RowGradient {
   const E* grad;
   const E* x;
   const T* weight;
   T shift, scale;
-  int64_t n;
+  int64_t n, ahead;
 };
 
 // sums: {sum(g), sum(g * h)}. gradients: dx, and dweight += dy * h, dbias += dy.
 #define APEXFX_NORM_ROWS(E, T)                                                                                     \
   double sum(const E* x, int64_t n);                                                                               \
   double sum_of_squares(const E* x, T mean, int64_t n); /* of x - mean */                                          \
-  void normalize(const E* x, T mean, T rstd, const T* weight, const T* bias, E* y, int64_t n);                     \
+  void normalize(const E* x, int64_t ahead, T mean, T rstd, const T* weight, const T* bias, E* y, int64_t n);      \
   void gradient_sums(const RowGradient<E, T>& row, double* out);                                                   \
   void input_gradient_row(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* dx);                       \
   void gradients_row(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* dx, T* dweight, T* dbias);
