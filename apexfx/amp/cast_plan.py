@@ -11,6 +11,8 @@ from torch import Tensor
 
 from apexfx.passes.precision_rules import FLOATS, HALVES, Rule, decide
 
+from .weight_cache import CASTS
+
 if TYPE_CHECKING:
     from .executor import CastExecutor
 
@@ -199,7 +201,8 @@ def by_argument(plan: CastPlan) -> Callable[..., Any]:
                     if target is None:
                         return plan(func, args, kwargs)
                     if value is not last:  # attention to oneself is given one tensor three times
-                        last, last_cast = value, executor.cast(value, target)[0]
+                        last = value
+                        last_cast = CASTS[target](value) if value.__class__ is Tensor else executor.cast(value, target)[0]
                     values[i] = last_cast
             elif value.__class__ is torch.dtype:
                 return plan(func, args, kwargs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from apexfx._torch import saved_tensor_hooks_active
+from apexfx._torch import pop_function_mode, push_function_mode, saved_tensor_hooks_active
 from apexfx.passes.op_names import canonical_name
 from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
 
@@ -90,13 +90,14 @@ class CastExecutor(TorchFunctionMode):
 
     def __enter__(self) -> CastExecutor:
         self._thread.depth += 1
-        return super().__enter__()
+        push_function_mode(self)
+        return self
 
     def __exit__(self, *exception: Any) -> None:
         self._thread.depth -= 1
         if self._thread.depth == 0:
             self.cache.drop_passing()
-        return super().__exit__(*exception)
+        pop_function_mode()
 
     # ---- one call ---------------------------------------------------------------------------------------------------
 

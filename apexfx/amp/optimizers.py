@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apexfx.optimizers._base import FusedOptimizer
 from apexfx.passes.precision_rules import HALVES
 
 from .host_mirror import is_clear
@@ -29,6 +30,10 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer if inner is None else unwrap(inner)
 
 
+# Each does no more than that, between the marks of a profiler.
+_DROP_GRADIENTS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
+
+
 class AmpOptimizer:
     """Mixed into the class of an initialised optimizer."""
 
@@ -38,7 +43,12 @@ class AmpOptimizer:
         """Drop (None) or zero the gradients of the model and of the masters."""
         if set_to_none is None:
             set_to_none = bool(getattr(self, "set_grad_none", True))
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        if set_to_none and type(self)._amp_source_class.zero_grad in _DROP_GRADIENTS:  # type: ignore[attr-defined]
+            for group in self.param_groups:  # type: ignore[attr-defined]
+                for parameter in group["params"]:
+                    parameter.grad = None
+        else:
+            super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
         self._amp_stash.drop_master_grads()
         self._amp_stash.zero_model_grads(set_to_none)
 
@@ -209,43 +219,52 @@ def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
     """
     if type(optimizer)._amp_source_class not in _HAVE_FUSED:
         return False
+    steps_elsewhere: list[tuple[dict[str, Any], torch.device]] = []
     for group in optimizer.param_groups:
         if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
             return False
-        with_grad = [p for p in group["params"] if p.grad is not None]
-        if not all(_fused_kernel_is_right(optimizer, parameter) for parameter in with_grad):
-            return False
+        num_with_grad = num_with_state = 0
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if parameter.grad is not None:
+                if not _fused_kernel_is_right(optimizer, parameter, state or {}):
+                    return False
+                num_with_grad += 1
+                num_with_state += state is not None
+            step = state.get("step") if state else None
+            if step is not None and isinstance(step, Tensor) and step.device != parameter.device:
+                steps_elsewhere.append((state, parameter.device))
         # torch's fused SGD takes momentum buffers for all parameters of a group or for none.
-        if group.get("momentum") and 0 < sum(p in optimizer.state for p in with_grad) < len(with_grad):
+        if group.get("momentum") and 0 < num_with_state < num_with_grad:
             return False
+    for state, device in steps_elsewhere:
+        state["step"] = state["step"].to(device, torch.float32, non_blocking=True)
     for group in optimizer.param_groups:
         group["fused"] = True
         stash.lent.append(group)
-        for parameter in group["params"]:
-            step = optimizer.state[parameter].get("step") if parameter in optimizer.state else None
-            if isinstance(step, Tensor) and step.device != parameter.device:
-                optimizer.state[parameter]["step"] = step.to(parameter.device, torch.float32, non_blocking=True)
     return True
 
 
-def _fused_kernel_is_right(optimizer: Any, parameter: Tensor) -> bool:
+def _fused_kernel_is_right(optimizer: Any, parameter: Tensor, state: dict[str, Any]) -> bool:
     """Return whether torch's fused kernel does what its loop does for this parameter.
 
     The kernels go through memory: they take the elements of gradient and state in the parameter's order, whatever
     their strides say. And SGD's on the CPU leaves whole vectors of half parameters as they are, and reads their
     momentum as if it were float32, uninitialised memory past its end included (pytorch/pytorch#191763; torch up to 2.13).
     """
-    if parameter.device.type == "cpu":
+    if parameter.is_cpu:
         if parameter.dtype in HALVES and isinstance(optimizer, torch.optim.SGD):
             return False
-    elif parameter.device.type != "cuda":
+    elif not parameter.is_cuda:
         return False
     grad = parameter.grad
     strides = parameter.stride()
     if grad.layout != torch.strided or grad.stride() != strides:
         return False
-    state = optimizer.state[parameter].values() if parameter in optimizer.state else ()
-    return all(value.dim() == 0 or value.stride() == strides for value in state if isinstance(value, Tensor))
+    for value in state.values():
+        if isinstance(value, Tensor) and value.stride() != strides and value.dim() > 0:
+            return False
+    return True
 
 
 def _makes_state(optimizer: Any) -> bool:

@@ -122,13 +122,16 @@ class LossScaler:
 
     def unscale(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor) -> None:
         """Write `inputs / scale` to `outputs`, and 1 to `found_inf` where an input is infinite or NaN."""
+        inverse = None if self.on_host else self._scale.reciprocal()
+        factor = 1.0 if not self.on_host else _single(1.0 / self._host_scale) if self.dynamic else 1.0 / self._host_scale
+        if {given.device for given in inputs} == {found_inf.device}:
+            multi_tensor_scale(inputs, outputs, found_inf, factor, inverse)
+            return
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for given, out in zip(inputs, outputs):
             lists = by_device.setdefault(given.device, ([], []))
             lists[0].append(given)
             lists[1].append(out)
-        inverse = None if self.on_host else self._scale.reciprocal()
-        factor = 1.0 if not self.on_host else _single(1.0 / self._host_scale) if self.dynamic else 1.0 / self._host_scale
         for device, (given, out) in by_device.items():
             here = device == found_inf.device
             flag = found_inf if here else torch.zeros((), device=device)

@@ -167,16 +167,18 @@ class AmpOptimizerState:
             if grad is None:
                 parameter.grad = earlier
                 continue
-            values = grad.coalesce()._values() if grad.is_sparse else grad
+            values = grad
             if grad.is_sparse:
                 parameter.grad = grad = grad.coalesce()
                 values = grad._values()
             new.append(values)
             outputs.append(values)
-            if earlier is not None and (grad.is_sparse or earlier.is_sparse):
+            if earlier is None:
+                continue
+            if grad.is_sparse or earlier.is_sparse:
                 scaler.unscale([new.pop()], [outputs.pop()], found_inf)
                 parameter.grad = earlier + grad
-            elif earlier is not None:
+            else:
                 add_to.append(grad)
                 added.append(earlier)
         if new:
