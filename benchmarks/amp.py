@@ -1,22 +1,27 @@
 """Step time of amp O1 eager against torch.autocast + GradScaler, same model, same optimizer, in one run.
 
-    python benchmarks/amp.py [--device cpu] [--rounds 30]
+    python benchmarks/amp.py [--device cpu] [--rounds 30] [--models mlp] [--optimizers fused sgd] [--json FILE]
 
-Rounds alternate between the two; the medians over rounds are compared.
+Rounds alternate between the two; the ratio is the median over rounds of ours / theirs, with its quartiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import apexfx
 from apexfx import amp, optimizers
 
 
@@ -102,25 +107,60 @@ def timed(step: Callable[..., None], data: tuple[torch.Tensor, ...], repeats: in
     return (time.perf_counter() - start) / repeats * 1e6
 
 
+@dataclass
+class Result:
+    """Median microseconds a step, and the quartiles over rounds of ours / theirs within a round."""
+
+    amp_us: float
+    autocast_us: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+
+def compared(steps: tuple[Callable[..., None], ...], data: tuple[torch.Tensor, ...], arguments: argparse.Namespace) -> Result:
+    for step in steps:
+        timed(step, data, 10, arguments.device)
+    rounds = []
+    for i in range(arguments.rounds):
+        order = steps if i % 2 else steps[::-1]
+        taken = {step: timed(step, data, arguments.repeats, arguments.device) for step in order}
+        rounds.append([taken[step] for step in steps])
+    ours, theirs = (statistics.median(times) for times in zip(*rounds))
+    low, middle, high = statistics.quantiles([a / b for a, b in rounds], n=4)
+    return Result(round(ours, 1), round(theirs, 1), round(middle, 3), round(low, 3), round(high, 3))
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="steps a round")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--json", type=Path, help="written to; rows of other models and optimizers in it stay")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     device, dtype = arguments.device, torch.bfloat16 if arguments.device == "cpu" else torch.float16
     print(f"torch {torch.__version__}, {device}, {dtype}; microseconds a step, median of {arguments.rounds} rounds")
-    for name, (make, shape) in MODELS.items():
+    rows = {}
+    for name in arguments.models:
+        make, shape = MODELS[name]
         data = (torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device))
-        for kind, (ours, theirs) in OPTIMIZERS.items():
-            steps = (amp_step(make, ours, dtype, device), autocast_step(make, theirs, dtype, device))
-            for step in steps:
-                timed(step, data, 10, device)
-            rounds = [tuple(timed(step, data, arguments.repeats, device) for step in steps) for _ in range(arguments.rounds)]
-            a, b = (statistics.median(times) for times in zip(*rounds))
-            print(f"{name:8} {kind:14} amp {a:7.0f}   autocast + GradScaler {b:7.0f}   ratio {a / b:.2f}")
+        for kind in arguments.optimizers:
+            ours, theirs = OPTIMIZERS[kind]
+            row = compared((amp_step(make, ours, dtype, device), autocast_step(make, theirs, dtype, device)), data, arguments)
+            rows[f"{name}, {kind}"] = asdict(row)
+            print(f"{name:8} {kind:14} amp {row.amp_us:7.0f}   autocast + GradScaler {row.autocast_us:7.0f}   "
+                  f"ratio {row.ratio:.2f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})", flush=True)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        earlier = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else {}
+        versions = {"torch": torch.__version__, "apexfx": apexfx.__version__, "python": platform.python_version()}
+        record = {**versions, "device": device, "dtype": str(dtype), "threads": arguments.threads, "rounds": arguments.rounds,
+                  "repeats": arguments.repeats, "rows": {**earlier, **rows}}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":
