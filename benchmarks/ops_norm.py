@@ -1,12 +1,13 @@
-"""Measure layer_norm and rms_norm, forward and backward, against torch; fill the table of the fuse_norm pass.
+"""Measure the norms, forward and backward, against torch; fill the table of the passes that put them into graphs.
 
     python benchmarks/ops_norm.py                      eager, and compiled by Inductor; one row a shape and dtype
     python benchmarks/ops_norm.py --write              also write apexfx/passes/fuse_norm_table.py
     python benchmarks/ops_norm.py --device cuda --json out.json
 
 Each pair runs interleaved in one process; a time is the median. `--clock cpu` counts the process's CPU time instead of
-the clock's, for a machine that others use: give it `--threads 1`, since idle threads spin. In the Inductor rows the norm stands as in a
-transformer, after a residual add, so that the decomposition may fuse what it can.
+the clock's, for a machine that others use: give it `--threads 1`, since idle threads spin. In the Inductor rows the norm
+stands as in a transformer, after a residual add, so that the decomposition may fuse what it can; batch norm stands before
+an add and a ReLU, as in a ResNet, in both.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from torch import Tensor
 
 from apexfx.ops.layer_norm import layer_norm
 from apexfx.ops.rms_norm import rms_norm
+from apexfx.ops.sync_batch_norm import sync_batch_norm
 
 SHAPES = ((4096, 768), (8192, 1024), (512, 4096))
+IMAGES = ((16, 32, 24, 24), (32, 64, 56, 56), (32, 256, 14, 14), (32, 1024, 7, 7))  # of batch norm, channels_last
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 EPS = 1e-5
 MARGIN = 1.05  # a kernel that wins by less than this on average is not worth a node that nothing fuses with
@@ -43,7 +46,7 @@ class Row:
     inner: str
     device: str
     dtype: str
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     kernel_s: float
     torch_s: float
 
@@ -59,6 +62,11 @@ def written_rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return weight * normalized.to(x.dtype)
 
 
+def batch_norm_block(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Batch norm as it ends a residual block."""
+    return F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.1, EPS) + residual)
+
+
 # name -> (by the kernel, by torch), both of (x, *parameters)
 OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
     "layer_norm": (
@@ -70,6 +78,10 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     ),
     "written_rms_norm": (lambda x, weight: rms_norm(x, weight, 1, EPS)[0], written_rms_norm),
+    "batch_norm": (
+        lambda x, residual, weight, bias: sync_batch_norm(x, weight, bias, eps=EPS, residual=residual, relu=True),
+        batch_norm_block,
+    ),
 }
 
 
@@ -114,7 +126,7 @@ def interleaved(runs: list[Callable[[], None]], device: str, seconds: float, clo
 
 
 def measure(
-    op: str, inner: str, device: str, dtype: torch.dtype, shape: tuple[int, int], seconds: float, clock: Callable[[], float]
+    op: str, inner: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], seconds: float, clock: Callable[[], float]
 ) -> Row:
     """Time one op, shape and dtype both ways."""
     generator = torch.Generator(device).manual_seed(0)
@@ -122,10 +134,14 @@ def measure(
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device, dtype=dtype).requires_grad_()
 
-    parameters = [draw(shape[1]) for _ in range(2 if op == "layer_norm" else 1)]
+    parameters = [draw(shape[1]) for _ in range(1 if "rms" in op else 2)]
     functions: list[Callable[..., object]] = list(OPS[op])
     inputs = (draw(*shape), *parameters)
-    if inner == "inductor":
+    if op == "batch_norm":
+        images = [draw(*shape).detach().contiguous(memory_format=torch.channels_last).requires_grad_() for _ in range(2)]
+        inputs = (*images, *(p.detach().float().requires_grad_() for p in parameters))
+        functions = [torch.compile(f, fullgraph=True) for f in functions] if inner == "inductor" else functions
+    elif inner == "inductor":
         functions = [torch.compile(residual_block(f), fullgraph=True) for f in functions]
         inputs = (draw(*shape), draw(*shape), *parameters)
     kernel_s, torch_s = interleaved([training_step(f, inputs) for f in functions], device, seconds, clock)
@@ -143,9 +159,10 @@ def table_source(rows: list[Row], old: dict, clock: str) -> str:
     return "\n".join([
         '"""Measured: how much faster the apexfx norm is than what the inner compiler makes of torch\'s; data only.',
         "",
-        f"Written by benchmarks/ops_norm.py --write (torch {torch.__version__}, {torch.get_num_threads()} threads, {clock} time).",
+        f"Written by benchmarks/ops_norm.py --write (torch {torch.__version__}, {torch.get_num_threads()} thread(s), {clock} time).",
         "(op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio",
-        f"time(torch) / time(apexfx), forward and backward, shapes {', '.join(map(str, SHAPES))}.",
+        f"time(torch) / time(apexfx), forward and backward, shapes {', '.join(map(str, SHAPES))};",
+        f"batch_norm with add and ReLU: {', '.join(map(str, IMAGES))}, channels_last.",
         "A combination that is not here was not measured, and is left to the inner compiler.",
         '"""',
         "",
@@ -176,14 +193,14 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
     rows = []
-    print(f"{'inner':9}{'op':18}{'dtype':10}{'shape':14}{'apexfx ms':>11}{'torch ms':>11}{'ratio':>7}")
+    print(f"{'inner':9}{'op':18}{'dtype':10}{'shape':18}{'apexfx ms':>11}{'torch ms':>11}{'ratio':>7}")
     for inner in arguments.inner.split(","):
         for op in arguments.op.split(","):
             for dtype in DTYPES[arguments.device]:
-                for shape in SHAPES:
+                for shape in IMAGES if op == "batch_norm" else SHAPES:
                     row = measure(op, inner, arguments.device, dtype, shape, arguments.seconds, clock)
                     rows.append(row)
-                    print(f"{inner:9}{op:18}{row.dtype:10}{shape!s:14}{1e3 * row.kernel_s:11.3f}"
+                    print(f"{inner:9}{op:18}{row.dtype:10}{shape!s:18}{1e3 * row.kernel_s:11.3f}"
                           f"{1e3 * row.torch_s:11.3f}{row.ratio:7.2f}", flush=True)  # fmt: skip
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))

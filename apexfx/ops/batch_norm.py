@@ -23,7 +23,9 @@ import torch
 from torch import Tensor
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.define("bn_local_stats(Tensor x) -> Tensor")
+# Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
+_ANY_STRIDES = (torch.Tag.flexible_layout,)
+_LIBRARY.define("bn_local_stats(Tensor x) -> Tensor", tags=_ANY_STRIDES)
 _LIBRARY.define("bn_global_stats(Tensor stats, float eps) -> (Tensor mean, Tensor invstd)")
 _LIBRARY.define(
     "bn_running_stats(Tensor stats, Tensor running_mean, Tensor running_var, Tensor? num_batches_tracked, "
@@ -31,16 +33,21 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "bn_normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight=None, Tensor? bias=None, "
-    "Tensor? residual=None, bool relu=False) -> Tensor"
+    "Tensor? residual=None, bool relu=False) -> Tensor",
+    tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
     "bn_backward_reduce(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, "
-    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor"
+    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor",
+    tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
     "bn_backward_elementwise(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, Tensor sums, Tensor count, "
-    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor"
+    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor",
+    tags=_ANY_STRIDES,
 )
+
+_LIBRARY.define("bn_relu_backward(Tensor grad_output, Tensor output) -> Tensor", tags=_ANY_STRIDES)
 
 _INPUT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -121,6 +128,14 @@ def bn_backward_elementwise(
     `sums` is the global result of `bn_backward_reduce`, `count` the global n (float64 of one element).
     """
     return torch.ops.apexfx.bn_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias, relu)
+
+
+def bn_relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
+    """Return `grad_output` where `output`, what a ReLU gave, is above 0, else 0; in the memory format of `output`.
+
+    One op, so that a partitioner keeps `output`, which the next layer reads anyway, and not a mask beside it.
+    """
+    return torch.ops.apexfx.bn_relu_backward(grad_output, output)
 
 
 # ---------------------------------------------------------------------------------------------- pure-torch reference
@@ -350,6 +365,13 @@ def _backward_elementwise_reference(
     return _like(grad * _per_channel(scale, x, dtype), x)
 
 
+@torch.library.impl(_LIBRARY, "bn_relu_backward", "CompositeExplicitAutograd")
+def _relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
+    check_like("bn_relu_backward", "grad_output", grad_output, output)
+    masked = torch.empty_like(output)
+    return torch.ops.aten.threshold_backward.grad_input(grad_output, output, 0, grad_input=masked)
+
+
 # ------------------------------------------------------------------------------------------------------------- fakes
 
 
@@ -390,3 +412,8 @@ def _backward_reduce_fake(grad_output: Tensor, x: Tensor, mean: Tensor, *_: obje
 @torch.library.register_fake("apexfx::bn_backward_elementwise", lib=_LIBRARY)
 def _backward_elementwise_fake(grad_output: Tensor, x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x)
+
+
+@torch.library.register_fake("apexfx::bn_relu_backward", lib=_LIBRARY)
+def _relu_backward_fake(grad_output: Tensor, output: Tensor) -> Tensor:
+    return torch.empty_like(output)

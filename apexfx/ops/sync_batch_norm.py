@@ -28,6 +28,7 @@ from .batch_norm import (
     bn_global_stats,
     bn_local_stats,
     bn_normalize,
+    bn_relu_backward,
     bn_running_stats,
     check_input,
     check_vector,
@@ -200,7 +201,7 @@ class _NormalizeBackward(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         needs_x, needs_weight, needs_bias, needs_residual = needs_grad[:4]
         if output is not None:
-            grad_output, relu = torch.ops.aten.threshold_backward(grad_output, output, 0), False
+            grad_output, relu = bn_relu_backward(grad_output, output), False
         grad_x = grad_weight = grad_bias = None
         if needs_x or needs_weight or needs_bias:
             sums = bn_backward_reduce(grad_output, x, mean, invstd, weight, bias, relu)

@@ -14,6 +14,7 @@ from ..config import TransformConfig
 from ..pipeline import Pass
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
+from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
 from .precision import Precision
 from .schedule_comm import ScheduleComm
@@ -72,6 +73,10 @@ def _fuse_norm(config: TransformConfig, context: Context) -> Pass | None:
     return FuseNorm(inner=config.inner) if config.inner == "inductor" else None
 
 
+def _fuse_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
+    return FuseBatchnorm(inner=config.inner) if config.inner == "inductor" else None
+
+
 def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:
     if config.buckets is None or context.gradients is None or not context.reduce_gradients:
         return None
@@ -87,6 +92,7 @@ TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
     Row(Precision, "opt_level=", _precision),
     Row(CancelCasts, "always", _cancel_casts),
+    Row(FuseBatchnorm, "inner=\"inductor\", where measured faster", _fuse_batchnorm),
     Row(FuseNorm, "inner=\"inductor\", where measured faster", _fuse_norm),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),

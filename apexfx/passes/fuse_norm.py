@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import has_kernel
@@ -22,6 +22,17 @@ _LAYER_NORM = torch.ops.apexfx.layer_norm.default
 _RMS_NORM = torch.ops.apexfx.rms_norm.default
 
 
+Ratios = Mapping[tuple[str, str, str, str], tuple[float, float]]  # as in fuse_norm_table.RATIO
+
+
+def is_faster(ratios: Ratios, op: str, inner: str, x: Tensor) -> bool:
+    """Tell whether the measurements prefer the kernel of `op` for inputs like `x` to what the inner compiler makes."""
+    inner = "eager" if inner == "cudagraphs" else inner  # which runs the ops as eager does
+    key = (op, x.device.type, inner, str(x.dtype).removeprefix("torch."))
+    mean, smallest = ratios.get(key, (0.0, 0.0))
+    return mean >= MARGIN and smallest >= FLOOR
+
+
 class FuseNorm(Pass):
     """Replace norms by apexfx.layer_norm or apexfx.rms_norm where a kernel is registered and measured faster.
 
@@ -34,7 +45,7 @@ class FuseNorm(Pass):
     After:   apexfx.rms_norm(x, w, 1, 1e-06, bf16)[0]
 
     Args:
-        inner: the inner compiler, "inductor", "eager" or "cudagraphs" (which runs the ops as eager does).
+        inner: the inner compiler, "inductor", "eager" or "cudagraphs".
         ratios: the measurements, as in fuse_norm_table.RATIO.
     """
 
@@ -42,9 +53,9 @@ class FuseNorm(Pass):
     stage = "forward"
     numeric = "changes_dtype"  # a written norm in half rounds in between, the op does not
 
-    def __init__(self, *, inner: str, ratios: Mapping[tuple[str, str, str, str], tuple[float, float]] = RATIO) -> None:
+    def __init__(self, *, inner: str, ratios: Ratios = RATIO) -> None:
         super().__init__()
-        self.inner = "eager" if inner == "cudagraphs" else inner
+        self.inner = inner
         self.ratios = dict(ratios)
         self.removed: list[dict[str, Any]] = []
 
@@ -75,9 +86,8 @@ class FuseNorm(Pass):
 
     def _is_faster(self, norm: Norm) -> bool:
         op = "layer_norm" if norm.op == "layer_norm" else "rms_norm"
-        device, dtype = value(norm.x).device.type, str(value(norm.x).dtype).removeprefix("torch.")
-        mean, smallest = self.ratios.get((norm.op, device, self.inner, dtype), (0.0, 0.0))
-        return mean >= MARGIN and smallest >= FLOOR and has_kernel(f"apexfx::{op}", device.upper())
+        x = value(norm.x)
+        return is_faster(self.ratios, norm.op, self.inner, x) and has_kernel(f"apexfx::{op}", x.device.type.upper())
 
     def _rewrite(self, norm: Norm) -> None:
         graph, mode = norm.root.graph, fake_mode(norm.root.graph)

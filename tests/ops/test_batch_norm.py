@@ -14,6 +14,7 @@ from apexfx.ops.batch_norm import (
     bn_global_stats,
     bn_local_stats,
     bn_normalize,
+    bn_relu_backward,
     bn_running_stats,
 )
 from apexfx.testing import assert_close
@@ -86,6 +87,11 @@ def test_pieces_equal_float64(shape, dtype, layout):
         got = bn_backward_elementwise(grad, x, mean, invstd, sums, stats[:1], weight, bias, relu)
         assert_close(got, gradient * shaped(invstd * weight), scale=4)
         assert got.stride() == torch.empty_like(x).stride()
+    output = bn_normalize(x, mean, invstd, weight, bias, residual, True)
+    for given in (grad, grad.contiguous(), grad.flip(0)):
+        masked = bn_relu_backward(given, output)
+        assert torch.equal(masked, torch.where(output > 0, given, torch.zeros_like(given)))
+        assert masked.stride() == torch.empty_like(output).stride()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -140,6 +146,7 @@ def test_opcheck(shape, dtype, layout):
         (OPS.bn_normalize, (x, mean, invstd)),
         (OPS.bn_backward_reduce, (grad, x, mean, invstd, weight, bias, True)),
         (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums, stats[:1].clone(), weight, bias, True)),
+        (OPS.bn_relu_backward, (grad, x)),
     ):
         torch.library.opcheck(op.default, arguments)
 
@@ -228,6 +235,8 @@ def bad_calls():
         (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums[:5], stats[:1]), "sums"),
         (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums, stats[:0]), "count"),
         (OPS.bn_backward_elementwise, (grad, x, mean, invstd, sums, stats[:1].float()), "count"),
+        (OPS.bn_relu_backward, (grad[:1], x), "grad_output"),
+        (OPS.bn_relu_backward, (grad.double(), x), "grad_output"),
     ]
 
 

@@ -272,7 +272,7 @@ def test_without_a_kernel_nothing_changes(monkeypatch):
 def test_the_table_is_well_formed():
     assert RATIO
     for (op, device, inner, dtype), (mean, smallest) in RATIO.items():
-        assert op in ("layer_norm", "rms_norm", "written_rms_norm") and device in ("cpu", "cuda")
+        assert op in ("batch_norm", "layer_norm", "rms_norm", "written_rms_norm") and device in ("cpu", "cuda")
         assert inner in ("eager", "inductor") and isinstance(getattr(torch, dtype), torch.dtype)
         assert 0 < smallest <= mean
 

@@ -1,0 +1,62 @@
+"""Batch norms over this rank's batch become the op that synchronized ones use, where its kernel measured faster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from .._torch import has_kernel
+from ..fx import value
+from ..pipeline import Pass
+from .batch_norm_rewrite import fuse_tails, input_of, rewrite, training_batch_norms
+from .fuse_norm import Ratios, is_faster
+from .fuse_norm_table import RATIO
+from .mutation import bodies
+
+
+class FuseBatchnorm(Pass):
+    """Replace training-mode batch norms, with the [add and] ReLU behind them, by the op where it measured faster.
+
+    It is the op of `sync_batchnorm` over no group: it issues no collective. What the table (fuse_norm_table.py) does not
+    call faster for the device, inner compiler and dtype is left to the inner compiler.
+
+    Before:  y = F.batch_norm(x, running_mean, running_var, weight, bias, True, 0.1, 1e-05); relu(y + z)
+    After:   apexfx.sync_batch_norm(x, weight, bias, running_mean, running_var, 0.1, 1e-05, "", None, z, True)
+
+    Args:
+        inner: the inner compiler, "inductor", "eager" or "cudagraphs".
+        ratios: the measurements, as in fuse_norm_table.RATIO.
+    """
+
+    name = "fuse_batchnorm"
+    stage = "forward"
+    numeric = "reassociates"
+
+    def __init__(self, *, inner: str, ratios: Ratios = RATIO) -> None:
+        super().__init__()
+        self.inner = inner
+        self.ratios = dict(ratios)
+
+    def options(self) -> dict[str, Any]:
+        return {"inner": self.inner, "ratios": sorted((*key, *ratio) for key, ratio in self.ratios.items())}
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        modified = False
+        for body in bodies(gm):
+            found = [node for node in training_batch_norms(body.graph) if self._is_faster(value(input_of(node)))]
+            if not found:
+                continue
+            modified = True
+            details = {rewrite(body.graph, node, ""): "" for node in found}
+            fused = fuse_tails(body.graph, details)
+            for node, detail in details.items():
+                new, taken = fused.get(node, (node, detail))
+                self.record(new, f"batch_norm{taken} -> apexfx.sync_batch_norm over this rank")
+            body.recompile()
+        return PassResult(gm, modified)
+
+    def _is_faster(self, x: Any) -> bool:
+        return (isinstance(x, Tensor) and has_kernel("apexfx::bn_normalize", x.device.type.upper())
+                and is_faster(self.ratios, "batch_norm", self.inner, x))

@@ -1,0 +1,133 @@
+"""fuse_batchnorm: the printed graph, what is left alone, the table, numbers, and what Inductor makes of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import apexfx
+from apexfx import capture
+from apexfx._torch import has_kernel
+from apexfx.passes.fuse_batchnorm import FuseBatchnorm
+from apexfx.passes.fuse_norm_table import RATIO
+from apexfx.printing import format_graph
+from apexfx.testing import assert_close
+
+# ruff: noqa: E501  printed graphs
+
+EVERYWHERE = {("batch_norm", "cpu", "eager", dtype): (2.0, 2.0) for dtype in ("float32", "bfloat16", "float16", "float64")}
+SYNC = torch.ops.apexfx.sync_batch_norm.default
+needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::bn_normalize", "CPU"), reason="the compiled CPU ops are not built")
+pytestmark = needs_kernel
+
+
+class Block(nn.Module):
+    """Convolution, batch norm, ReLU, convolution, batch norm, and an add and a ReLU behind it."""
+
+    def __init__(self, channels=8):
+        super().__init__()
+        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
+        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
+
+
+def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE):
+    """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
+    kept = []
+
+    def backend(gm, example_inputs):
+        capture.annotate(gm, example_inputs)
+        before = format_graph(gm)
+        pass_ = FuseBatchnorm(inner=inner, ratios=ratios)
+        assert pass_(gm).modified == (format_graph(gm) != before)
+        gm.graph.lint()
+        after = format_graph(gm)
+        assert not FuseBatchnorm(inner=inner, ratios=ratios)(gm).modified and format_graph(gm) == after  # twice is once
+        kept[:] = [pass_, gm]
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    result = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return *kept, result
+
+
+def test_printed_graph():
+    pass_, gm, _ = rewrite(Block(), torch.randn(2, 8, 4, 4))
+    assert_expected_inline(format_graph(gm, only="norm|relu|add"), """\
+%1 = add_(%bn1.num_batches_tracked, 1) -> i64[]
+%2 = apexfx.sync_batch_norm.default(%0, %bn1.weight, %bn1.bias, %bn1.running_mean, %bn1.running_var, 0.1, 1e-05, '', None, None, True) -> f32[2,8,4,4]
+%4 = add_(%bn2.num_batches_tracked, 1) -> i64[]
+%5 = apexfx.sync_batch_norm.default(%3, %bn2.weight, %bn2.bias, %bn2.running_mean, %bn2.running_var, 0.1, 1e-05, '', None, %x, True) -> f32[2,8,4,4]""")
+    assert [match.detail for match in pass_.matches] == [
+        "batch_norm + relu -> apexfx.sync_batch_norm over this rank",
+        "batch_norm + add + relu -> apexfx.sync_batch_norm over this rank",
+    ]
+
+
+@pytest.mark.parametrize(("model", "options"), [
+    (Block().eval(), {}),
+    (Block(), {"ratios": {}}),
+    (Block(), {"ratios": {("batch_norm", "cpu", "eager", "float32"): (1.04, 1.0)}}),
+    (Block(), {"ratios": {("batch_norm", "cpu", "eager", "float32"): (2.0, 0.5)}}),
+    (Block(), {"ratios": {("batch_norm", "cpu", "eager", "bfloat16"): (2.0, 2.0)}}),
+    (Block(), {"inner": "inductor"}),
+    (nn.InstanceNorm2d(8, affine=True), {}),
+], ids=["eval", "unmeasured", "mean", "smallest", "dtype", "inner", "instance norm"])
+def test_left_alone(model, options):
+    pass_, gm, _ = rewrite(model, torch.randn(2, 8, 4, 4), **options)
+    assert not pass_.matches and not gm.graph.find_nodes(op="call_function", target=SYNC)
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("residual", [False, True])
+def test_same_numbers(dtype, memory_format, residual):
+    torch.manual_seed(0)
+    norm, z = nn.BatchNorm2d(6), torch.randn(5, 6, 7, 3, dtype=dtype)
+    twin = copy.deepcopy(norm)
+
+    def forward(norm, x, z):
+        y = norm(x)
+        return F.relu(y + z if residual else y)
+
+    x = torch.randn(5, 6, 7, 3, dtype=dtype).contiguous(memory_format=memory_format)
+    got, expected = (x.clone(memory_format=torch.preserve_format).requires_grad_() for _ in range(2))
+    pass_, _, y = rewrite(lambda x, z: forward(norm, x, z), got, z)
+    assert len(pass_.matches) == 1
+    # In float32, which rounds the half result once as the kernel does.
+    exact = F.relu(twin(expected.float()) + z.float() if residual else twin(expected.float())).to(dtype)
+    grad = torch.randn_like(y)
+    y.backward(grad)
+    exact.backward(grad)
+    assert_close(y, exact)
+    assert y.is_contiguous(memory_format=memory_format)
+    assert_close(got.grad, expected.grad)
+    assert norm.num_batches_tracked == twin.num_batches_tracked == 1
+    assert_close(norm.running_mean, twin.running_mean)
+    assert_close(norm.running_var, twin.running_var)
+    assert_close(norm.weight.grad, twin.weight.grad)
+    assert_close(norm.bias.grad, twin.bias.grad)
+
+
+def test_inductor_gets_the_op_where_the_table_says_so():
+    assert RATIO["batch_norm", "cpu", "inductor", "float32"] > (1.0, 1.0)
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(4, 8, 6, 6)
+    twin = copy.deepcopy(model)
+    transformed = apexfx.transform(model, opt_level="O0")
+    y, expected = transformed(x), twin(x)
+    y.square().mean().backward()
+    expected.square().mean().backward()
+    assert_close(y, expected)
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert_close(p.grad, q.grad)
+    [entry] = [p for g in transformed.report.graphs for s in g.stages for p in s.passes if p.name == "fuse_batchnorm"]
+    assert len(entry.matches) == 2
