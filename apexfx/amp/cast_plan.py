@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from apexfx.passes.precision_rules import FLOATS, HALVES, Rule, decide
 
@@ -181,7 +182,7 @@ def own_targets(rule: Rule, half: torch.dtype) -> dict[torch.dtype, torch.dtype 
 def by_argument(plan: CastPlan) -> Callable[..., Any]:
     """Return `plan` for a "half" or "float" rule and arguments that hold no others: each is looked at by itself."""
     executor, targets = plan.executor, own_targets(plan.rule, plan.executor.half)
-    keeps_chosen = plan.keeps_chosen
+    keeps_chosen, half, get = plan.keeps_chosen, executor.half, executor.cache.get
 
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if executor.ledger is not None or (keeps_chosen and executor.any_chosen):
@@ -201,8 +202,13 @@ def by_argument(plan: CastPlan) -> Callable[..., Any]:
                     if target is None:
                         return plan(func, args, kwargs)
                     if value is not last:  # attention to oneself is given one tensor three times
-                        last = value
-                        last_cast = CASTS[target](value) if value.__class__ is Tensor else executor.cast(value, target)[0]
+                        last, kind = value, value.__class__
+                        if kind is Tensor:
+                            last_cast = CASTS[target](value)
+                        elif kind is Parameter and target is half and executor.caching:
+                            last_cast = get(value, target)[0]
+                        else:
+                            last_cast = executor.cast(value, target)[0]
                     values[i] = last_cast
             elif value.__class__ is torch.dtype:
                 return plan(func, args, kwargs)
@@ -216,14 +222,17 @@ def by_argument(plan: CastPlan) -> Callable[..., Any]:
 def promoted_by_torch(plan: CastPlan) -> Callable[..., Any]:
     """Return `plan` for an operator that widens the narrower of two tensors itself, and its gradient back.
 
-    Torch does so where both have a dimension; a 0-d tensor counts for less than one of many elements.
+    Torch does so where both have a dimension; a 0-d tensor counts for less than one of many elements. In place nothing
+    is widened: the plan is for tensors of two dtypes.
     """
-    executor = plan.executor
+    executor, in_place = plan.executor, plan.name.endswith("_")
 
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if not kwargs and len(args) == 2 and executor.ledger is None:
             a, b = args
-            if not isinstance(b, Tensor) or not isinstance(a, Tensor) or a.dtype == b.dtype or (a.ndim and b.ndim):
+            if not isinstance(b, Tensor) or not isinstance(a, Tensor) or a.dtype == b.dtype:
+                return func(a, b)
+            if a.ndim and b.ndim and not in_place:
                 return func(a, b)
         return plan(func, args, kwargs)
 

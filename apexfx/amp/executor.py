@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from apexfx._torch import pop_function_mode, push_function_mode, saved_tensor_hooks_active
+from apexfx._torch import pop_function_mode, push_function_mode
 from apexfx.passes.op_names import canonical_name
 from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
 
@@ -26,7 +26,7 @@ from .weight_cache import CASTS, WeightCache
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
 _FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
-_PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge".split())
+_PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge add_ sub_ mul_ div_".split())
 _MISSING = object()
 
 
@@ -59,7 +59,6 @@ class CastExecutor(TorchFunctionMode):
         self.any_chosen = False  # whether user code has chosen a dtype by hand, see `cast_plan.choose`
         self.deactivated = False
         self._ever_disabled = False  # spares every call the question
-        self.recomputes = False  # whether a checkpoint was seen, whose forward runs again during backward
         self._plans: dict[Any, Call | None] = {}
         self._thread = _Thread()
 
@@ -122,7 +121,7 @@ class CastExecutor(TorchFunctionMode):
         if rule.kind == "passthrough" and name not in STORED_NUMBERS:
             return None
         plan: Call = CastPlan(self, name, rule)
-        if name in _PROMOTED_BY_TORCH and rule.kind == "promote":
+        if name in _PROMOTED_BY_TORCH and rule.kind in ("promote", "match_self"):
             return promoted_by_torch(plan)
         if name in FLAT and rule.kind in ("half", "float", "banned"):
             plan = by_argument(plan)
@@ -140,11 +139,7 @@ class CastExecutor(TorchFunctionMode):
         kind = type(tensor)
         if kind is Tensor or not (self.caching and (kind is Parameter or isinstance(tensor, Parameter)) and dtype in HALVES):
             return CASTS[dtype](tensor), False
-        cast, hit = self.cache.get(tensor, dtype)
-        if not hit and not self.recomputes:
-            # Without gradients: perhaps the first run of a reentrant checkpoint.
-            self.recomputes = not torch.is_grad_enabled() or saved_tensor_hooks_active()
-        return cast, hit
+        return self.cache.get(tensor, dtype)
 
     # ---- copies of a model share it ---------------------------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class scale_loss:  # noqa: N801  Apex's name of a context manager
                     optimizer._amp_stash.prepare()
                     self._prepared.append(optimizer)
         executor = session.executor
-        if executor is not None and executor.recomputes:
+        if executor is not None and executor.cache.recomputes:
             self._mode = BackwardMode(executor)
             self._mode.__enter__()
         if self._plain:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apexfx._torch import saved_tensor_hooks_active
+
 # Shorter ways to `tensor.to(dtype)`.
 CASTS = {
     torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float64: Tensor.double,
@@ -20,11 +22,15 @@ class WeightCache:
     A cast made without gradients serves until the outermost forward ends, so that evaluation holds no second copy of
     the weights and sees every edit; one made for training serves until `clear`. A cast whose graph is not what the
     moment asks for (made under `no_grad`, needed with gradients) is made again.
+
+    Attributes:
+        recomputes: whether a checkpoint may have been seen, whose forward runs again during backward.
     """
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._passing = False
+        self.recomputes = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -48,6 +54,9 @@ class WeightCache:
             self._entries[key] = (parameter, parameter._version, parameter.data_ptr(), cast, training)
             if not training:
                 self._passing = True
+        if not self.recomputes:
+            # Without gradients: perhaps the first run of a reentrant checkpoint.
+            self.recomputes = not training or saved_tensor_hooks_active()
         return cast, False
 
     def drop_passing(self) -> None:

@@ -174,6 +174,7 @@ SHORT_WAYS = {
     "attention": lambda a, b: F.scaled_dot_product_attention(a[None], a[None], b[None]),
     "add": torch.add, "sub": lambda a, b: a - b, "mul": lambda a, b: b * a, "div": lambda a, b: a / (b.abs() + 1), "lt": torch.lt,
     "add broadcast": lambda a, b: a + b[:1], "mul 0-d": lambda a, b: a * b[0, 0], "mul number": lambda a, b: a * 3,
+    "add_": lambda a, b: a.clone().add_(b), "div_ number": lambda a, b: a.clone().div_(3),
 }  # fmt: skip
 
 
