@@ -37,6 +37,7 @@ from torch.overrides import (  # 2.11, 2.13, 2.15
     _pop_mode as pop_function_mode,
     _push_mode as push_function_mode,
 )
+from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
 
 
@@ -96,6 +97,7 @@ __all__ = [
     "FakeTensorMode",
     "GradAOTOutput",
     "PlainAOTInput",
+    "TorchDispatchMode",
     "active_ddp_module",
     "aot_autograd",
     "below_autograd",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import os
 import resource
 import statistics
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import apexfx
 from apexfx.parallel import DistributedDataParallel
+from apexfx.schedule.models import load
 
 
 class Net(nn.Module):
@@ -43,34 +45,8 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def mlp() -> tuple[nn.Module, Tensor]:
-    layers: list[nn.Module] = []
-    for _ in range(8):
-        layers += [nn.Linear(512, 512), nn.ReLU()]
-    return Net(*layers, nn.Linear(512, 10)), torch.randn(64, 512)
-
-
-class Block(nn.Module):
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1, self.conv2 = (nn.Conv2d(channels, channels, 3, padding=1, bias=False) for _ in range(2))
-        self.bn1, self.bn2 = nn.BatchNorm2d(channels), nn.BatchNorm2d(channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
-
-
-def cnn() -> tuple[nn.Module, Tensor]:
-    return Net(nn.Conv2d(3, 32, 3, padding=1), *(Block(32) for _ in range(6)), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-               nn.Linear(32, 10)), torch.randn(16, 3, 24, 24)
-
-
-def transformer() -> tuple[nn.Module, Tensor]:
-    layers = (nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True) for _ in range(4))
-    return Net(*layers, nn.Linear(128, 10)), torch.randn(8, 32, 128)
-
-
-MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    name: functools.partial(load, name) for name in ("mlp", "cnn", "transformer")}
 
 
 def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], nn.Module]]:

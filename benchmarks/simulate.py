@@ -1,10 +1,14 @@
 """The simulator against reality: predicted and measured steps of two gloo ranks on this machine, in one run.
 
-    python benchmarks/simulate.py [--turns 40] [--models mlp cnn transformer]
+    python benchmarks/simulate.py [--turns 40] [--models mlp cnn transformer] [--free]
 
-Everything takes turns: a sample of the calibration (flat allreduces, copies, an allreduce beside a matrix product), a step of
-each model without communication, and a step of `apexfx.parallel.DistributedDataParallel` at each bucket size. Predictions
-use the first two only. Medians over the turns, of the slower rank.
+Everything takes turns: a sample of the calibration (flat allreduces, copies, modules of one-element parameters), a step of
+each model without communication, the same beside flat allreduces, and a step of
+`apexfx.parallel.DistributedDataParallel` at each bucket size. Predictions come from all but the last. Measured are medians
+over the turns, of the slower rank.
+
+Each rank is pinned to a core of its own, which also runs its communication threads, and the cores are kept from halting:
+`--free` leaves both to the machine.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ def keep_awake(core: int) -> None:
 
 def measure(rank: int, num_ranks: int, store: str, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    if given.pin:
+    if not given.free:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
     dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
     group = dist.group.WORLD
@@ -99,20 +103,20 @@ def report(calibration: Calibration, profiles: dict[str, list[Profile]], times: 
                      "exposed_ms": 1e3 * made.exposed_s, "predicted_ms": 1e3 * made.step_s, "measured_ms": 1e3 * taken,
                      "error": made.step_s / taken - 1})
     link = network.fitted.levels[0].link
-    print(f"latency {1e6 * link.latency_s:.0f} us, {link.bytes_per_s / 1e6:.0f} MB/s; {given.turns} turns, torch {torch.__version__}")
+    print(f"latency {1e6 * link.latency_s:.0f} us, {link.bytes_per_s / 1e6:.0f} MB/s; {given.turns} turns, "
+          f"torch {torch.__version__}")
     for name, cost in costs.items():
-        print(f"{name}: beside an allreduce compute keeps {cost.compute_rate:.2f} of its speed, the allreduce {cost.wire_rate:.2f}")
-    print(tabulate([(r["model"], f"{r['bucket_mib']:.2f}", r["buckets"], f"{r['compute_ms']:.1f}", f"{r['communication_ms']:.1f}",
-                     f"{r['exposed_ms']:.1f}", f"{r['predicted_ms']:.1f}", f"{r['measured_ms']:.1f}", f"{100 * r['error']:+.1f} %")
-                    for r in rows],
-                   headers=("model", "bucket MiB", "buckets", "compute ms", "allreduce ms", "exposed ms", "predicted ms",
-                            "measured ms", "error"), disable_numparse=True))
+        print(f"{name}: at once, compute keeps {cost.compute_rate:.2f} of its speed and an allreduce {cost.wire_rate:.2f}")
+    columns = ("compute_ms", "communication_ms", "exposed_ms", "predicted_ms", "measured_ms")
+    print(tabulate([(r["model"], f"{r['bucket_mib']:.2f}", r["buckets"], *(f"{r[column]:.1f}" for column in columns),
+                     f"{100 * r['error']:+.1f} %") for r in rows],
+                   headers=("model", "bucket MiB", "buckets", *(column.replace("_", " ") for column in columns), "error"),
+                   disable_numparse=True))
     print(f"largest error {100 * max(abs(r['error']) for r in rows):.1f} %", flush=True)
-    if given.verbose:
-        print({name: f"{1e6 * calibration.typical(name):.0f}" for name in calibration.samples}, costs)
     if given.save:
-        data = {"torch": torch.__version__, "python": platform.python_version(), "num_cores": os.cpu_count(), "num_threads": 1,
-                "turns": given.turns, "latency_s": link.latency_s, "bytes_per_s": link.bytes_per_s, "costs": {name: asdict(cost) for name, cost in costs.items()}, "rows": rows}
+        data = {"torch": torch.__version__, "python": platform.python_version(), "num_cores": os.cpu_count(),
+                "num_threads": 1, "turns": given.turns, "free": given.free, "allreduce": network.samples,
+                "costs": {name: asdict(cost) for name, cost in costs.items()}, "rows": rows}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
 
 
@@ -120,13 +124,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--pin", action=argparse.BooleanOptionalAction, default=True,
-                        help="a core of its own for each rank, as for ranks on machines of their own")
+    parser.add_argument("--free", action="store_true", help="leave ranks to the scheduler, and idle cores to halt")
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name}")
-    parser.add_argument("--verbose", action="store_true")
     given = parser.parse_args()
     spinners = [mp.get_context("spawn").Process(target=keep_awake, args=(core,), daemon=True)
-                for core in sorted(os.sched_getaffinity(0))[:2]]
+                for core in sorted(os.sched_getaffinity(0))[:0 if given.free else 2]]
     for spinner in spinners:
         spinner.start()
     try:

@@ -1,15 +1,15 @@
 """Calibrate the simulator on the ranks at hand: the network, what the executor costs, how compute and wire share a processor.
 
-Nothing here looks at a model or at a step to be predicted: flat tensors go through the process group, synthetic gradients through
-bucket buffers, a module of one-element parameters through the executor. Every rank calls every function.
+Nothing here looks at a step to be predicted: flat tensors go through the process group, synthetic gradients through bucket
+buffers, modules of one-element parameters through the executor. Every rank calls every function.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,6 @@ def slowest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
 
 def slowest_profile(profile: Profile, group: dist.ProcessGroup) -> Profile:
     """Return `profile` with every stamp as the slowest rank has it: what a collective at that place waits for."""
-    from dataclasses import replace
-
     passes = {}
     for name in ("forward", "backward"):
         pieces, ends = getattr(profile, name), [0.0]
@@ -72,7 +70,8 @@ class Calibration:
 
     def take(self) -> None:
         """Take one sample of everything but `beside`."""
-        for num_bytes, (buffer, gradients) in [trip for trip in self._trips.items() for _ in range(1 + 4 * (trip[0] < MIB))]:
+        small = {num_bytes: trip for num_bytes, trip in self._trips.items() if num_bytes < MIB}
+        for num_bytes, (buffer, gradients) in [*4 * list(small.items()), *self._trips.items()]:
             self._add(f"fill {num_bytes}", _timed(lambda: buffer.fill(gradients)))
             dist.barrier(self.group)
             begin = time.perf_counter()
@@ -90,7 +89,7 @@ class Calibration:
             self._add(f"wrapped {count}", _timed(lambda: self._wrapped[count][1].step(self._wrapped[count][0])))
 
     def beside(self, name: str, step: Callable[[], Profile], seconds: float) -> None:
-        """Take one sample of `step` and of allreduces, both at once: how much each gets done beside the other.
+        """Take one sample of `step` and of flat allreduces, both at once: how much each gets done beside the other.
 
         Args:
             name: of the step.
@@ -102,11 +101,9 @@ class Calibration:
         begin = time.perf_counter()
         works = [dist.all_reduce(self._flats[i % len(self._flats)], group=self.group, async_op=True)
                  for i in range(self._beside[name])]
-        launched = time.perf_counter()
         step()
         end = time.perf_counter()
         done = sum(work.is_completed() for work in works)
-        self._add(f"launch beside {name}", launched - begin)
         self._add(f"beside {name}", end - begin)
         self._add(f"done beside {name}", done)
         for work in works:
@@ -134,7 +131,7 @@ class Calibration:
         """Return what the executor takes on these ranks.
 
         Args:
-            name, seconds: of a step given to `beside`, and what it takes alone; "": compute and wire do not disturb each other.
+            name, seconds: of a step given to `beside`, and what it takes alone; "": the two do not disturb each other.
         """
         lines = {}
         for what in ("fill", "write"):

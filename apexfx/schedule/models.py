@@ -150,16 +150,16 @@ def load(name: str, batch: int | None = None, *, device: str = "cpu") -> tuple[n
             return entry.build(), entry.inputs(batch or entry.batch)
     module, found, function = name.partition(":")
     if not found:
-        raise ValueError(f"apexfx: model {name!r} was given, expected one of {', '.join(MODELS)}, or 'package.module:function' of "
-                         "a function that returns (model, inputs)")
+        raise ValueError(f"apexfx: model {name!r} was given, expected one of {', '.join(MODELS)}, or "
+                         "'package.module:function' of a function that returns (model, inputs)")
     if batch is not None:
-        raise ValueError(f"apexfx: a batch of {batch} was given for {name!r}, whose function makes its own inputs; leave it out")
+        raise ValueError(f"apexfx: a batch of {batch} was given for {name!r}, which makes its own inputs; leave it out")
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"apexfx: model {name!r} was given, but {error}") from error
     made = make()
     if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"apexfx: {name} returned {type(made).__name__}, expected (model, inputs): a torch.nn.Module and a tensor "
-                         "or a tuple of them")
+        raise ValueError(f"apexfx: {name} returned {type(made).__name__}, expected (model, inputs): a torch.nn.Module and a "
+                         "tensor or a tuple of them")
     return made

@@ -161,8 +161,8 @@ def fit(samples: Sequence[tuple[float, float]], num_ranks: int) -> Network:
         ValueError: fewer than two sizes, or times that do not grow with the bytes.
     """
     if len({num_bytes for num_bytes, _ in samples}) < 2 or num_ranks < 2:
-        raise ValueError(f"apexfx: fit() was given {len(samples)} samples of {len({b for b, _ in samples})} sizes on {num_ranks} "
-                         "ranks, expected at least two sizes and two ranks")
+        raise ValueError(f"apexfx: fit() was given {len({b for b, _ in samples})} sizes on {num_ranks} ranks, expected at "
+                         "least two sizes and two ranks")
     fixed, per_byte = fit_line(samples)
     if per_byte <= 0:
         raise ValueError("apexfx: fit() was given times that do not grow with the bytes; measure larger allreduces, longer")

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from .._torch import BatchNorm, tree_leaves, tree_map
+from .._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
 from . import ddp
 from .bucket import GradientSpec
 from .cost import Device, op_cost

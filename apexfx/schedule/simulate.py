@@ -1,9 +1,9 @@
 """Predict a data-parallel training step on any number of ranks: the bucket plan, laid over a profile, on a network.
 
-The eager executor's program (`parallel/overlap.py`), step by step: a bucket is filled and started when its last gradient is ready
-and all earlier ones are started; a small status message follows the last; after backward every bucket is waited for, then
-the status, then all results are written back; then the optimizer runs. A synchronized batch norm waits for its statistics on
-the spot. `simulate` builds that program and runs it on paper (`timeline.py`).
+The eager executor's program (`parallel/overlap.py`), step by step: a bucket is filled and started when its last gradient
+is ready and all earlier ones are started; a small status message follows the last; after backward every bucket is waited
+for, then the status, then all results are written back; then the optimizer runs. A synchronized batch norm waits for its
+statistics on the spot. `simulate` builds that program and runs it on paper (`timeline.py`).
 """
 
 from __future__ import annotations

@@ -28,25 +28,34 @@ _WIDTH = 96
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("--model", default="resnet50", metavar="NAME",
-                        help=f"{', '.join(MODELS)}, or package.module:function of a function that returns (model, inputs)")
-    parser.add_argument("--ranks", type=_ranks, default="8,64,512,4096", metavar="N,N,...", help="numbers of ranks")
+                        help=f"{', '.join(MODELS)}, or package.module:function of a function that returns (model, inputs) "
+                             "(default: %(default)s)")
+    parser.add_argument("--ranks", type=_ranks, default="8,64,512,4096", metavar="N,N,...",
+                        help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--batch", type=_positive(int), metavar="N", help="on one rank (default: the model's own)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="of compute and of gradients on the wire")
+    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16",
+                        help="of compute and of gradients on the wire (default: %(default)s)")
     parser.add_argument("--sync-bn", action="store_true", help="synchronize every batch norm")
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam", help="fused; what it reads and writes counts")
-    parser.add_argument("--device", choices=DEVICES, default="h100", help="on which ops are priced by their shapes")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam",
+                        help="fused; what it reads and writes counts (default: %(default)s)")
+    parser.add_argument("--device", choices=DEVICES, default="h100",
+                        help="on which ops are priced by their shapes (default: %(default)s)")
     parser.add_argument("--measured", action="store_true",
                         help="run the model here, in float32 with SGD, and take the times from that instead")
-    parser.add_argument("--network", choices=PRESETS, default="nvlink4+ib400", help="between the ranks")
-    parser.add_argument("--latency-us", type=_positive(float), metavar="US", help="with --bandwidth: a network of your own")
+    parser.add_argument("--network", choices=PRESETS, default="nvlink4+ib400",
+                        help="between the ranks (default: %(default)s)")
+    parser.add_argument("--latency-us", type=_positive(float), metavar="US",
+                        help="with --bandwidth: a network of your own")
     parser.add_argument("--bandwidth", type=_positive(float), metavar="GB/S", help="of a node's link, in one direction")
     parser.add_argument("--ranks-per-node", type=_positive(int), metavar="N",
                         help="that share such a link, and are joined by NVLink (default: 1)")
     parser.add_argument("--bucket-mib", type=_positive(float), metavar="MIB",
                         help="where a bucket closes (default: 10,000,000 elements)")
     parser.add_argument("--share", type=_positive(float), default=5.0, metavar="PERCENT",
-                        help="of a step that exposed gradient communication may take, for the break-even of accumulation")
-    parser.add_argument("--trace", metavar="FILE", help="write the step at the most ranks for chrome://tracing or perfetto")
+                        help="of a step that exposed gradient communication may take, for the break-even of accumulation "
+                             "(default: %(default)s)")
+    parser.add_argument("--trace", metavar="FILE",
+                        help="write the step at the most ranks for chrome://tracing or perfetto")
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
 
 
@@ -97,7 +106,8 @@ def page(given: argparse.Namespace) -> str:
                "efficiency", "best bucket MiB", "step there ms", f"micro-batches to {given.share:g} %")
     title = (f"{given.model}: {profile.num_bytes / 2**20:.1f} MiB of gradients in {len(profile.gradients)}, "
              f"{len(predictions[0].buckets)} buckets; {profile.source}; {where}")
-    return "\n".join([title, "", tabulate(rows, headers=_two_lines(headers), disable_numparse=True), "", *_pictures(predictions)])
+    table = tabulate(rows, headers=[header.replace(" ", "\n", 1) for header in headers], disable_numparse=True)
+    return "\n".join([title, "", table, "", *_pictures(predictions)])
 
 
 def _network(given: argparse.Namespace) -> tuple[Network, str]:
@@ -127,10 +137,6 @@ def _row(made: Prediction, choices: list[BucketChoice], micro_batches: int) -> t
                                                              made.communication_s, made.exposed_s)),
             f"{100 * made.exposed_s / made.step_s:.1f} %", f"{1e3 * made.sync_tax_s:.2f}", f"{100 * made.efficiency:.1f} %",
             f"{best.mib:.2f}", f"{1e3 * best.step_s:.2f}", f"{micro_batches}")
-
-
-def _two_lines(headers: tuple[str, ...]) -> list[str]:
-    return [header.replace(" ", "\n", 1) for header in headers]
 
 
 def _pictures(predictions: list[Prediction]) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,9 +41,9 @@ def test_every_model_can_be_simulated(capsys, name):
 
 
 def test_the_numbers_are_those_of_the_library(capsys, tmp_path):
-    status, out, _ = run(capsys, "--model", "cnn", "--ranks", "8,64", "--sync-bn", "--dtype", "float32", "--network", "ethernet-25g",
-                         "--device", "a100", "--bucket-mib", "0.1", "--json", str(tmp_path / "out.json"), "--trace",
-                         str(tmp_path / "step.json"))
+    status, out, _ = run(capsys, "--model", "cnn", "--ranks", "8,64", "--sync-bn", "--dtype", "float32", "--network",
+                         "ethernet-25g", "--device", "a100", "--bucket-mib", "0.1", "--json", str(tmp_path / "out.json"),
+                         "--trace", str(tmp_path / "step.json"))
     assert status == 0
     profile = analytic(*load("cnn", device="meta"), DEVICES["a100"], sync_bn=True)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
@@ -99,3 +101,17 @@ def test_a_function_that_returns_something_else_is_refused(capsys, monkeypatch):
 def test_what_makes_no_sense_is_refused(capsys, arguments, named):
     status, _, err = run(capsys, *arguments)
     assert status == 2 and named in err
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
+    command, shown = re.search(r"`python -m apexfx simulate (--[^`]*)` prints\n\n```text\n(.*?)\n```", text, re.DOTALL).groups()
+    assert run(capsys, *command.split())[1].strip() == shown.strip()
+
+
+def test_the_program_on_the_page_runs(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[2] / "docs" / "simulate.md").read_text()
+    [program] = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile(program, "docs/simulate.md", "exec"), {"__name__": "simulate_page"})
+    assert "BucketChoice(" in capsys.readouterr().out and (tmp_path / "step.json").exists()

@@ -74,8 +74,8 @@ def test_more_bytes_and_less_bandwidth_never_take_less_time(preset, few, more, n
     network = PRESETS[preset]
     low, high = sorted((few, more))
     assert 0 <= network.allreduce_seconds(low, num_ranks) <= network.allreduce_seconds(high, num_ranks)
-    slower = Network(tuple(Level(Link(level.link.latency_s, level.link.bytes_per_s / 2), level.ranks) for level in network.levels),
-                     network.base_s)
+    halved = (Level(Link(level.link.latency_s, level.link.bytes_per_s / 2), level.ranks) for level in network.levels)
+    slower = Network(tuple(halved), network.base_s)
     assert network.allreduce_seconds(low, num_ranks) <= slower.allreduce_seconds(low, num_ranks)
 
 

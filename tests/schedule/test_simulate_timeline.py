@@ -145,7 +145,8 @@ def test_the_trace_is_written(tmp_path):
 
 def test_the_picture_shows_two_tracks():
     timeline = run([Work("f", 2, "forward"), Work("b", 2, "backward"), Start("bucket 0", 2), Work("b2", 1, "backward"),
-                    Start("bucket 11", 1), Wait("bucket 0"), Wait("bucket 11"), Work("w", 1, "write"), Work("o", 1, "optimizer")])
+                    Start("bucket 11", 1), Wait("bucket 0"), Wait("bucket 11"), Work("w", 1, "write"),
+                    Work("o", 1, "optimizer")])
     assert timeline.picture(width=9) == ("compute       ░░███··=▒\n"
                                          "communication     001")
     assert timeline.picture(width=18, seconds=18) == timeline.picture(width=9)
