@@ -56,6 +56,16 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def fake_store() -> object:
+    """Return the store with which `init_process_group("fake", ...)` makes a world of one real rank (2.13).
+
+    Importing it registers that backend.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def has_kernel(op: str, key: str) -> bool:
     """Tell whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
@@ -103,6 +113,7 @@ __all__ = [
     "below_autograd",
     "compile_fx",
     "dynamo_config",
+    "fake_store",
     "foreach_copy_",
     "free_unbacked_symbols",
     "function_mode_depth",

@@ -56,8 +56,8 @@ class Costs:
 
     @classmethod
     def on(cls, device: Device) -> Costs:
-        """Return estimates for a device: a copy reads and writes every byte, an op is a launch."""
-        copy = Line(device.launch_s, device.launch_s, 2 / (device.bytes_share * device.bytes_per_s))
+        """Return estimates for a device: a bucket is one launch (`cat`, `_foreach_copy_`) that reads and writes every byte."""
+        copy = Line(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
         return cls(0.0, copy, copy, 0.0)
 
 

@@ -14,6 +14,7 @@ from tabulate import tabulate
 
 from ..config import BucketConfig
 from .cost import DEVICES
+from .graph_plan import graph_plan
 from .models import MODELS, load
 from .network import PRESETS, Network, flat
 from .profile import Profile, analytic, measured
@@ -51,6 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="that share such a link, and are joined by NVLink (default: 1)")
     parser.add_argument("--bucket-mib", type=_positive(float), metavar="MIB",
                         help="where a bucket closes (default: 10,000,000 elements)")
+    parser.add_argument("--graph", action="store_true",
+                        help="take the buckets from the backward graph that transform() makes, captured in a fake process "
+                             "group of the most ranks, rather than from the eager executor's rule")
     parser.add_argument("--share", type=_positive(float), default=5.0, metavar="PERCENT",
                         help="of a step that exposed gradient communication may take, for the break-even of accumulation "
                              "(default: %(default)s)")
@@ -94,8 +98,9 @@ def page(given: argparse.Namespace) -> str:
     if given.bucket_mib is not None:
         itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
         config = BucketConfig(message_size=max(1, round(given.bucket_mib * 2**20 / itemsize)))
-    predictions = [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in given.ranks]
-    choices = [best_bucket(profile, network, num_ranks, config, costs=costs) for num_ranks in given.ranks]
+    predictions = _predict(given, profile, network, config, costs)
+    choices = [best_bucket(profile, network, num_ranks, config, costs=costs, check_status=not given.graph)
+               for num_ranks in given.ranks]
     micro_batches = [accumulation_break_even(made, profile, given.share / 100) for made in predictions]
     if given.trace:
         predictions[-1].timeline.to_chrome_trace(given.trace, name=f"{given.model} on {given.ranks[-1]} ranks")
@@ -129,6 +134,18 @@ def _profile(given: argparse.Namespace, model: torch.nn.Module, inputs: Any) -> 
     profile = analytic(model, inputs, device, dtype=getattr(torch, given.dtype), sync_bn=given.sync_bn,
                        optimizer_passes=_OPTIMIZERS[given.optimizer])
     return profile, Costs.on(device)
+
+
+def _predict(given: argparse.Namespace, profile: Profile, network: Network, config: BucketConfig,
+             costs: Costs) -> list[Prediction]:
+    if not given.graph:
+        return [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in given.ranks]
+    device = profile.gradients[0].device
+    model, inputs = load(given.model, given.batch, device=device.type)
+    plan = graph_plan(model, inputs, config, max(given.ranks), device=device,
+                      dtype=torch.float32 if given.measured else getattr(torch, given.dtype))
+    return [simulate(profile, network, num_ranks, plan=plan.for_world_size(num_ranks), costs=costs, check_status=False)
+            for num_ranks in given.ranks]
 
 
 def _row(made: Prediction, choices: list[BucketChoice], micro_batches: int) -> tuple[str, ...]:

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from apexfx.__main__ import main
 from apexfx.config import BucketConfig
 from apexfx.schedule.cost import DEVICES
+from apexfx.schedule.graph_plan import fake_world
 from apexfx.schedule.models import MODELS, load
 from apexfx.schedule.network import PRESETS
 from apexfx.schedule.profile import analytic
@@ -59,6 +61,28 @@ def test_the_numbers_are_those_of_the_library(capsys, tmp_path):
     ends = [(row["ts"] + row["dur"]) / 1e6 for row in trace if row["ph"] == "X"]
     assert max(ends) == pytest.approx(rows[-1]["step_s"])
     assert sum(row.get("cat") == "allreduce" and row["name"].startswith("bucket") for row in trace) == len(rows[-1]["buckets"])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_buckets_of_the_graph(capsys, tmp_path, dtype):
+    files = [str(tmp_path / name) for name in ("eager.json", "graph.json")]
+    for file, more in zip(files, ((), ("--graph",))):
+        assert run(capsys, "--model", "cnn", "--ranks", "8,4096", "--bucket-mib", "0.05", "--dtype", dtype, "--json", file,
+                   *more)[0] == 0
+    assert not dist.is_initialized(), "the fake world is gone"
+    eager, graph = (json.loads(Path(file).read_text())["rows"] for file in files)
+    for a, b in zip(eager, graph):
+        assert [bucket["num_bytes"] for bucket in a["buckets"]] == [bucket["num_bytes"] for bucket in b["buckets"]]
+        assert len(b["buckets"]) > 3
+        assert b["communication_s"] < a["communication_s"], "the graph sends no status"
+
+
+def test_a_fake_world_needs_a_process_without_a_group():
+    with fake_world(4):
+        assert dist.get_world_size() == 4
+        with pytest.raises(RuntimeError, match="fake world of 2 ranks was asked for"), fake_world(2):
+            pass
+    assert not dist.is_initialized()
 
 
 def test_a_network_of_your_own(capsys):
