@@ -88,8 +88,9 @@ inline bool same_sizes(const Tensor& a, const Tensor& b) {
 
 // True where both walk memory in the same order: strides of dimensions longer than one agree.
 inline bool same_strides(const Tensor& a, const Tensor& b) {
-  for (int64_t d = 0; d < a.dim(); ++d)
-    if (a.size(d) > 1 && a.stride(d) != b.stride(d)) return false;
+  const auto sizes = a.sizes(), x = a.strides(), y = b.strides();
+  for (size_t d = 0; d < sizes.size(); ++d)
+    if (sizes[d] > 1 && x[d] != y[d]) return false;
   return true;
 }
 

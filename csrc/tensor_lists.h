@@ -31,40 +31,39 @@ class TensorLists {
   void add(const char* name, const std::vector<Tensor>& tensors, bool written, Dtypes dtypes, bool optional = false) {
     const size_t slot = lists_.size();
     if (slot > 0 && optional && tensors.empty()) {
-      lists_.push_back({});
+      lists_.push_back(&tensors);
       written_.push_back(written);
       return;
     }
     if (slot > 0)
-      check(tensors.size() == lists_[0].size(), op_, name, " has ", tensors.size(), " tensors, ", first_name_, " has ",
-            lists_[0].size());
+      check(tensors.size() == list(0).size(), op_, name, " has ", tensors.size(), " tensors, ", first_name_, " has ",
+            list(0).size());
     else
-      first_name_ = name;
-    for (size_t i = 0; i < tensors.size(); ++i) check_one(name, i, tensors[i], slot == 0 ? tensors[0] : lists_[0][i], dtypes);
-    lists_.push_back(tensors);
+      start(name, tensors);
+    for (size_t i = 0; i < tensors.size(); ++i) check_one(name, i, tensors[i], slot == 0 ? tensors[0] : list(0)[i], dtypes);
+    lists_.push_back(&tensors);
     written_.push_back(written);
   }
 
-  size_t size() const { return lists_.empty() ? 0 : lists_[0].size(); }
-  const Tensor& first() const { return lists_[0][0]; }
+  size_t size() const { return lists_.empty() ? 0 : list(0).size(); }
+  const Tensor& first() const { return list(0)[0]; }
 
   // Returns the positions; operands whose layouts disagree are replaced by contiguous copies.
   std::vector<Position> positions() {
     std::vector<Position> result(size());
     for (size_t i = 0; i < size(); ++i) {
       const bool direct = same_layout(i);
-      result[i].numel = lists_[0][i].numel();
+      result[i].numel = list(0)[i].numel();
       for (size_t slot = 0; slot < lists_.size(); ++slot) {
-        if (lists_[slot].empty()) continue;
-        Tensor operand = lists_[slot][i];
-        if (!direct && !operand.is_contiguous()) {
-          Tensor copy = torch::stable::contiguous(operand);
-          if (written_[slot]) write_back_.emplace_back(operand, copy);
-          copies_.push_back(copy);
-          operand = copy;
+        if (list(slot).empty()) continue;
+        const Tensor* operand = &list(slot)[i];
+        if (!direct && !operand->is_contiguous()) {
+          copies_.push_back(torch::stable::contiguous(*operand));
+          if (written_[slot]) write_back_.emplace_back(*operand, copies_.back());
+          operand = &copies_.back();
         }
-        result[i].data[slot] = operand.data_ptr();
-        result[i].dtype[slot] = operand.scalar_type();
+        result[i].data[slot] = operand->data_ptr();
+        result[i].dtype[slot] = operand->scalar_type();
       }
     }
     return result;
@@ -76,13 +75,20 @@ class TensorLists {
   }
 
  private:
+  // What every tensor is compared with; asking a tensor costs a call into torch.
+  void start(const char* name, const std::vector<Tensor>& tensors) {
+    first_name_ = name;
+    if (!tensors.empty()) device_ = tensors[0].device();
+    for (const Tensor& t : tensors) dtypes_.push_back(t.scalar_type());
+  }
+
   void check_one(const char* name, size_t i, const Tensor& t, const Tensor& first, Dtypes dtypes) const {
-    const ScalarType dtype = t.scalar_type(), first_dtype = first.scalar_type();
+    const ScalarType dtype = t.scalar_type(), first_dtype = lists_.empty() ? dtype : dtypes_[i];
     const bool is_double = dtype == ScalarType::Double;
     const bool is_low = dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
     check(is_double || is_low || dtype == ScalarType::Float, op_, name, "[", i, "] is ", dtype_name(dtype),
           "; expected float32, float16, bfloat16 or float64");
-    check(same_device(t, lists_.empty() ? first : lists_[0][0]), op_, name, "[", i, "] is on another device than ",
+    check(t.device() == *device_, op_, name, "[", i, "] is on another device than ",
           first_name_, "[0]");
     if (lists_.empty()) return;
     check(same_sizes(t, first), op_, name, "[", i, "] does not have the sizes of ", first_name_, "[", i, "]");
@@ -92,15 +98,19 @@ class TensorLists {
   }
 
   bool same_layout(size_t i) const {
-    if (!is_dense(lists_[0][i])) return false;
+    if (!is_dense(list(0)[i])) return false;
     for (size_t slot = 1; slot < lists_.size(); ++slot)
-      if (!lists_[slot].empty() && !same_strides(lists_[slot][i], lists_[0][i])) return false;
+      if (!list(slot).empty() && !same_strides(list(slot)[i], list(0)[i])) return false;
     return true;
   }
 
+  const std::vector<Tensor>& list(size_t slot) const { return *lists_[slot]; }
+
   const char* op_;
   const char* first_name_ = "";
-  std::vector<std::vector<Tensor>> lists_;
+  std::optional<torch::stable::Device> device_;
+  std::vector<ScalarType> dtypes_;
+  std::vector<const std::vector<Tensor>*> lists_;  // the caller's
   std::vector<bool> written_;
   std::vector<std::pair<Tensor, Tensor>> write_back_;
   std::vector<Tensor> copies_;

@@ -122,22 +122,30 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _gather(self, group: dict[str, Any]) -> list[Batch]:
+        # Host time of every step, for every parameter: what only a new parameter needs is asked only of one.
         batches: dict[tuple[Any, ...], Batch] = {}
-        names, all_state = self._names(group), self.state
+        names, all_state, has_masters = self._names(group), self.state, self.master_weights
+        states = (*names, *self._scalar_state_names)
         for param in group["params"]:
             grad = param.grad
             if grad is None:
                 continue
-            state = all_state[param]
-            first_run = not all(map(state.__contains__, names))
-            self._check_param(param, grad)
-            self._init_state(group, param, state)
+            if grad.is_sparse:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam"
+                )
+            state, first_run, complete = all_state[param], False, not has_masters
+            for name in states:
+                complete = complete and name in state
+            if not complete:
+                first_run = any(name not in state for name in names)
+                self._check_param(param)
+                self._init_state(group, param, state)
             master = state.get("master_param")
             key = (param.device, master is not None, first_run, param.dtype is torch.float64)
             batch = batches.get(key)
             if batch is None:
-                states: dict[str, list[Tensor]] = {name: [] for name in (*names, *self._scalar_state_names)}
-                batch = batches[key] = Batch(param.device, first_run, states=states)
+                batch = batches[key] = Batch(param.device, first_run, states={name: [] for name in states})
             batch.params.append(param if master is None else master)
             batch.grads.append(grad)
             if master is not None:
@@ -146,9 +154,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 tensors.append(state[name])
         return list(batches.values())
 
-    def _check_param(self, param: Tensor, grad: Tensor) -> None:
-        if grad.is_sparse:
-            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
+    def _check_param(self, param: Tensor) -> None:
         if param.dtype not in _DTYPES:
             raise RuntimeError(
                 f"{type(self).__name__} got a parameter of {param.dtype}; expected float32, float16, bfloat16 or float64"

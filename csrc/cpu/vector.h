@@ -46,11 +46,18 @@ inline std::vector<Chunk> chunks_of(const std::vector<int64_t>& numels) {
   return chunks;
 }
 
-// Runs f(chunk index) for every chunk on torch's threads; f must not throw.
+// Runs f(chunk index) for every chunk on torch's threads; f must not throw. Threads share the elements, not the chunks,
+// equally (a model has many tensors of a few elements): task t is the chunks that begin in the t-th kChunk elements.
 template <typename F>
 inline void for_each_chunk(const std::vector<Chunk>& chunks, F&& f) {
-  torch::stable::parallel_for(0, static_cast<int64_t>(chunks.size()), 2, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i);
+  std::vector<int64_t> first;
+  int64_t elements = 0;
+  for (size_t i = 0; i < chunks.size(); elements += chunks[i++].count)
+    while (static_cast<int64_t>(first.size()) * kChunk <= elements) first.push_back(static_cast<int64_t>(i));
+  const int64_t tasks = static_cast<int64_t>(first.size());
+  first.push_back(static_cast<int64_t>(chunks.size()));
+  torch::stable::parallel_for(0, tasks, 2, [&](int64_t begin, int64_t end) {
+    for (int64_t i = first[begin]; i < first[end]; ++i) f(i);
   });
 }
 
