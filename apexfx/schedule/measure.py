@@ -93,7 +93,7 @@ class Calibration:
 
         Args:
             name: of the step.
-            step: takes `seconds` alone, and communicates nothing.
+            step: takes `seconds` alone, the same number on every rank, and communicates nothing.
         """
         if name not in self._beside:
             self._beside[name] = 4 + int(4 * seconds / self.typical(f"allreduce {_BESIDE_BYTES}"))
