@@ -11,8 +11,10 @@ Python. `setup.py` calls this file; it can be run by itself too:
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -132,7 +134,8 @@ def cpu_units(build: Path, only: list[Path] | None = None) -> list[Unit]:
         raise BuildError("no C++ compiler was found (install g++, or set CXX)")
     flags = [*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", *shlex.split(os.environ.get("CXXFLAGS", ""))]
     sources = only or sorted((ROOT / "csrc/cpu").glob("*.cpp"))
-    return [_unit(build, source, (cxx, *flags, *_includes())) for source in sources]
+    command = (cxx, *flags, *_includes())
+    return [*(_unit(build, source, command) for source in sources), _signature_unit(build, command)]
 
 
 def cuda_units(build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only: list[Path] | None = None) -> list[Unit]:
@@ -147,7 +150,49 @@ def cuda_units(build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only
     if host is not None:
         flags += ["-ccbin", host]
     sources = only or sorted((ROOT / "csrc/cuda").glob("*.cu"))
-    return [_unit(build, source, (nvcc, *flags, *_includes())) for source in sources]
+    command = (nvcc, *flags, *_includes())
+    return [*(_unit(build, source, command) for source in sources), _signature_unit(build, command)]
+
+
+def signatures() -> list[str]:
+    """Return name(types) -> types of every op with a kernel, read from the schemas in apexfx/ops/*.py without importing them."""
+    import torch
+
+    kernels = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*") if path.suffix in {".h", ".cpp", ".cu"})
+    lines = []
+    for path in sorted((ROOT / "apexfx/ops").glob("*.py")):
+        strings: dict[str, str] = {}
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
+                strings[node.targets[0].id] = _text(node.value, strings)
+            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+                if ast.unparse(node.value.func) == "_LIBRARY.define":
+                    schema = torch._C.parse_schema(_text(node.value.args[0], strings))
+                    if f'impl("{schema.name}"' not in kernels:
+                        continue
+                    sides = (", ".join(str(v.type) for v in values) for values in (schema.arguments, schema.returns))
+                    lines.append(f"{schema.name}({') -> ('.join(sides)})")
+    return sorted(lines)
+
+
+def _text(node: ast.expr, strings: dict[str, str]) -> str:
+    """Return the value of a string, with the names of earlier ones in its braces."""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, strings) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return strings[ast.unparse(node.value)]
+    return str(ast.literal_eval(node))
+
+
+def _signature_unit(build: Path, command: tuple[str, ...]) -> Unit:
+    """Return the unit that writes the signatures into a library, where apexfx/ops/_signatures.py looks for them."""
+    text = "".join(f"{line}\n" for line in ["apexfx signatures:", *signatures()])
+    source = build / "signatures.cpp"
+    build.mkdir(parents=True, exist_ok=True)
+    code = f"__attribute__((used)) static const char signatures[] = {json.dumps(text)};\n"
+    if not source.exists() or source.read_text() != code:
+        source.write_text(code)
+    return _unit(build, source, command)
 
 
 def _unit(build: Path, source: Path, prefix: tuple[str, ...]) -> Unit:
@@ -277,7 +322,8 @@ def check_cuda(build: Path, target: Path, architectures: tuple[str, ...], only: 
     problems = [line for unit in units for text in unit.log for line in text.splitlines() if _is_problem(line)]
     for line in problems:
         print(line)
-    print(f"{len(units)} CUDA sources compiled for sm_{', sm_'.join(architectures)}; {len(problems)} problems")
+    sources = sum(unit.source.suffix == ".cu" for unit in units)
+    print(f"{sources} CUDA sources compiled for sm_{', sm_'.join(architectures)}; {len(problems)} problems")
     audit = subprocess.run([sys.executable, str(ROOT / "csrc/audit.py"), str(target)])
     return 1 if problems or audit.returncode else 0
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from apexfx import doctor, ops
+from apexfx.ops._signatures import mismatch
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = """
@@ -67,6 +68,28 @@ def test_without_a_usable_library_the_references_run(tmp_path, library, reason):
     assert status == 0, output
     assert output.splitlines()[-1].startswith("False False")
     assert reason in output
+
+
+@needs_library
+@pytest.mark.parametrize("change", ["another schema", "no signatures"])
+def test_a_library_built_for_other_schemas_is_left_out(tmp_path, change):
+    library = (ROOT / "apexfx/_C_cpu.so").read_bytes()
+    old, new, reason = {
+        "another schema": (b"\nadam_(List", b"\nadam_(Lisp", "another version of apexfx::adam_"),
+        "no signatures": (b"apexfx signatures:", b"nothing of the kind", "does not say which ops"),
+    }[change]
+    assert library.count(old) == 1
+    copy_package(tmp_path, library.replace(old, new[: len(old)]))
+    status, output = run([sys.executable, "-c", SMOKE], cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert status == 0 and reason in output and "make lib" in output, output
+    assert output.splitlines()[-1].startswith("False False")
+
+
+def test_the_signatures_in_a_library_are_those_of_the_registered_ops():
+    text = "\n".join(["apexfx signatures:", *compile_ops.signatures()]).encode() + b"\n\0"
+    assert mismatch(text) == ""
+    assert "apexfx::flatten_bucket" in mismatch(text.replace(b"flatten_bucket(List[Tensor]", b"flatten_bucket(Tensor", 1))
+    assert len(compile_ops.signatures()) >= 22
 
 
 def test_apexfx_ext_0_loads_nothing():

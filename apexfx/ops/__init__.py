@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from ._signatures import mismatch
+
 _log = logging.getLogger(__name__)
 
 
@@ -36,13 +38,18 @@ def _load(device: str) -> Library:
         return Library(device, str(path), False, "this torch has no CUDA")
     if not path.exists():
         return Library(device, str(path), False, "not built")
+    reason = ""
     try:
-        torch.ops.load_library(str(path))
+        library = path.read_bytes()
+        if library[:4] == b"\x7fELF" and (reason := mismatch(library)):
+            reason += "; rebuild it with `make lib`, or by installing apexfx again"
+        else:
+            torch.ops.load_library(str(path))
     except OSError as error:
         reason = str(error.__cause__ or error)  # torch's own message leaves out what the loader said
-        _log.info("apexfx: %s is not loaded, the pure-torch references are used: %s", path.name, reason)
-        return Library(device, str(path), False, reason)
-    return Library(device, str(path), True, "")
+    if reason:
+        _log.warning("apexfx: %s is not loaded, the pure-torch references are used: %s", path.name, reason)
+    return Library(device, str(path), not reason, reason)
 
 
 # Every module of this folder whose name does not begin with an underscore is an op family; importing it registers it.
