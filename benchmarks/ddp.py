@@ -34,19 +34,23 @@ from apexfx.schedule.models import load
 
 
 class Net(nn.Module):
-    """Layers in a class of the user's own: Dynamo leaves the frames of torch's modules, a bare Sequential's too, to eager
+    """A model in a class of the user's own: Dynamo leaves the frames of torch's modules, a bare Sequential's too, to eager
     where DDP breaks the graph around them."""
 
-    def __init__(self, *layers: nn.Module) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*layers)
+        self.body = body
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x)
+        return self.body(x)
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    name: functools.partial(load, name) for name in ("mlp", "cnn", "transformer")}
+def make(name: str) -> tuple[nn.Module, Tensor]:
+    body, x = load(name)
+    return Net(body), x
+
+
+MODELS = {name: functools.partial(make, name) for name in ("mlp", "cnn", "transformer")}
 
 
 def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], nn.Module]]:
@@ -62,6 +66,8 @@ def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], nn.Modu
     if compiled:
         made["torch DDP + compile"] = lambda: torch.compile(TorchDDP(fresh()))
         made["apexfx graph"] = lambda: DistributedDataParallel(apexfx.transform(fresh(), opt_level="O0"), broadcast_buffers=True)
+        made["torch, no buffers"] = lambda: torch.compile(TorchDDP(fresh(), broadcast_buffers=False))
+        made["apexfx, no buffers"] = lambda: DistributedDataParallel(apexfx.transform(fresh(), opt_level="O0"))
     return made
 
 

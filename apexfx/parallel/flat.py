@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import foreach_copy_
+
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return one contiguous 1-D tensor with the elements of all `tensors`, which share a dtype and a device."""
@@ -77,14 +79,20 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
         extract_tensors(member, tensor_list)
 
 
+@torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy the values that the group's first rank holds to all its ranks, one broadcast a dtype and device."""
-    source = dist.get_global_rank(group, 0)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    """Copy the values that the group's first rank holds to all its ranks: one broadcast a device, of bytes."""
+    by_device: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
     for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for members in by_kind.values():
-        flat = torch.cat([t.reshape(-1) for t in members])
-        dist.broadcast(torch.view_as_real(flat) if flat.is_complex() else flat, source, group=group)
-        for tensor, part in zip(members, unflatten(flat, members)):
-            tensor.copy_(part)
+        by_device.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(tensor)
+    for by_dtype in by_device.values():
+        # Wide dtypes first: each then starts at a multiple of its size.
+        kinds = [by_dtype[dtype] for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize)]
+        flats = [torch.cat([t.reshape(-1) for t in members]) for members in kinds]
+        message = torch.cat([flat.view(torch.uint8) for flat in flats])
+        dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
+        if dist.get_rank(group) == 0:
+            continue
+        parts = message.split([flat.numel() * flat.element_size() for flat in flats])
+        for members, flat, part in zip(kinds, flats, parts):
+            foreach_copy_(members, unflatten(part.view(flat.dtype), members))

@@ -29,6 +29,7 @@ class Layout:
         buffers: one a bucket.
         members: positions of the parameters in each bucket.
         bucket_of: the bucket of each parameter; -1 for one that no rank used when the order was learned.
+        slot_of: its place there.
         learned: the plan follows the order in which the gradients of a whole backward became ready.
         awaited: how often each gradient is accumulated in one backward (more than once under reentrant checkpoints).
         used: which parameters some rank uses, where that is known beforehand (static graph, delay_allreduce).
@@ -43,6 +44,7 @@ class Layout:
     buffers: list[BucketBuffer] = field(default_factory=list)
     members: list[list[int]] = field(default_factory=list)
     bucket_of: list[int] = field(default_factory=list)
+    slot_of: list[int] = field(default_factory=list)
     awaited: list[int] = field(default_factory=list)
     used: list[bool] | None = None
     next_order: list[int] = field(default_factory=list)
@@ -59,10 +61,10 @@ class Layout:
         self.members = [[place[name] for name in bucket.parameters] for bucket in plan.buckets]
         self.buffers = [BucketBuffer(bucket, self.parameters[members[0]].device)
                         for bucket, members in zip(plan.buckets, self.members)]
-        self.bucket_of = [-1] * len(self.names)
+        self.bucket_of, self.slot_of = [-1] * len(self.names), [-1] * len(self.names)
         for number, members in enumerate(self.members):
-            for i in members:
-                self.bucket_of[i] = number
+            for slot, i in enumerate(members):
+                self.bucket_of[i], self.slot_of[i] = number, slot
 
     def describe(self) -> list[Any]:
         """Return what every rank must agree on before the first reduction."""

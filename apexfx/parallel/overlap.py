@@ -188,25 +188,34 @@ class OverlappedReducer:
             return
         round_.fired[index] += 1
         if round_.fired[index] == round_.layout.awaited[index]:
-            self._ready(round_, index)
+            self._ready(round_, index, p.grad)
         elif round_.fired[index] > round_.layout.awaited[index] and not round_.hold:
-            self._again(round_, index)
+            self._again(round_, index, p.grad)
 
-    def _ready(self, round_: Round, index: int) -> None:
+    def _lay(self, layout: Layout, index: int, gradient: Tensor) -> None:
+        if torch.is_grad_enabled():  # backward(create_graph=True)
+            gradient = gradient.detach()
+        layout.buffers[layout.bucket_of[index]].lay(layout.slot_of[index], gradient, divide=self.comm_hook is None)
+
+    def _ready(self, round_: Round, index: int, gradient: Tensor) -> None:
         round_.order.append(index)
         bucket = round_.layout.bucket_of[index]
         if bucket < 0 or round_.hold:
             return
+        self._lay(round_.layout, index, gradient)
         round_.missing[bucket] -= 1
         while round_.next_bucket < len(round_.missing) and not round_.missing[round_.next_bucket]:
             self._launch(round_)
         if len(round_.order) == len(round_.fired) and not self._checked(round_):
             self._send_status(round_)
 
-    def _again(self, round_: Round, index: int) -> None:
+    def _again(self, round_: Round, index: int, gradient: Tensor) -> None:
         bucket = round_.layout.bucket_of[index]
-        if bucket < 0 or bucket >= round_.next_bucket:
-            return  # not launched yet: the sum is in .grad
+        if bucket < 0:
+            return
+        if bucket >= round_.next_bucket:  # not launched yet
+            self._lay(round_.layout, index, gradient)
+            return
         self._fail(f"the gradient of {round_.layout.names[index]!r} was accumulated again after its bucket was sent "
                    "(reentrant activation checkpointing); use checkpoint(use_reentrant=False), static_graph=True or "
                    "delay_allreduce=True")
@@ -219,6 +228,8 @@ class OverlappedReducer:
             raise UnsynchronizedGradientError("apexfx: a gradient was computed before the first forward through "
                                               "DistributedDataParallel; call the wrapper, not the module in it")
         self._queue()
+        for buffer in layout.buffers:
+            buffer.clear()  # an earlier backward may have failed
         self._round = Round(layout, [len(m) for m in layout.members], [0] * len(layout.names))
         self._round.hold = self.config.delay_allreduce or (self.options.static and not layout.learned)
         return self._round

@@ -27,33 +27,60 @@ class BucketBuffer:
 
     Attributes:
         flat: what travels: `bucket.numel` elements of `bucket.reduce_dtype`.
-        lent: gradients may be views of `flat`; the next `fill` takes another one.
+        lent: gradients may be views of `flat`; the next gradient that is laid out gets another one.
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
         self.flat = torch.zeros(bucket.numel, dtype=bucket.reduce_dtype, device=device)
         self.lent = False
+        self._slots = self._views(self.flat)
+        self._laid = [False] * len(self._slots)
+        self._casts = bucket.dtype != bucket.reduce_dtype
         self._gaps = bucket.padding()
         self._zeros = torch.zeros(max(self._gaps, default=0), dtype=bucket.dtype, device=device)
 
-    def fill(self, gradients: Sequence[Tensor | None], *, divide: bool = True) -> None:
-        """Lay out `gradients`, in slot order, None being zero, and divide by the predivisor."""
-        bucket = self.bucket
-        divisor = bucket.predivide if divide else 1.0
-        if bucket.dtype != bucket.reduce_dtype:
-            self.flat = _scaled(torch.cat(self._pieces(gradients)), divisor, bucket.reduce_dtype)
+    def clear(self) -> None:
+        """Forget which gradients are laid out."""
+        self._laid = [False] * len(self._slots)
+
+    def lay(self, slot: int, gradient: Tensor, *, divide: bool = True) -> None:
+        """Copy one gradient to its place, while it is in cache, divided by the predivisor; `fill` then leaves it out.
+
+        A bucket that changes the dtype is filled as a whole.
+        """
+        if self._casts:
             return
         if self.lent:
-            self.flat, self.lent = torch.zeros_like(self.flat), False
+            self._renew()
+        divisor = self.bucket.predivide if divide else 1.0
         if divisor == 1.0:
-            torch.cat(self._pieces(gradients), out=self.flat)
+            self._slots[slot].copy_(gradient)
+        else:
+            torch.mul(gradient, 1.0 / divisor, out=self._slots[slot])
+        self._laid[slot] = True
+
+    def fill(self, gradients: Sequence[Tensor | None], *, divide: bool = True) -> None:
+        """Lay out those of `gradients`, in slot order, that are not yet; None is zero."""
+        bucket = self.bucket
+        if self._casts:
+            divisor = bucket.predivide if divide else 1.0
+            self.flat = _scaled(torch.cat(self._pieces(gradients)), divisor, bucket.reduce_dtype)
             return
-        for view, grad in zip(self._views(self.flat), gradients):  # one pass over memory, as torch DDP's
-            if grad is None:
-                view.zero_()
+        for slot, (laid, gradient) in enumerate(zip(self._laid, gradients)):
+            if laid:
+                continue
+            if gradient is not None:
+                self.lay(slot, gradient, divide=divide)
             else:
-                torch.mul(grad, 1.0 / divisor, out=view)
+                if self.lent:
+                    self._renew()
+                self._slots[slot].zero_()
+        self.clear()
+
+    def _renew(self) -> None:
+        self.flat, self.lent = torch.zeros_like(self.flat), False
+        self._slots = self._views(self.flat)
 
     def _pieces(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         pieces = []
@@ -78,7 +105,8 @@ class BucketBuffer:
         flat, divisor = self.flat if reduced is None else reduced, self.bucket.postdivide if divide else 1.0
         if flat.dtype != self.bucket.output_dtype:
             flat, divisor = _scaled(flat, divisor, self.bucket.output_dtype), 1.0
-        pairs = [(target, view) for target, view in zip(targets, self._views(flat)) if target is not None]
+        views = self._slots if flat is self.flat and not self._casts else self._views(flat)
+        pairs = [(target, view) for target, view in zip(targets, views) if target is not None]
         if divisor == 1.0 and pairs:
             foreach_copy_([target for target, _ in pairs], [view for _, view in pairs])
         elif divisor != 1.0:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from apexfx.parallel import DistributedDataParallel, RankFailureError
+from apexfx.parallel.flat import broadcast_from_first
 from apexfx.testing import assert_close
 from tests.distributed.collectives import recorded
 from tests.distributed.launch import run_ranks
@@ -204,7 +205,7 @@ def _broadcasts(rank):
             net.a.weight += rank
         with recorded() as calls:
             model = DistributedDataParallel(net, broadcast_buffers=policy)
-        assert [c.numel for c in calls if c.name == "broadcast"] == [sum(SIZES)] + [2] * at_start
+        assert [c.numel for c in calls if c.name == "broadcast"] == [4 * sum(SIZES)] + [4 * 2] * at_start  # bytes
         assert net.seen.tolist() == [0.0 if at_start else rank] * 2
         assert torch.equal(net.a.weight, Net().a.weight)
         net.seen += 1 + rank
@@ -215,8 +216,20 @@ def _broadcasts(rank):
             with torch.no_grad():
                 model(data(rank))
             model.train()
-        assert [c.numel for c in calls] == [2] * each
+        assert [c.numel for c in calls] == [4 * 2] * each
         assert net.seen[0] == (1 if each else 1 + rank + (0 if at_start else rank))
+
+
+def _broadcasts_of_every_dtype(rank):
+    def tensors(k):
+        dtypes = (torch.int8, torch.float64, torch.bool, torch.complex64, torch.bfloat16, torch.complex128, torch.int64, torch.float32)
+        return [torch.full((n,), k).to(dtype) for n, dtype in enumerate(dtypes)] + [torch.full((2, 3), k).half().t(), torch.tensor(k)]
+
+    given = tensors(1 - rank)
+    with recorded() as calls:
+        broadcast_from_first(given, dist.group.WORLD)
+    assert [c.name for c in calls] == ["broadcast"]
+    assert all(map(torch.equal, given, tensors(1)))
 
 
 def _no_sync(rank):
@@ -322,7 +335,7 @@ def _copies(rank):
 
 
 CASES = (_message_size, _delay_allreduce, _trigger_params, _retain_buffers, _dtypes, _divides, _sum_accumulates, _communicators,
-         _prof, _broadcasts, _no_sync, _static_graph, _comm_hooks, _plan, _find_unused, _device, _copies)
+         _prof, _broadcasts, _broadcasts_of_every_dtype, _no_sync, _static_graph, _comm_hooks, _plan, _find_unused, _device, _copies)
 
 
 def every_argument(rank, world_size):
