@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from apexfx.passes.precision_rules import FLOATS, HALVES, Rule, decide
-
-from .weight_cache import CASTS
 
 if TYPE_CHECKING:
     from .executor import CastExecutor
@@ -167,76 +164,6 @@ class CastPlan:
         if self.executor.ledger is not None:
             self.executor.ledger.note(self.name, rule, tensor, dtype, hit)
         return cast
-
-
-def own_targets(rule: Rule, half: torch.dtype) -> dict[torch.dtype, torch.dtype | None]:
-    """Return {dtype of an argument: its target, or None where the other arguments have a say}; the rest stay.
-
-    For "half" and "float" rules: float32 and the half type go their way whatever else a call was given.
-    """
-    if rule.kind == "half":
-        return {torch.float32: half, torch.float64: None, **{other: None for other in HALVES if other != half}}
-    return {torch.float64: None, **{given: torch.float32 for given in HALVES}}
-
-
-def by_argument(plan: CastPlan) -> Callable[..., Any]:
-    """Return `plan` for a "half" or "float" rule and arguments that hold no others: each is looked at by itself."""
-    executor, targets = plan.executor, own_targets(plan.rule, plan.executor.half)
-    keeps_chosen, half, get = plan.keeps_chosen, executor.half, executor.cache.get
-
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if executor.ledger is not None or (keeps_chosen and executor.any_chosen):
-            return plan(func, args, kwargs)
-        if not kwargs:
-            values = list(args)
-        elif "out" in kwargs or "inplace" in kwargs:
-            return plan(func, args, kwargs)
-        else:
-            values = [*args, *kwargs.values()]
-        last = last_cast = None
-        for i, value in enumerate(values):
-            if isinstance(value, Tensor):
-                dtype = value.dtype
-                if dtype in targets:
-                    target = targets[dtype]
-                    if target is None:
-                        return plan(func, args, kwargs)
-                    if value is not last:  # attention to oneself is given one tensor three times
-                        last, kind = value, value.__class__
-                        if kind is Tensor:
-                            last_cast = CASTS[target](value)
-                        elif kind is Parameter and target is half and executor.caching:
-                            last_cast = get(value, target)[0]
-                        else:
-                            last_cast = executor.cast(value, target)[0]
-                    values[i] = last_cast
-            elif value.__class__ is torch.dtype:
-                return plan(func, args, kwargs)
-        if not kwargs:
-            return func(*values)
-        return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
-
-    return call
-
-
-def promoted_by_torch(plan: CastPlan) -> Callable[..., Any]:
-    """Return `plan` for an operator that widens the narrower of two tensors itself, and its gradient back.
-
-    Torch does so where both have a dimension; a 0-d tensor counts for less than one of many elements. In place nothing
-    is widened: the plan is for tensors of two dtypes.
-    """
-    executor, in_place = plan.executor, plan.name.endswith("_")
-
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if not kwargs and len(args) == 2 and executor.ledger is None:
-            a, b = args
-            if not isinstance(b, Tensor) or not isinstance(a, Tensor) or a.dtype == b.dtype:
-                return func(a, b)
-            if a.ndim and b.ndim and not in_place:
-                return func(a, b)
-        return plan(func, args, kwargs)
-
-    return call
 
 
 def choose(executor: CastExecutor, *, views: bool = False) -> Callable[..., Any]:

@@ -19,15 +19,15 @@ from apexfx._torch import pop_function_mode, push_function_mode
 from apexfx.passes.op_names import canonical_name
 from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
 
-from .cast_plan import FLAT, CastPlan, by_argument, choose, masked, promoted_by_torch, stored_numbers
+from .cast_plan import FLAT, CastPlan, choose, masked, stored_numbers
 from .eager_ledger import EagerLedger
+from .quick_plans import by_argument, promoted_by_torch
 from .weight_cache import CASTS, WeightCache
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
 _FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
 _PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge add_ sub_ mul_ div_".split())
-_MISSING = object()
 
 
 class _Thread(threading.local):
@@ -101,8 +101,9 @@ class CastExecutor(TorchFunctionMode):
     # ---- one call ---------------------------------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        plan = self._plans.get(func, _MISSING)
-        if plan is _MISSING:
+        try:
+            plan = self._plans[func]
+        except KeyError:
             plan = self._plans[func] = self._plan(func)
         if plan is None or (self._ever_disabled and not self.enabled):
             return func(*args, **kwargs) if kwargs else func(*args)

@@ -38,10 +38,9 @@ class WeightCache:
     def get(self, parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return the cast of `parameter`, and whether it was there already."""
         key = (id(parameter), dtype)
-        entry = self._entries.get(key)
         training = torch.is_grad_enabled()
-        if entry is not None:
-            of, version, data_ptr, cast, _ = entry
+        if key in self._entries:
+            of, version, data_ptr, cast, _ = self._entries[key]
             if (
                 of is parameter
                 and version == parameter._version

@@ -1,0 +1,90 @@
+"""Short ways through the commonest calls, which a forward pays for by the microsecond; `CastPlan` decides the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from apexfx.passes.precision_rules import HALVES, Rule
+
+from .cast_plan import CastPlan
+from .weight_cache import CASTS
+
+
+def own_targets(rule: Rule, half: torch.dtype) -> dict[torch.dtype, torch.dtype | None]:
+    """Return {dtype of an argument: its target, or None where the other arguments have a say}; the rest stay.
+
+    For "half" and "float" rules: float32 and the half type go their way whatever else a call was given.
+    """
+    if rule.kind == "half":
+        return {torch.float32: half, torch.float64: None, **{other: None for other in HALVES if other != half}}
+    return {torch.float64: None, **{given: torch.float32 for given in HALVES}}
+
+
+def by_argument(plan: CastPlan) -> Callable[..., Any]:
+    """Return `plan` for a "half" or "float" rule and arguments that hold no others: each is looked at by itself."""
+    executor, targets = plan.executor, own_targets(plan.rule, plan.executor.half)
+    keeps_chosen, to_half, from_cache = plan.keeps_chosen, plan.rule.kind == "half", executor.cache.get
+    named_dtype = torch.dtype
+
+    def settle(values: list[Any]) -> bool:
+        """Cast `values` in place; return False where the whole call has to be looked at."""
+        last = last_cast = None
+        for i, value in enumerate(values):
+            kind = value.__class__
+            if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
+                dtype = value.dtype
+                if dtype in targets:
+                    target = targets[dtype]
+                    if target is None:
+                        return False
+                    if value is not last:  # attention to oneself is given one tensor three times
+                        last = value
+                        if kind is Tensor:
+                            last_cast = CASTS[target](value)
+                        elif kind is Parameter and to_half and executor.caching:
+                            last_cast = from_cache(value, target)[0]
+                        else:
+                            last_cast = executor.cast(value, target)[0]
+                    values[i] = last_cast
+            elif kind is named_dtype:
+                return False
+        return True
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if executor.ledger is None and not (keeps_chosen and executor.any_chosen):
+            values = list(args)
+            if not kwargs:
+                if settle(values):
+                    return func(*values)
+            elif "out" not in kwargs and "inplace" not in kwargs:
+                named = list(kwargs.values())
+                if settle(values) and settle(named):
+                    return func(*values, **dict(zip(kwargs, named)))
+        return plan(func, args, kwargs)
+
+    return call
+
+
+def promoted_by_torch(plan: CastPlan) -> Callable[..., Any]:
+    """Return `plan` for an operator that widens the narrower of two tensors itself, and its gradient back.
+
+    Torch does so where both have a dimension; a 0-d tensor counts for less than one of many elements. In place nothing
+    is widened: the plan is for tensors of two dtypes.
+    """
+    executor, in_place = plan.executor, plan.name.endswith("_")
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if not kwargs and len(args) == 2 and executor.ledger is None:
+            a, b = args
+            if not isinstance(b, Tensor) or not isinstance(a, Tensor) or a.dtype == b.dtype:
+                return func(a, b)
+            if a.ndim and b.ndim and not in_place:
+                return func(a, b)
+        return plan(func, args, kwargs)
+
+    return call
