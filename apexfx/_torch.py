@@ -92,6 +92,14 @@ def saved_tensor_hooks_active() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
+def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
+    """Multiply `grads` by `factor`, and set `found_inf` to 1 where one is not finite (2.11, 2.13, 2.15).
+
+    Versions of the gradients stay as they are.
+    """
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+
+
 def update_loss_scale(
     scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
 ) -> None:
@@ -133,5 +141,6 @@ __all__ = [
     "trace_structured",
     "tree_leaves",
     "tree_map",
+    "unscale_in_place",
     "update_loss_scale",
 ]

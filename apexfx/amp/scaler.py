@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apexfx._torch import update_loss_scale
+from apexfx._torch import unscale_in_place, update_loss_scale
 from apexfx.ops.multi_tensor import multi_tensor_scale
 
 from ._amp_state import maybe_print
-from .host_mirror import HostMirror, is_clear, is_on_host
+from .host_mirror import CLEAR, HostMirror, is_clear, is_on_host
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126: below it the reciprocal overflows and the scale would reach 0
 
@@ -69,6 +69,8 @@ class LossScaler:
         if self.dynamic and not is_on_host(self.device):
             self._move_to_device()
         self._overflows: deque[HostMirror] = deque()
+        self._flag: Tensor | None = None  # the last one, where it is clear, for the next iteration
+        self._factor: tuple[float, Tensor] | None = None
 
     # ---- what Apex's scripts read and set -------------------------------------------------------------------------
 
@@ -118,6 +120,9 @@ class LossScaler:
 
     def new_flag(self) -> Tensor:
         """Return a zero flag for the iteration that begins."""
+        flag, self._flag = self._flag, None
+        if flag is not None and flag.device == self.device:
+            return flag
         return torch.zeros((), dtype=torch.float32, device=self.device)
 
     def unscale(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor) -> None:
@@ -125,6 +130,11 @@ class LossScaler:
         inverse = None if self.on_host else self._scale.reciprocal()
         factor = 1.0 if not self.on_host else _single(1.0 / self._host_scale) if self.dynamic else 1.0 / self._host_scale
         if {given.device for given in inputs} == {found_inf.device}:
+            if inputs is outputs and self.dynamic and self.on_host:
+                # Less work around the same arithmetic, where the factor is a float32 number.
+                unscale_in_place(inputs, found_inf, self._factor_tensor(factor))
+                torch.autograd.graph.increment_version(inputs)
+                return
             multi_tensor_scale(inputs, outputs, found_inf, factor, inverse)
             return
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
@@ -140,15 +150,27 @@ class LossScaler:
             if not here:
                 found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
 
+    def _factor_tensor(self, factor: float) -> Tensor:
+        if self._factor is None or self._factor[0] != factor:
+            self._factor = (factor, torch.full((), factor, dtype=torch.float32))
+        return self._factor[1]
+
     def update_scale(self, found_inf: Tensor) -> Tensor | None:
-        """Count the iteration and move the scale; return the flag optimizers skip on, None where nothing ever skips."""
+        """Count the iteration and move the scale; return the flag optimizers skip on, None where nothing ever skips.
+
+        `found_inf` belongs to the scaler from then on.
+        """
         if not self.dynamic:
             self._host_unskipped += 1
             return None
         if self.group is not None:
             found_inf = self._agreed(found_inf)
         if self.on_host and is_on_host(found_inf.device):
-            self._update_on_host(overflow=not is_clear(found_inf))
+            if is_clear(found_inf):
+                self._update_on_host(overflow=False)
+                self._flag = found_inf
+                return CLEAR
+            self._update_on_host(overflow=True)
             return found_inf
         if self.on_host:
             self._move_to_device()
@@ -219,4 +241,4 @@ class LossScaler:
         self._growth = torch.full((), self._host_unskipped, dtype=torch.int32, device=self.device)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_overflows": deque(), "group": None}
+        return {**self.__dict__, "_overflows": deque(), "group": None, "_flag": None, "_factor": None}

@@ -149,6 +149,7 @@ class AmpOptimizerState:
     def unscale(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Unscale the new gradients, add what was set aside, and set `found_inf` where a new one is not finite."""
         new, outputs, add_to, added = [], [], [], []
+        masters = bool(self.all_fp16_params)  # otherwise everything is unscaled in place
         for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
             if parameter.grad is None:
                 continue
@@ -172,17 +173,19 @@ class AmpOptimizerState:
                 parameter.grad = grad = grad.coalesce()
                 values = grad._values()
             new.append(values)
-            outputs.append(values)
+            if masters:
+                outputs.append(values)
             if earlier is None:
                 continue
             if grad.is_sparse or earlier.is_sparse:
-                scaler.unscale([new.pop()], [outputs.pop()], found_inf)
+                del new[-1], outputs[-1:]
+                scaler.unscale([values], [values], found_inf)
                 parameter.grad = earlier + grad
             else:
                 add_to.append(grad)
                 added.append(earlier)
         if new:
-            scaler.unscale(new, outputs, found_inf)
+            scaler.unscale(new, outputs if masters else new, found_inf)
         if add_to:
             torch._foreach_add_(add_to, added)
         self._forget_stash()
