@@ -128,7 +128,13 @@ inline bool is_floating(ScalarType dtype) {
          dtype == ScalarType::BFloat16;
 }
 
+// A schema lets None through where it asks for a tensor.
+inline void check_defined(const char* op, const char* name, const Tensor& t) {
+  check(t.defined(), op, name, " is None; expected a tensor");
+}
+
 inline void check_input(const char* op, const Tensor& x) {
+  check_defined(op, "x", x);
   check(is_floating(x.scalar_type()), op, "x is ", dtype_name(x.scalar_type()),
         "; expected float64, float32, float16 or bfloat16");
   check(x.dim() >= 2, op, "x has shape ", shape_text(x), "; expected (N, C) or (N, C, ...)");
@@ -136,6 +142,7 @@ inline void check_input(const char* op, const Tensor& x) {
 
 inline void check_vector(const char* op, const char* name, const Tensor& v, int64_t length, const Tensor& like,
                          bool float64 = false) {
+  check_defined(op, name, v);
   check(float64 ? v.scalar_type() == ScalarType::Double : is_floating(v.scalar_type()), op, name, " is ",
         dtype_name(v.scalar_type()), "; expected ", float64 ? "float64" : "a floating dtype");
   check(v.dim() == 1 && v.size(0) == length, op, name, " has shape ", shape_text(v), "; expected (", length, ",)");
@@ -143,6 +150,7 @@ inline void check_vector(const char* op, const char* name, const Tensor& v, int6
 }
 
 inline void check_like(const char* op, const char* name, const Tensor& t, const Tensor& x) {
+  check_defined(op, name, t);
   check(t.scalar_type() == x.scalar_type(), op, name, " is ", dtype_name(t.scalar_type()), "; expected ",
         dtype_name(x.scalar_type()), ", the dtype of x");
   check(same_sizes(t, x), op, name, " has shape ", shape_text(t), "; expected ", shape_text(x), ", the shape of x");
@@ -150,6 +158,7 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
 }
 
 inline void check_stats(const char* op, const Tensor& stats) {
+  check_defined(op, "stats", stats);
   check(stats.scalar_type() == ScalarType::Double && stats.dim() == 1 && stats.size(0) % 2 == 1, op, "stats is ",
         dtype_name(stats.scalar_type()), " of ", shape_text(stats), "; expected float64 of (2C + 1,)");
 }
@@ -159,10 +168,11 @@ inline void check_running(const char* op, const Tensor& stats, const Tensor& mea
   check_stats(op, stats);
   check_vector(op, "running_mean", mean, stats.size(0) / 2, stats);
   check_vector(op, "running_var", var, stats.size(0) / 2, stats);
+  check(!tracked.has_value() || same_device(*tracked, stats), op,
+        "num_batches_tracked is on another device than stats");
   if (momentum.has_value()) return;
   check(tracked.has_value() && tracked->numel() == 1 && tracked->scalar_type() == ScalarType::Long, op,
         "num_batches_tracked is needed as int64 of one element, because momentum is None (a cumulative average)");
-  check(same_device(*tracked, stats), op, "num_batches_tracked is on another device than stats");
 }
 
 // The vectors of C that describe a normalization.

@@ -22,6 +22,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from apexfx.ops._batch_norm_arguments import (
+    check_backward_elementwise,
+    check_backward_reduce,
+    check_global_stats,
+    check_input,
+    check_normalize,
+    check_relu_backward,
+    check_running_stats,
+)
+
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 # Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
 _ANY_STRIDES = (torch.Tag.flexible_layout,)
@@ -48,8 +58,6 @@ _LIBRARY.define(
 )
 
 _LIBRARY.define("bn_relu_backward(Tensor grad_output, Tensor output) -> Tensor", tags=_ANY_STRIDES)
-
-_INPUT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def bn_local_stats(x: Tensor) -> Tensor:
@@ -141,48 +149,6 @@ def bn_relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- pure-torch reference
 
 
-def check_input(op: str, x: Tensor) -> int:
-    """Return the number of channels of `x`."""
-    if x.dtype not in _INPUT_DTYPES:
-        raise TypeError(f"apexfx::{op}: x is {x.dtype}, expected float64, float32, float16 or bfloat16")
-    if x.dim() < 2:
-        raise ValueError(f"apexfx::{op}: x has shape {tuple(x.shape)}, expected (N, C) or (N, C, ...)")
-    return x.shape[1]
-
-
-def check_vector(op: str, name: str, vector: Tensor | None, length: int, dtype: torch.dtype | None = None) -> None:
-    """Raise unless `vector` is None or of shape (length,) and of `dtype` (None: any floating dtype)."""
-    if vector is None:
-        return
-    if vector.dtype != dtype if dtype else not vector.is_floating_point():
-        raise TypeError(f"apexfx::{op}: {name} is {vector.dtype}, expected {dtype or 'a floating dtype'}")
-    if vector.dim() != 1 or vector.shape[0] != length:
-        raise ValueError(f"apexfx::{op}: {name} has shape {tuple(vector.shape)}, expected ({length},), one per channel")
-
-
-def check_like(op: str, name: str, tensor: Tensor | None, x: Tensor) -> None:
-    """Raise unless `tensor` is None or has the shape and dtype of `x`."""
-    if tensor is None:
-        return
-    if tensor.dtype != x.dtype:
-        raise TypeError(f"apexfx::{op}: {name} is {tensor.dtype}, expected {x.dtype}, the dtype of x")
-    if tensor.shape != x.shape:
-        raise ValueError(
-            f"apexfx::{op}: {name} has shape {tuple(tensor.shape)}, expected {tuple(x.shape)}, the shape of x"
-        )
-
-
-def _check_affine(
-    op: str, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> None:
-    """Raise unless every per-channel operand fits `x`."""
-    channels = check_input(op, x)
-    check_vector(op, "mean", mean, channels, torch.float64)
-    check_vector(op, "invstd", invstd, channels, torch.float64)
-    check_vector(op, "weight", weight, channels)
-    check_vector(op, "bias", bias, channels)
-
-
 def _per_channel(vector: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `vector` (C) in `dtype`, shaped to broadcast over `x`."""
     return vector.to(dtype).view([1, -1] + [1] * (x.dim() - 2))
@@ -235,40 +201,6 @@ def _local_stats_reference(x: Tensor) -> Tensor:
     return torch.cat([count, _sum_per_channel(x), _sum_per_channel(x * x)])
 
 
-def _check_stats(op: str, stats: Tensor) -> None:
-    if stats.dtype != torch.float64 or stats.dim() != 1 or stats.shape[0] % 2 != 1:
-        raise ValueError(
-            f"apexfx::{op}: stats is {stats.dtype} of {tuple(stats.shape)}, expected float64 of (2C + 1,): "
-            "[n, sum x, sum x^2]"
-        )
-
-
-def _check_global_stats(stats: Tensor, eps: float) -> None:
-    _check_stats("bn_global_stats", stats)
-    if not eps >= 0:
-        raise ValueError(f"apexfx::bn_global_stats: eps is {eps}, expected a number that is not negative")
-
-
-def _check_running_stats(
-    stats: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-) -> None:
-    op = "bn_running_stats"
-    _check_stats(op, stats)
-    check_vector(op, "running_mean", running_mean, stats.shape[0] // 2)
-    check_vector(op, "running_var", running_var, stats.shape[0] // 2)
-    if momentum is None and (num_batches_tracked is None or num_batches_tracked.numel() != 1):
-        raise ValueError(
-            f"apexfx::{op}: num_batches_tracked is {num_batches_tracked}, expected one element, because momentum is "
-            "None (a cumulative average)"
-        )
-    if momentum is None and num_batches_tracked.dtype != torch.int64:
-        raise TypeError(f"apexfx::{op}: num_batches_tracked is {num_batches_tracked.dtype}, expected torch.int64")
-
-
 def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the count (at least 1), the mean and the biased variance."""
     channels = stats.shape[0] // 2
@@ -280,7 +212,7 @@ def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.library.impl(_LIBRARY, "bn_global_stats", "CompositeExplicitAutograd")
 def _global_stats_reference(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check_global_stats(stats, eps)
+    check_global_stats(stats, eps)
     _, mean, var = _moments(stats)
     return mean, (var + eps).rsqrt()
 
@@ -293,7 +225,7 @@ def _running_stats_reference(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+    check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
     count, mean, var = _moments(stats)
     unbiased = var * (count / (count - 1).clamp(min=1))
     share = num_batches_tracked.double().view(1).reciprocal() if momentum is None else count.new_full((1,), momentum)
@@ -315,8 +247,7 @@ def _normalize_reference(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    _check_affine("bn_normalize", x, mean, invstd, weight, bias)
-    check_like("bn_normalize", "residual", residual, x)
+    check_normalize(x, mean, invstd, weight, bias, residual)
     y = _affine(x, mean, invstd, weight, bias)
     if residual is not None:
         y = y + residual
@@ -333,8 +264,7 @@ def _backward_reduce_reference(
     bias: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    _check_affine("bn_backward_reduce", x, mean, invstd, weight, bias)
-    check_like("bn_backward_reduce", "grad_output", grad_output, x)
+    check_backward_reduce(grad_output, x, mean, invstd, weight, bias)
     grad = _masked(grad_output, x, mean, invstd, weight, bias, relu)
     return torch.cat([_sum_per_channel(grad), _sum_per_channel(grad * _centered(x, mean))])
 
@@ -351,11 +281,7 @@ def _backward_elementwise_reference(
     bias: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    op = "bn_backward_elementwise"
-    _check_affine(op, x, mean, invstd, weight, bias)
-    check_like(op, "grad_output", grad_output, x)
-    check_vector(op, "sums", sums, 2 * x.shape[1], torch.float64)
-    check_vector(op, "count", count, 1, torch.float64)
+    check_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias)
     dtype = _compute_dtype(x)
     sum_grad, sum_grad_centered = (sums / count.clamp(min=1)).chunk(2)
     scale = invstd if weight is None else invstd * weight
@@ -367,7 +293,7 @@ def _backward_elementwise_reference(
 
 @torch.library.impl(_LIBRARY, "bn_relu_backward", "CompositeExplicitAutograd")
 def _relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
-    check_like("bn_relu_backward", "grad_output", grad_output, output)
+    check_relu_backward(grad_output, output)
     masked = torch.empty_like(output)
     return torch.ops.aten.threshold_backward.grad_input(grad_output, output, 0, grad_input=masked)
 
@@ -382,7 +308,7 @@ def _local_stats_fake(x: Tensor) -> Tensor:
 
 @torch.library.register_fake("apexfx::bn_global_stats", lib=_LIBRARY)
 def _global_stats_fake(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _check_global_stats(stats, eps)
+    check_global_stats(stats, eps)
     channels = stats.shape[0] // 2
     return stats.new_empty(channels), stats.new_empty(channels)
 
@@ -395,25 +321,31 @@ def _running_stats_fake(
     num_batches_tracked: Tensor | None,
     momentum: float | None,
 ) -> tuple[Tensor, Tensor]:
-    _check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+    check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
     return running_mean.new_empty(stats.shape[0] // 2), running_var.new_empty(stats.shape[0] // 2)
 
 
 @torch.library.register_fake("apexfx::bn_normalize", lib=_LIBRARY)
-def _normalize_fake(x: Tensor, mean: Tensor, invstd: Tensor, *_: object) -> Tensor:
+def _normalize_fake(x, mean, invstd, weight=None, bias=None, residual=None, relu=False) -> Tensor:
+    check_normalize(x, mean, invstd, weight, bias, residual)
     return torch.empty_like(x)
 
 
 @torch.library.register_fake("apexfx::bn_backward_reduce", lib=_LIBRARY)
-def _backward_reduce_fake(grad_output: Tensor, x: Tensor, mean: Tensor, *_: object) -> Tensor:
+def _backward_reduce_fake(grad_output, x, mean, invstd, weight=None, bias=None, relu=False) -> Tensor:
+    check_backward_reduce(grad_output, x, mean, invstd, weight, bias)
     return mean.new_empty(2 * x.shape[1])
 
 
 @torch.library.register_fake("apexfx::bn_backward_elementwise", lib=_LIBRARY)
-def _backward_elementwise_fake(grad_output: Tensor, x: Tensor, *_: object) -> Tensor:
+def _backward_elementwise_fake(
+    grad_output, x, mean, invstd, sums, count, weight=None, bias=None, relu=False
+) -> Tensor:
+    check_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias)
     return torch.empty_like(x)
 
 
 @torch.library.register_fake("apexfx::bn_relu_backward", lib=_LIBRARY)
 def _relu_backward_fake(grad_output: Tensor, output: Tensor) -> Tensor:
+    check_relu_backward(grad_output, output)
     return torch.empty_like(output)

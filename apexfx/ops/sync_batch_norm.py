@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import statically_known_true  # which also registers the functional collectives
+from ._batch_norm_arguments import check_average, check_dense, check_input, check_vector
 from .batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,
@@ -30,8 +31,6 @@ from .batch_norm import (
     bn_normalize,
     bn_relu_backward,
     bn_running_stats,
-    check_input,
-    check_vector,
 )
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
@@ -120,7 +119,10 @@ def _check(
     for name, vector in (
         ("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var)
     ):  # fmt: skip
-        check_vector(op, name, vector, channels)
+        if vector is not None:
+            check_vector(op, name, vector, channels, x)
+    if residual is not None:
+        check_dense(op, "residual", residual, x)
     if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
         raise ValueError(
             f"apexfx::{op}: residual is {residual.dtype} of {tuple(residual.shape)}, expected the shape of x, "
@@ -130,8 +132,8 @@ def _check(
         raise ValueError(f"apexfx::{op}: one of running_mean and running_var is None; give both or neither")
     if not eps >= 0:
         raise ValueError(f"apexfx::{op}: eps is {eps}, expected a number that is not negative")
-    if momentum is None and running_mean is not None and num_batches_tracked is None:
-        raise ValueError(f"apexfx::{op}: momentum None is a cumulative average, which needs num_batches_tracked")
+    if running_mean is not None:
+        check_average(op, num_batches_tracked, momentum, x)
     if not group and statically_known_true(x.numel() == channels):
         raise ValueError(
             f"apexfx::{op}: expected more than 1 value per channel when training, got x of shape {tuple(x.shape)}; "
@@ -142,7 +144,11 @@ def _check(
 def _all_reduce(sums: Tensor, group: str) -> Tensor:
     if not group:
         return sums
-    return torch.ops._c10d_functional.wait_tensor(torch.ops._c10d_functional.all_reduce(sums, "sum", group))
+    try:
+        reduced = torch.ops._c10d_functional.all_reduce(sums, "sum", group)
+    except RuntimeError as error:
+        raise RuntimeError(f"apexfx::sync_batch_norm: group_name={group!r}: {error}") from error
+    return torch.ops._c10d_functional.wait_tensor(reduced)
 
 
 class _Normalize(torch.autograd.Function):
