@@ -47,7 +47,7 @@ def _await(ranks: list[Any], folder: str, deadline: float, timeout: float) -> No
         if time.monotonic() > deadline:
             late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
             raise AssertionError(f"ranks {late} did not end within {timeout} s{_failures(folder)}")
-        next(process for process in ranks if process.is_alive()).join(0.05)
+        next((process for process in ranks if process.is_alive()), ranks[0]).join(0.05)
     failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
     if failed:
         time.sleep(0.2)  # a peer that lost its connection may be about to say why
