@@ -40,6 +40,10 @@ from torch.overrides import (  # 2.11, 2.13, 2.15
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
 
+# Given True, what saved tensors go through here, as under an activation checkpoint, or None (2.11, 2.13, 2.15). Not
+# wrapped: asked once for every weight that is cast.
+top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
 
 def active_ddp_module() -> object | None:
     """Return the `DistributedDataParallel` whose forward is running, or None (2.11, 2.13, 2.15)."""
@@ -87,11 +91,6 @@ def function_mode_depth() -> int:
     return torch._C._len_torch_function_stack()
 
 
-def saved_tensor_hooks_active() -> bool:
-    """Tell whether saved tensors go through hooks here, as under an activation checkpoint (2.11, 2.13, 2.15)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
 def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply `grads` by `factor`, and set `found_inf` to 1 where one is not finite (2.11, 2.13, 2.15).
 
@@ -136,8 +135,8 @@ __all__ = [
     "push_function_mode",
     "registered_ops",
     "resolve_process_group",
-    "saved_tensor_hooks_active",
     "statically_known_true",
+    "top_saved_tensor_hooks",
     "trace_structured",
     "tree_leaves",
     "tree_map",

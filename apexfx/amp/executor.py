@@ -21,7 +21,7 @@ from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_
 
 from .cast_plan import FLAT, CastPlan, choose, masked, stored_numbers
 from .eager_ledger import EagerLedger
-from .quick_plans import by_argument, promoted_by_torch
+from .quick_plans import by_argument, float_statistics, promoted_by_torch
 from .weight_cache import CASTS, WeightCache
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
@@ -124,6 +124,8 @@ class CastExecutor(TorchFunctionMode):
         plan: Call = CastPlan(self, name, rule)
         if name in _PROMOTED_BY_TORCH and rule.kind in ("promote", "match_self"):
             return promoted_by_torch(plan)
+        if rule.kind == "batch_norm":
+            return float_statistics(plan)
         if name in FLAT and rule.kind in ("half", "float", "banned"):
             plan = by_argument(plan)
         if name in ADDITIVE_MASKS:

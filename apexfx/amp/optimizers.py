@@ -220,20 +220,23 @@ def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
     if type(optimizer)._amp_source_class not in _HAVE_FUSED:
         return False
     steps_elsewhere: list[tuple[dict[str, Any], torch.device]] = []
+    states, halves_are_wrong = optimizer.state, isinstance(optimizer, torch.optim.SGD)
     for group in optimizer.param_groups:
         if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
             return False
         num_with_grad = num_with_state = 0
         for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            if parameter.grad is not None:
-                if not _fused_kernel_is_right(optimizer, parameter, state or {}):
+            state = states.get(parameter)
+            grad = parameter.grad
+            if grad is not None:
+                if not _fused_kernel_is_right(halves_are_wrong, parameter, grad, state or {}):
                     return False
                 num_with_grad += 1
                 num_with_state += state is not None
-            step = state.get("step") if state else None
-            if step is not None and isinstance(step, Tensor) and step.device != parameter.device:
-                steps_elsewhere.append((state, parameter.device))
+            if state and "step" in state:
+                step = state["step"]
+                if isinstance(step, Tensor) and step.device != parameter.device:
+                    steps_elsewhere.append((state, parameter.device))
         # torch's fused SGD takes momentum buffers for all parameters of a group or for none.
         if group.get("momentum") and 0 < num_with_state < num_with_grad:
             return False
@@ -245,7 +248,7 @@ def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
     return True
 
 
-def _fused_kernel_is_right(optimizer: Any, parameter: Tensor, state: dict[str, Any]) -> bool:
+def _fused_kernel_is_right(halves_are_wrong: bool, parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
     """Return whether torch's fused kernel does what its loop does for this parameter.
 
     The kernels go through memory: they take the elements of gradient and state in the parameter's order, whatever
@@ -253,11 +256,10 @@ def _fused_kernel_is_right(optimizer: Any, parameter: Tensor, state: dict[str, A
     momentum as if it were float32, uninitialised memory past its end included (pytorch/pytorch#191763; torch up to 2.13).
     """
     if parameter.is_cpu:
-        if parameter.dtype in HALVES and isinstance(optimizer, torch.optim.SGD):
+        if halves_are_wrong and parameter.dtype in HALVES:
             return False
     elif not parameter.is_cuda:
         return False
-    grad = parameter.grad
     strides = parameter.stride()
     if grad.layout != torch.strided or grad.stride() != strides:
         return False

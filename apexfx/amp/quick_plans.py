@@ -14,6 +14,9 @@ from apexfx.passes.precision_rules import HALVES, Rule
 from .cast_plan import CastPlan
 from .weight_cache import CASTS
 
+# Classes of arguments that are no tensors; asking for these first spares most questions.
+NO_TENSORS = frozenset((int, float, bool, str, tuple, type(None)))
+
 
 def own_targets(rule: Rule, half: torch.dtype) -> dict[torch.dtype, torch.dtype | None]:
     """Return {dtype of an argument: its target, or None where the other arguments have a say}; the rest stay.
@@ -29,20 +32,24 @@ def by_argument(plan: CastPlan) -> Callable[..., Any]:
     """Return `plan` for a "half" or "float" rule and arguments that hold no others: each is looked at by itself."""
     executor, targets = plan.executor, own_targets(plan.rule, plan.executor.half)
     keeps_chosen, to_half, from_cache = plan.keeps_chosen, plan.rule.kind == "half", executor.cache.get
-    named_dtype = torch.dtype
+    no_tensors, named_dtype = NO_TENSORS, torch.dtype
 
-    def settle(values: list[Any]) -> bool:
-        """Cast `values` in place; return False where the whole call has to be looked at."""
+    def settled(values: list[Any]) -> bool | None:
+        """Cast `values` in place; return whether one was, or None where the whole call has to be looked at."""
         last = last_cast = None
-        for i, value in enumerate(values):
+        i = -1
+        for value in values:
+            i += 1
             kind = value.__class__
+            if kind in no_tensors:
+                continue
             if kind is Tensor or kind is Parameter or isinstance(value, Tensor):
                 dtype = value.dtype
                 if dtype in targets:
-                    target = targets[dtype]
-                    if target is None:
-                        return False
                     if value is not last:  # attention to oneself is given one tensor three times
+                        target = targets[dtype]
+                        if target is None:
+                            return None
                         last = value
                         if kind is Tensor:
                             last_cast = CASTS[target](value)
@@ -52,20 +59,35 @@ def by_argument(plan: CastPlan) -> Callable[..., Any]:
                             last_cast = executor.cast(value, target)[0]
                     values[i] = last_cast
             elif kind is named_dtype:
-                return False
-        return True
+                return None
+        return last is not None
 
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         if executor.ledger is None and not (keeps_chosen and executor.any_chosen):
             values = list(args)
             if not kwargs:
-                if settle(values):
+                if settled(values) is not None:
                     return func(*values)
             elif "out" not in kwargs and "inplace" not in kwargs:
                 named = list(kwargs.values())
-                if settle(values) and settle(named):
-                    return func(*values, **dict(zip(kwargs, named)))
+                if settled(values) is not None and (cast := settled(named)) is not None:
+                    return func(*values, **(dict(zip(kwargs, named)) if cast else kwargs))
         return plan(func, args, kwargs)
+
+    return call
+
+
+def float_statistics(plan: CastPlan) -> Callable[..., Any]:
+    """Return `plan` for a batch norm: nothing is cast where parameters and statistics are float32."""
+    executor, no_tensors = plan.executor, NO_TENSORS
+
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        if executor.ledger is not None or not args or (kwargs and ("input" in kwargs or "out" in kwargs)):
+            return plan(func, args, kwargs)
+        for value in (*args[1:], *kwargs.values()) if kwargs else args[1:]:
+            if value.__class__ not in no_tensors and not (isinstance(value, Tensor) and value.dtype is torch.float32):
+                return plan(func, args, kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     return call
 

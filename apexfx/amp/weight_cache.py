@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 
-from apexfx._torch import saved_tensor_hooks_active
+from apexfx._torch import top_saved_tensor_hooks
 
 # Shorter ways to `tensor.to(dtype)`.
 CASTS = {
@@ -38,9 +38,10 @@ class WeightCache:
     def get(self, parameter: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return the cast of `parameter`, and whether it was there already."""
         key = (id(parameter), dtype)
-        training = torch.is_grad_enabled()
-        if key in self._entries:
-            of, version, data_ptr, cast, _ = self._entries[key]
+        training = is_grad_enabled()
+        entries = self._entries
+        if key in entries:
+            of, version, data_ptr, cast, _ = entries[key]
             if (
                 of is parameter
                 and version == parameter._version
@@ -50,12 +51,12 @@ class WeightCache:
                 return cast, True
         cast = CASTS[dtype](parameter)
         if cast.requires_grad or not (torch.is_inference_mode_enabled() or parameter.is_inference()):
-            self._entries[key] = (parameter, parameter._version, parameter.data_ptr(), cast, training)
+            entries[key] = (parameter, parameter._version, parameter.data_ptr(), cast, training)
             if not training:
                 self._passing = True
         if not self.recomputes:
             # Without gradients: perhaps the first run of a reentrant checkpoint.
-            self.recomputes = not training or saved_tensor_hooks_active()
+            self.recomputes = not training or top_saved_tensor_hooks(True) is not None
         return cast, False
 
     def drop_passing(self) -> None:
