@@ -8,6 +8,7 @@ name, that the instance is moved to; so `deepcopy` and pickling keep working.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
@@ -116,12 +117,23 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
             parameter.grad = None
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
+    _warn_of_fused_sgd(optimizer)
     stash.lazy_init_called = True
     optimizer.__class__ = amp_class(type(optimizer))
     optimizer._amp_stash = stash
     register_hooks(optimizer)
     if stash.all_fp16_params:
         optimizer.load_state_dict(optimizer.state_dict())  # state made before follows the masters' dtype
+
+
+def _warn_of_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of half parameters on the CPU in torch's SGD with fused=True: see `_fused_kernel_is_right`."""
+    if isinstance(optimizer, torch.optim.SGD) and any(
+        group.get("fused") and any(p.is_cpu and p.dtype in HALVES for p in group["params"]) for group in optimizer.param_groups
+    ):
+        warnings.warn("amp.initialize was given torch.optim.SGD(fused=True) with half parameters on the CPU, most of which it "
+                      "leaves as they are (https://github.com/pytorch/pytorch/issues/191763); pass fused=False or take "
+                      "apexfx.optimizers.FusedSGD", stacklevel=4)
 
 
 @functools.lru_cache(maxsize=None)
