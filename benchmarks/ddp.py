@@ -5,7 +5,9 @@
     python benchmarks/ddp.py --memory         # peak resident memory, one launch a variant
 
 Variants take turns within one run, step by step, so that whatever else the machine does hits all of them; medians over
-`--steps` steps, of the slower rank. A step is forward, backward with averaging, and SGD.
+`--steps` steps, of the slower rank. The ratio is ours over torch's in the same turn (below 1 is faster), with quartiles.
+A step is forward, backward with averaging, and SGD; "no buffers" leaves out the broadcast of buffers in every forward,
+which is torch's default and not ours.
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import json
 import os
+import platform
 import resource
 import statistics
 import tempfile
@@ -51,6 +55,12 @@ def make(name: str) -> tuple[nn.Module, Tensor]:
 
 
 MODELS = {name: functools.partial(make, name) for name in ("mlp", "cnn", "transformer")}
+
+
+BASELINES = {  # ours -> what it is measured against
+    "apexfx": "torch DDP", "apexfx, layout ddp": "torch DDP", "apexfx, ddp, static": "torch DDP",
+    "apexfx graph": "torch DDP + compile", "apexfx, no buffers": "torch, no buffers",
+}
 
 
 def variants(model: nn.Module, compiled: bool) -> dict[str, Callable[[], nn.Module]]:
@@ -105,17 +115,36 @@ def measure(rank: int, world_size: int, store: str, given: argparse.Namespace, o
         for label, taken in times.items():
             slowest = torch.tensor(taken)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            rows.append((name, label, 1e3 * statistics.median(slowest.tolist()), 1e3 * slowest.quantile(0.1).item()))
+            times[label] = slowest.tolist()
+        rows += [row(name, label, times) for label in times]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     if rank == 0:
-        base = {name: ms for name, label, ms, _ in rows if label == "torch DDP"}
-        table = [(name, label, f"{ms:.2f}", f"{low:.2f}", f"{ms / base[name]:.2f}" if name in base else "-")
-                 for name, label, ms, low in rows]
-        if only is None:
-            print(tabulate(table, headers=("model", "variant", "median ms", "10 % ms", "x torch DDP")), flush=True)
-        else:
-            print(f"{given.models[0]:12} {only:20} peak {peak:.1f} MiB", flush=True)
+        report(rows, given, only, peak)
     dist.destroy_process_group()
+
+
+def row(model: str, label: str, times: dict[str, list[float]]) -> dict[str, object]:
+    """Return the median of one variant, and its ratio to what it is measured against."""
+    made: dict[str, object] = {"model": model, "variant": label, "median_ms": 1e3 * statistics.median(times[label])}
+    base = BASELINES.get(label)
+    if base in times:
+        ratios = [own / other for own, other in zip(times[label], times[base])]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        made |= {"against": base, "ratio": middle, "low": low, "high": high}
+    return made
+
+
+def report(rows: list[dict[str, object]], given: argparse.Namespace, only: str | None, peak: float) -> None:
+    """Print the table of times (and write it as JSON), or one line of memory."""
+    if only is not None:
+        print(f"{given.models[0]:12} {only:20} peak {peak:.1f} MiB", flush=True)
+        return
+    print(tabulate(rows, headers="keys", floatfmt=".2f"), flush=True)
+    if given.json:
+        record = {"torch": torch.__version__, "python": platform.python_version(), "ranks": given.ranks, "threads": 1,
+                  "cores": os.cpu_count(), "steps": given.steps, "rows": rows}
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def launch(given: argparse.Namespace, only: str | None = None) -> None:
@@ -130,6 +159,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.memory:
         launch(given)
