@@ -2,9 +2,9 @@
 
     python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--clock wall|cpu] [--json FILE]
 
-Rows live in `ops_<family>.py` beside this file, with a function `rows(device)` that yields `rows.Row` (`ops_norm.py`
-is a program of its own). A ratio above
-1 means ours is faster; low and high are the quartiles of the ratio over the rounds.
+Rows live in `ops_<family>.py` beside this file, with a function `rows(device)` that yields `rows.Row`. A ratio above 1
+means ours is faster; low and high are the quartiles of the ratio over the rounds. `--json` keeps what the file has of
+rows that are not measured now, so that a table can be made in several runs: `--only ops_norm`, `--only ops_batch_norm`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,21 @@ from rows import Row, copy_bandwidth, measure
 from apexfx import ops
 
 
-def load_rows(device: str):
-    """Yield (family, row) of every family file, in the order of their names."""
+def load_rows(device: str, only: list[str]):
+    """Yield (family, row) of the rows whose family or name holds a text of `only` (all where it is empty), file by file."""
+    by_family = bool(only) and all(text.startswith("ops_") for text in only)
     for path in sorted(HERE.glob("ops_*.py")):
+        if by_family and path.stem not in only:
+            continue
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)
-        for row in module.rows(device) if hasattr(module, "rows") else ():  # some are programs of their own
-            yield path.stem, row
+        for row in module.rows(device):
+            if not only or any(text in f"{path.stem} {row.name}" for text in only):
+                yield path.stem, row
+            del row
+            gc.collect()
 
 
 def main() -> int:
@@ -47,7 +53,7 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", nargs="*", default=[], help="rows whose family or name holds one of these")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rows together, roughly")
-    parser.add_argument("--expected-rows", type=int, default=24, help="rows the seconds are shared among")
+    parser.add_argument("--expected-rows", type=int, default=100, help="rows the seconds are shared among")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: for one thread on a shared machine")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
@@ -57,15 +63,16 @@ def main() -> int:
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
     copy = copy_bandwidth(arguments.device, clock)
     print(f"copy: {copy:.1f} GB/s\n")
-    print(f"{'row':40} {'ours ms':>9} {'best other':>28} {'ms':>9} {'ratio':>6} {'low':>6} {'high':>6} {'copy':>5}")
+    print(f"{'row':46} {'ours ms':>9} {'best other':>28} {'ms':>9} {'ratio':>6} {'low':>6} {'high':>6} {'copy':>5}")
     results = []
-    for family, row in load_rows(arguments.device):
-        if not arguments.only or any(text in f"{family} {row.name}" for text in arguments.only):
-            results.append(_run(row, arguments, copy, clock))
+    for family, row in load_rows(arguments.device, arguments.only):
+        results.append({"family": family, **_run(row, arguments, copy, clock)})
         del row
-        gc.collect()
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        old = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
+        measured = {row["name"] for row in results}
+        results = sorted([row for row in old if row["name"] not in measured] + results, key=lambda row: row["family"])
         record = {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "clock": arguments.clock, "libraries": loaded,
                   "copy_gigabytes_per_s": copy, "rows": results}  # fmt: skip
         arguments.json.write_text(json.dumps(record, indent=1))
@@ -77,7 +84,7 @@ def _run(row: Row, arguments: argparse.Namespace, copy: float, clock: Callable[[
     own, other = result.seconds["ours"] * 1e3, result.seconds[result.best_other] * 1e3
     share = result.gigabytes_per_s / copy
     below = "  below target" if result.target and result.ratio < result.target else ""
-    print(f"{row.name:40} {own:9.3f} {result.best_other:>28} {other:9.3f} {result.ratio:6.2f} {result.ratio_low:6.2f} "
+    print(f"{row.name:46} {own:9.3f} {result.best_other:>28} {other:9.3f} {result.ratio:6.2f} {result.ratio_low:6.2f} "
           f"{result.ratio_high:6.2f} {share:5.0%}{below}", flush=True)  # fmt: skip
     return {**dataclasses.asdict(result), "share_of_copy": share}
 

@@ -1,23 +1,16 @@
-"""Batch norm ops against torch's own kernels, on one device.
+"""Rows of batch norm, for benchmarks/ops.py: our ops against torch's own kernels.
 
-    python benchmarks/ops_batch_norm.py [--device cpu|cuda] [--threads 2] [--rounds 15] [--json PATH]
-
-Interleaved rounds, medians; the ratio is torch's time over ours (above 1 is faster). On CUDA the share of the bandwidth
-of a device copy measured in the same run is given too. "forward" is statistics + normalization (torch:
-native_batch_norm); "backward" is the reduction + the gradient of x (torch: native_batch_norm_backward); "+relu" adds a
-ReLU, fused here, a separate op in torch.
+"forward" is statistics, running buffers and normalization (torch: native_batch_norm), and has to be at least as fast;
+"backward" is the reduction and the gradient of x (torch: native_batch_norm_backward); "+relu" adds a ReLU, fused here,
+an op of its own in torch.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import torch
+from rows import Row
 from torch import Tensor
 
 from apexfx.ops.batch_norm import (
@@ -30,8 +23,24 @@ from apexfx.ops.batch_norm import (
 )
 
 # Activations of ResNet-50 at batch 32 and of smaller and odder models.
-CPU_SHAPES = ((32, 64, 56, 56), (32, 256, 14, 14), (32, 2048, 7, 7), (64, 16, 8, 8), (256, 1024))
-CUDA_SHAPES = ((128, 64, 112, 112), (128, 256, 56, 56), (128, 1024, 14, 14), (128, 2048, 7, 7), (4096, 1024))
+SHAPES = {
+    "cpu": ((32, 64, 56, 56), (32, 256, 14, 14), (32, 2048, 7, 7), (64, 16, 8, 8), (256, 1024)),
+    "cuda": ((128, 64, 112, 112), (128, 256, 56, 56), (128, 1024, 14, 14), (128, 2048, 7, 7), (4096, 1024)),
+}
+
+
+def rows(device: str) -> Iterator[Row]:
+    """Yield the rows; each builds its tensors when it is reached."""
+    for shape in SHAPES[device]:
+        for dtype in (torch.float32, torch.bfloat16):
+            for layout in ("NCHW", "NHWC") if len(shape) == 4 else ("NC",):
+                x = torch.randn(shape, device=device).to(dtype)
+                if layout == "NHWC":
+                    x = x.contiguous(memory_format=torch.channels_last)
+                kind = f"{'f32' if dtype is torch.float32 else 'bf16'} {layout} {'x'.join(map(str, shape))}"
+                for name, (ours, theirs, passes) in cases(x).items():
+                    target = 1.0 if name == "forward" else None
+                    yield Row(f"batch_norm {name} {kind}", ours, {"torch": theirs}, passes * x.numel() * x.element_size(), target)
 
 
 def cases(x: Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], object], int]]:
@@ -74,58 +83,3 @@ def cases(x: Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], objec
         "backward": (lambda: backward(False), lambda: backward_torch(False), 5),
         "backward+relu": (lambda: backward(True), lambda: backward_torch(True), 5),
     }
-
-
-def measure(functions: list[Callable[[], object]], device: str, rounds: int) -> list[float]:
-    """Return the median seconds of each function, their calls interleaved."""
-    times: list[list[float]] = [[] for _ in functions]
-    for function in functions:
-        function()
-        function()
-    for _ in range(rounds):
-        for slot, function in zip(times, functions):
-            if device == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            function()
-            if device == "cuda":
-                torch.cuda.synchronize()
-            slot.append(time.perf_counter() - start)
-    return [statistics.median(slot) for slot in times]
-
-
-def main() -> None:
-    """Print a table, and write it as JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    rows = []
-    for shape in CUDA_SHAPES if options.device == "cuda" else CPU_SHAPES:
-        for dtype in options.dtypes:
-            for layout in ("contiguous", "channels_last") if len(shape) == 4 else ("contiguous",):
-                x = torch.randn(shape, device=options.device).to(getattr(torch, dtype))
-                if layout == "channels_last":
-                    x = x.contiguous(memory_format=torch.channels_last)
-                target = torch.empty_like(x)
-                for name, (ours, theirs, passes) in cases(x).items():
-                    seconds = measure([ours, theirs, lambda: target.copy_(x)], options.device, options.rounds)
-                    copied = 2 * x.numel() * x.element_size() / seconds[2]
-                    moved = passes * x.numel() * x.element_size() / seconds[0]
-                    rows.append({
-                        "shape": list(shape), "dtype": dtype, "layout": layout, "case": name,
-                        "ms": 1e3 * seconds[0], "torch_ms": 1e3 * seconds[1], "ratio": seconds[1] / seconds[0],
-                        "share_of_copy": moved / copied,
-                    })  # fmt: skip
-                    print("{shape!s:22} {dtype:9} {layout:13} {case:14} {ms:8.3f} ms  torch {torch_ms:8.3f} ms  "
-                          "ratio {ratio:5.2f}  {share_of_copy:4.0%} of copy".format(**rows[-1]), flush=True)  # fmt: skip
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
-
-
-if __name__ == "__main__":
-    main()

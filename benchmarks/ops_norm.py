@@ -4,6 +4,8 @@
     python benchmarks/ops_norm.py --write              also write apexfx/passes/fuse_norm_table.py
     python benchmarks/ops_norm.py --device cuda --json out.json
 
+What is measured in eager mode is also among the rows of benchmarks/ops.py (`rows`).
+
 Each pair runs interleaved in one process; a time is the median. `--clock cpu` counts the process's CPU time instead of
 the clock's, for a machine that others use: give it `--threads 1`, since idle threads spin. In the Inductor rows the norm
 stands as in a transformer, after a residual add, so that the decomposition may fuse what it can; batch norm stands before
@@ -17,12 +19,13 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from rows import Row
 from torch import Tensor
 
 from apexfx.ops.layer_norm import layer_norm
@@ -39,7 +42,7 @@ TABLE = Path(__file__).resolve().parent.parent / "apexfx/passes/fuse_norm_table.
 
 
 @dataclass(frozen=True)
-class Row:
+class Measurement:
     """One measurement: seconds by the kernel and by torch, forward and backward."""
 
     op: str
@@ -108,6 +111,22 @@ def training_step(function: Callable[..., object], inputs: tuple[Tensor, ...]) -
     return run
 
 
+def rows(device: str) -> Iterator[Row]:
+    """Yield the rows of layer_norm and rms_norm, forward and backward; each builds its tensors when it is reached."""
+    for op in ("layer_norm", "rms_norm"):
+        kernel, by_torch = OPS[op]
+        others = {"torch": by_torch, "written out": written_rms_norm} if op == "rms_norm" else {"torch": by_torch}
+        for dtype in DTYPES[device]:
+            for rows, columns in SHAPES:
+                parameters = [torch.randn(columns, device=device, dtype=dtype) for _ in range(1 if op == "rms_norm" else 2)]
+                x = torch.randn(rows, columns, device=device, dtype=dtype)
+                inputs = tuple(t.requires_grad_() for t in (x, *parameters))
+                steps = {name: training_step(function, inputs) for name, function in others.items()}
+                # x read and y written; then grad and x read, dx written
+                yield Row(f"{op} {str(dtype).removeprefix('torch.')} {rows}x{columns}", training_step(kernel, inputs),
+                          steps, 5 * x.numel() * x.element_size(), 1.0)  # fmt: skip
+
+
 def interleaved(runs: list[Callable[[], None]], device: str, seconds: float, clock: Callable[[], float]) -> list[float]:
     """Return the median time of each run, one after the other in turn for `seconds`."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
@@ -127,7 +146,7 @@ def interleaved(runs: list[Callable[[], None]], device: str, seconds: float, clo
 
 def measure(
     op: str, inner: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], seconds: float, clock: Callable[[], float]
-) -> Row:
+) -> Measurement:
     """Time one op, shape and dtype both ways."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -146,10 +165,10 @@ def measure(
         inputs = (draw(*shape), draw(*shape), *parameters)
     kernel_s, torch_s = interleaved([training_step(f, inputs) for f in functions], device, seconds, clock)
     torch._dynamo.reset()
-    return Row(op, inner, device, str(dtype).removeprefix("torch."), shape, kernel_s, torch_s)
+    return Measurement(op, inner, device, str(dtype).removeprefix("torch."), shape, kernel_s, torch_s)
 
 
-def table_source(rows: list[Row], old: dict, clock: str) -> str:
+def table_source(rows: list[Measurement], old: dict, clock: str) -> str:
     """Return the source of the pass's table: the old entries, with those measured now in their place."""
     entries = dict(old)
     for key in sorted({(r.op, r.device, r.inner, r.dtype) for r in rows}):
