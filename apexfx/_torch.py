@@ -70,6 +70,13 @@ def fake_store() -> object:
     return FakeStore()
 
 
+def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor inside the wrappers that functorch transforms put around one, or `tensor` (2.11, 2.13, 2.15)."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def has_kernel(op: str, key: str) -> bool:
     """Tell whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
@@ -118,6 +125,7 @@ __all__ = [
     "active_ddp_module",
     "aot_autograd",
     "below_autograd",
+    "below_functorch",
     "compile_fx",
     "dynamo_config",
     "fake_store",

@@ -155,13 +155,15 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def _movable(node: fx.Node, tail: _Tail) -> bool:
-    """Return whether `node` may run where the ReLU does: nothing in between communicates or meets what it touches."""
+    """Return whether `node` may run where the ReLU does: nothing in between changes a mode, communicates or meets its tensors."""
     running = [named_argument(node, name) for name in ("running_mean", "running_var")]
     updated = _storages(running)
     operands = updated | _storages([*node.all_input_nodes, tail.residual])
     step = node.next
     while step is not tail.relu:
         if step is not tail.add and step.op in ("call_function", "call_method"):
+            if value(step) is None:  # gradients, autocast or inference mode switched on or off
+                return False
             if step.target is SYNC or isinstance(step.target, torch._ops.HigherOrderOperator):
                 return False
             if "c10d" in namespace(step) or _storages(written(step)) & operands:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import has_kernel
+from .._torch import has_kernel, statically_known_true
 from ..fx import value
 from ..pipeline import Pass
 from .batch_norm_rewrite import fuse_tails, input_of, rewrite, training_batch_norms
@@ -58,5 +58,7 @@ class FuseBatchnorm(Pass):
         return PassResult(gm, modified)
 
     def _is_faster(self, x: Any) -> bool:
-        return (isinstance(x, Tensor) and has_kernel("apexfx::bn_normalize", x.device.type.upper())
+        # One value a channel is an error of F.batch_norm and of the op, but not of torch.batch_norm.
+        return (isinstance(x, Tensor) and not statically_known_true(x.numel() == x.shape[1])
+                and has_kernel("apexfx::bn_normalize", x.device.type.upper())
                 and is_faster(self.ratios, "batch_norm", self.inner, x))

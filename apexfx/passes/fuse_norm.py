@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import has_kernel
+from .._torch import below_functorch, has_kernel
 from ..fx import call, fake_mode, insert_after, value
 from ..ops import layer_norm, rms_norm  # noqa: F401  registers the ops
 from ..pipeline import Pass
@@ -26,7 +26,12 @@ Ratios = Mapping[tuple[str, str, str, str], tuple[float, float]]  # as in fuse_n
 
 
 def is_faster(ratios: Ratios, op: str, inner: str, x: Tensor) -> bool:
-    """Tell whether the measurements prefer the kernel of `op` for inputs like `x` to what the inner compiler makes."""
+    """Tell whether the measurements prefer the kernel of `op` for inputs like `x` to what the inner compiler makes.
+
+    Never inside torch.func's transforms: they know torch's norms, batched or differentiated twice, and not the ops.
+    """
+    if below_functorch(x) is not x:
+        return False
     inner = "eager" if inner == "cudagraphs" else inner  # which runs the ops as eager does
     key = (op, x.device.type, inner, str(x.dtype).removeprefix("torch."))
     mean, smallest = ratios.get(key, (0.0, 0.0))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from .._torch import tree_leaves
+from .._torch import below_functorch, tree_leaves
 
 from ..fx import graphs, value
 from .op_names import canonical_name
@@ -22,7 +22,7 @@ _WITH_STATISTICS = ("batch_norm", "instance_norm", "apexfx.sync_batch_norm")
 def storages(val: Any) -> frozenset[StorageWeakRef]:
     """Return the memory that the tensors in `val` live in; views of one tensor answer the same."""
     return frozenset(
-        StorageWeakRef(leaf.untyped_storage())
+        StorageWeakRef(below_functorch(leaf).untyped_storage())
         for leaf in tree_leaves(val)
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided
     )

@@ -14,6 +14,7 @@ import apexfx
 from apexfx import capture
 from apexfx._torch import has_kernel
 from apexfx.passes.fuse_batchnorm import FuseBatchnorm
+from apexfx.passes.fuse_norm import FuseNorm
 from apexfx.passes.fuse_norm_table import RATIO
 from apexfx.printing import format_graph
 from apexfx.testing import assert_close
@@ -131,3 +132,46 @@ def test_inductor_gets_the_op_where_the_table_says_so():
         assert_close(p.grad, q.grad)
     [entry] = [p for g in transformed.report.graphs for s in g.stages for p in s.passes if p.name == "fuse_batchnorm"]
     assert len(entry.matches) == 2
+
+
+def test_a_batch_norm_without_gradient_stays_without():
+    norm = nn.BatchNorm2d(4)
+
+    def forward(x):
+        with torch.no_grad():
+            y = norm(x)
+        return F.relu(y) * norm.weight.sum()
+
+    x = torch.randn(2, 4, 3, 3, requires_grad=True)
+    pass_, _, y = rewrite(forward, x)
+    assert [match.detail for match in pass_.matches] == ["batch_norm -> apexfx.sync_batch_norm over this rank"]
+    y.sum().backward()
+    assert x.grad is None and norm.bias.grad is None
+    assert_close(norm.weight.grad, y.sum() / norm.weight.sum() * torch.ones(4), scale=8)
+
+
+@pytest.mark.parametrize(("transformed", "shape"), [
+    (torch.vmap, (3, 2, 4, 5)),
+    (lambda f: torch.func.grad(lambda t: f(t).pow(3).sum()), (2, 4, 5)),
+    (lambda f: torch.func.grad(lambda t: torch.func.grad(lambda s: f(s).pow(3).sum())(t).square().sum()), (2, 4, 5)),
+], ids=["vmap", "grad", "grad of grad"])
+def test_torch_func_keeps_torchs_norms(transformed, shape):
+    torch.manual_seed(0)
+
+    def norms(x):
+        return F.relu(F.batch_norm(F.layer_norm(x, (5,)), None, None, torch.ones(4), None, True))
+
+    x, f = torch.randn(shape), transformed(norms)
+    pass_, gm, y = rewrite(f, x)
+    assert not pass_.matches
+    assert not FuseNorm(inner="eager")(gm).modified
+    assert_close(y, f(x), scale=16)
+
+
+def test_one_value_a_channel_is_left_to_torch():
+    def forward(x):
+        return torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False)
+
+    x = torch.randn(1, 4)
+    pass_, _, y = rewrite(forward, x)
+    assert not pass_.matches and torch.equal(y, forward(x))
