@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import foreach_copy_
+
+_MESSAGE_BYTES = 2**26  # of one broadcast, unless a single tensor is larger
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -81,18 +83,39 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
 
 @torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy the values that the group's first rank holds to all its ranks: one broadcast a device, of bytes."""
-    by_device: dict[torch.device, dict[torch.dtype, list[Tensor]]] = {}
+    """Copy the values that the group's first rank holds to all its ranks, as bytes: one broadcast a device and 64 MiB."""
+    by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
-        by_device.setdefault(tensor.device, {}).setdefault(tensor.dtype, []).append(tensor)
-    for by_dtype in by_device.values():
-        # Wide dtypes first: each then starts at a multiple of its size.
-        kinds = [by_dtype[dtype] for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize)]
-        flats = [torch.cat([t.reshape(-1) for t in members]) for members in kinds]
-        message = torch.cat([flat.view(torch.uint8) for flat in flats])
-        dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
-        if dist.get_rank(group) == 0:
-            continue
-        parts = message.split([flat.numel() * flat.element_size() for flat in flats])
-        for members, flat, part in zip(kinds, flats, parts):
-            foreach_copy_(members, unflatten(part.view(flat.dtype), members))
+        by_device.setdefault(tensor.device, []).append(tensor)
+    for members in by_device.values():
+        for message in _messages(members):
+            _broadcast(message, group)
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield `tensors` in order, as many at a time as are sent at once: what is sent is held twice besides."""
+    message: list[Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        if message and num_bytes + tensor.nbytes > _MESSAGE_BYTES:
+            yield message
+            message, num_bytes = [], 0
+        message.append(tensor)
+        num_bytes += tensor.nbytes
+    yield message
+
+
+def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    # Wide dtypes first: each then starts at a multiple of its size.
+    kinds = [by_dtype[dtype] for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize)]
+    flats = [torch.cat([t.reshape(-1) for t in members]) for members in kinds]
+    message = torch.cat([flat.view(torch.uint8) for flat in flats])
+    dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
+    if dist.get_rank(group) == 0:
+        return
+    parts = message.split([flat.numel() * flat.element_size() for flat in flats])
+    for members, flat, part in zip(kinds, flats, parts):
+        foreach_copy_(members, unflatten(part.view(flat.dtype), members))

@@ -24,21 +24,22 @@ class GradBucket:
     """
 
     def __init__(self, index: int, buffer: BucketBuffer, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
-        self._index, self._buffer, self._parameters, self._is_last = index, buffer, list(parameters), is_last
+        self._index, self._parameters, self._is_last = index, list(parameters), is_last
+        self._flat, self._bucket = buffer.flat, buffer.bucket
 
     def index(self) -> int:
         return self._index
 
     def buffer(self) -> Tensor:
-        return self._buffer.flat
+        return self._flat
 
     def set_buffer(self, flat: Tensor) -> None:
-        self._buffer.flat = flat
+        self._flat = flat
 
     def gradients(self) -> list[Tensor]:
-        itemsize = self._buffer.flat.element_size()
-        begins = [slot.offset_bytes // itemsize for slot in self._buffer.bucket.slots]
-        return [self._buffer.flat[b:b + slot.numel].view(slot.shape) for b, slot in zip(begins, self._buffer.bucket.slots)]
+        itemsize = self._bucket.reduce_dtype.itemsize
+        begins = [slot.offset_bytes // itemsize for slot in self._bucket.slots]
+        return [self._flat[b:b + slot.numel].view(slot.shape) for b, slot in zip(begins, self._bucket.slots)]
 
     def parameters(self) -> list[nn.Parameter]:
         return self._parameters

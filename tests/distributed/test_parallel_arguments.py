@@ -232,6 +232,14 @@ def _broadcasts_of_every_dtype(rank):
     assert all(map(torch.equal, given, tensors(1)))
 
 
+def _broadcasts_in_parts(rank):
+    given = [torch.full((2**23,), 1.0 - rank) for _ in range(5)]  # 32 MiB each
+    with recorded() as calls:
+        broadcast_from_first(given, dist.group.WORLD)
+    assert [c.numel for c in calls] == [2**26, 2**26, 2**25]  # in bytes
+    assert all(bool((t == 1).all()) for t in given)
+
+
 def _no_sync(rank):
     model, twin, x = wrapped(rank)
     model.zero_grad()
@@ -254,6 +262,12 @@ def _static_graph(rank):
     check_mean(model, twin, x)
 
 
+def _in_another_buffer(state, bucket):
+    bucket.set_buffer(bucket.buffer() / dist.get_world_size())
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 def _comm_hooks(rank):
     seen = []
 
@@ -269,6 +283,12 @@ def _comm_hooks(rank):
         assert [c.dtype for c in calls.buckets] == [dtype] * 2
         check_mean(model, twin, x, dtype=dtype)
     assert seen == [(0, False, True, "state"), (1, True, True, "state")]
+    model, twin, x = wrapped(rank, message_size=30)
+    model.register_comm_hook(None, _in_another_buffer)
+    for _ in range(2):
+        backward(model, x)
+        check_mean(model, twin, x)
+        x = x + 1
     with pytest.raises(TypeError, match="a callable"):
         model.register_comm_hook(None, 3)
 
@@ -335,7 +355,7 @@ def _copies(rank):
 
 
 CASES = (_message_size, _delay_allreduce, _trigger_params, _retain_buffers, _dtypes, _divides, _sum_accumulates, _communicators,
-         _prof, _broadcasts, _broadcasts_of_every_dtype, _no_sync, _static_graph, _comm_hooks, _plan, _find_unused, _device, _copies)
+         _prof, _broadcasts, _broadcasts_of_every_dtype, _broadcasts_in_parts, _no_sync, _static_graph, _comm_hooks, _plan, _find_unused, _device, _copies)
 
 
 def every_argument(rank, world_size):
