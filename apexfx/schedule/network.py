@@ -95,7 +95,9 @@ class Network:
 
 @dataclass(frozen=True)
 class MeasuredNetwork:
-    """Allreduces as they were timed: straight lines between the samples, the fitted ring before, beyond, and on other ranks.
+    """Allreduces as they were timed: straight lines between the samples, the nearest one before and (in proportion) beyond.
+
+    Other numbers of ranks take what the fitted ring does.
 
     Attributes:
         samples: (bytes, seconds), by bytes.

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks-per-node", type=_positive(int), metavar="N",
                         help="that share such a link, and are joined by NVLink (default: 1)")
     parser.add_argument("--bucket-mib", type=_positive(float), metavar="MIB",
-                        help="where a bucket closes (default: 10,000,000 elements)")
+                        help="where a bucket closes (default: BucketConfig's, a quarter of the gradients within bounds)")
     parser.add_argument("--graph", action="store_true",
                         help="take the buckets from the backward graph that transform() makes, captured in a fake process "
                              "group of the most ranks, rather than from the eager executor's rule")
