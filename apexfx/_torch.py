@@ -6,6 +6,8 @@ fails, naming the line, when a torch release moves one of them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers autograd and fakes for _c10d_functional
 from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
@@ -85,6 +87,11 @@ def has_kernel(op: str, key: str) -> bool:
 def in_backward() -> bool:
     """Tell whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
+    """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
+    return parameter._post_accumulate_grad_hooks
 
 
 def registered_ops(namespace: str) -> list[str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import in_backward, tree_leaves
+from .._torch import in_backward, post_accumulate_hooks, tree_leaves
 from ..agreement import Agreement
 from ..gradient_sync import UnsynchronizedGradientError
 from ..schedule.reduce import sparse_message
@@ -88,6 +88,7 @@ class OverlappedReducer:
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.layout: Layout | None = None
         self._layouts: dict[tuple[int, ...], Layout] = {}
+        self._hooks_of: list[tuple[Any, int]] = []  # of each parameter watched: all its hooks, and which is ours
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._kept: dict[int, Tensor] = {}  # gradients reduced before, set aside while new ones are summed
         self._reduced: dict[int, Tensor] = {}
@@ -131,6 +132,7 @@ class OverlappedReducer:
         if self._separate:
             handles.append(parameter.register_hook(on_incoming))
         _hooks[parameter] = [me, *handles]
+        self._hooks_of.append((post_accumulate_hooks(parameter), handles[0].id))
 
     def _set_aside(self, key: int, p: Tensor | None) -> None:
         if p is not None and p.grad is not None and self._reduced.get(key) is p.grad:
@@ -140,9 +142,12 @@ class OverlappedReducer:
     # ---- around forward ------------------------------------------------------------------------------------------------
 
     def before_forward(self) -> None:
-        """Finish a backward that failed on this rank, so that no peer waits for it."""
+        """Finish a backward that failed on this rank, so that no peer waits for it; let the user's hooks run before ours."""
         if in_backward():
             return  # recomputed by an activation checkpoint around the wrapper
+        for hooks, ours in self._hooks_of:
+            if ours in hooks and next(reversed(hooks)) != ours:
+                hooks[ours] = hooks.pop(ours)  # autograd reads the dict itself, which move_to_end() leaves as it is
         self._queued = self._entered = False
         if self._round is not None:
             self._round.failure = self._round.failure or "an exception ended the backward on this rank"

@@ -240,6 +240,26 @@ def _broadcasts_in_parts(rank):
     assert all(bool((t == 1).all()) for t in given)
 
 
+def _users_hooks_come_first(rank):
+    """What a hook makes of a local gradient is what is averaged, whenever it was registered; as in torch DDP."""
+    model, twin, x = wrapped(rank, message_size=1)
+    torch_ddp = nn.parallel.DistributedDataParallel(twin, find_unused_parameters=True)
+
+    def scale(p):
+        p.grad.mul_(10 + rank)
+
+    for ddp in (model, torch_ddp):
+        for p in ddp.parameters():
+            p.register_post_accumulate_grad_hook(scale)
+    for _ in range(3):  # the second backward has learned the order
+        for ddp in (model, torch_ddp):
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+        for p, q in zip(model.parameters(), torch_ddp.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
 def _no_sync(rank):
     model, twin, x = wrapped(rank)
     model.zero_grad()
@@ -355,7 +375,7 @@ def _copies(rank):
 
 
 CASES = (_message_size, _delay_allreduce, _trigger_params, _retain_buffers, _dtypes, _divides, _sum_accumulates, _communicators,
-         _prof, _broadcasts, _broadcasts_of_every_dtype, _broadcasts_in_parts, _no_sync, _static_graph, _comm_hooks, _plan, _find_unused, _device, _copies)
+         _prof, _broadcasts, _broadcasts_of_every_dtype, _users_hooks_come_first, _broadcasts_in_parts, _no_sync, _static_graph, _comm_hooks, _plan, _find_unused, _device, _copies)
 
 
 def every_argument(rank, world_size):
