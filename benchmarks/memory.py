@@ -1,0 +1,68 @@
+"""Memory that each op and optimizer takes on top of its inputs, ours beside torch's, on the CPU of a Linux machine.
+
+    python benchmarks/memory.py [--only TEXT ...] [--json FILE]
+
+The rows are those of `ops.py`. Each way runs three times in a process forked for it; MiB by which the resident set grew at
+its peak: state, outputs and temporaries. A ratio above 1 means ours takes less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from ops import load_rows
+from tabulate import tabulate
+
+
+def resident(field: str) -> int:
+    """Return a field of this process's status in bytes: VmRSS now, VmHWM at its peak."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def growth(function: Callable[[], object], calls: int = 3) -> int:
+    """Return the bytes by which the resident set grows at its peak while `function` runs, in a forked process."""
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
+        before = resident("VmRSS")
+        for _ in range(calls):
+            function()
+        os.write(send, str(resident("VmHWM") - before).encode())
+        os._exit(0)
+    os.close(send)
+    with os.fdopen(receive) as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return int(text)
+
+
+def main() -> int:
+    """Run from the command line; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="rows whose family or name holds one of these")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    rows = []
+    for family, row in load_rows("cpu", arguments.only):
+        taken = {name: growth(function) / 2**20 for name, function in {"ours": row.ours, **row.others}.items()}
+        least = min(row.others, key=taken.__getitem__)
+        rows.append({"family": family, "row": row.name, "ours MiB": taken["ours"], "least other": least,
+                     "other MiB": taken[least], "ratio": taken[least] / max(taken["ours"], 2**-8)})
+        del row
+    print(tabulate(rows, headers="keys", floatfmt=".2f"))
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
