@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from ._torch import process_group_store
 
+_NOTHING = "nothing"
+
 
 class RankMismatchError(RuntimeError):
     """Ranks are about to issue different collectives, or a rank never arrived."""
@@ -83,6 +85,14 @@ class Agreement:
         return [json.loads(store.get(key)) for key in keys]
 
 
+def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
+    """Return of two mappings with the same keys only what differs, and anything else as it is."""
+    if not (isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys()):
+        return a, b
+    apart = [key for key in a if a[key] != b[key]]
+    return {key: a[key] for key in apart}, {key: b[key] for key in apart}
+
+
 def _explain(given: list[list[str]]) -> str:
     """Say where the ranks part, in the same words on every rank."""
     reference = json.loads(given[0][2])
@@ -92,7 +102,8 @@ def _explain(given: list[list[str]]) -> str:
             continue
         items = json.loads(payload)
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
-        first = [json.dumps(x[place]) if place < len(x) else "nothing" for x in (reference, items)]
+        there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
+        first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
         lines.append(f"  first difference, at position {place}: rank 0 has {first[0]}, rank {rank} has {first[1]}"
                      + (f" (there: the {what})" if what != given[0][0] else ""))
     lines.append("Every rank must build the same model with the same options and run the same graph.")
