@@ -51,7 +51,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         description="Train a residual network on scikit-learn's digits with mixed precision, synchronized batch norm "
                     "and bucketed allreduce, on ranks of this machine; print what the passes did; train it again in "
-                    "plain eager float32 on one process; compare. Fails below 97 %% test accuracy or more than one "
+                    "plain eager float32 on one process; compare. Fails below 97 % test accuracy or more than one "
                     "point below float32.",
     )
     demo.add_argument("--ranks", type=_whole_number, default=2, metavar="N", help="processes to train on")
@@ -120,10 +120,11 @@ def _simulate(arguments: argparse.Namespace) -> int:
     from .schedule import simulate_page
 
     try:
-        print(simulate_page.page(arguments))
+        page = simulate_page.page(arguments)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        print(f"apexfx: {error}" if isinstance(error, OSError) else error, file=sys.stderr)
         return 2
+    print(page)
     return 0
 
 

@@ -90,3 +90,7 @@ def test_demo_refuses_what_cannot_work_before_it_starts(capsys, tmp_path):
     assert status == 2 and "cannot write under --out" in err
     status, _, err = run(capsys, "demo", "--ranks", "4", "--batch-size", "3", "--out", str(tmp_path))
     assert status == 2 and "give at least 4" in err
+    status, _, err = run(capsys, "demo", "--batch-size", "5000", "--out", str(tmp_path))
+    assert status == 2 and "--batch-size 5000 is more than the 1258 training images" in err
+    status, _, err = run(capsys, "demo", "--ranks", "99", "--batch-size", "990", "--inner", "cudagraphs", "--out", str(tmp_path))
+    assert status == 2 and "needs a CUDA device for each of 99 ranks" in err

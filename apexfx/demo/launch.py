@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from . import show
+from .data import NUM_TRAIN
 from .train import Options, Result, train_float32
 
 REQUIRED_ACCURACY = 0.97
@@ -29,6 +30,11 @@ def run(options: Options) -> int:
     if options.global_batch == 0:
         return _refuse(f"--batch-size {options.batch_size} leaves nothing for some of {options.ranks} ranks; "
                        f"give at least {options.ranks}")
+    if options.global_batch > NUM_TRAIN:
+        return _refuse(f"--batch-size {options.batch_size} is more than the {NUM_TRAIN} training images")
+    if options.inner == "cudagraphs" and not _on_devices(options).cuda:
+        return _refuse(f"--inner cudagraphs needs a CUDA device for each of {options.ranks} ranks, and "
+                       f"{torch.cuda.device_count()} were found; use --inner eager or inductor")
     out = Path(options.out)
     try:
         out.mkdir(parents=True, exist_ok=True)
