@@ -130,7 +130,7 @@ def _optimizer_list(optimizers: Any) -> list[Any]:
 def _half_type(dtype: torch.dtype | None, models: list[nn.Module]) -> torch.dtype:
     if dtype is not None:
         if dtype not in HALVES:
-            raise ValueError(f"dtype={dtype} was given, expected torch.float16, torch.bfloat16 or None")
+            raise ValueError(f"dtype={dtype!r} was given, expected torch.float16, torch.bfloat16 or None")
         return dtype
     on_cuda = any(p.device.type == "cuda" for model in models for p in model.parameters())
     return torch.float16 if on_cuda else torch.bfloat16

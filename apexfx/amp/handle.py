@@ -63,7 +63,11 @@ class scale_loss:  # noqa: N801  Apex's name of a context manager
         self._session = session = self._find_session()
         if session is None or not session.properties.enabled:
             return self._loss
-        self._scaler = session.scalers[self._loss_id]
+        try:
+            self._scaler = session.scalers[self._loss_id]
+        except IndexError:
+            raise IndexError(f"amp.scale_loss was given loss_id={self._loss_id}, and there are {len(session.scalers)} loss "
+                             "scalers; pass num_losses=... to amp.initialize") from None
         self._plain = not self._scaler.dynamic and self._scaler.loss_scale() == 1.0 and not any(
             optimizer._amp_stash.master_weights for optimizer in self._optimizers
         )

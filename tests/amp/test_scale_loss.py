@@ -61,7 +61,7 @@ def test_loss_id_picks_the_scaler():
     _amp_state.loss_scalers[1]._loss_scale = 4.0
     backward(model, optimizer, factor=float("inf"), loss_id=1)
     assert [s.loss_scale() for s in _amp_state.loss_scalers] == [2.0**16, 2.0]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="loss_id=2, and there are 2 loss scalers; pass num_losses="):
         backward(model, optimizer, loss_id=2)
 
 
