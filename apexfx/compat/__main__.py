@@ -18,6 +18,9 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         print(USAGE, file=sys.stdout if arguments and arguments[0] != "-m" else sys.stderr)
         return 0 if arguments and arguments[0] != "-m" else 2
+    if arguments[0] != "-m" and not Path(arguments[0]).exists():
+        print(f"python -m apexfx.compat: can't open {arguments[0]!r}: no such file", file=sys.stderr)
+        return 2
     install()
     # Processes the script starts find the names through a folder on their path.
     os.environ["PYTHONPATH"] = os.pathsep.join([SHIM, *filter(None, [os.environ.get("PYTHONPATH")])])

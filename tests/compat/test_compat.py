@@ -201,3 +201,4 @@ def test_an_unmodified_distributed_script():
 def test_the_command_line_explains_itself(capsys):
     assert main(["--help"]) == 0 and "usage: python -m apexfx.compat" in capsys.readouterr().out
     assert main([]) == 2 and "usage" in capsys.readouterr().err
+    assert main(["nofile.py"]) == 2 and "can't open 'nofile.py'" in capsys.readouterr().err
