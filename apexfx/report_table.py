@@ -93,8 +93,9 @@ def _places_lines(report: Report) -> list[str]:
     lines = []
     for name, entries in by_pass.items():
         folded = places(match for entry in entries for match in entry.matches)
-        lines += ["", f"{name} rewrote"] + [f"{number:6} x {text}" for number, text in folded[:_MAX_PLACES]]
-        if rest := folded[_MAX_PLACES:]:
+        shown = _MAX_PLACES + (len(folded) == _MAX_PLACES + 1)  # a line that says "one more" would take its place
+        lines += ["", f"{name} rewrote"] + [f"{number:6} x {text}" for number, text in folded[:shown]]
+        if rest := folded[shown:]:
             lines.append(f"{sum(number for number, _ in rest):6} x at {len(rest)} more kinds of places: "
                          f"report.matches({name!r})")
     return lines
