@@ -102,6 +102,9 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _passes(arguments: argparse.Namespace) -> int:
     from . import passes_page
 
+    if arguments.markdown and arguments.name is not None:
+        print(f"apexfx: --markdown prints the page of all passes; leave {arguments.name!r} out", file=sys.stderr)
+        return 2
     if arguments.markdown:
         print(passes_page.markdown(), end="")
         return 0

@@ -178,7 +178,9 @@ def table_source(rows: list[Measurement], old: dict, clock: str) -> str:
     return "\n".join([
         '"""Measured: how much faster the apexfx norm is than what the inner compiler makes of torch\'s; data only.',
         "",
-        f"Written by benchmarks/ops_norm.py --write (torch {torch.__version__}, {torch.get_num_threads()} thread(s), {clock} time).",
+        f"Written by benchmarks/ops_norm.py --write; last run: {', '.join(sorted({r.op for r in rows}))} "
+        f"(torch {torch.__version__}, {torch.get_num_threads()} thread(s), {clock} time).",
+        "Entries that a run does not measure stay as an earlier one left them.",
         "(op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio",
         f"time(torch) / time(apexfx), forward and backward, shapes {', '.join(map(str, SHAPES))};",
         f"batch_norm with add and ReLU: {', '.join(map(str, IMAGES))}, channels_last.",

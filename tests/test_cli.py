@@ -45,6 +45,11 @@ def test_an_unknown_pass_is_refused_with_the_known_ones(capsys):
     assert "no pass 'cancel_cats'; the passes are sync_batchnorm, precision" in err
 
 
+def test_the_page_about_passes_takes_no_name(capsys):
+    status, out, err = run(capsys, "passes", "--markdown", "precision")
+    assert status == 2 and not out and "leave 'precision' out" in err
+
+
 def test_the_page_about_passes_is_what_the_command_prints(capsys):
     status, out, _ = run(capsys, "passes", "--markdown")
     assert status == 0

@@ -30,7 +30,7 @@ def check_arguments(given: Mapping[str, Any], buffer_policies: Sequence[Any]) ->
                          "allreduce_trigger_params or num_allreduce_streams > 1")
     if given["delay_allreduce"] and given["plan"] is not None:
         raise ValueError("apexfx: delay_allreduce reduces whatever gradients there are; it cannot follow a plan")
-    _check_device(given["device_ids"], given["output_device"])
+    _check_device(module, given["device_ids"], given["output_device"])
     policy = given["broadcast_buffers"]
     if not any(policy is known or (isinstance(policy, str) and policy == known) for known in buffer_policies):
         raise ValueError(f"apexfx: broadcast_buffers={policy!r} was given, expected one of {buffer_policies}")
@@ -41,11 +41,16 @@ def check_arguments(given: Mapping[str, Any], buffer_policies: Sequence[Any]) ->
             raise ValueError(f"apexfx: parameter {name!r} has no shape yet; run the lazy module once first")
 
 
-def _check_device(device_ids: Any, output_device: Any) -> None:
+def _check_device(module: nn.Module, device_ids: Any, output_device: Any) -> None:
     if device_ids and len(device_ids) > 1:
         raise ValueError(f"apexfx: device_ids={device_ids!r} was given, expected one device a process; start one process a GPU")
     if output_device is not None and (not device_ids or output_device != device_ids[0]):
         raise ValueError(f"apexfx: output_device={output_device!r} was given, expected the device in device_ids={device_ids!r}")
+    kind = next(("cuda" if isinstance(d, int) else torch.device(d).type for d in device_ids or ()), None)
+    for name, p in module.named_parameters():
+        if kind is not None and p.device.type != kind:
+            raise ValueError(f"apexfx: device_ids={device_ids!r} was given and parameter {name!r} is on {p.device}; move the module "
+                             "there first, or leave device_ids out")
 
 
 def _check_graph(module: nn.Module, given: Mapping[str, Any]) -> None:

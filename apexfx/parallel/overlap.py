@@ -17,19 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import in_backward, post_accumulate_hooks, tree_leaves
+from .._torch import in_backward, tree_leaves
 from ..agreement import Agreement
 from ..gradient_sync import UnsynchronizedGradientError
 from ..schedule.reduce import sparse_message
 from .grad_bucket import CommHook, GradBucket
+from .hooks import ParameterHooks
 from .layout import Layout, Planner
 from .status import RankFailureError, Status, StatusMessage, exchange, explain, wait
-
-# parameter -> the hooks of the wrapper that reduces it; a later wrapper of the same module takes over.
-_hooks: Any = WeakTensorKeyDictionary()
-
 
 @dataclass
 class Options:
@@ -88,7 +84,6 @@ class OverlappedReducer:
         self.comm_hook: tuple[Any, CommHook] | None = None
         self.layout: Layout | None = None
         self._layouts: dict[tuple[int, ...], Layout] = {}
-        self._hooks_of: list[tuple[Any, int]] = []  # of each parameter watched: all its hooks, and which is ours
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._kept: dict[int, Tensor] = {}  # gradients reduced before, set aside while new ones are summed
         self._reduced: dict[int, Tensor] = {}
@@ -97,6 +92,7 @@ class OverlappedReducer:
         self._num_exchanges = 0
         # Reducing an accumulated gradient as a whole averages right, but sums (or rounds) what was reduced before twice.
         self._separate = not self.config.gradient_average or self.config.comm_dtype is not None
+        self._hooks = ParameterHooks(self._on_accumulated, self._set_aside if self._separate else None)
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
 
@@ -108,31 +104,8 @@ class OverlappedReducer:
             self.agreement.ensure("parameters that take gradients", layout.describe())
             self._layouts[key] = layout
             for p in layout.parameters:
-                self._watch(p)
+                self._hooks.watch(p)
         self.layout = self._layouts[key]
-
-    def _watch(self, parameter: nn.Parameter) -> None:
-        known = _hooks.get(parameter)
-        if known is not None and known[0]() is self:
-            return
-        for handle in known[1:] if known is not None else ():
-            handle.remove()
-        me, key = weakref.ref(self), id(parameter)
-
-        def on_accumulated(p: Tensor) -> None:
-            if (reducer := me()) is not None:
-                reducer._on_accumulated(key, p)
-
-        def on_incoming(_: Tensor) -> None:
-            if (reducer := me()) is not None:
-                reducer._set_aside(key, parameter_ref())
-
-        parameter_ref = weakref.ref(parameter)
-        handles = [parameter.register_post_accumulate_grad_hook(on_accumulated)]
-        if self._separate:
-            handles.append(parameter.register_hook(on_incoming))
-        _hooks[parameter] = [me, *handles]
-        self._hooks_of.append((post_accumulate_hooks(parameter), handles[0].id))
 
     def _set_aside(self, key: int, p: Tensor | None) -> None:
         if p is not None and p.grad is not None and self._reduced.get(key) is p.grad:
@@ -145,9 +118,7 @@ class OverlappedReducer:
         """Finish a backward that failed on this rank, so that no peer waits for it; let the user's hooks run before ours."""
         if in_backward():
             return  # recomputed by an activation checkpoint around the wrapper
-        for hooks, ours in self._hooks_of:
-            if ours in hooks and next(reversed(hooks)) != ours:
-                hooks[ours] = hooks.pop(ours)  # autograd reads the dict itself, which move_to_end() leaves as it is
+        self._hooks.run_last()
         self._queued = self._entered = False
         if self._round is not None:
             self._round.failure = self._round.failure or "an exception ended the backward on this rank"

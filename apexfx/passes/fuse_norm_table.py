@@ -1,6 +1,7 @@
 """Measured: how much faster the apexfx norm is than what the inner compiler makes of torch's; data only.
 
-Written by benchmarks/ops_norm.py --write (torch 2.13.0+cpu, 1 thread(s), wall time).
+Written by benchmarks/ops_norm.py --write; last run: batch_norm (torch 2.13.0+cpu, 1 thread(s), wall time).
+Entries that a run does not measure stay as an earlier one left them.
 (op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio
 time(torch) / time(apexfx), forward and backward, shapes (4096, 768), (8192, 1024), (512, 4096);
 batch_norm with add and ReLU: (16, 32, 24, 24), (32, 64, 56, 56), (32, 256, 14, 14), (32, 1024, 7, 7), channels_last.

@@ -160,9 +160,16 @@ class BucketPlan:
 
     @classmethod
     def load(cls, path: str | Path) -> BucketPlan:
-        """Read a plan that `save` wrote."""
+        """Read a plan that `save` wrote.
+
+        Raises:
+            ValueError: the file cannot be read, or holds something else.
+        """
         try:
             return cls.from_json(json.loads(Path(path).read_text()))
+        except OSError as error:
+            raise ValueError(f"apexfx: the bucket plan {str(path)!r} cannot be read ({error.strerror}); give plan= a file that "
+                             "BucketPlan.save() wrote") from error
         except json.JSONDecodeError as error:
             raise ValueError(f"apexfx: {path} is not JSON: {error}") from error
 

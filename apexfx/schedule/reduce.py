@@ -34,15 +34,15 @@ class BucketBuffer:
         self.bucket = bucket
         self.flat = torch.zeros(bucket.numel, dtype=bucket.reduce_dtype, device=device)
         self.lent = False
-        self._slots = self._views(self.flat)
-        self._laid = [False] * len(self._slots)
-        self._casts = bucket.dtype != bucket.reduce_dtype
+        self._casts = bucket.dtype != bucket.reduce_dtype  # then every fill makes another `flat`, which has no lasting slots
+        self._slots = [] if self._casts else self._views(self.flat)
+        self._laid = [False] * len(bucket.slots)
         self._gaps = bucket.padding()
         self._zeros = torch.zeros(max(self._gaps, default=0), dtype=bucket.dtype, device=device)
 
     def clear(self) -> None:
         """Forget which gradients are laid out."""
-        self._laid = [False] * len(self._slots)
+        self._laid = [False] * len(self.bucket.slots)
 
     def lay(self, slot: int, gradient: Tensor, *, divide: bool = True) -> None:
         """Copy one gradient to its place, while it is in cache, divided by the predivisor; `fill` then leaves it out.
@@ -51,8 +51,7 @@ class BucketBuffer:
         """
         if self._casts:
             return
-        if self.lent:
-            self._renew()
+        self._take_back()
         divisor = self.bucket.predivide if divide else 1.0
         if divisor == 1.0:
             self._slots[slot].copy_(gradient)
@@ -67,20 +66,21 @@ class BucketBuffer:
             divisor = bucket.predivide if divide else 1.0
             self.flat = _scaled(torch.cat(self._pieces(gradients)), divisor, bucket.reduce_dtype)
             return
+        self._take_back()
         for slot, (laid, gradient) in enumerate(zip(self._laid, gradients)):
             if laid:
                 continue
-            if gradient is not None:
-                self.lay(slot, gradient, divide=divide)
-            else:
-                if self.lent:
-                    self._renew()
+            if gradient is None:
                 self._slots[slot].zero_()
+            else:
+                self.lay(slot, gradient, divide=divide)
         self.clear()
 
-    def _renew(self) -> None:
-        self.flat, self.lent = torch.zeros_like(self.flat), False
-        self._slots = self._views(self.flat)
+    def _take_back(self) -> None:
+        """Leave a buffer that is lent to those who have it, and take another."""
+        if self.lent:
+            self.flat, self.lent = torch.zeros_like(self.flat), False
+            self._slots = self._views(self.flat)
 
     def _pieces(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         pieces = []

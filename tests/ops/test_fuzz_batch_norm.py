@@ -7,7 +7,6 @@ must refuse all that the reference refuses; results agree.
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 from collections.abc import Callable
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from apexfx.ops import batch_norm, sync_batch_norm
+from tests.ops.fuzzing import run_campaign
 from tests.ops.test_fuzz_list_ops import NAMED, random_value
 
 REFERENCES: dict[str, Callable[..., object]] = {
@@ -118,19 +118,12 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
-def run(seed: int, calls: int) -> dict[str, int]:
-    program = f"import apexfx.ops; from tests.ops.test_fuzz_batch_norm import campaign; print(campaign({seed}, {calls}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, f"status {done.returncode}; the last lines: {done.stderr.splitlines()[-12:]}"
-    return eval(done.stdout.splitlines()[-1])  # noqa: S307  our own dict
-
-
 def test_three_thousand_calls():
-    counts = run(seed=0, calls=3000)
+    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed=0, calls=3000)
     assert counts["result"] > 600 and counts["raised"] > 600, counts
 
 
 @pytest.mark.long
 def test_thirty_thousand_calls():
-    counts = run(seed=1, calls=30_000)
+    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed=1, calls=30_000)
     assert counts["result"] > 6000 and counts["raised"] > 6000, counts

@@ -6,11 +6,12 @@ The calls run in a child process: a crash there is a failed test here, with the 
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 
 import pytest
 import torch
+
+from tests.ops.fuzzing import run_campaign
 
 OPS = (
     "adam_", "lamb_", "sgd_", "adagrad_", "novograd_", "multi_tensor_scale", "multi_tensor_axpby", "multi_tensor_l2norm",
@@ -102,19 +103,12 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
-def run(seed: int, calls: int) -> dict[str, int]:
-    program = f"import apexfx.ops; from tests.ops.test_fuzz_list_ops import campaign; print(campaign({seed}, {calls}))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, f"status {done.returncode}; the last call: {done.stderr.splitlines()[-3:]}"
-    return eval(done.stdout.splitlines()[-1])  # noqa: S307  our own dict
-
-
 def test_three_thousand_calls():
-    counts = run(seed=0, calls=3000)
+    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed=0, calls=3000)
     assert counts["result"] > 300 and counts["raised"] > 1000, counts
 
 
 @pytest.mark.long
 def test_thirty_thousand_calls():
-    counts = run(seed=1, calls=30_000)
+    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed=1, calls=30_000)
     assert counts["result"] > 3000 and counts["raised"] > 10_000, counts

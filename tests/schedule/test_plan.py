@@ -278,6 +278,8 @@ def test_an_edited_file_is_checked_when_it_is_read(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match="plan.json is not JSON"):
         BucketPlan.load(path)
+    with pytest.raises(ValueError, match=r"none.json' cannot be read \(No such file or directory\); give plan= a file"):
+        BucketPlan.load(tmp_path / "none.json")
 
 
 def test_print():
