@@ -108,7 +108,7 @@ class GraphCompiler:
         key = cache.graph_key(uuid, gm) if uuid is not None and self.config.inner != "eager" else None
         if key is not None:
             record.load_backward = functools.partial(cache.load_stage, key)
-        backward = BackwardPasses(pipeline, record, uuid, key)
+        backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
         described = self._collectives(gm, placeholders, context)
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
@@ -189,13 +189,16 @@ class BackwardPasses(CustomGraphPass):
     Args:
         pipeline: whose backward stage runs.
         record: the graph's report.
+        placeholders: the inputs of the graph that Dynamo captured.
         uuid: the cache key, or None to bypass the caches.
         key: of the report kept beside the cache entry, or None.
     """
 
-    def __init__(self, pipeline: Pipeline, record: GraphReport, uuid: str | None, key: str | None) -> None:
+    def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[capture.Placeholder],
+                 uuid: str | None, key: str | None) -> None:
         self._pipeline = pipeline
         self._record = record
+        self._placeholders = placeholders
         self._uuid = uuid
         self.key = key
         self._user_pass = inductor_config.post_grad_custom_post_pass
@@ -213,11 +216,13 @@ class BackwardPasses(CustomGraphPass):
 
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the backward stage over `gm` and put it in the report."""
+        capture.name_inputs(gm, self._placeholders)
         self._record.backward = self._pipeline.run("backward", gm, inputs=_random_inputs(gm))
         return self._record.backward
 
     def note_lowered(self, gm: fx.GraphModule) -> None:
         """Put AOTAutograd's forward graph in the report."""
+        capture.name_inputs(gm, self._placeholders)
         self._record.forward.lowered = printing.to_python(gm, header="forward graph, lowered")
 
     def uuid(self) -> Any:

@@ -13,6 +13,8 @@ from torch import fx
 from ._torch import GradAOTOutput, PlainAOTInput
 from .fx import graphs, set_value
 
+# Locals: of the user's forward, or of the function from which transform() calls a module of torch's own.
+_LOCAL = re.compile(r"^L(?:\['named_inputs'\])?\['(\w+)'\]")
 _FQN_PART = re.compile(r"_(?:modules|parameters|buffers)\['([^']*)'\]")
 
 
@@ -77,9 +79,18 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Placeho
     return tuple(placeholders)
 
 
+def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None:
+    """Give the inputs of an AOTAutograd graph the names of those that they were captured as."""
+    gm.meta["apexfx_inputs"] = tuple(p.name for p in placeholders)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        if isinstance(desc, PlainAOTInput):
+            node.meta["apexfx_name"], node.meta["apexfx_kind"] = placeholders[desc.idx].name, placeholders[desc.idx].kind
+
+
 def _placeholder(index: int, source: str, example: Any) -> Placeholder:
     parts = _FQN_PART.findall(source)
-    name = ".".join(parts) if parts else re.sub(r"^L\['(\w+)'\]", r"\1", source)
+    name = ".".join(parts) if parts else _LOCAL.sub(r"\1", source)
     if not isinstance(example, torch.Tensor):
         return Placeholder(index, name, "symint")
     # A Parameter that is an argument of forward is data of this call, not a part of the model.

@@ -92,12 +92,13 @@ def call(
     *,
     like: fx.Node,
     mode: FakeTensorMode | None = None,
+    name: str | None = None,
 ) -> fx.Node:
     """Insert a `call_function` node at the graph's insertion point, with its value and the provenance of `like`.
 
-    `mode` saves looking for the graph's fake mode when many nodes are inserted.
+    `mode` saves looking for the graph's fake mode when many nodes are inserted; `name` is made unique in the graph.
     """
-    node = graph.call_function(target, args, kwargs or {})
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
     inherit(node, like)
     set_value(node, evaluate(node, mode or fake_mode(graph)))
     return node

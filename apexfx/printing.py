@@ -14,6 +14,7 @@ from torch import fx
 
 from ._torch import FakeTensor
 from .fx import graphs, op_name, value
+from .printed_names import in_users_names
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -51,8 +52,9 @@ def describe_value(val: Any) -> str:
 def to_python(gm: fx.GraphModule, *, header: str = "") -> str:
     """Return `gm` as Python that runs: `GraphModule()(*inputs)` computes what `gm(*inputs)` does.
 
-    Dtypes and shapes are annotations, the user's source lines are comments, the bodies of activation checkpoints are
-    nested classes. Tensors that the graph holds itself are written out where they are small and made empty where not.
+    Parameters, buffers and inputs have the user's names; dtypes and shapes are annotations, the user's source lines are
+    comments, the bodies of activation checkpoints are nested classes. Tensors that the graph holds itself are written out
+    where they are small and made empty where not.
     """
     comment = f"# {header}: {sum(len(g.graph.nodes) for g in graphs(gm))} nodes\n" if header else ""
     imports: dict[str, str] = {}
@@ -98,7 +100,8 @@ def _class(gm: fx.GraphModule, name: str, imports: dict[str, str]) -> str:
     lines = [f"class {name}(torch.nn.Module):"]
     if made:
         lines += ["    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in made), ""]
-    lines.append(textwrap.indent(code.src.strip("\n").rstrip(), "    "))
+    source = in_users_names(code.src, gm.graph, gm.meta.get("apexfx_inputs", ()))
+    lines.append(textwrap.indent(source.strip("\n").rstrip(), "    "))
     lines += ["\n" + textwrap.indent(inner.rstrip(), "    ") for inner in classes]
     return "\n".join(lines) + "\n"
 
@@ -124,14 +127,11 @@ def _constant(held: Any) -> str:
     return repr(held)
 
 
-_RELEASES = re.compile(r";  (?:[A-Za-z_]\w* = )+None$")
-
-
 def comparable(text: str) -> list[str]:
-    """Return the lines of a graph's Python without what every edit changes: header, imports, `; x = None`."""
+    """Return the lines of a graph's Python without what every edit changes: header and imports."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith("class ")), 0)
-    return [_RELEASES.sub("", line.rstrip()) for line in lines[start:]]
+    return [line.rstrip() for line in lines[start:]]
 
 
 def shorten_hashes(text: str) -> str:

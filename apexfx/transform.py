@@ -230,8 +230,8 @@ def _private(function: Any) -> Any:
         own.__qualname__ = function.__qualname__  # no __wrapped__: Dynamo would follow it to the shared code object
         return own
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    def forward(module: Any, *inputs: Any, **named_inputs: Any) -> Any:  # printed_names.py knows this line
+        return function(module, *inputs, **named_inputs)
 
     return _with_own_code(forward)
 
@@ -327,4 +327,6 @@ class _Runtime:
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(forward, types.MethodType):
         return types.MethodType(_private(forward.__func__), forward.__self__)
-    return _private(forward)
+    if isinstance(forward, types.FunctionType):
+        return _with_own_code(forward)
+    return _with_own_code(lambda *inputs, **named_inputs: forward(*inputs, **named_inputs))

@@ -37,7 +37,7 @@ def compact(diff: str) -> str:
             lines.append(line)
         elif sign in "+-" and text and not text.startswith("#") and not text.startswith("File"):
             text = re.sub(r", layout = torch.strided|, device = device\(type='cpu'\)", "", text)
-            lines.append(f"{sign} {text.partition('  # ')[0]}")
+            lines.append(f"{sign} {text}")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..fx import call, module_path, source_line, value
+from ..printed_names import users_name
 from ..printing import short_dtype
 from .op_names import canonical_name
 from .precision_rules import ADDITIVE_MASKS, FLOATS
@@ -92,10 +94,17 @@ def additive_mask(node: fx.Node, name: str) -> fx.Node | None:
     return mask if isinstance(mask, fx.Node) else None
 
 
+_LAST_DTYPE = re.compile(r"_b?f\d+(?:_\d+)?$")
+
+
 def insert_cast(tensor: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any) -> fx.Node:
-    """Insert a cast of `tensor` to `dtype` before a node, with the provenance of `like`, and return it."""
+    """Insert a cast of `tensor` to `dtype` before a node, with the provenance of `like`, and return it.
+
+    It is called after what it casts: "fc_weight_bf16".
+    """
+    name = f"{_LAST_DTYPE.sub('', users_name(tensor))}_{short_dtype(dtype)}"
     with tensor.graph.inserting_before(before):
-        return call(tensor.graph, CAST, (tensor,), {"dtype": dtype}, like=like, mode=mode)
+        return call(tensor.graph, CAST, (tensor,), {"dtype": dtype}, like=like, mode=mode, name=name)
 
 
 def insert_limits(tensor: fx.Node, half: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any) -> fx.Node:

@@ -1,0 +1,84 @@
+"""The names that printed graphs use: those of the user's program, where Dynamo and AOTAutograd have their own.
+
+Only the text is changed; the nodes keep the names by which torch knows them.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Sequence
+
+from torch import fx
+
+_WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+_ALIAS = re.compile(r"\s*(\w+) = (\w+)")
+_RELEASES = re.compile(r";  (?:[A-Za-z_]\w* = )+None$", re.MULTILINE)
+_OWN_FRAME = "code: return function(module, *inputs, **named_inputs)"  # transform() calling a module of torch's own
+_TAKEN = ("self", "torch", "device", "inf", "nan", "pytree", "fx_pytree", "NoneType")
+# What AOTAutograd says of its graphs' inputs and outputs.
+_DESCRIPTION = re.compile(r"  # (None|(?:\w+AOT(?:Input|Output)|SavedForBackwards\w*)\(.*\))$", re.MULTILINE)
+_GRADIENT = re.compile(r"GradAOTOutput\(grad_of=PlainAOTInput\(idx=(\d+)\)\)")
+_RESULT = re.compile(r"PlainAOTOutput\(idx=(\d+)\)")
+_TANGENT = re.compile(r"TangentAOTInput\(output=PlainAOTOutput\(idx=(\d+)\)\)")
+
+
+def identifier(name: str) -> str:
+    """Return the user's `name`, "layer1.0.weight", as a Python name, "layer1_0_weight"."""
+    made = re.sub(r"\W+", "_", name).strip("_") or "_"
+    return f"_{made}" if made[0].isdigit() else made
+
+
+def users_name(node: fx.Node) -> str:
+    """Return what printed code calls `node`, unless that name is taken."""
+    return identifier(node.meta["apexfx_name"]) if "apexfx_name" in node.meta else node.name
+
+
+def in_users_names(source: str, graph: fx.Graph, input_names: Sequence[str] = ()) -> str:
+    """Return `source`, the code of `graph`, with the inputs called what the user calls them.
+
+    Args:
+        source: as `graph.python_code` makes it.
+        graph: placeholders hold the user's names in `meta["apexfx_name"]`.
+        input_names: of the graph that Dynamo captured, in order; an AOTAutograd graph refers to them by number.
+    """
+    renamed = _renamed(graph)
+    lines = []
+    for line in source.splitlines():
+        alias = _ALIAS.fullmatch(line)
+        if alias and renamed.get(alias[1], alias[1]) == renamed.get(alias[2]):
+            continue  # `l_x_ = L_x_`
+        if _OWN_FRAME in line or (not line.strip() and lines and lines[-1].endswith("):")):
+            continue
+        lines.append(line if line.lstrip().startswith("#") else _WORD.sub(lambda m: renamed.get(m[0], m[0]), line))
+    return _DESCRIPTION.sub(lambda m: _described(m[1], input_names), _RELEASES.sub("", "\n".join(lines)))
+
+
+def _renamed(graph: fx.Graph) -> dict[str, str]:
+    """Return {name in the code: the user's} for the placeholders; a name that another node has gets the kind behind it."""
+    placeholders = graph.find_nodes(op="placeholder")
+    taken = {*_TAKEN, *keyword.kwlist, *(node.name for node in graph.nodes if "apexfx_name" not in node.meta)}
+    renamed = {}
+    for node in placeholders:
+        if "apexfx_name" not in node.meta:
+            continue
+        name = users_name(node)
+        if name in taken:
+            name += "_" + node.meta.get("apexfx_kind", "input")
+        while name in taken:
+            name += "_"
+        taken.add(name)
+        renamed[node.name] = renamed[str(node.target)] = name
+    return renamed
+
+
+def _described(text: str, input_names: Sequence[str]) -> str:
+    if (found := _GRADIENT.fullmatch(text)) and int(found[1]) < len(input_names):
+        return f"  # gradient of {input_names[int(found[1])]}"
+    if found := _TANGENT.fullmatch(text):
+        return f"  # gradient of output {found[1]}"
+    if found := _RESULT.fullmatch(text):
+        return f"  # output {found[1]}"
+    if text.startswith("SavedForBackwards"):
+        return "  # saved for backward"
+    return "" if text == "None" or text.startswith("PlainAOTInput(") else f"  # {text}"
