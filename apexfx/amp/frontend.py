@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from typing import Any
 
@@ -82,6 +83,7 @@ def initialize(
                            "`O0`, `O1`, etc., the prefix O is the letter O, not the number zero.")
     model_list = _as_list(models, "models", nn.Module)
     optimizer_list = _optimizer_list(optimizers)
+    _check_belong(optimizer_list, model_list)
     for model in model_list:
         check_wrapper(model)
     half = _half_type(dtype, model_list)
@@ -110,7 +112,9 @@ def _as_list(given: Any, what: str, kind: type) -> list[Any]:
         return [given]
     if isinstance(given, list):
         return list(given)
-    raise TypeError(f"{what} must be either a single {kind.__name__} or a list of them, got {type(given).__name__}")
+    swapped = isinstance(given, torch.optim.Optimizer)
+    raise TypeError(f"{what} must be either a single {kind.__name__} or a list of them, got {type(given).__name__}"
+                    + ("; models come first: amp.initialize(model, optimizer)" if swapped else ""))
 
 
 def _optimizer_list(optimizers: Any) -> list[Any]:
@@ -125,6 +129,17 @@ def _optimizer_list(optimizers: Any) -> list[Any]:
             raise TypeError("optimizers must be either a single optimizer or a list of optimizers, got "
                             f"{type(optimizer).__name__}")
     return list(given)
+
+
+def _check_belong(optimizers: list[Any], models: list[nn.Module]) -> None:
+    """Warn of an optimizer that would train none of the models."""
+    parameters = {p for model in models for p in model.parameters()}
+    for i, optimizer in enumerate(optimizers):
+        own = [p for group in optimizer.param_groups for p in group["params"]]
+        if parameters and own and parameters.isdisjoint(own):
+            warnings.warn(f"amp.initialize: none of the {len(own)} parameters of optimizers[{i}] ({type(optimizer).__name__}) "
+                          "belongs to the models given; was it made for another model, or before the model was replaced "
+                          "by a copy?", stacklevel=3)
 
 
 def _half_type(dtype: torch.dtype | None, models: list[nn.Module]) -> torch.dtype:

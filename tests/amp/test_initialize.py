@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ def test_returns_have_the_shape_of_the_arguments():
     assert initialize([b, c]) == [b, c]
     optimizer = sgd(a)
     assert initialize(a, optimizer) == (a, optimizer)
-    assert initialize([a], [sgd(b), sgd(c)])[0] == [a]
+    assert initialize([a], [sgd(a), sgd(a)])[0] == [a]
     assert initialize(a, []) == (a, [])
 
 
@@ -93,6 +95,21 @@ def test_a_half_model_is_refused_unless_allowed():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_bfloat16_and_double_models_pass(dtype):
     initialize(nn.Linear(2, 2).to(dtype))
+
+
+def test_models_come_first():
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"got SGD; models come first: amp\.initialize\(model, optimizer\)"):
+        initialize(sgd(model), model)
+
+
+def test_an_optimizer_of_another_model_is_pointed_out():
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with pytest.warns(UserWarning, match=r"none of the 2 parameters of optimizers\[1\] \(SGD\) belongs to the models"):
+        initialize(model, [sgd(model), sgd(other)], opt_level="O2")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        initialize([model, other], sgd(other), opt_level="O1")
 
 
 def test_an_optimizer_goes_through_once():
