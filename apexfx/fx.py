@@ -189,8 +189,7 @@ def module_path(node: fx.Node) -> str:
 
 def _dotted(path: str) -> str:
     # Dynamo writes L['self']._modules['layer1']._modules['0'] or L['self'].layer1[0], by version and by module kind.
-    # L['args'][0] is the model where transform() calls a forward of torch's own through a function that Dynamo traces.
-    for old, new in (("L['args'][0]", "L.self"), ("._modules['", "."), ("']", ""), ("['", "."), ("[", "."), ("]", "")):
+    for old, new in (("._modules['", "."), ("']", ""), ("['", "."), ("[", "."), ("]", "")):
         path = path.replace(old, new)
     return ".".join(path.split(".")[2:]) if path.startswith("L.") else path.partition(".")[2]
 

@@ -59,7 +59,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     config = TransformConfig.from_options(options)
     _check_model(model, config)
     validate(config.passes)
-    passes_.check_skip(config)
+    passes_.check_names(config)
     compiler = compiler_for(config)
     if config.buckets is not None:
         check_options(config.buckets, dict(model.named_parameters(remove_duplicate=False)),

@@ -408,8 +408,10 @@ def test_hugging_face_generate_goes_through_the_graphs():
 def test_a_failed_transform_leaves_the_model():
     source = Net()
     before = {name: (p.dtype, id(p)) for name, p in source.named_parameters()}
-    with pytest.raises(ValueError, match="skip names 'nonsense'"):
-        apexfx.transform(source, opt_level="O3", skip=("nonsense",))
+    with pytest.raises(ValueError, match="skip names 'precison', which is no pass; did you mean 'precision'"):
+        apexfx.transform(source, opt_level="O3", skip=("precison",))
+    with pytest.raises(ValueError, match="precision={'conv': 'flot32'} was given, expected torch.float32"):
+        apexfx.transform(source, opt_level="O3", precision={"conv": "flot32"})
     assert {name: (p.dtype, id(p)) for name, p in source.named_parameters()} == before
 
 

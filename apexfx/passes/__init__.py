@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from .cancel_casts import CancelCasts
 from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
 from .precision import Precision
+from .precision_policy import Policy
 from .schedule_comm import ScheduleComm
 from .sync_batchnorm import SyncBatchnorm
 
@@ -105,17 +107,20 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
     Raises:
         ValueError: `skip=` names a pass that does not exist.
     """
-    check_skip(config)
+    check_names(config)
     built = [row.build(config, context) for row in TABLE if row.pass_type.name not in config.skip]
     return [p for p in built if p is not None] + [p for p in config.passes if p.name not in config.skip]
 
 
-def check_skip(config: TransformConfig) -> None:
-    """Refuse names in `skip=` that no pass has."""
+def check_names(config: TransformConfig) -> None:
+    """Refuse names in `skip=` that no pass has, and what `precision=` cannot mean."""
     known = [row.pass_type.name for row in TABLE] + [getattr(p, "name", "") for p in config.passes]
     for name in config.skip:
         if name not in known:
-            raise ValueError(f"apexfx: skip names {name!r}, which is no pass; the passes are {', '.join(known)}")
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"apexfx: skip names {name!r}, which is no pass" + (f"; did you mean {near[0]!r}?" if near else "")
+                             + f" The passes are {', '.join(known)}")
+    Policy(config.level, config.dtype or torch.bfloat16, config.precision)
 
 
 def describe() -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +13,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..fx import fake_mode, op_name, value
+from ..fx import fake_mode, module_path, op_name, value
 from ..pipeline import Pass
 from .casts import CastRow, dtype_of
 from .model_casts import cast_entries
@@ -73,7 +74,9 @@ class Precision(Pass):
         walk.rewrite(gm)
         walk.restore_outputs(gm)
         for key in self.policy.unused():
-            log.warning("apexfx: precision[%r] covers no module path and no op of this graph", key)
+            near = difflib.get_close_matches(key, [module_path(node) for node in captured], n=1)
+            log.warning("apexfx: precision[%r] covers no module path and no op of this graph%s", key,
+                        f"; did you mean {near[0]!r}?" if near else "")
         return PassResult(gm, len(self.rows) > before or walk.edited)
 
     def note(self, cast: fx.Node, row: CastRow) -> None:

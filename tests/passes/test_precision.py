@@ -370,6 +370,8 @@ def test_overrides(level, overrides, expected):
 def test_an_override_that_covers_nothing_is_named(caplog):
     run(Nested(), torch.randn(5, 4), overrides={"decoder.*": "float32"})
     assert "precision['decoder.*'] covers no module path and no op" in caplog.text
+    run(Nested(), torch.randn(5, 4), overrides={"encodre": "float32"})
+    assert "precision['encodre'] covers no module path and no op of this graph; did you mean 'encoder" in caplog.text
 
 
 @pytest.mark.parametrize("overrides, error", [
