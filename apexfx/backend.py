@@ -312,7 +312,9 @@ def _compiler(config: TransformConfig, groups: Groups, label: str) -> GraphCompi
     # The fake process group, made for looking at graphs, has no peers to ask.
     if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
         agreement = Agreement(group, label, buckets.timeout_s if buckets is not None else BucketConfig().timeout_s)
-    sync = GradientSync(groups.gradients, buckets) if groups.gradients is not None else None
+    sync = None
+    if groups.gradients is not None:
+        sync = GradientSync(groups.gradients, buckets, agreement.label if agreement is not None else None)
     return GraphCompiler(config, report=Report(config.describe()), groups=groups, gradient_sync=sync, agreement=agreement)
 
 

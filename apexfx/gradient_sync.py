@@ -2,7 +2,8 @@
 
 The allreduce itself is nodes in the backward graph. What a graph cannot see is a gradient computed outside of it: a
 forward that bypassed the transformed model, a frame that Dynamo left to eager. Each parameter carries one hook that
-knows whether a synchronizing backward is under way.
+knows whether a synchronizing backward is under way. Nor can it see that its collectives meet those of another step on
+a rank that skipped a backward: each backward sends ahead how many forwards its rank has run.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ class GradientSync:
     Args:
         group: over which gradients are reduced.
         config: the bucket options.
+        label: tells this model's keys in the store apart; None for a group without peers to compare with.
 
     Attributes:
         enabled: False inside `no_sync()`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: BucketConfig) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: BucketConfig, label: str | None = None) -> None:
         self.group = group
         self.config = config
         self.enabled = True
+        self._count = _forward_count(group, label, config.timeout_s) if label is not None else None
         self._names: dict[str, weakref.ref[nn.Parameter]] = {}
         self._hooked: set[int] = set()  # parameters, by id as below: a tied one has several names
         self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
@@ -116,13 +119,21 @@ class GradientSync:
             return
         members = [id(p) for p in parameters]
         flush = self.enabled and not reduces
+        device = parameters[0].device if parameters else torch.device("cpu")
 
         def on_backward(_grads: Any) -> None:
+            if self._count is not None and (reduces or flush):
+                self._count.send(device)
             (self._reduced if reduces else self._local).update(members)
             self._flush_due |= flush
             self._queue_end_of_backward()
 
         node.register_prehook(on_backward)
+
+    def on_training_forward(self) -> None:
+        """Count a forward of the whole model: a backward is to follow on every rank."""
+        if self._count is not None and self.enabled and not in_backward():
+            self._count.forwards += 1
 
     def _queue_end_of_backward(self) -> None:
         if not self._callback_queued:
@@ -144,7 +155,11 @@ class GradientSync:
 
     def _end_of_backward(self) -> None:
         flush = self._flush_due
-        self._forget_backward()
+        try:
+            if self._count is not None:
+                self._count.compare()
+        finally:
+            self._forget_backward()
         if flush:
             self.flush()
 
@@ -152,6 +167,8 @@ class GradientSync:
         self._flush_due = self._callback_queued = False
         self._reduced.clear()
         self._local.clear()
+        if self._count is not None:
+            self._count.forget()
 
     def flush(self) -> None:
         """Average the accumulated `.grad` of every watched parameter over the ranks, in the plan's buckets."""
@@ -163,6 +180,12 @@ class GradientSync:
             if (p := ref()) is not None and p.requires_grad:
                 live.setdefault(id(p), (name, p))  # a tied parameter once, by its first name
         reduce_gradients(dict(live.values()), self.config, self.group)
+
+
+def _forward_count(group: dist.ProcessGroup, label: str, timeout_s: float) -> Any:
+    from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
+
+    return ForwardCount(group, label, timeout_s)
 
 
 def _compiled_node(outputs: Any) -> Any:

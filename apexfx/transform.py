@@ -185,7 +185,7 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn
     @torch._dynamo.disable(recursive=False)
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_apexfx"].call(args, kwargs)
+        return self.__dict__["_apexfx"].call(args, kwargs, trains=self.training)
 
     names = {name: Inspection.__dict__[name] for name in public}
     return type(f"Apexfx{cls.__name__}", (TransformedModule, cls), {"__module__": cls.__module__, "forward": forward, **names})
@@ -260,7 +260,7 @@ class _Runtime:
             variant = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
                                     agreement=compiler.agreement, reduce_gradients=False)
             self._local = self._compiled(_again(forward), variant)
-        self._checked = False
+        self._checked = self._capturing = False
         self._patch = dynamo_config.patch(_DYNAMO)
         self._parameters = [name for name, _ in model.named_parameters()]
         self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
@@ -268,8 +268,10 @@ class _Runtime:
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trains: bool) -> Any:
         sync = self.compiler.gradient_sync
+        if sync is not None and trains and torch.is_grad_enabled() and not self._capturing:
+            sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local
         if self.config.level.half_parameters:
             # Dynamo evaluates the model as it is: half parameters need half inputs before it traces anything.
@@ -314,10 +316,12 @@ class _Runtime:
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._capturing = True
         try:
             with torch.random.fork_rng(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
                 model(*args, **kwargs)
         finally:
+            self._capturing = False
             with torch.no_grad():
                 for buffer, old in buffers:
                     buffer.copy_(old)

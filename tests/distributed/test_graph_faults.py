@@ -1,0 +1,160 @@
+"""What goes wrong in data parallel training on transformed graphs, and what every rank is told. Run with -s to read it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import apexfx
+from apexfx import RankMismatchError, UnsynchronizedGradientError
+from apexfx.config import BucketConfig
+from apexfx.parallel import DistributedDataParallel, RankFailureError
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_parallel_faults import Net, raises
+
+
+def transformed(model=None, timeout_s=15, **options):
+    return apexfx.transform(model or Net(), opt_level="O0", inner="eager", ddp=BucketConfig(timeout_s=timeout_s), **options)
+
+
+def train(model, rank, steps=1, scale=1.0):
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.full((2, 3), scale * (rank + 1))).sum().backward()
+
+
+def _another_model(rank, world_size, report):
+    with raises("another model", report, rank, RankMismatchError, r'rank 0 has \["a.weight", \[4, 3\]', 20):
+        transformed(Net(5 if rank == 1 else 4))
+    dist.barrier()
+    model = transformed(skip=("bucket_allreduce",) if rank == 1 else ())
+    with raises("another pass", report, rank, RankMismatchError, "do not agree on the collectives of graph 0", 20):
+        train(model, rank)
+
+
+def _skipped_backward(rank, world_size, report):
+    for model in (transformed(), DistributedDataParallel(apexfx.transform(Net(), opt_level="O0", inner="eager"), timeout_s=15)):
+        train(model, rank, 2)
+        if rank == 1:
+            model(torch.ones(2, 3))  # and no backward: the loss was not finite, say
+        with raises("skipped backward", report, rank, RankFailureError, "rank 1: 4 forwards so far\n.*A rank skipped|rank 1: 4", 20):
+            train(model, rank)
+        train(model, rank, 2)  # the ranks are in step again
+        assert all((p.grad == 2).all() for name, p in model.named_parameters() if name.endswith("b.bias"))
+
+
+def _harmless_forwards(rank, world_size, report):
+    """Forwards that no backward is to follow, on one rank only, are no fault."""
+    model = transformed()
+    train(model, rank)
+    if rank == 0:
+        with torch.no_grad():
+            model(torch.ones(2, 3))
+        model.eval()(torch.ones(2, 3))
+        model.train().capture(torch.ones(2, 3))
+        with model.no_sync():
+            model(torch.ones(2, 3))
+    train(model, rank, 2)
+    with model.no_sync():
+        train(model, rank)
+    model(torch.full((2, 3), rank + 1.0)).sum().backward()  # flushes two micro-batches
+    assert (model.b.bias.grad == 4).all()
+
+
+def _several_backwards(rank, world_size, report):
+    model = transformed()
+    x = torch.full((2, 3), rank + 1.0)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(x).sum()
+        torch.autograd.grad(loss, [model.b.bias], retain_graph=True)
+        (model(x).sum() + model(2 * x).sum()).backward()
+        assert (model.b.bias.grad == 4).all()
+
+
+def _failed_forward(rank, world_size, report):
+    """An exception between forward and backward on one rank is a skipped backward."""
+    model = transformed()
+    train(model, rank)
+    with contextlib.suppress(ZeroDivisionError):
+        loss = model(torch.full((2, 3), rank + 1.0)).sum()
+        if rank == 0:
+            raise ZeroDivisionError("in the user's loss")
+        with raises("failed loss", report, rank, RankFailureError, "rank 0: 3 forwards so far", 20):
+            loss.backward()
+    if rank == 0:
+        with raises("failed loss", report, rank, RankFailureError, "rank 0: 3 forwards so far", 20):
+            train(model, rank)
+    train(model, rank)
+
+
+def _not_a_number(rank, world_size, report):
+    model = transformed()
+    train(model, rank)
+    train(model, rank, scale=float("nan") if rank == 1 else 1.0)
+    for name, p in model.named_parameters():
+        everyones = [torch.empty_like(p.grad) for _ in range(world_size)]
+        dist.all_gather(everyones, p.grad)
+        # The same on every rank, so that a loss scaler skips the step on all of them.
+        assert all(torch.equal(g.isnan(), p.grad.isnan()) for g in everyones)
+        assert p.grad.isnan().all() == name.endswith("weight")
+    train(model, rank)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def _bypassed(rank, world_size, report):
+    source = Net()
+    model = transformed(source)
+    train(model, rank)
+    with raises("bypassed forward", report, rank, UnsynchronizedGradientError, "computed outside of the transformed model", 20):
+        source(torch.full((2, 3), rank + 1.0)).sum().backward()
+    dist.barrier()
+    train(model, rank)
+    assert (model.b.bias.grad == 2).all()
+
+
+def _stuck(rank, world_size, report):
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    model = transformed(process_group=group)
+    train(model, rank)
+    if rank == 1:
+        time.sleep(6)
+    else:
+        with raises("stuck rank", report, rank, RuntimeError, "(?i)timed out|timeout", 15):
+            train(model, rank)
+
+
+def _killed(rank, world_size, report):
+    model = transformed()
+    train(model, rank)
+    loss = model(torch.full((2, 3), rank + 1.0)).sum()
+    if rank == 1:
+        loss.register_hook(lambda _: os._exit(0))  # while the others wait in their graphs, as by SIGKILL
+    with raises("killed rank", report, rank, RuntimeError, "(?i)connection|reset|closed", 30):
+        loss.backward()
+    os._exit(0)  # the group is broken: no barrier
+
+
+CASES = (_another_model, _skipped_backward, _harmless_forwards, _several_backwards, _failed_forward, _not_a_number, _bypassed,
+         _stuck, _killed)
+
+
+def every_fault(rank, world_size, report):
+    for case in CASES:
+        torch._dynamo.reset()
+        case(rank, world_size, report)
+        if case is not _killed:
+            dist.barrier()
+
+
+def test_every_fault(tmp_path):
+    run_ranks(every_fault, 3, str(tmp_path), timeout=240)
+    for path in sorted(tmp_path.iterdir()):
+        print(f"\n[{path.stem}] rank {path.suffix[1:]}: {path.read_text()}")
+    assert (tmp_path / "killed rank.0").exists() and (tmp_path / "killed rank.2").exists()
