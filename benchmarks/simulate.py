@@ -1,6 +1,6 @@
 """The simulator against reality: predicted and measured steps of two gloo ranks on this machine, in one run.
 
-    python benchmarks/simulate.py [--turns 40] [--models mlp cnn transformer] [--free]
+    python benchmarks/simulate.py [--launches 5] [--turns 40] [--models mlp cnn transformer] [--free]
 
 Everything takes turns: a sample of the calibration (flat allreduces, copies, modules of one-element parameters), a step of
 each model without communication, the same beside flat allreduces, and a step of
@@ -8,7 +8,8 @@ each model without communication, the same beside flat allreduces, and a step of
 over the turns, of the slower rank.
 
 Each rank is pinned to a core of its own, which also runs its communication threads, and the cores are kept from halting:
-`--free` leaves both to the machine.
+`--free` leaves both to the machine. A model's tensors lie elsewhere in every process, which alone moves a step by several
+percent: each launch is a new pair of processes, and the table shows medians over the launches.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,11 +52,11 @@ def keep_awake(core: int) -> None:
         pass
 
 
-def measure(rank: int, num_ranks: int, store: str, given: argparse.Namespace) -> None:
+def measure(rank: int, num_ranks: int, folder: str, given: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     if not given.free:
         os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    dist.init_process_group("gloo", store=dist.FileStore(store, num_ranks), rank=rank, world_size=num_ranks)
+    dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), num_ranks), rank=rank, world_size=num_ranks)
     group = dist.group.WORLD
     calibration = Calibration(group)
     alone: dict[str, Callable[[], Profile]] = {}
@@ -84,13 +86,14 @@ def measure(rank: int, num_ranks: int, store: str, given: argparse.Namespace) ->
             for samples in (*calibration.samples.values(), *profiles.values(), *times.values()):
                 samples.clear()
     if rank == 0:
-        report(calibration, profiles, times, num_ranks, given)
+        Path(folder, "launch.json").write_text(json.dumps(compared(calibration, profiles, times, num_ranks)))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(calibration: Calibration, profiles: dict[str, list[Profile]], times: dict[tuple[str, int], list[float]],
-           num_ranks: int, given: argparse.Namespace) -> None:
+def compared(calibration: Calibration, profiles: dict[str, list[Profile]], times: dict[tuple[str, int], list[float]],
+             num_ranks: int) -> dict[str, Any]:
+    """Return what one launch measured and predicted."""
     network = calibration.network()
     combined = {name: combine(samples, "measured") for name, samples in profiles.items()}
     costs = {name: calibration.costs(name, profile.compute_s) for name, profile in combined.items()}
@@ -103,25 +106,45 @@ def report(calibration: Calibration, profiles: dict[str, list[Profile]], times: 
                      "exposed_ms": 1e3 * made.exposed_s, "predicted_ms": 1e3 * made.step_s, "measured_ms": 1e3 * taken,
                      "error": made.step_s / taken - 1})
     link = network.fitted.levels[0].link
-    print(f"latency {1e6 * link.latency_s:.0f} us, {link.bytes_per_s / 1e6:.0f} MB/s; {given.turns} turns, "
-          f"torch {torch.__version__}")
-    for name, cost in costs.items():
-        print(f"{name}: at once, compute keeps {cost.compute_rate:.2f} of its speed and an allreduce {cost.wire_rate:.2f}")
+    return {"latency_us": 1e6 * link.latency_s, "mb_per_s": link.bytes_per_s / 1e6, "allreduce": network.samples,
+            "costs": {name: asdict(cost) for name, cost in costs.items()}, "rows": rows}
+
+
+def report(launches: list[dict[str, Any]], given: argparse.Namespace) -> None:
+    """Print medians over the launches, and the largest error of those and of any single one; save them all."""
+    for launch in launches:
+        rates = "; ".join(f"{name} {cost['compute_rate']:.2f} and {cost['wire_rate']:.2f}" for name, cost in launch["costs"].items())
+        print(f"latency {launch['latency_us']:.0f} us, {launch['mb_per_s']:.0f} MB/s; of their speed, at once, compute and "
+              f"an allreduce keep: {rates}; largest error {100 * max(abs(r['error']) for r in launch['rows']):.1f} %")
     columns = ("compute_ms", "communication_ms", "exposed_ms", "predicted_ms", "measured_ms")
-    print(tabulate([(r["model"], f"{r['bucket_mib']:.2f}", r["buckets"], *(f"{r[column]:.1f}" for column in columns),
-                     f"{100 * r['error']:+.1f} %") for r in rows],
-                   headers=("model", "bucket MiB", "buckets", *(column.replace("_", " ") for column in columns), "error"),
-                   disable_numparse=True))
-    print(f"largest error {100 * max(abs(r['error']) for r in rows):.1f} %", flush=True)
+    table, worst = [], 0.0
+    for rows in zip(*(launch["rows"] for launch in launches)):
+        errors = sorted(row["error"] for row in rows)
+        middle = statistics.median(errors)
+        worst = max(worst, abs(middle))
+        table.append((rows[0]["model"], f"{rows[0]['bucket_mib']:.2f}", rows[0]["buckets"],
+                      *(f"{statistics.median(row[column] for row in rows):.1f}" for column in columns),
+                      f"{100 * middle:+.1f} %", f"{100 * errors[0]:+.1f} ... {100 * errors[-1]:+.1f} %"))
+    print(tabulate(table, headers=("model", "bucket MiB", "buckets", *(column.replace("_", " ") for column in columns), "error",
+                                   "of single launches"), disable_numparse=True))
+    print(f"largest error {100 * worst:.1f} %, medians of {len(launches)} launches of {given.turns} turns, "
+          f"torch {torch.__version__}", flush=True)
     if given.save:
-        data = {"torch": torch.__version__, "python": platform.python_version(), "num_cores": os.cpu_count(),
-                "num_threads": 1, "turns": given.turns, "free": given.free, "allreduce": network.samples,
-                "costs": {name: asdict(cost) for name, cost in costs.items()}, "rows": rows}
+        data = {"torch": torch.__version__, "python": platform.python_version(), "num_cores": os.cpu_count(), "num_threads": 1,
+                "turns": given.turns, "free": given.free, "largest_median_error": worst, "launches": launches}
         RESULTS.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def launched(given: argparse.Namespace) -> dict[str, Any]:
+    """Return what one pair of processes measured and predicted."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (2, folder, given), nprocs=2)
+        return json.loads(Path(folder, "launch.json").read_text())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launches", type=int, default=5)
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--free", action="store_true", help="leave ranks to the scheduler, and idle cores to halt")
@@ -132,11 +155,11 @@ def main() -> None:
     for spinner in spinners:
         spinner.start()
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (2, str(Path(folder, "store")), given), nprocs=2)
+        launches = [launched(given) for _ in range(given.launches)]
     finally:
         for spinner in spinners:
             spinner.terminate()
+    report(launches, given)
 
 
 if __name__ == "__main__":
