@@ -1,0 +1,125 @@
+"""transform(): what Dynamo captures of a model's forward, and what is said of the rest."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.test_transform import transformed
+
+
+def test_many_models_of_one_class():
+    for n in range(12):
+        assert transformed(nn.Linear(2, 2))(torch.randn(n + 1, 2)).shape == (n + 1, 2)
+
+
+def test_graph_breaks_are_compiled_on_both_sides():
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.a(x)
+            torch._dynamo.graph_break()
+            return self.b(x)
+
+    source = Breaks()
+    reference = copy.deepcopy(source)
+    model = transformed(source)
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    assert len(model.report.graphs) == 2
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        transformed(Breaks(), fullgraph=True)(x)
+
+
+def test_modules_left_to_eager_are_named(caplog):
+    class Disabled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.outside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.hidden(self.inside(x))
+
+        @torch._dynamo.disable
+        def hidden(self, x):
+            return self.outside(x)
+
+    model = transformed(Disabled())
+    model(torch.randn(2, 4))
+    assert "no captured graph holds outside.weight, outside.bias" in caplog.text
+    assert any("outside.weight" in note for note in model.report.notes)
+
+
+def test_nothing_captured_is_an_error():
+    class Skipped(nn.Linear):
+        @torch._dynamo.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="Dynamo captured no graph"):
+        transformed(Skipped(2, 2))(torch.randn(1, 2))
+
+
+def test_rnn_is_captured():
+    class Sequence(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn, self.bn = nn.LSTM(4, 4, batch_first=True), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return self.bn(self.rnn(x)[0][:, -1])
+
+    source = Sequence()
+    reference, x = copy.deepcopy(source), torch.randn(3, 5, 4)
+    model = transformed(source, fullgraph=True)
+    torch.testing.assert_close(model(x), reference(x))
+    assert len(model.report.graphs) == 1
+
+
+def test_recompile_limit_raises_instead_of_running_eager():
+    model = transformed(nn.Linear(4, 4), dynamic=False)
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        for n in range(1, 20):
+            model(torch.randn(n, 4))
+
+
+def test_activation_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.bn, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.b(checkpoint(lambda z: F.gelu(self.bn(self.a(z))), x, use_reentrant=False))
+
+    source = Checkpointed()
+    reference, x = copy.deepcopy(source), torch.randn(6, 4)
+    model = transformed(source)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_hugging_face_generate_goes_through_the_graphs():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    source = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+                                          vocab_size=64, max_position_embeddings=32)).eval()
+    ids = torch.randint(0, 64, (1, 4))
+    options = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    expected = source.generate(ids, **options)
+    model = transformed(source)
+    assert torch.equal(model.generate(ids, **options), expected) and model.report.graphs
+    assert model.config is source.config
