@@ -7,6 +7,7 @@ fails, naming the line, when a torch release moves one of them.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers autograd and fakes for _c10d_functional
@@ -34,17 +35,25 @@ from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
     statically_known_true,
 )
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
-from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import (  # 2.11, 2.13, 2.15
-    _pop_mode as pop_function_mode,
-    _push_mode as push_function_mode,
+from torch.nn.modules.module import (  # 2.11, 2.13, 2.15
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
 
 # Given True, what saved tensors go through here, as under an activation checkpoint, or None (2.11, 2.13, 2.15). Not
 # wrapped: asked once for every weight that is cast.
 top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+# The stack of torch function modes of this thread: how many are on, take the topmost off, put one on (2.11, 2.13, 2.15).
+# Not wrapped: asked at every layer.
+function_mode_depth = torch._C._len_torch_function_stack
+pop_function_mode = torch._C._pop_torch_function_stack
+push_function_mode = torch._C._push_on_torch_function_stack
 
 
 def active_ddp_module() -> object | None:
@@ -100,9 +109,27 @@ def registered_ops(namespace: str) -> list[str]:
     return sorted({name for name in names if name.startswith(f"{namespace}::")})
 
 
-def function_mode_depth() -> int:
-    """Return how many torch function modes are on in this thread (2.11, 2.13, 2.15)."""
-    return torch._C._len_torch_function_stack()
+def module_call(module: torch.nn.Module) -> object | None:
+    """Return what `module(...)` runs instead of its hooks and forward, or None (2.11, 2.13, 2.15)."""
+    return module.__dict__.get("_compiled_call_impl")
+
+
+def set_module_call(module: torch.nn.Module, call: object | None) -> None:
+    """Have `module(...)` run `call`, as `nn.Module.compile` does; copies and pickles lose it, Dynamo ignores it."""
+    module.__dict__["_compiled_call_impl"] = call
+
+
+def own_call(module: torch.nn.Module) -> Callable[..., object]:
+    """Return what runs the module's hooks and forward (2.11, 2.13, 2.15)."""
+    return module._call_impl
+
+
+def module_hooks(module: torch.nn.Module) -> tuple[dict[int, object], ...]:
+    """Return the dicts in which the hooks are that a call of `module` runs, in place for good (2.11, 2.13, 2.15)."""
+    return (
+        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
+        _global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks,
+    )  # fmt: skip
 
 
 def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
@@ -145,11 +172,15 @@ __all__ = [
     "in_backward",
     "inductor_cache_dir",
     "inductor_config",
+    "module_call",
+    "module_hooks",
+    "own_call",
     "pop_function_mode",
     "process_group_store",
     "push_function_mode",
     "registered_ops",
     "resolve_process_group",
+    "set_module_call",
     "statically_known_true",
     "top_saved_tensor_hooks",
     "trace_structured",

@@ -77,8 +77,11 @@ class CastPlan:
                 targets = self._targets[key] = self._resolve(self.rule, key, values)
             if targets is None or (self.keeps_chosen and self.executor.any_chosen and self._chosen(values, {})):
                 return func(*args, **kwargs) if kwargs else func(*args)
-            cast = self.executor.cast
-            values = [a if t is None else cast(a, t)[0] for a, t in zip(values, targets)]
+            cast, made = self.executor.cast, {}  # one cast serves an argument given twice
+            for a, t in zip(values, targets):
+                if t is not None and id(a) not in made:
+                    made[id(a)] = cast(a, t)[0]
+            values = [a if t is None else made[id(a)] for a, t in zip(values, targets)]
             if not kwargs:
                 return func(*values)
             return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))

@@ -33,6 +33,7 @@ _PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge add_ sub_ mul_
 class _Thread(threading.local):
     depth = 0
     disabled = 0
+    aside = False  # a layer of torch's runs whose own layers do all the casting; see `layer_calls`
 
 
 class CastExecutor(TorchFunctionMode):
@@ -60,19 +61,19 @@ class CastExecutor(TorchFunctionMode):
         self.deactivated = False
         self._ever_disabled = False  # spares every call the question
         self._plans: dict[Any, Call | None] = {}
-        self._thread = _Thread()
+        self.thread = _Thread()
 
     # ---- on and off -------------------------------------------------------------------------------------------------
 
     @property
     def depth(self) -> int:
         """How many forwards of this thread the executor is on for."""
-        return self._thread.depth
+        return self.thread.depth
 
     @property
     def enabled(self) -> bool:
         """False inside `disable_casts()` of this thread, and after `handle._deactivate()`."""
-        return not self.deactivated and not self._thread.disabled
+        return not self.deactivated and not self.thread.disabled
 
     def deactivate(self) -> None:
         """Cast nothing any more."""
@@ -85,16 +86,16 @@ class CastExecutor(TorchFunctionMode):
     def disable(self, change: int) -> None:
         """Count an entered (1) or left (-1) `disable_casts()`."""
         self._ever_disabled = True
-        self._thread.disabled += change
+        self.thread.disabled += change
 
     def __enter__(self) -> CastExecutor:
-        self._thread.depth += 1
+        self.thread.depth += 1
         push_function_mode(self)
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._thread.depth -= 1
-        if self._thread.depth == 0:
+        self.thread.depth -= 1
+        if self.thread.depth == 0:
             self.cache.drop_passing()
         pop_function_mode()
 

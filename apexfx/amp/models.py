@@ -20,6 +20,7 @@ from apexfx.passes.precision_rules import HALVES
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
+from .layer_calls import general_ways, shorten_layers
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ForwardPatch:
         only: the output dtypes that are cast; None for every floating one.
         executor: on while the forward runs, or None.
         own_forward: a `forward` that had been set on the instance.
+        shortened: whether the model's layers have their short ways; copies and pickles have not.
     """
 
     inputs: torch.dtype | None
@@ -43,6 +45,18 @@ class ForwardPatch:
     only: tuple[torch.dtype, ...] | None
     executor: CastExecutor | None
     own_forward: Any = None
+    shortened: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "shortened": False}
+
+    def prepare(self, model: nn.Module) -> None:
+        """Give the layers of `model` their short ways, unless it has them or is a replica of `nn.DataParallel`."""
+        if "_is_replica" in model.__dict__:
+            general_ways(model)
+        elif not self.shortened:
+            shorten_layers(model, self.executor)
+            self.shortened = True
 
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
@@ -128,6 +142,7 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
         model.__class__ = _patched_class(cls)
     model.__dict__[_PATCH] = patch
     if patch.executor is not None:
+        patch.prepare(model)
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_float_input)
@@ -147,8 +162,10 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[_PATCH]
         own = patch.own_forward if patch.own_forward is not None else functools.partial(cls.forward, self)
-        if patch.executor is not None and torch.compiler.is_compiling():
-            return _call_eagerly(patch, own, args, kwargs)
+        if patch.executor is not None:
+            if torch.compiler.is_compiling():
+                return _call_eagerly(patch, own, args, kwargs)
+            patch.prepare(self)
         return patch.call(own, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:

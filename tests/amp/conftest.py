@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from apexfx.amp.executor import CastExecutor
 from tests.amp.amp_cases import fresh_state
 
 
@@ -12,3 +13,16 @@ def _fresh_amp():
     fresh_state()
     yield
     fresh_state()
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The functions that came to an executor."""
+    seen, general = [], CastExecutor.__torch_function__
+
+    def noted(self, func, types, args=(), kwargs=None):
+        seen.append(func)
+        return general(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(CastExecutor, "__torch_function__", noted)
+    return seen

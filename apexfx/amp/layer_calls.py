@@ -1,0 +1,273 @@
+"""Torch's own layers under O1: a short way around the function mode.
+
+`nn.Linear` calls one function of torch, whose rule is known beforehand. Through the mode that call takes a detour into
+Python and back; here the layer's arguments are cast by the same rule and from the same cache, and the function runs
+with the mode set aside. Whatever is out of the ordinary (a hook, a ledger, a subclass, a `forward` or weight of the
+user's) takes the general way, as every other function does.
+
+The short way hangs where `nn.Module.compile` hangs a compiled call: class and `forward` stay as they are, and copies,
+pickles and Dynamo leave it out.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from apexfx._torch import (
+    function_mode_depth,
+    module_call,
+    module_hooks,
+    own_call,
+    pop_function_mode,
+    push_function_mode,
+    set_module_call,
+)
+from apexfx.passes.precision_rules import Rule, lookup
+
+from .executor import CastExecutor
+from .quick_plans import own_targets
+from .weight_cache import CASTS
+
+
+class LayerCall:
+    """What runs for `layer(...)`; subclasses say how in `_run`, with the mode set aside.
+
+    Args:
+        layer: referred to weakly, since it holds this.
+        executor: whose mode is set aside.
+        rule: of the function that the layer calls.
+    """
+
+    __slots__ = ("_class", "_forward", "_hooks", "_layer", "_num_attributes", "_targets", "executor")
+
+    def __init__(self, layer: nn.Module, executor: CastExecutor, rule: Rule) -> None:
+        self.executor = executor
+        self._layer = weakref.ref(layer)
+        self._class = type(layer)
+        self._forward = _FORWARDS[type(layer)]
+        self._hooks = module_hooks(layer)
+        self._targets = own_targets(rule, executor.half) if rule.kind in ("half", "float") else {}
+        set_module_call(layer, self)
+        self._num_attributes = len(layer.__dict__)  # a `forward` or weight set later shadows what is read here
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        executor, depth = self.executor, function_mode_depth()
+        layer = self._layer()
+        if depth == 1:
+            mode = pop_function_mode()
+            try:
+                result = self._run(layer, args, kwargs) if mode is executor and self._is_ordinary(layer) else None
+            finally:
+                push_function_mode(mode)
+            return own_call(layer)(*args, **kwargs) if result is None else result
+        if depth == 0 and executor.thread.aside:
+            result = self._run(layer, args, kwargs) if self._is_ordinary(layer) else None
+            if result is not None:
+                return result
+            push_function_mode(executor)
+            try:
+                return own_call(layer)(*args, **kwargs)
+            finally:
+                pop_function_mode()
+        return own_call(layer)(*args, **kwargs)
+
+    def _is_ordinary(self, layer: Any) -> bool:
+        executor = self.executor
+        return not (
+            executor.ledger is not None
+            or not executor.enabled
+            or any(self._hooks)
+            or layer.__class__ is not self._class
+            or self._class.forward is not self._forward
+            or len(layer.__dict__) != self._num_attributes
+        )
+
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what the layer's forward does; None where it has to decide itself, under the mode."""
+        raise NotImplementedError
+
+    def _cast(self, value: Any) -> Tensor | None:
+        """Return an argument as the rule wants it; None where the whole call has to be looked at."""
+        kind = value.__class__
+        if kind is Tensor or kind is Parameter:
+            dtype = value.dtype
+            target = self._targets.get(dtype, dtype)
+            if target is dtype:
+                return value
+            if target is not None:
+                return CASTS[target](value) if kind is Tensor else self.executor.cast(value, target)[0]
+        return None
+
+
+class _InputOnly(LayerCall):
+    """For a layer whose weights, if it has any, stay in float32: its own forward runs on the cast input."""
+
+    __slots__ = ()
+
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 1 or kwargs or args[0].__class__ is not Tensor:
+            return None
+        for own in (layer._parameters, layer._buffers):
+            for tensor in own.values():
+                if tensor is not None and tensor.dtype is not torch.float32 and tensor.dtype is not torch.int64:
+                    return None
+        x = self._cast(args[0])
+        return None if x is None else self._forward(layer, x)
+
+
+class _Weighted(LayerCall):
+    """For `nn.Linear` and convolutions: input, weight and bias are cast."""
+
+    __slots__ = ()
+
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) != 1 or kwargs or self.executor.any_chosen:
+            return None
+        parameters = layer._parameters
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if (x := self._cast(args[0])) is None or (weight := self._cast(weight)) is None:
+            return None
+        if bias is not None and (bias := self._cast(bias)) is None:
+            return None
+        return self._call(layer, x, weight, bias)
+
+    def _call(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, weight, bias)
+
+
+class _Convolution(_Weighted):
+    __slots__ = ()
+
+    def _call(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        return layer._conv_forward(x, weight, bias) if layer.padding_mode == "zeros" else None
+
+
+class _Attention(LayerCall):
+    """For `nn.MultiheadAttention` in training, without masks: what its forward does then."""
+
+    __slots__ = ()
+    _options = frozenset(("key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal"))
+
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if (
+            len(args) != 3
+            or args[1] is not args[2]
+            or not kwargs.keys() <= self._options
+            or kwargs.get("attn_mask") is not None
+            or kwargs.get("key_padding_mask") is not None
+            or not layer.training
+            or not layer._qkv_same_embed_dim
+            or layer.out_proj.__class__ is not NonDynamicallyQuantizableLinear
+            or self.executor.any_chosen
+        ):
+            return None
+        query, key, _ = args
+        if query.__class__ is not Tensor or key.__class__ is not Tensor or query.is_nested or key.is_nested:
+            return None
+        swap = layer.batch_first and query.dim() == 3
+        cast_query = self._cast(query.transpose(1, 0) if swap else query)
+        cast_key = cast_query if key is query else self._cast(key.transpose(1, 0) if swap else key)
+        weights: list[Tensor | None] = []
+        projection, out = layer._parameters, layer.out_proj
+        given = (projection["in_proj_weight"], projection["in_proj_bias"], layer.bias_k, layer.bias_v, out.weight, out.bias)
+        for weight in given:
+            cast = None if weight is None else self._cast(weight)
+            if cast is None and weight is not None:
+                return None
+            weights.append(cast)
+        if cast_query is None or cast_key is None:
+            return None
+        result, attention = F.multi_head_attention_forward(
+            cast_query, cast_key, cast_key, layer.embed_dim, layer.num_heads, *weights[:4], layer.add_zero_attn,
+            layer.dropout, *weights[4:], training=True, **kwargs,
+        )  # fmt: skip
+        return (result.transpose(1, 0) if swap else result), attention
+
+
+class _Container(LayerCall):
+    """For a layer that leaves everything which the rules cast to its own layers, with short ways of their own.
+
+    Only in training: elsewhere torch's encoder runs one fused kernel where no mode is on.
+    """
+
+    __slots__ = ()
+
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor, thread = self.executor, self.executor.thread
+        if not layer.training or layer.__dict__.get("activation", F.relu) is not F.relu or executor.any_chosen:
+            return None
+        for called in _layers_called(layer):
+            call = module_call(called)
+            if not isinstance(call, LayerCall) or call.executor is not executor:
+                return None
+        before, thread.aside = thread.aside, True
+        try:
+            return self._forward(layer, *args, **kwargs)
+        finally:
+            thread.aside = before
+
+
+def _layers_called(layer: nn.Module) -> Iterator[nn.Module]:
+    for child in layer._modules.values():
+        if child.__class__ is nn.ModuleList:
+            yield from child
+        elif child is not None:
+            yield child
+
+
+# Layer -> (how it is called, the function whose rule holds).
+_LAYERS: dict[type[nn.Module], tuple[type[LayerCall], str]] = {
+    nn.Linear: (_Weighted, "linear"),
+    nn.Conv1d: (_Convolution, "conv1d"),
+    nn.Conv2d: (_Convolution, "conv2d"),
+    nn.Conv3d: (_Convolution, "conv3d"),
+    nn.LayerNorm: (_InputOnly, "layer_norm"),
+    nn.GroupNorm: (_InputOnly, "group_norm"),
+    nn.RMSNorm: (_InputOnly, "rms_norm"),
+    nn.BatchNorm1d: (_InputOnly, "batch_norm"),
+    nn.BatchNorm2d: (_InputOnly, "batch_norm"),
+    nn.BatchNorm3d: (_InputOnly, "batch_norm"),
+    nn.Embedding: (_InputOnly, "embedding"),
+    nn.ReLU: (_InputOnly, "relu"),
+    nn.GELU: (_InputOnly, "gelu"),
+    nn.SiLU: (_InputOnly, "silu"),
+    nn.Sigmoid: (_InputOnly, "sigmoid"),
+    nn.Tanh: (_InputOnly, "tanh"),
+    nn.Softmax: (_InputOnly, "softmax"),
+    nn.Dropout: (_InputOnly, "dropout"),
+    nn.MultiheadAttention: (_Attention, "multi_head_attention_forward"),
+}
+_CONTAINERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer)
+_FORWARDS = {kind: kind.forward for kind in (*_LAYERS, *_CONTAINERS)}  # a user may put another in the class
+
+
+def shorten_layers(model: nn.Module, executor: CastExecutor) -> None:
+    """Give those layers of `model` that are torch's own their short way under `executor`."""
+    for layer in model.modules():
+        kind, earlier = type(layer), module_call(layer)
+        if kind not in _FORWARDS or not (earlier is None or isinstance(earlier, LayerCall)):  # or compiled in place
+            continue
+        if "forward" in layer.__dict__ or not layer._parameters.keys().isdisjoint(layer.__dict__):
+            continue  # the user's in part
+        if kind in _CONTAINERS:
+            if not executor.user_rules:
+                _Container(layer, executor, Rule("passthrough", "its layers cast"))
+        else:
+            call, name = _LAYERS[kind]
+            if name not in executor.user_rules:
+                call(layer, executor, lookup(name))
+
+
+def general_ways(replica: nn.Module) -> None:
+    """Take the short ways off a replica of `nn.DataParallel`: its copied attributes lead to the original's weights."""
+    for layer in replica.modules():
+        if isinstance(module_call(layer), LayerCall):
+            set_module_call(layer, None)
