@@ -13,8 +13,8 @@ from torch import fx
 from ._torch import GradAOTOutput, PlainAOTInput
 from .fx import graphs, set_value
 
-# Locals: of the user's forward, or of the function from which transform() calls a module of torch's own.
-_LOCAL = re.compile(r"^L(?:\['named_inputs'\])?\['(\w+)'\]")
+# Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
+_LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 _FQN_PART = re.compile(r"_(?:modules|parameters|buffers)\['([^']*)'\]")
 
 

@@ -6,12 +6,14 @@ Only the text is changed; the nodes keep the names by which torch knows them.
 from __future__ import annotations
 
 import keyword
+import os
 import re
 from collections.abc import Sequence
 
 from torch import fx
 
 _WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
+_FILE = re.compile(r"(^\s*# File: )(.+?)(?=:\d+ in )")
 _ALIAS = re.compile(r"\s*(\w+) = (\w+)")
 _RELEASES = re.compile(r";  (?:[A-Za-z_]\w* = )+None$", re.MULTILINE)
 _OWN_FRAME = "code: return function(module, *inputs, **named_inputs)"  # transform() calling a module of torch's own
@@ -50,7 +52,10 @@ def in_users_names(source: str, graph: fx.Graph, input_names: Sequence[str] = ()
             continue  # `l_x_ = L_x_`
         if _OWN_FRAME in line or (not line.strip() and lines and lines[-1].endswith("):")):
             continue
-        lines.append(line if line.lstrip().startswith("#") else _WORD.sub(lambda m: renamed.get(m[0], m[0]), line))
+        if line.lstrip().startswith("#"):
+            lines.append(_FILE.sub(lambda m: m[1] + _short(m[2]), line))
+        else:
+            lines.append(_WORD.sub(lambda m: renamed.get(m[0], m[0]), line))
     return _DESCRIPTION.sub(lambda m: _described(m[1], input_names), _RELEASES.sub("", "\n".join(lines)))
 
 
@@ -70,6 +75,11 @@ def _renamed(graph: fx.Graph) -> dict[str, str]:
         taken.add(name)
         renamed[node.name] = renamed[str(node.target)] = name
     return renamed
+
+
+def _short(path: str) -> str:
+    """Return a file's path from the working directory or the installed package on."""
+    return path.rpartition("/site-packages/")[2].removeprefix(f"{os.getcwd()}/")
 
 
 def _described(text: str, input_names: Sequence[str]) -> str:

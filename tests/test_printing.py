@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,6 +218,17 @@ class TestNames:
         text = self.code(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), torch.randn(2, 4))
         assert '_0_weight: "f32[3, 4]"' in text and 'inputs_0: "f32[2, 4]"' in text
         assert "named_inputs" not in text and "  # File" not in text
+
+    def test_keywords_and_paths(self, monkeypatch):
+        class Keywords(nn.Linear):
+            def forward(self, **kwargs):
+                return super().forward(kwargs["image"])
+
+        monkeypatch.chdir(Path(__file__).parent)
+        model = apexfx.transform(Keywords(4, 3), opt_level="O0", inner="eager")
+        model(image=torch.randn(2, 4))
+        assert 'image: "f32[2, 4]",\n' in model.report.code()
+        assert re.search(r"# File: test_printing\.py:\d+ in forward, code: return super", model.report.code())
 
     def test_an_input_that_shares_its_name_with_a_value(self):
         class Shadow(nn.Module):
