@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import lowerings
 from ._torch import aot_autograd, compile_fx
 from .fx import graphs
 
@@ -20,6 +21,7 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    lowerings.register()
     patches = {
         "post_grad_custom_post_pass": backward,
         # Inductor's default moves all compute before the collectives and hides nothing.

@@ -25,7 +25,6 @@ c10d = torch.ops._c10d_functional
 prims = torch.ops.prims
 
 DELAYED = "apexfx_delayed"  # meta key of an allreduce that is to start after all of backward
-_VIEWS = (aten.permute.default, aten.reshape.default, aten.view_as_real.default)
 _CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 
 
@@ -43,11 +42,12 @@ class BucketAllreduce(Pass):
 
     Before:  gw = mm(...); gb = view(...); (more backward); return gb, gw
     After:   gw = mm(...); gb = view(...)
-             flat = cat([reshape(gb), reshape(gw)]); all_reduce_(flat / predivide)      as soon as the bucket is full
+             flat = flatten_bucket([gb, gw]); all_reduce_(flat / predivide)             as soon as the bucket is full
              (more backward)
              flat = wait_tensor(...); flat /= postdivide; return split(flat)            as late as possible
 
-    The buffer is private to the allreduce, which works in place. Which gradients share it, and where, is the
+    The buffer is private to the allreduce, which works in place. Inductor lets the products that make the gradients write
+    into it, so that no copy is left (lowerings.py). Which gradients share it, and where, is the
     `BucketPlan`: computed from the parameters alone, or replayed from `config.plan`. The numeric tier becomes
     "changes_dtype" for a graph in which a bucket is summed in half precision.
 
@@ -165,7 +165,6 @@ class _Emitter:
         self.last_placeholder = list(gm.graph.find_nodes(op="placeholder"))[-1]
         self.previous = self.last_placeholder  # where the previous bucket's chain hangs, in the captured order
         self.tail = self.last_placeholder  # the last node of that chain
-        self.zeros: dict[Any, fx.Node] = {}
 
     def start(self, index: int) -> fx.Node:
         """Insert flatten, pre-divide and allreduce right after the node that completes the bucket."""
@@ -180,11 +179,7 @@ class _Emitter:
             anchor = self.tail
         with self.graph.inserting_before(anchor.next):
             flat = self._flatten(index, bucket, sources, like=last)
-            flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype, index, like=last)
-            if value(flat).is_complex():  # process groups add real numbers
-                flat = self._call(index, aten.view_as_real.default, (flat,), like=last)
-            if flat in sources or flat.target in _VIEWS:
-                flat = self._call(index, aten.clone.default, (flat,), like=last)
+            flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype.to_real(), index, like=last)
             started = self._call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=last)
         if bucket.start == "end":
             started.meta[DELAYED] = True
@@ -197,7 +192,8 @@ class _Emitter:
         with self.graph.inserting_before(self.output):
             wait = self._call(index, c10d.wait_tensor.default, (started,), like=started)
             if bucket.reduce_dtype.is_complex:
-                wait = self._call(index, aten.view_as_complex.default, (wait,), like=started)
+                pairs = self._call(index, aten.view.default, (wait, [-1, 2]), like=started)
+                wait = self._call(index, aten.view_as_complex.default, (pairs,), like=started)
             flat = self._scale(wait, 1.0 / bucket.postdivide, bucket.output_dtype, index, like=started)
             sizes = [size for slot, padding in zip(bucket.slots, bucket.padding()) for size in (slot.numel, padding)]
             if sizes[1:] == [0]:
@@ -220,24 +216,21 @@ class _Emitter:
                 self.graph.erase_node(dead)
 
     def _flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
+        """Insert what makes the private buffer; of a complex bucket, of the real numbers that process groups add."""
         pieces = []
-        for slot, source, padding in zip(bucket.slots, sources, bucket.padding()):
+        for slot, source in zip(bucket.slots, sources):
             piece = source
             if slot.dim_order:
                 piece = self._call(index, aten.permute.default, (piece, list(slot.dim_order)), like=source)
-            if len(slot.shape) != 1:
-                piece = self._call(index, aten.reshape.default, (piece, [-1]), like=source)
+            if bucket.dtype.is_complex:
+                if value(piece).is_conj():
+                    piece = self._call(index, aten.resolve_conj.default, (piece,), like=source)
+                piece = self._call(index, aten.view_as_real.default, (piece,), like=source)
             pieces.append(piece)
-            if padding:
-                pieces.append(self._padding(index, bucket, padding, value(source).device, like=source))
-        return pieces[0] if len(pieces) == 1 else self._call(index, aten.cat.default, (pieces,), like=like)
-
-    def _padding(self, index: int, bucket: Bucket, numel: int, device: torch.device, *, like: fx.Node) -> fx.Node:
-        key = (numel, bucket.dtype, device)
-        if key not in self.zeros:
-            self.zeros[key] = self._call(index, aten.full.default, ([numel], 0), {"dtype": bucket.dtype, "device": device},
-                                         like=like)
-        return self.zeros[key]
+        wire = bucket.reduce_dtype
+        offsets = [slot.offset_bytes // wire.itemsize * _parts(wire) for slot in bucket.slots]
+        arguments = (pieces, offsets, bucket.numel * _parts(wire), bucket.dtype.to_real())
+        return self._call(index, torch.ops.apexfx.flatten_bucket.default, arguments, like=like)
 
     def _scale(self, flat: fx.Node, factor: float, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
         # In the wider of the two dtypes, and by the reciprocal, as torch DDP and Apex do.
@@ -267,6 +260,11 @@ class _Emitter:
         node = call(self.graph, target, args, kwargs, like=like, mode=self.mode)
         node.meta[MARK] = index
         return node
+
+
+def _parts(dtype: torch.dtype) -> int:
+    """Return how many real numbers an element is made of."""
+    return 2 if dtype.is_complex else 1
 
 
 def _is_bucketed(gm: fx.GraphModule) -> bool:

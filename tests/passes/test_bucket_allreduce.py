@@ -82,25 +82,25 @@ def check_local(model, *inputs, loss=None, num_graphs=1, **options):
 
 def test_start_right_after_the_gradients_and_wait_at_the_end():
     recorder = rewritten(two_layers(), torch.randn(4, 5), message_size=20)
-    assert_expected_inline(format_graph(recorder.backward[0], only=r"mm|cat|all_reduce|wait|mul|split|aten.view|out"), """\
+    assert_expected_inline(format_graph(recorder.backward[0], only=r"mm|flatten|all_reduce|wait|mul|split|aten.view|out"), """\
 %1 = aten.mm.default(%tangents_1, %0) -> f32[4,3]
 %3 = aten.mm.default(%2, %relu) -> f32[7,3]
 %6 = aten.view.default(%5, [7]) -> f32[7]
-%11 = aten.cat.default([%6, %8, %9, %10]) -> f32[32]
-%12 = _c10d_functional.all_reduce_.default(%11, 'sum', '0') -> f32[32]
-%16 = aten.mm.default(%15, %primals_3) -> f32[3,5]
-%19 = aten.view.default(%18, [3]) -> f32[3]
-%22 = aten.cat.default([%19, %8, %21, %8]) -> f32[20]
-%23 = _c10d_functional.all_reduce_.default(%22, 'sum', '0') -> f32[20]
-%24 = _c10d_functional.wait_tensor.default(%12) -> f32[32]
-%25 = aten.mul_.Tensor(%24, 0.5) -> f32[32]
-%26 = aten.split_with_sizes.default(%25, [7, 1, 21, 3])
-%29 = aten.view.default(%28, [7, 3]) -> f32[7,3]
-%30 = _c10d_functional.wait_tensor.default(%23) -> f32[20]
-%31 = aten.mul_.Tensor(%30, 0.5) -> f32[20]
-%32 = aten.split_with_sizes.default(%31, [3, 1, 15, 1])
-%35 = aten.view.default(%34, [3, 5]) -> f32[3,5]
-out  [%35, %33, None, %29, %27]""")
+%8 = apexfx.flatten_bucket.default([%6, %7], [0, 8], 32, float32) -> f32[32]
+%9 = _c10d_functional.all_reduce_.default(%8, 'sum', '0') -> f32[32]
+%13 = aten.mm.default(%12, %primals_3) -> f32[3,5]
+%16 = aten.view.default(%15, [3]) -> f32[3]
+%18 = apexfx.flatten_bucket.default([%16, %17], [0, 4], 20, float32) -> f32[20]
+%19 = _c10d_functional.all_reduce_.default(%18, 'sum', '0') -> f32[20]
+%20 = _c10d_functional.wait_tensor.default(%9) -> f32[32]
+%21 = aten.mul_.Tensor(%20, 0.5) -> f32[32]
+%22 = aten.split_with_sizes.default(%21, [7, 1, 21, 3])
+%25 = aten.view.default(%24, [7, 3]) -> f32[7,3]
+%26 = _c10d_functional.wait_tensor.default(%19) -> f32[20]
+%27 = aten.mul_.Tensor(%26, 0.5) -> f32[20]
+%28 = aten.split_with_sizes.default(%27, [3, 1, 15, 1])
+%31 = aten.view.default(%30, [3, 5]) -> f32[3,5]
+out  [%31, %29, None, %25, %23]""")
 
 
 def test_report():
@@ -437,14 +437,14 @@ class HalfCompute(nn.Module):
 def test_half_gradients_are_reduced_before_their_upcast():
     recorder = check_local(HalfCompute(), torch.randn(4, 5))
     assert issued(recorder.backward[0]) == [(BF16, 40)]  # 6 -> 8 and 30 -> 32: 16 bytes in bfloat16
-    text = format_graph(recorder.backward[0], only="mm|cat|all_reduce|wait|= aten._to_copy|convert|split")
+    text = format_graph(recorder.backward[0], only="mm|flatten|all_reduce|wait|= aten._to_copy|convert|split")
     assert_expected_inline(text, """\
 %1 = aten.mm.default(%0, %_to_copy) -> bf16[6,5]
-%8 = aten.cat.default([%4, %6, %7, %6]) -> bf16[40]
-%9 = _c10d_functional.all_reduce_.default(%8, 'sum', '0') -> bf16[40]
-%10 = _c10d_functional.wait_tensor.default(%9) -> bf16[40]
-%11 = prims.convert_element_type.default(%10, float32) -> f32[40]
-%12 = aten.split_with_sizes.default(%11, [6, 2, 30, 2])""")
+%6 = apexfx.flatten_bucket.default([%4, %5], [0, 8], 40, bfloat16) -> bf16[40]
+%7 = _c10d_functional.all_reduce_.default(%6, 'sum', '0') -> bf16[40]
+%8 = _c10d_functional.wait_tensor.default(%7) -> bf16[40]
+%9 = prims.convert_element_type.default(%8, float32) -> f32[40]
+%10 = aten.split_with_sizes.default(%9, [6, 2, 30, 2])""")
     assert recorder.reports[0].passes[0].numeric == "changes_dtype"
 
 

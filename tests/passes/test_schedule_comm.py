@@ -182,18 +182,18 @@ def test_a_weight_gradient_travels_before_the_next_layer_starts():
     assert_expected_inline(format_graph(gm, only="mm|sum|all_reduce|wait"), """\
 %3 = aten.mm.default(%2, %relu_1) -> f32[8,8]
 %5 = aten.sum.dim_IntList(%1, [0], True) -> f32[1,8]
-%10 = _c10d_functional.all_reduce_.default(%9, 'sum', '0') -> f32[72]
-%12 = aten.mm.default(%1, %11) -> f32[4,8]
-%16 = aten.mm.default(%15, %relu) -> f32[8,8]
-%18 = aten.sum.dim_IntList(%14, [0], True) -> f32[1,8]
-%23 = _c10d_functional.all_reduce_.default(%22, 'sum', '0') -> f32[72]
-%25 = aten.mm.default(%14, %24) -> f32[4,8]
-%29 = aten.mm.default(%28, %primals_3) -> f32[8,8]
-%31 = aten.sum.dim_IntList(%27, [0], True) -> f32[1,8]
-%36 = _c10d_functional.all_reduce_.default(%35, 'sum', '0') -> f32[72]
-%37 = _c10d_functional.wait_tensor.default(%10) -> f32[72]
-%43 = _c10d_functional.wait_tensor.default(%23) -> f32[72]
-%49 = _c10d_functional.wait_tensor.default(%36) -> f32[72]""")
+%9 = _c10d_functional.all_reduce_.default(%8, 'sum', '0') -> f32[72]
+%11 = aten.mm.default(%1, %10) -> f32[4,8]
+%15 = aten.mm.default(%14, %relu) -> f32[8,8]
+%17 = aten.sum.dim_IntList(%13, [0], True) -> f32[1,8]
+%21 = _c10d_functional.all_reduce_.default(%20, 'sum', '0') -> f32[72]
+%23 = aten.mm.default(%13, %22) -> f32[4,8]
+%27 = aten.mm.default(%26, %primals_3) -> f32[8,8]
+%29 = aten.sum.dim_IntList(%25, [0], True) -> f32[1,8]
+%33 = _c10d_functional.all_reduce_.default(%32, 'sum', '0') -> f32[72]
+%34 = _c10d_functional.wait_tensor.default(%9) -> f32[72]
+%40 = _c10d_functional.wait_tensor.default(%21) -> f32[72]
+%46 = _c10d_functional.wait_tensor.default(%33) -> f32[72]""")
 
 
 def test_report():

@@ -1,0 +1,97 @@
+"""What Inductor makes of flatten_bucket and bn_relu_backward: the ops' own values, and no copy of a gradient."""
+
+from __future__ import annotations
+
+import random
+import re
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from apexfx import lowerings
+from apexfx.ops.bucket import flatten_bucket
+
+lowerings.register()
+
+
+def compiled(function, *inputs):
+    """Return what Inductor's code returns, and the body of its `call`."""
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(force_disable_caches=True), torch.no_grad():
+        result, codes = run_and_get_code(torch.compile(function, fullgraph=True), *inputs)
+    return result, codes[-1][codes[-1].index("def call("):]
+
+
+def test_products_are_written_into_their_slots():
+    def gradients(a, b, c):
+        return flatten_bucket([a.t() @ b, c.sum(0), b.t() @ c], [0, 16, 24], 64, torch.float32)
+
+    inputs = [torch.randint(-4, 5, (6, width)).float() for width in (3, 5, 8)]  # any order of summing is exact
+    flat, code = compiled(gradients, *inputs)
+    assert torch.equal(flat, gradients(*inputs))
+    [buffer] = re.findall(r"(\w+) = empty_strided_cpu\(\(64, \)", code)
+    slots = re.findall(rf"(\w+) = reinterpret_tensor\({buffer}, \((3, 5|5, 8)\)", code)
+    assert sorted(re.findall(r"extern_kernels\.mm\(.*out=(\w+)\)", code)) == sorted(name for name, _ in slots)
+    assert code.count("empty_strided_cpu") == 1  # no product has memory of its own
+
+
+@pytest.mark.parametrize("reads_first", [False, True])
+def test_what_others_read_keeps_its_own_memory(reads_first):
+    def gradients(a, b):
+        product = a @ b
+        early = product * 2 if reads_first else None
+        flat = flatten_bucket([product, b], [0, 16], 32, torch.float32)
+        flat.mul_(3)
+        return flat, early if reads_first else product * 2, product
+
+    inputs = torch.randn(4, 4), torch.randn(4, 4)
+    for got, expected in zip(compiled(gradients, *inputs)[0], gradients(*inputs)):
+        assert torch.equal(got, expected)
+
+
+def _piece(kind, shape):
+    """Return a gradient of `shape` as backward might leave it: a graph input, a product, a sum, a view, transposed."""
+    if kind == "product":
+        return lambda x: torch.ones(shape[0], 3) @ x.flatten()[: 3 * shape[-1]].view(3, shape[-1])
+    made = {"input": lambda x: x, "pointwise": lambda x: x.relu() + 1, "view": lambda x: (x * 2).view(-1).view(shape),
+            "transposed": lambda x: (x.t() + 1).t(), "sum": lambda x: torch.stack([x, x]).sum(0)}
+    return made[kind]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_buckets(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = rng.choice((torch.float32, torch.bfloat16, torch.float64))
+    divisor = rng.choice((1.0, 3.0)) if dtype != torch.bfloat16 else 1.0  # fused, half values are rounded once
+    inputs, makers, offsets, end = [], [], [], rng.choice((0, 4))
+    for _ in range(rng.randint(1, 6)):
+        shape = rng.randint(3, 9), rng.randint(1, 9)
+        inputs.append(torch.randn(shape, dtype=dtype))
+        kind = rng.choice(("product" if dtype == torch.float32 else "input", "input", "pointwise", "view", "transposed", "sum"))
+        makers.append(_piece(kind, shape) if kind != "product" or shape[0] >= 3 else _piece("input", shape))
+        offsets.append(end)
+        end += inputs[-1].numel() + rng.choice((0, 0, 3))
+    order = rng.sample(range(len(inputs)), len(inputs))
+
+    def gradients(*inputs):
+        made = [make(x) for make, x in zip(makers, inputs)]
+        return flatten_bucket([made[i] for i in order], [offsets[i] for i in order], end + seed % 3, dtype, divisor)
+
+    assert torch.equal(compiled(gradients, *inputs)[0], gradients(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_relu_backward_is_bitwise_and_joins_its_neighbours(dtype, memory_format):
+    def backward(a, b, y):
+        return torch.ops.apexfx.bn_relu_backward.default(a + b, y)
+
+    torch.manual_seed(0)
+    a, b, y = (torch.randn(3, 5, 4, 7, dtype=dtype).to(memory_format=memory_format) for _ in range(3))
+    y[0, :, 0, 0] = torch.tensor([0.0, -0.0, float("nan"), float("inf"), -float("inf")], dtype=dtype)
+    got, code = compiled(backward, a, b, y)
+    expected = backward(a, b, y)
+    assert torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
+    assert "torch.ops" not in code and code.count("empty_strided_cpu") == 1 and got.is_contiguous(memory_format=memory_format)
