@@ -20,7 +20,7 @@ from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13, 2.15
     GradAOTOutput,
     PlainAOTInput,
 )
-from torch._inductor import (  # 2.11, 2.13, 2.15
+from torch._inductor import (  # 2.13
     config as inductor_config,
     ir as inductor_ir,
     lowering as inductor_lowering,
@@ -28,7 +28,7 @@ from torch._inductor import (  # 2.11, 2.13, 2.15
 from torch._inductor.compile_fx import compile_fx  # 2.11, 2.13, 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11, 2.13, 2.15
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir  # 2.11, 2.13, 2.15
-from torch._inductor.virtualized import V as inductor_state, ops as inductor_ops  # 2.11, 2.13, 2.15
+from torch._inductor.virtualized import V as inductor_state, ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import (  # 2.11, 2.13, 2.15

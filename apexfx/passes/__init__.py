@@ -15,6 +15,7 @@ from ..config import TransformConfig
 from ..pipeline import Pass
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
+from .flatten_relu import FlattenRelu
 from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
 from .precision import Precision
@@ -70,6 +71,10 @@ def _cancel_casts(config: TransformConfig, context: Context) -> Pass | None:
     return CancelCasts()
 
 
+def _flatten_relu(config: TransformConfig, context: Context) -> Pass | None:
+    return FlattenRelu() if config.inner == "inductor" else None
+
+
 def _fuse_norm(config: TransformConfig, context: Context) -> Pass | None:
     # Under "eager" the graph stays what eager would run, bit for bit.
     return FuseNorm(inner=config.inner) if config.inner == "inductor" else None
@@ -94,6 +99,7 @@ TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
     Row(Precision, "opt_level=", _precision),
     Row(CancelCasts, "always", _cancel_casts),
+    Row(FlattenRelu, "inner=\"inductor\"", _flatten_relu),
     Row(FuseBatchnorm, "inner=\"inductor\", where measured faster", _fuse_batchnorm),
     Row(FuseNorm, "inner=\"inductor\", where measured faster", _fuse_norm),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
