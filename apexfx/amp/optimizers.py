@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from apexfx.optimizers._base import FusedOptimizer
+from apexfx.optimizers._batches import held_objects, same_objects
 from apexfx.passes.precision_rules import HALVES
 
 from .host_mirror import is_clear
@@ -156,6 +157,7 @@ def register_hooks(optimizer: Any) -> None:
 
 def _settle(optimizer: Any, *state_dict: Any) -> None:
     _take_back(optimizer)
+    optimizer._amp_stash.lent_to = []
     optimizer._amp_stash.predicated.settle(optimizer)
 
 
@@ -231,54 +233,62 @@ def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
     """
     if type(optimizer)._amp_source_class not in _HAVE_FUSED:
         return False
-    steps_elsewhere: list[tuple[dict[str, Any], torch.device]] = []
-    states, halves_are_wrong = optimizer.state, isinstance(optimizer, torch.optim.SGD)
-    for group in optimizer.param_groups:
+    groups = optimizer.param_groups
+    for group in groups:
         if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
             return False
-        num_with_grad = num_with_state = 0
-        for parameter in group["params"]:
-            state = states.get(parameter)
-            grad = parameter.grad
-            if grad is not None:
-                if not _fused_kernel_is_right(halves_are_wrong, parameter, grad, state or {}):
-                    return False
-                num_with_grad += 1
-                num_with_state += state is not None
-            if state and "step" in state:
-                step = state["step"]
-                if isinstance(step, Tensor) and step.device != parameter.device:
-                    steps_elsewhere.append((state, parameter.device))
-        # torch's fused SGD takes momentum buffers for all parameters of a group or for none.
-        if group.get("momentum") and 0 < num_with_state < num_with_grad:
+    params = [parameter for group in groups for parameter in group["params"]]
+    grads = [parameter.grad for parameter in params]
+    # The kernels go through memory: they take a gradient's elements in the parameter's order, whatever its strides say.
+    for parameter, grad in zip(params, grads):
+        if grad is not None and (grad.layout != torch.strided or grad.stride() != parameter.stride()):
             return False
-    for state, device in steps_elsewhere:
-        state["step"] = state["step"].to(device, torch.float32, non_blocking=True)
-    for group in optimizer.param_groups:
+    held = held_objects(optimizer, params)
+    held += [grad is None for grad in grads] + [group.get("momentum") for group in groups]
+    held += [parameter.dtype for parameter in params]
+    if not same_objects(held, stash.lent_to):
+        if not all(_fused_kernel_is_right(optimizer, group) for group in groups):
+            return False
+        _move_counts(optimizer)
+        stash.lent_to = held
+    for group in groups:
         group["fused"] = True
         stash.lent.append(group)
     return True
 
 
-def _fused_kernel_is_right(halves_are_wrong: bool, parameter: Tensor, grad: Tensor, state: dict[str, Any]) -> bool:
-    """Return whether torch's fused kernel does what its loop does for this parameter.
+def _fused_kernel_is_right(optimizer: Any, group: dict[str, Any]) -> bool:
+    """Return whether torch's fused kernel does what its loop does for a group.
 
-    The kernels go through memory: they take the elements of gradient and state in the parameter's order, whatever
-    their strides say. And SGD's on the CPU leaves whole vectors of half parameters as they are, and reads their
-    momentum as if it were float32, uninitialised memory past its end included (pytorch/pytorch#191763; torch up to 2.13).
+    State has to have its parameter's strides, as gradients have. SGD's kernel on the CPU leaves whole vectors of half
+    parameters as they are, and reads their momentum as if it were float32, uninitialised memory past its end included
+    (pytorch/pytorch#191763; torch up to 2.13). It takes momentum buffers for all parameters of a group or for none.
     """
-    if parameter.is_cpu:
-        if halves_are_wrong and parameter.dtype in HALVES:
+    halves_are_wrong = isinstance(optimizer, torch.optim.SGD)
+    num_with_grad = num_with_state = 0
+    for parameter in group["params"]:
+        if parameter.grad is None:
+            continue
+        if parameter.is_cpu:
+            if halves_are_wrong and parameter.dtype in HALVES:
+                return False
+        elif not parameter.is_cuda:
             return False
-    elif not parameter.is_cuda:
-        return False
-    strides = parameter.stride()
-    if grad.layout != torch.strided or grad.stride() != strides:
-        return False
-    for value in state.values():
-        if isinstance(value, Tensor) and value.stride() != strides and value.dim() > 0:
-            return False
-    return True
+        state = optimizer.state.get(parameter)
+        for value in (state or {}).values():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.stride() != parameter.stride():
+                return False
+        num_with_grad += 1
+        num_with_state += state is not None
+    return not (group.get("momentum") and 0 < num_with_state < num_with_grad)
+
+
+def _move_counts(optimizer: Any) -> None:
+    """Bring the counts of steps to their parameters' devices, where the fused kernel reads them."""
+    for parameter, state in optimizer.state.items():
+        step = state.get("step")
+        if isinstance(step, Tensor) and step.device != parameter.device:
+            state["step"] = step.to(parameter.device, torch.float32, non_blocking=True)
 
 
 def _makes_state(optimizer: Any) -> bool:

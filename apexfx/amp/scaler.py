@@ -129,12 +129,12 @@ class LossScaler:
         """Write `inputs / scale` to `outputs`, and 1 to `found_inf` where an input is infinite or NaN."""
         inverse = None if self.on_host else self._scale.reciprocal()
         factor = 1.0 if not self.on_host else _single(1.0 / self._host_scale) if self.dynamic else 1.0 / self._host_scale
+        if inputs is outputs and self.dynamic and self.on_host and found_inf.is_cpu and all([x.is_cpu for x in inputs]):
+            # Less work around the same arithmetic, where the factor is a float32 number.
+            unscale_in_place(inputs, found_inf, self._factor_tensor(factor))
+            torch.autograd.graph.increment_version(inputs)
+            return
         if {given.device for given in inputs} == {found_inf.device}:
-            if inputs is outputs and self.dynamic and self.on_host:
-                # Less work around the same arithmetic, where the factor is a float32 number.
-                unscale_in_place(inputs, found_inf, self._factor_tensor(factor))
-                torch.autograd.graph.increment_version(inputs)
-                return
             multi_tensor_scale(inputs, outputs, found_inf, factor, inverse)
             return
         by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}

@@ -38,6 +38,7 @@ class AmpOptimizerState:
         self.predicated = PredicatedStep()
         self.lent: list[dict[str, Any]] = []  # groups whose fused kernel is on for the step that runs
         self.lent_flag: Tensor | None = None  # what that step has as `optimizer.found_inf`
+        self.lent_to: list[Any] = []  # what the optimizer held when that kernel was last found to be right
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -148,8 +149,13 @@ class AmpOptimizerState:
     @torch.no_grad()
     def unscale(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Unscale the new gradients, add what was set aside, and set `found_inf` where a new one is not finite."""
-        new, outputs, add_to, added = [], [], [], []
         masters = bool(self.all_fp16_params)  # otherwise everything is unscaled in place
+        if not masters and not self.all_fp32_grad_stash:
+            grads = [parameter.grad for parameter in self.all_fp32_from_fp32_params if parameter.grad is not None]
+            if grads and not any([grad.is_sparse for grad in grads]):
+                scaler.unscale(grads, grads, found_inf)
+                return
+        new, outputs, add_to, added = [], [], [], []
         for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
             if parameter.grad is None:
                 continue
@@ -204,7 +210,7 @@ class AmpOptimizerState:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "session": None}
-        return {**kept, "lent": [], "lent_flag": None}
+        return {**kept, "lent": [], "lent_flag": None, "lent_to": []}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         import copy

@@ -7,7 +7,8 @@ clips, updates and writes the low-precision model copy while it reads each gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,20 +16,10 @@ from torch import Tensor
 
 from apexfx.ops import multi_tensor
 
+from ._batches import Batch, Gathered, held_objects
+
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-@dataclass
-class Batch:
-    """Tensors of one op call: `params` are what is updated (masters where they exist), `models` their copies or []."""
-
-    device: torch.device
-    first_run: bool
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    models: list[Tensor] = field(default_factory=list)
-    states: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 class _Kept:
@@ -55,6 +46,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
     last_grad_norm: Tensor | None = None
     last_found_inf: Tensor | None = None
+    _last_gathered: Gathered | None = None
 
     def __init__(
         self,
@@ -103,9 +95,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gathered = [(group, self._gather(group)) for group in self.param_groups]
-        scalars = self._scalars([batch for _, batches in gathered for batch in batches])
-        for group, batches in gathered:
+        gathered = self._gather_all()
+        scalars = self._scalars([batch for batches in gathered for batch in batches])
+        for group, batches in zip(self.param_groups, gathered):
             for batch in batches:
                 # Every batch of a group starts from the same count; the op counts up.
                 alone = len(batches) == 1 and batch.device == group["step"].device
@@ -121,12 +113,31 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _update(self, group, batch: Batch, step: Tensor, lr: dict[str, float], scalars: dict[str, Tensor | None]) -> None:
         raise NotImplementedError
 
+    def _gather_all(self) -> list[list[Batch]]:
+        """Return the batches of each group: those of the last step with new gradients, where nothing else is new."""
+        groups = [group["params"] for group in self.param_groups]
+        grads = [[param.grad for param in params] for params in groups]
+        params = list(chain.from_iterable(groups))
+        now = Gathered(
+            held=held_objects(self, params),
+            layouts=[[None if grad is None else grad.layout for grad in given] for given in grads],
+            names=[self._names(group) for group in self.param_groups],
+            has_masters=self.master_weights,
+        )
+        if self._last_gathered is not None and now.is_of(self._last_gathered):
+            return self._last_gathered.with_gradients(grads)
+        gathered = [self._gather(group) for group in self.param_groups]
+        first_run = any(batch.first_run for batches in gathered for batch in batches)
+        now.held = held_objects(self, params)  # with the state just made
+        now.batches = [[replace(batch, grads=[]) for batch in batches] for batches in gathered]
+        self._last_gathered = None if first_run else now
+        return gathered
+
     def _gather(self, group: dict[str, Any]) -> list[Batch]:
-        # Host time of every step, for every parameter: what only a new parameter needs is asked only of one.
         batches: dict[tuple[Any, ...], Batch] = {}
         names, all_state, has_masters = self._names(group), self.state, self.master_weights
         states = (*names, *self._scalar_state_names)
-        for param in group["params"]:
+        for i, param in enumerate(group["params"]):
             grad = param.grad
             if grad is None:
                 continue
@@ -146,6 +157,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             batch = batches.get(key)
             if batch is None:
                 batch = batches[key] = Batch(param.device, first_run, states={name: [] for name in states})
+            batch.positions.append(i)
             batch.params.append(param if master is None else master)
             batch.grads.append(grad)
             if master is not None:
@@ -220,6 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer or of its torch counterpart; state keeps float32 whatever it was."""
         # Hooks around torch's own loading: the last to see the dict going in, and the first to see the state after.
+        self._last_gathered = None  # or the state that is replaced would stay until the next step
         before = self.register_load_state_dict_pre_hook(lambda _, loaded: self._wrap(loaded))
         after = self.register_load_state_dict_post_hook(lambda _: self._unwrap(), prepend=True)
         try:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.optimizers._base import Batch, FusedOptimizer
+from apexfx.optimizers._base import FusedOptimizer
+from apexfx.optimizers._batches import Batch
 
 
 class FusedAdagrad(FusedOptimizer):

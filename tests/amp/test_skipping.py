@@ -200,6 +200,44 @@ def test_state_in_another_memory_format_keeps_its_order(name):
     assert_close(in_order(torch.channels_last, name, opt_level="O0", loss_scale="dynamic"), expected)
 
 
+def reordered(tensor):
+    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def state_reordered(model, optimizer):
+    for state in optimizer.state.values():
+        state.update({key: reordered(value) for key, value in state.items()})
+
+
+def gradient_reordered(model, optimizer):
+    model.weight.grad = reordered(model.weight.grad)
+
+
+def state_half(model, optimizer):
+    model.weight.grad = None
+    model.weight.data = model.weight.data.bfloat16()
+    model.weight.grad = torch.ones_like(model.weight)
+
+
+@pytest.mark.parametrize("name, kernel, change", [
+    ("momentum", "_fused_sgd_", state_reordered), ("adam", "_fused_adam_", state_reordered),
+    ("momentum", "_fused_sgd_", gradient_reordered), ("adam", "_fused_adam_", gradient_reordered),
+    ("momentum", "_fused_sgd_", state_half), ("momentum", "_fused_sgd_", None), ("adam", "_fused_adam_", None),
+])  # fmt: skip
+def test_a_kernel_is_no_longer_lent_to_what_it_would_read_wrongly(name, kernel, change):
+    model = torch.nn.Conv2d(3, 4, 3, bias=False)
+    model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), verbosity=0)
+    for i in range(4):
+        optimizer.zero_grad()
+        with amp.scale_loss(model(torch.randn(2, 3, 8, 8)).square().sum(), optimizer) as loss:
+            loss.backward()
+        if i == 3 and change is not None:
+            change(model, optimizer)
+        with Ops() as ops:
+            optimizer.step()
+        assert (kernel in ops.names) == (i < 3 or change is None)
+
+
 @pytest.mark.parametrize("name", ["momentum", "adam", "fused_adam"])
 def test_a_step_that_raises_keeps_nothing(name, flag):
     model, optimizer = made(name, "O1")

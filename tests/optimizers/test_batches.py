@@ -1,0 +1,116 @@
+"""A step takes over the tensors that the last one gathered, and sees everything that was changed in between."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from apexfx.optimizers import FusedSGD
+from tests.optimizers.optimizer_models import BF16, OPTIMIZERS, backward, build, same_parameters, train
+
+ALL = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def replaced_state(model, optimizer):
+    for state in optimizer.state.values():
+        state.update({key: torch.zeros_like(value) for key, value in state.items()})
+
+
+def added_group(model, optimizer):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.5})
+    optimizer.param_groups[-1]["params"][0].grad = torch.ones(3)
+
+
+def loaded(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def replaced_parameter(model, optimizer):
+    model[0].bias = torch.nn.Parameter(torch.ones_like(model[0].bias))
+    optimizer.param_groups[0]["params"][1] = model[0].bias
+
+
+CHANGES = {
+    "nothing": lambda model, optimizer: None,
+    "state": replaced_state,
+    "one state": lambda model, optimizer: optimizer.state.pop(model[2].weight, None),
+    "no state": lambda model, optimizer: optimizer.state.clear(),
+    "frozen": lambda model, optimizer: model[0].weight.requires_grad_(False),
+    "group": added_group,
+    "loaded": loaded,
+    "parameter": replaced_parameter,
+    "fewer": lambda model, optimizer: optimizer.param_groups[0]["params"].pop(),
+    "order": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
+    "data": lambda model, optimizer: setattr(model[0].weight, "data", model[0].weight.data + 1),
+    "momentum": lambda model, optimizer: optimizer.param_groups[0].update(momentum=0.5),
+}
+
+
+@ALL
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_counts(name, change):
+    results = []
+    for keeps in (True, False):
+        model, optimizer = build(name, BF16 if name == "mixed_lamb" else torch.float32)
+        for seed in range(6):
+            if seed == 3:
+                CHANGES[change](model, optimizer)
+            if not keeps:
+                optimizer._last_gathered = None
+            train(model, optimizer, 1, start=seed)
+        added = [p for group in optimizer.param_groups for p in group["params"]]
+        results.append((model, added, [list(state.values()) for state in optimizer.state.values()]))
+    (kept, kept_params, kept_states), (anew, params, states) = results
+    assert same_parameters(kept, anew)
+    assert all(torch.equal(a, b) for a, b in zip(kept_params, params, strict=True))
+    for a, b in zip(kept_states, states, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_the_tensors_of_the_last_step_are_taken_over(monkeypatch):
+    model, optimizer = build("adamw")
+    train(model, optimizer, 2)
+    monkeypatch.setattr(optimizer, "_gather", None)
+    before = [p.detach().clone() for p in model.parameters()]
+    train(model, optimizer, 2, start=2)
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+
+
+def test_gradients_and_loaded_state_are_not_kept_alive():
+    model, optimizer = build("sgd")
+    train(model, optimizer, 2)
+    gradient = weakref.ref(model[0].weight.grad)
+    state = weakref.ref(optimizer.state[model[0].weight]["momentum_buffer"])
+    gc.disable()
+    try:
+        optimizer.zero_grad(set_to_none=True)
+        assert gradient() is None
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert state() is None
+    finally:
+        gc.enable()
+
+
+def test_sparse_gradients_still_raise_after_dense_ones():
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    optimizer = FusedSGD([weight], lr=0.1)
+    for _ in range(2):
+        weight.grad = torch.ones(3, 2)
+        optimizer.step()
+    weight.grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+
+
+def test_steps_without_any_gradient_do_nothing():
+    model, optimizer = build("adamw")
+    backward(model, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
