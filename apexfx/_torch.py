@@ -151,10 +151,6 @@ def update_loss_scale(
     """Back `scale` off, or count to `interval` in `growth` and grow it, on the device (2.11, 2.13, 2.15)."""
     torch._amp_update_scale_(scale, growth, found_inf, factor, backoff, interval)
 
-    "inductor_ir",
-    "inductor_lowering",
-    "inductor_ops",
-    "inductor_state",
 
 __all__ = [
     "BackendCompilerFailed",
@@ -181,6 +177,10 @@ __all__ = [
     "in_backward",
     "inductor_cache_dir",
     "inductor_config",
+    "inductor_ir",
+    "inductor_lowering",
+    "inductor_ops",
+    "inductor_state",
     "module_call",
     "module_hooks",
     "own_call",
