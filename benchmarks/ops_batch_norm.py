@@ -1,7 +1,7 @@
 """Rows of batch norm, for benchmarks/ops.py: our ops against torch's own kernels.
 
 "forward" is statistics, running buffers and normalization (torch: native_batch_norm), and has to be at least as fast;
-"backward" is the reduction and the gradient of x (torch: native_batch_norm_backward); "+relu" adds a ReLU, fused here,
+"backward" is the gradients of x, weight and bias (torch: native_batch_norm_backward); "+relu" adds a ReLU, fused here,
 an op of its own in torch.
 """
 
@@ -13,14 +13,7 @@ import torch
 from rows import Row
 from torch import Tensor
 
-from apexfx.ops.batch_norm import (
-    bn_backward_elementwise,
-    bn_backward_reduce,
-    bn_global_stats,
-    bn_local_stats,
-    bn_normalize,
-    bn_running_stats,
-)
+from apexfx.ops.local_batch_norm import bn_backward, bn_forward_
 
 # Activations of ResNet-50 at batch 32 and of smaller and odder models.
 SHAPES = {
@@ -49,25 +42,19 @@ def cases(x: Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], objec
     generator = torch.Generator().manual_seed(0)
     weight, bias, mean, var = (torch.rand(channels, generator=generator).to(x.device) for _ in range(4))
     grad = torch.randn_like(x)
-    stats = bn_local_stats(x)
-    float_mean, float_invstd = (s.float() for s in bn_global_stats(stats, 1e-5))
 
     def forward(relu: bool) -> Tensor:
-        stats = bn_local_stats(x)
-        m, s = bn_global_stats(stats, 1e-5)
-        new_mean, new_var = bn_running_stats(stats, mean, var, None, 0.1)
-        mean.copy_(new_mean)
-        var.copy_(new_var)
-        return bn_normalize(x, m, s, weight, bias, None, relu)
+        return bn_forward_(x, weight, bias, mean, var, None, 0.1, None, 1e-5, relu)[0]
 
     def forward_torch(relu: bool) -> Tensor:
         y = torch.native_batch_norm(x, weight, bias, mean, var, True, 0.1, 1e-5)[0]
         return y.relu_() if relu else y
 
+    stats = bn_forward_(x, weight, bias, mean, var, None, 0.1, None, 1e-5, False)[1]
+    _, float_mean, float_invstd = (t.float() for t in torch.native_batch_norm(x, weight, bias, mean, var, True, 0.1, 1e-5))
+
     def backward(relu: bool) -> Tensor:
-        m, s = bn_global_stats(stats, 1e-5)
-        sums = bn_backward_reduce(grad, x, m, s, weight, bias, relu)
-        return bn_backward_elementwise(grad, x, m, s, sums, stats[:1], weight, bias, relu)
+        return bn_backward(grad, x, stats, weight, bias, 1e-5, relu)[0]
 
     y = forward_torch(True)
 

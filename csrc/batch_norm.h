@@ -41,7 +41,10 @@ APEXFX_HD double reciprocal(double n) {
 template <typename T>
 struct Affine {
   T center, scale, shift;
-  APEXFX_HD T operator()(T x) const { return (x - center) * scale + shift; }
+  template <typename X>  // T, or a vector of it
+  APEXFX_HD X operator()(X x) const {
+    return (x - center) * scale + shift;
+  }
 };
 
 template <typename T>
@@ -55,7 +58,10 @@ APEXFX_HD Affine<T> affine(double mean, double invstd, double weight, double bia
 template <typename T>
 struct InputGradient {
   T per_grad, per_x, constant;
-  APEXFX_HD T operator()(T grad, T centered) const { return grad * per_grad + (centered * per_x + constant); }
+  template <typename X>
+  APEXFX_HD X operator()(X grad, X centered) const {
+    return grad * per_grad + (centered * per_x + constant);
+  }
 };
 
 // sum_grad and sum_centered are sums over all ranks, of g and of g * (x - mean).
@@ -65,7 +71,8 @@ APEXFX_HD InputGradient<T> input_gradient(double mean, double invstd, double wei
   const double scale = invstd * weight, share = reciprocal(count < 1 ? 1 : count);
   const double per_x = -scale * invstd * invstd * (sum_centered * share);
   const double left_over = mean - static_cast<double>(static_cast<T>(mean));
-  return {static_cast<T>(scale), static_cast<T>(per_x), static_cast<T>(-scale * (sum_grad * share) - left_over * per_x)};
+  const double constant = -scale * (sum_grad * share) - left_over * per_x;
+  return {static_cast<T>(scale), static_cast<T>(per_x), static_cast<T>(constant)};
 }
 
 template <typename T>
@@ -163,16 +170,34 @@ inline void check_stats(const char* op, const Tensor& stats) {
         dtype_name(stats.scalar_type()), " of ", shape_text(stats), "; expected float64 of (2C + 1,)");
 }
 
-inline void check_running(const char* op, const Tensor& stats, const Tensor& mean, const Tensor& var,
-                          const std::optional<Tensor>& tracked, const std::optional<double>& momentum) {
-  check_stats(op, stats);
-  check_vector(op, "running_mean", mean, stats.size(0) / 2, stats);
-  check_vector(op, "running_var", var, stats.size(0) / 2, stats);
-  check(!tracked.has_value() || same_device(*tracked, stats), op,
-        "num_batches_tracked is on another device than stats");
+// x, and the vectors of C that go with it.
+inline void check_affine(const char* op, const Tensor& x, const std::optional<Tensor>& weight,
+                         const std::optional<Tensor>& bias) {
+  check_input(op, x);
+  if (weight) check_vector(op, "weight", *weight, x.size(1), x);
+  if (bias) check_vector(op, "bias", *bias, x.size(1), x);
+}
+
+inline void check_running_buffers(const char* op, const Tensor& like, int64_t channels, const Tensor& mean,
+                                  const Tensor& var, const std::optional<Tensor>& tracked,
+                                  const std::optional<double>& momentum) {
+  check_vector(op, "running_mean", mean, channels, like);
+  check_vector(op, "running_var", var, channels, like);
+  check(!tracked.has_value() || same_device(*tracked, like), op,
+        "num_batches_tracked is on another device than the first argument");
   if (momentum.has_value()) return;
   check(tracked.has_value() && tracked->numel() == 1 && tracked->scalar_type() == ScalarType::Long, op,
         "num_batches_tracked is needed as int64 of one element, because momentum is None (a cumulative average)");
+}
+
+inline void check_running(const char* op, const Tensor& stats, const Tensor& mean, const Tensor& var,
+                          const std::optional<Tensor>& tracked, const std::optional<double>& momentum) {
+  check_stats(op, stats);
+  check_running_buffers(op, stats, stats.size(0) / 2, mean, var, tracked, momentum);
+}
+
+inline std::optional<Tensor> dense(const std::optional<Tensor>& t) {
+  return t ? std::optional(torch::stable::contiguous(*t)) : t;
 }
 
 // The vectors of C that describe a normalization.
@@ -183,15 +208,13 @@ struct Parameters {
   Parameters(const char* op, const Tensor& x, const Tensor& mean_, const Tensor& invstd_,
              const std::optional<Tensor>& weight_, const std::optional<Tensor>& bias_)
       : mean(mean_), invstd(invstd_), weight(weight_), bias(bias_) {
-    check_input(op, x);
+    check_affine(op, x, weight, bias);
     check_vector(op, "mean", mean, x.size(1), x, true);
     check_vector(op, "invstd", invstd, x.size(1), x, true);
-    if (weight) check_vector(op, "weight", *weight, x.size(1), x);
-    if (bias) check_vector(op, "bias", *bias, x.size(1), x);
     mean = torch::stable::contiguous(mean);
     invstd = torch::stable::contiguous(invstd);
-    if (weight) weight = torch::stable::contiguous(*weight);
-    if (bias) bias = torch::stable::contiguous(*bias);
+    weight = dense(weight);
+    bias = dense(bias);
   }
 };
 
@@ -244,6 +267,7 @@ class Walk {
   // The memory to write a result into, and that result as the caller gets it: with the strides of empty_like(x).
   Tensor output() const { return torch::stable::empty_like(x_); }
   Tensor finish(const Tensor& result) const {
+    if (same_strides(original_, x_)) return result;
     Tensor y = torch::stable::empty_like(original_);
     return same_strides(y, result) ? result : torch::stable::copy_(y, result);
   }

@@ -66,16 +66,22 @@ def check_average(op: str, num_batches_tracked: Tensor | None, momentum: float |
         raise TypeError(f"apexfx::{op}: num_batches_tracked is {num_batches_tracked.dtype}, expected torch.int64")
 
 
+def check_parameters(op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> int:
+    """Raise unless weight and bias fit `x`; return its number of channels."""
+    channels = check_input(op, x)
+    for name, vector in (("weight", weight), ("bias", bias)):
+        if vector is not None:
+            check_vector(op, name, vector, channels, x)
+    return channels
+
+
 def check_affine(
     op: str, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> None:
     """Raise unless every per-channel operand fits `x`."""
-    channels = check_input(op, x)
+    channels = check_parameters(op, x, weight, bias)
     check_vector(op, "mean", mean, channels, x, torch.float64)
     check_vector(op, "invstd", invstd, channels, x, torch.float64)
-    for name, vector in (("weight", weight), ("bias", bias)):
-        if vector is not None:
-            check_vector(op, name, vector, channels, x)
 
 
 def check_normalize(
@@ -115,6 +121,11 @@ def check_relu_backward(grad_output: Tensor, output: Tensor) -> None:
     check_like("bn_relu_backward", "grad_output", grad_output, output)
 
 
+def check_eps(op: str, eps: float) -> None:
+    if not eps >= 0:
+        raise ValueError(f"apexfx::{op}: eps is {eps}, expected a number that is not negative")
+
+
 def check_stats(op: str, stats: Tensor) -> None:
     check_dense(op, "stats", stats)
     if stats.dtype != torch.float64 or stats.dim() != 1 or stats.shape[0] % 2 != 1:
@@ -126,8 +137,21 @@ def check_stats(op: str, stats: Tensor) -> None:
 
 def check_global_stats(stats: Tensor, eps: float) -> None:
     check_stats("bn_global_stats", stats)
-    if not eps >= 0:
-        raise ValueError(f"apexfx::bn_global_stats: eps is {eps}, expected a number that is not negative")
+    check_eps("bn_global_stats", eps)
+
+
+def check_running_buffers(
+    op: str,
+    like: Tensor,
+    channels: int,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> None:
+    check_vector(op, "running_mean", running_mean, channels, like)
+    check_vector(op, "running_var", running_var, channels, like)
+    check_average(op, num_batches_tracked, momentum, like)
 
 
 def check_running_stats(
@@ -139,6 +163,23 @@ def check_running_stats(
 ) -> None:
     op = "bn_running_stats"
     check_stats(op, stats)
-    check_vector(op, "running_mean", running_mean, stats.shape[0] // 2, stats)
-    check_vector(op, "running_var", running_var, stats.shape[0] // 2, stats)
-    check_average(op, num_batches_tracked, momentum, stats)
+    check_running_buffers(op, stats, stats.shape[0] // 2, running_mean, running_var, num_batches_tracked, momentum)
+
+
+def check_forward(
+    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
+) -> None:
+    check_parameters(op, x, weight, bias)
+    check_eps(op, eps)
+    if residual is not None:
+        check_like(op, "residual", residual, x)
+
+
+def check_backward(
+    grad_output: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> None:
+    op = "bn_backward"
+    channels = check_parameters(op, x, weight, bias)
+    check_like(op, "grad_output", grad_output, x)
+    check_vector(op, "stats", stats, 2 * channels + 1, x, torch.float64)
+    check_eps(op, eps)

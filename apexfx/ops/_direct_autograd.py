@@ -17,12 +17,21 @@ from torch.overrides import has_torch_function
 from .._torch import below_autograd, functorch_is_active
 
 
+def is_direct(arguments: tuple[Any, ...]) -> bool:
+    """Tell whether nothing looks at a call with these arguments."""
+    return not (torch.compiler.is_compiling() or functorch_is_active() or has_torch_function(arguments))
+
+
 def with_direct_autograd(
     op: Callable[..., tuple[Tensor, ...]],
     setup_context: Callable[[Any, tuple[Any, ...], tuple[Tensor, ...]], None],
     backward: Callable[..., tuple[Tensor | None, ...]],
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Return a function like `op`, an overload registered with this `setup_context` and `backward`."""
+    elsewhere: Callable[..., Any] | None = None,
+) -> Callable[..., Any]:
+    """Return a function like `op`, an overload registered with this `setup_context` and `backward`.
+
+    `elsewhere` is called instead of `op` where something looks at the call: for an `op` that is registered otherwise.
+    """
 
     class Direct(torch.autograd.Function):
         @staticmethod
@@ -37,8 +46,6 @@ def with_direct_autograd(
             return backward(ctx, *grads)
 
     def call(*arguments: Any) -> tuple[Tensor, ...]:
-        if torch.compiler.is_compiling() or functorch_is_active() or has_torch_function(arguments):
-            return op(*arguments)
-        return Direct.apply(*arguments)
+        return Direct.apply(*arguments) if is_direct(arguments) else (elsewhere or op)(*arguments)
 
     return call

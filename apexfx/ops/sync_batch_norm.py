@@ -6,6 +6,8 @@ One node in a graph that Dynamo captures; registered `CompositeImplicitAutograd`
                                                    -> bn_running_stats -> copied into the running buffers
     backward  bn_backward_reduce -> all_reduce -> wait -> bn_backward_elementwise
 
+and over no group, where this rank's batch is all there is, `bn_forward` and `bn_backward` (see `local_batch_norm`).
+
 One all_reduce of 2C + 1 float64 numbers forward and one of 2C backward, whatever the number of ranks; exact for uneven
 and empty batches; nothing is read back to the host. Inside an activation checkpoint the statistics are communicated
 again in the backward pass, by every rank alike (torch computes collectives of a checkpoint again); the running buffers
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from .._torch import statically_known_true  # which also registers the functional collectives
 from ._batch_norm_arguments import check_average, check_dense, check_input, check_vector
+from ._direct_autograd import is_direct
 from .batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,
@@ -32,6 +35,7 @@ from .batch_norm import (
     bn_relu_backward,
     bn_running_stats,
 )
+from .local_batch_norm import SECOND_DERIVATIVE, local_batch_norm
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _LIBRARY.define(
@@ -84,9 +88,11 @@ def sync_batch_norm(
     Source:
         Ioffe and Szegedy, 2015; gradients through the global statistics as in torch.nn.SyncBatchNorm.
     """
-    return torch.ops.apexfx.sync_batch_norm.default(
+    arguments = (
         x, weight, bias, running_mean, running_var, momentum, eps, group_name, num_batches_tracked, residual, relu
-    )
+    )  # fmt: skip
+    # What the op does is all Python: where nothing looks at the call, it need not go through the dispatcher.
+    return (_sync_batch_norm if is_direct(arguments) else torch.ops.apexfx.sync_batch_norm.default)(*arguments)
 
 
 def group_name(process_group: dist.ProcessGroup | None = None) -> str:
@@ -142,8 +148,6 @@ def _check(
 
 
 def _all_reduce(sums: Tensor, group: str) -> Tensor:
-    if not group:
-        return sums
     try:
         reduced = torch.ops._c10d_functional.all_reduce(sums, "sum", group)
     except RuntimeError as error:
@@ -222,10 +226,7 @@ class _NormalizeBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
-        raise NotImplementedError(
-            "apexfx::sync_batch_norm: second derivatives are not supported; use torch.nn.BatchNorm (local statistics) "
-            "where a gradient is differentiated again"
-        )
+        raise NotImplementedError(SECOND_DERIVATIVE)
 
 
 def _sync_batch_norm(
@@ -242,6 +243,15 @@ def _sync_batch_norm(
     relu: bool = False,
 ) -> Tensor:
     _check(x, weight, bias, running_mean, running_var, momentum, eps, group_name, num_batches_tracked, residual)
+    if residual is not None and residual.dtype != x.dtype:
+        y = _sync_batch_norm(
+            x, weight, bias, running_mean, running_var, momentum, eps, group_name, num_batches_tracked
+        )
+        return (y + residual).relu() if relu else y + residual
+    if not group_name:
+        return local_batch_norm(
+            x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
+        )
     with torch.no_grad():
         # Differentiating through the statistics is part of _Normalize.
         stats = _all_reduce(bn_local_stats(x), group_name)
@@ -250,9 +260,6 @@ def _sync_batch_norm(
             new_mean, new_var = bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
             running_mean.copy_(new_mean)
             running_var.copy_(new_var)
-    if residual is not None and residual.dtype != x.dtype:
-        y = _Normalize.apply(x, weight, bias, None, mean, invstd, stats[:1], False, group_name) + residual
-        return y.relu() if relu else y
     return _Normalize.apply(x, weight, bias, residual, mean, invstd, stats[:1], relu, group_name)
 
 

@@ -60,5 +60,5 @@ class FuseBatchnorm(Pass):
     def _is_faster(self, x: Any) -> bool:
         # One value a channel is an error of F.batch_norm and of the op, but not of torch.batch_norm.
         return (isinstance(x, Tensor) and not statically_known_true(x.numel() == x.shape[1])
-                and has_kernel("apexfx::bn_normalize", x.device.type.upper())
+                and has_kernel("apexfx::bn_forward", x.device.type.upper())
                 and is_faster(self.ratios, "batch_norm", self.inner, x))

@@ -1,14 +1,12 @@
-// Batch norm on CUDA: x (N, C, ...) as N * C planes or, channels_last, as rows of C; formulas in csrc/batch_norm.h.
+// The pieces of batch norm on CUDA: x (N, C, ...) as N * C planes or, channels_last, as rows of C; formulas in
+// csrc/batch_norm.h.
+#include "batch_norm_cuda.h"
 #include "batch_norm_elementwise.cuh"
 #include "batch_norm_reduce.cuh"
 
 namespace apexfx {
 namespace batch_norm {
 namespace {
-
-using Optional = std::optional<Tensor>;
-
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Calls f(integral constant P) with the largest pack that divides `length` and fits every pointer's alignment.
 template <typename E, typename F>
@@ -85,6 +83,8 @@ ChannelVectors vectors_of(const Parameters& p, const double* sums = nullptr, con
           sums, count, p.mean.size(0)};
 }
 
+}  // namespace
+
 Tensor local_stats(const Tensor& x) {
   check_input("bn_local_stats", x);
   const DeviceGuard guard(x.get_device_index());
@@ -118,6 +118,8 @@ Tensor local_stats(const Tensor& x) {
   return stats;
 }
 
+namespace {
+
 __global__ void global_stats_kernel(const double* __restrict__ stats, int64_t channels, double eps,
                                     double* __restrict__ mean, double* __restrict__ invstd) {
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -142,21 +144,12 @@ std::tuple<Tensor, Tensor> global_stats(const Tensor& stats, double eps) {
   return {mean, invstd};
 }
 
-struct RunningBuffer {
-  const void* old;
-  void* fresh;
-  ScalarType dtype;
-};
-
-__global__ void running_stats_kernel(const double* __restrict__ stats, int64_t channels, RunningBuffer mean,
-                                     RunningBuffer var, double momentum, const int64_t* __restrict__ tracked) {
+__global__ void running_stats_kernel(const double* __restrict__ stats, int64_t channels, ChannelBuffer mean,
+                                     ChannelBuffer var, double momentum, const int64_t* __restrict__ tracked) {
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (c >= channels) return;
   const Moments m = moments(stats[0], stats[1 + c], stats[1 + channels + c]);
-  const double given = tracked == nullptr ? momentum : reciprocal(static_cast<double>(*tracked));
-  const double share = stats[0] > 0 ? given : 0;
-  store_parameter(mean.fresh, mean.dtype, c, moved(load_parameter(mean.old, mean.dtype, c, 0), m.mean, share));
-  store_parameter(var.fresh, var.dtype, c, moved(load_parameter(var.old, var.dtype, c, 0), unbiased(m), share));
+  move_running(stats[0], m, mean, var, c, momentum, tracked);
 }
 
 std::tuple<Tensor, Tensor> running_stats(const Tensor& stats, const Tensor& mean, const Tensor& var, Optional tracked,
@@ -166,12 +159,12 @@ std::tuple<Tensor, Tensor> running_stats(const Tensor& stats, const Tensor& mean
   const int64_t channels = stats.size(0) / 2;
   Tensor new_mean = torch::stable::new_empty(mean, {channels}), new_var = torch::stable::new_empty(var, {channels});
   if (channels == 0) return {new_mean, new_var};
-  const Tensor dense = torch::stable::contiguous(stats), old_mean = torch::stable::contiguous(mean),
-               old_var = torch::stable::contiguous(var);
+  torch::stable::copy_(new_mean, mean);
+  torch::stable::copy_(new_var, var);
+  const Tensor dense = torch::stable::contiguous(stats);
   running_stats_kernel<<<static_cast<unsigned>(divide_up(channels, kThreads)), kThreads, 0, current_stream(stats)>>>(
-      dense.const_data_ptr<double>(), channels,
-      {old_mean.const_data_ptr(), new_mean.mutable_data_ptr(), mean.scalar_type()},
-      {old_var.const_data_ptr(), new_var.mutable_data_ptr(), var.scalar_type()}, momentum.value_or(0),
+      dense.const_data_ptr<double>(), channels, {new_mean.mutable_data_ptr(), mean.scalar_type()},
+      {new_var.mutable_data_ptr(), var.scalar_type()}, momentum.value_or(0),
       momentum ? nullptr : tracked->const_data_ptr<int64_t>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {new_mean, new_var};
@@ -191,6 +184,8 @@ void run_elementwise(const Op<E, P>& op, const Layout& layout, cudaStream_t stre
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
+
+}  // namespace
 
 Tensor normalize(const Tensor& x, const Tensor& mean, const Tensor& invstd, Optional weight, Optional bias,
                  Optional residual, bool relu) {
@@ -284,7 +279,6 @@ Tensor backward_elementwise(const Tensor& grad, const Tensor& x, const Tensor& m
   return walk.finish(dx);
 }
 
-}  // namespace
 }  // namespace batch_norm
 }  // namespace apexfx
 

@@ -53,6 +53,22 @@ __device__ __forceinline__ void store_parameter(void* data, ScalarType dtype, in
   }
 }
 
+// A vector of C that a kernel writes, of any floating dtype; null where there is none.
+struct ChannelBuffer {
+  void* data = nullptr;
+  ScalarType dtype = ScalarType::Float;
+};
+
+// Moves channel c of the running buffers, in place, towards the batch's moments.
+__device__ __forceinline__ void move_running(double count, const Moments& m, const ChannelBuffer& mean,
+                                             const ChannelBuffer& var, int64_t c, double momentum,
+                                             const int64_t* tracked) {
+  const double given = tracked == nullptr ? momentum : reciprocal(static_cast<double>(*tracked));
+  const double share = count > 0 ? given : 0;
+  store_parameter(mean.data, mean.dtype, c, moved(load_parameter(mean.data, mean.dtype, c, 0), m.mean, share));
+  store_parameter(var.data, var.dtype, c, moved(load_parameter(var.data, var.dtype, c, 0), unbiased(m), share));
+}
+
 struct ChannelVectors {
   const double *mean, *invstd;
   const void *weight, *bias;

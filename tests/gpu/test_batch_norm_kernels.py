@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from apexfx.ops import batch_norm as module
+from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
 from apexfx.ops.sync_batch_norm import sync_batch_norm
 from apexfx.testing import assert_close
 from tests.ops.test_batch_norm import DTYPES, LAYOUTS, OPS, SHAPES, assert_averages, draw
+from tests.ops.test_local_batch_norm import EPS, assert_same_bits, pieces_backward, pieces_forward
 
 # Beside the CPU's: several blocks a channel, packs of every size, more than 32 packs of channels.
 DEVICE_SHAPES = (*SHAPES, (16, 3, 64, 64), (8, 6, 14, 14), (64, 520, 7, 7), (2, 1, 3, 70001), (4099, 260), (1, 8, 1, 1))
@@ -52,6 +54,22 @@ def test_kernels_equal_references_and_repeat_exactly(shape, dtype, layout, devic
             else:
                 # Statistics are float64 whatever the input, and both sides compute them there.
                 assert_close(g, w, scale=4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", DEVICE_SHAPES, ids=str)
+def test_one_op_gives_the_bits_of_its_pieces(shape, dtype, layout, device):
+    x, grad, residual, weight, bias = (t.to(device) for t in draw(shape, dtype, layout, offset=3.0))
+    for w, b, added, relu in ((weight, bias, residual, True), (weight.half(), None, None, True), (None, bias, None, False)):
+        got = bn_forward(x, w, b, added, EPS, relu)
+        assert_same_bits(got, pieces_forward(x, w, b, added, relu))
+        running = torch.rand_like(weight), torch.rand_like(weight).half()
+        moved = module.bn_running_stats(got[1], *running, None, 0.25)
+        assert_same_bits(bn_forward_(x, w, b, *running, None, 0.25, added, EPS, relu), got)
+        assert_same_bits(running, moved)
+        if added is None:
+            assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), pieces_backward(grad, x, got[1], w, b, relu))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from apexfx.ops import batch_norm, sync_batch_norm
+from apexfx.ops import batch_norm, local_batch_norm, sync_batch_norm
 from tests.ops.fuzzing import run_campaign
 from tests.ops.test_fuzz_list_ops import NAMED, random_value
 
@@ -26,6 +26,9 @@ REFERENCES: dict[str, Callable[..., object]] = {
     "bn_backward_reduce": batch_norm._backward_reduce_reference,
     "bn_backward_elementwise": batch_norm._backward_elementwise_reference,
     "bn_relu_backward": batch_norm._relu_backward,
+    "bn_forward": local_batch_norm._forward_reference,
+    "bn_forward_": local_batch_norm._forward_in_place_reference,
+    "bn_backward": local_batch_norm._backward_reference,
     "sync_batch_norm": sync_batch_norm._sync_batch_norm,
 }
 CHANNELS = 3

@@ -23,7 +23,7 @@ from apexfx.testing import assert_close
 
 EVERYWHERE = {("batch_norm", "cpu", "eager", dtype): (2.0, 2.0) for dtype in ("float32", "bfloat16", "float16", "float64")}
 SYNC = torch.ops.apexfx.sync_batch_norm.default
-needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::bn_normalize", "CPU"), reason="the compiled CPU ops are not built")
+needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::bn_forward", "CPU"), reason="the compiled CPU ops are not built")
 pytestmark = needs_kernel
 
 

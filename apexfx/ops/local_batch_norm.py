@@ -1,0 +1,295 @@
+"""Batch norm over the batch that is here: the pieces of `batch_norm` as one op forward and one backward.
+
+    bn_forward   = bn_local_stats -> bn_global_stats -> bn_normalize
+    bn_forward_  = the same, and bn_running_stats written into the running buffers
+    bn_backward  = bn_backward_reduce -> bn_backward_elementwise, and the gradients of weight and bias
+
+The results are those of the pieces, bit for bit. `sync_batch_norm` calls these where there is no group: `bn_forward_`
+in eager mode, `bn_forward` and `bn_running_stats` in a graph, because activation checkpointing computes the former
+again in the backward pass, when the old buffers are gone.
+
+These operators have no derivative of their own; `local_batch_norm` carries the formula.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._batch_norm_arguments import check_backward, check_forward, check_running_buffers
+from ._direct_autograd import with_direct_autograd
+from .batch_norm import (
+    _backward_elementwise_reference,
+    _backward_reduce_reference,
+    _global_stats_reference,
+    _local_stats_reference,
+    _normalize_reference,
+    _running_stats_reference,
+    bn_relu_backward,
+    bn_running_stats,
+)
+
+_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
+_ANY_STRIDES = (torch.Tag.flexible_layout,)  # as in batch_norm
+_LIBRARY.define(
+    "bn_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool relu) "
+    "-> (Tensor y, Tensor stats)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "bn_forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, Tensor(b!) running_var, "
+    "Tensor? num_batches_tracked, float? momentum, Tensor? residual, float eps, bool relu) "
+    "-> (Tensor y, Tensor stats)",
+    tags=_ANY_STRIDES,
+)
+_LIBRARY.define(
+    "bn_backward(Tensor grad_output, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, float eps, bool relu) "
+    "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    tags=_ANY_STRIDES,
+)
+
+SECOND_DERIVATIVE = (
+    "apexfx::sync_batch_norm: second derivatives are not supported; use torch.nn.BatchNorm (local statistics) where a "
+    "gradient is differentiated again"
+)
+
+
+def bn_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, relu: bool
+) -> tuple[Tensor, Tensor]:
+    """Return y = (x - mean) / sqrt(var + eps) * weight + bias [+ residual] [then ReLU] and `bn_local_stats(x)`."""
+    return torch.ops.apexfx.bn_forward(x, weight, bias, residual, eps, relu)
+
+
+def bn_forward_(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    residual: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    """Do as `bn_forward`, and update the running buffers in place, as `bn_running_stats` says."""
+    return torch.ops.apexfx.bn_forward_(
+        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
+    )
+
+
+def bn_backward(
+    grad_output: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `x`, `weight` and `bias` in their dtypes; an empty one for a parameter that is not there.
+
+    `stats` and `eps` are those of the forward. With `relu`, `grad_output` counts where the normalized value (computed
+    again from `x`) is above 0; where a residual was added, mask it by `bn_relu_backward` instead.
+    """
+    return torch.ops.apexfx.bn_backward(grad_output, x, stats, weight, bias, eps, relu)
+
+
+def local_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    relu: bool,
+) -> Tensor:
+    """Return the batch norm of `x`, differentiable once in x, weight, bias and residual; update the running buffers.
+
+    The arguments are those of `sync_batch_norm`, which has checked them; the residual has the dtype of `x`.
+    """
+    return _direct(
+        x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
+    )[0]
+
+
+# ---------------------------------------------------------------------------------------------- pure-torch reference
+
+
+@torch.library.impl(_LIBRARY, "bn_forward", "CompositeExplicitAutograd")
+def _forward_reference(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, relu: bool
+) -> tuple[Tensor, Tensor]:
+    check_forward("bn_forward", x, weight, bias, residual, eps)
+    stats = _local_stats_reference(x)
+    mean, invstd = _global_stats_reference(stats, eps)
+    return _normalize_reference(x, mean, invstd, weight, bias, residual, relu), stats
+
+
+@torch.library.impl(_LIBRARY, "bn_forward_", "CompositeExplicitAutograd")
+def _forward_in_place_reference(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    residual: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    check_forward("bn_forward_", x, weight, bias, residual, eps)
+    check_running_buffers("bn_forward_", x, x.shape[1], running_mean, running_var, num_batches_tracked, momentum)
+    y, stats = _forward_reference(x, weight, bias, residual, eps, relu)
+    new_mean, new_var = _running_stats_reference(stats, running_mean, running_var, num_batches_tracked, momentum)
+    running_mean.copy_(new_mean)
+    running_var.copy_(new_var)
+    return y, stats
+
+
+@torch.library.impl(_LIBRARY, "bn_backward", "CompositeExplicitAutograd")
+def _backward_reference(
+    grad_output: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, relu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    check_backward(grad_output, x, stats, weight, bias, eps)
+    mean, invstd = _global_stats_reference(stats, eps)
+    sums = _backward_reduce_reference(grad_output, x, mean, invstd, weight, bias, relu)
+    grad_x = _backward_elementwise_reference(grad_output, x, mean, invstd, sums, stats[:1], weight, bias, relu)
+    grad_bias, centered = sums.chunk(2)
+    return grad_x, _of_parameter(centered * invstd, weight), _of_parameter(grad_bias, bias)
+
+
+def _of_parameter(grad: Tensor, parameter: Tensor | None) -> Tensor:
+    return grad.new_empty(0) if parameter is None else grad.to(parameter.dtype, copy=True)
+
+
+# ------------------------------------------------------------------------------------------------------------- fakes
+
+
+@torch.library.register_fake("apexfx::bn_forward", lib=_LIBRARY)
+def _forward_fake(x, weight, bias, residual, eps, relu) -> tuple[Tensor, Tensor]:
+    check_forward("bn_forward", x, weight, bias, residual, eps)
+    return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
+
+
+@torch.library.register_fake("apexfx::bn_forward_", lib=_LIBRARY)
+def _forward_in_place_fake(
+    x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
+) -> tuple[Tensor, Tensor]:
+    check_forward("bn_forward_", x, weight, bias, residual, eps)
+    check_running_buffers("bn_forward_", x, x.shape[1], running_mean, running_var, num_batches_tracked, momentum)
+    return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
+
+
+@torch.library.register_fake("apexfx::bn_backward", lib=_LIBRARY)
+def _backward_fake(grad_output, x, stats, weight, bias, eps, relu) -> tuple[Tensor, Tensor, Tensor]:
+    check_backward(grad_output, x, stats, weight, bias, eps)
+    return torch.empty_like(x), *(
+        stats.new_empty(0) if p is None else p.new_empty(p.shape[0]) for p in (weight, bias)
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------- autograd
+
+
+def _run(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    if running_mean is None or running_var is None:
+        return torch.ops.apexfx.bn_forward.default(x, weight, bias, residual, eps, relu)
+    result = torch.ops.apexfx.bn_forward_.default(
+        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
+    )
+    torch.autograd.graph.increment_version((running_mean, running_var))
+    return result
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, weight, bias, residual, *_, eps, relu = inputs
+    y, stats = output
+    ctx.mark_non_differentiable(stats)
+    ctx.set_materialize_grads(False)
+    # Without a residual the mask of the ReLU follows from x; with one, from the output, which is read anyway by
+    # whatever comes next.
+    masks_by_output = relu and residual is not None
+    ctx.save_for_backward(x, stats, weight, bias, y if masks_by_output else None)
+    ctx.options = eps, relu and not masks_by_output
+
+
+def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if grad_output is None or not any(ctx.needs_input_grad):
+        return (None,) * 10
+    # Where the caller asks for create_graph=True: a function of its own, so that a second derivative says no.
+    differentiate = _Backward.apply if torch.is_grad_enabled() else _gradients
+    grads = differentiate(grad_output, *ctx.saved_tensors, *ctx.options)
+    return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), *(None,) * 6
+
+
+def _gradients(
+    grad_output: Tensor,
+    x: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output: Tensor | None,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of x, weight, bias and residual."""
+    grad_output = grad_output if output is None else bn_relu_backward(grad_output, output)
+    return *torch.ops.apexfx.bn_backward.default(grad_output, x, stats, weight, bias, eps, relu), grad_output
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        return _gradients(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(SECOND_DERIVATIVE)
+
+
+class _Traced(torch.autograd.Function):
+    """The op in a graph; functional, and a transform of torch.func may run it."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        return _run(*arguments)
+
+    setup_context = staticmethod(_setup_context)
+    backward = staticmethod(_backward)
+
+
+def _functional(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    relu: bool,
+) -> tuple[Tensor, Tensor]:
+    y, stats = _Traced.apply(x, weight, bias, residual, None, None, None, None, eps, relu)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            new_mean, new_var = bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+            running_mean.copy_(new_mean)
+            running_var.copy_(new_var)
+    return y, stats
+
+
+_direct = with_direct_autograd(_run, _setup_context, _backward, elsewhere=_functional)

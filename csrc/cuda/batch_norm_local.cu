@@ -1,0 +1,132 @@
+// Batch norm over the batch that is here, as one op forward and one backward on CUDA: the passes of batch_norm.cu, with
+// one small kernel over the channels between or after them; formulas in csrc/batch_norm.h.
+#include "batch_norm_cuda.h"
+
+namespace apexfx {
+namespace batch_norm {
+namespace {
+
+// stats -> mean and 1 / sqrt(var + eps), and, where running buffers are given, those moved in place.
+__global__ void __launch_bounds__(kThreads)
+    finish_stats_kernel(const double* __restrict__ stats, int64_t channels, double eps, double* __restrict__ mean,
+                        double* __restrict__ invstd, ChannelBuffer running_mean, ChannelBuffer running_var,
+                        double momentum, const int64_t* __restrict__ tracked) {
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (c >= channels) return;
+  const Moments m = moments(stats[0], stats[1 + c], stats[1 + channels + c]);
+  mean[c] = m.mean;
+  invstd[c] = rsqrt(m.var + eps);
+  if (running_mean.data != nullptr) move_running(stats[0], m, running_mean, running_var, c, momentum, tracked);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    parameter_gradients_kernel(const double* __restrict__ sums, const double* __restrict__ invstd, int64_t channels,
+                               ChannelBuffer grad_weight, ChannelBuffer grad_bias) {
+  const int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (c >= channels) return;
+  if (grad_weight.data != nullptr)
+    store_parameter(grad_weight.data, grad_weight.dtype, c, sums[channels + c] * invstd[c]);
+  if (grad_bias.data != nullptr) store_parameter(grad_bias.data, grad_bias.dtype, c, sums[c]);
+}
+
+ChannelBuffer buffer_of(Tensor& t) { return {t.mutable_data_ptr(), t.scalar_type()}; }
+
+unsigned blocks_of(int64_t channels) { return static_cast<unsigned>(divide_up(channels, kThreads)); }
+
+struct Running {
+  Tensor mean, var;
+  Optional tracked;
+  std::optional<double> momentum;
+};
+
+struct Statistics {
+  Tensor mean, invstd;
+};
+
+Statistics finish_stats(const Tensor& stats, double eps, Running* running) {
+  const int64_t channels = stats.size(0) / 2;
+  Statistics out{torch::stable::new_empty(stats, {channels}), torch::stable::new_empty(stats, {channels})};
+  if (channels == 0) return out;
+  const bool counts = running != nullptr && !running->momentum;
+  finish_stats_kernel<<<blocks_of(channels), kThreads, 0, current_stream(stats)>>>(
+      stats.const_data_ptr<double>(), channels, eps, out.mean.mutable_data_ptr<double>(),
+      out.invstd.mutable_data_ptr<double>(), running ? buffer_of(running->mean) : ChannelBuffer{},
+      running ? buffer_of(running->var) : ChannelBuffer{}, running ? running->momentum.value_or(0) : 0,
+      counts ? running->tracked->const_data_ptr<int64_t>() : nullptr);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  return out;
+}
+
+void check_forward(const char* op, const Tensor& x, const Optional& weight, const Optional& bias,
+                   const Optional& residual, double eps) {
+  check_affine(op, x, weight, bias);
+  check(eps >= 0, op, "eps is ", eps, "; expected a number that is not negative");
+  if (residual) check_like(op, "residual", *residual, x);
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& x, const Optional& weight, const Optional& bias,
+                                   const Optional& residual, double eps, bool relu, Running* running) {
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor stats = local_stats(x);
+  const Statistics s = finish_stats(stats, eps, running);
+  return {normalize(x, s.mean, s.invstd, weight, bias, residual, relu), stats};
+}
+
+std::tuple<Tensor, Tensor> bn_forward(const Tensor& x, Optional weight, Optional bias, Optional residual, double eps,
+                                      bool relu) {
+  check_forward("bn_forward", x, weight, bias, residual, eps);
+  return forward(x, weight, bias, residual, eps, relu, nullptr);
+}
+
+std::tuple<Tensor, Tensor> bn_forward_(const Tensor& x, Optional weight, Optional bias, Tensor running_mean,
+                                       Tensor running_var, Optional tracked, std::optional<double> momentum,
+                                       Optional residual, double eps, bool relu) {
+  const char* op = "bn_forward_";
+  check_forward(op, x, weight, bias, residual, eps);
+  check_running_buffers(op, x, x.size(1), running_mean, running_var, tracked, momentum);
+  const DeviceGuard guard(x.get_device_index());
+  Running running{torch::stable::contiguous(running_mean), torch::stable::contiguous(running_var), tracked, momentum};
+  const auto result = forward(x, weight, bias, residual, eps, relu, &running);
+  if (!running_mean.is_contiguous()) torch::stable::copy_(running_mean, running.mean);
+  if (!running_var.is_contiguous()) torch::stable::copy_(running_var, running.var);
+  return result;
+}
+
+// Room for the gradient of a parameter in its dtype; empty where there is none.
+Tensor parameter_gradient(const Optional& parameter, const Tensor& stats) {
+  if (!parameter) return torch::stable::new_empty(stats, {0});
+  return torch::stable::new_empty(*parameter, {parameter->size(0)});
+}
+
+std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor& x, const Tensor& stats,
+                                               Optional weight, Optional bias, double eps, bool relu) {
+  const char* op = "bn_backward";
+  check_affine(op, x, weight, bias);
+  check_like(op, "grad_output", grad, x);
+  check_vector(op, "stats", stats, 2 * x.size(1) + 1, x, true);
+  check(eps >= 0, op, "eps is ", eps, "; expected a number that is not negative");
+  const DeviceGuard guard(x.get_device_index());
+  Tensor saved = torch::stable::contiguous(stats);
+  const Statistics s = finish_stats(saved, eps, nullptr);
+  const Tensor sums = backward_reduce(grad, x, s.mean, s.invstd, weight, bias, relu);
+  const Tensor count = torch::stable::narrow(saved, 0, 0, 1);
+  const Tensor dx = backward_elementwise(grad, x, s.mean, s.invstd, sums, count, weight, bias, relu);
+  Tensor grad_weight = parameter_gradient(weight, saved), grad_bias = parameter_gradient(bias, saved);
+  if (x.size(1) > 0 && (weight || bias)) {
+    parameter_gradients_kernel<<<blocks_of(x.size(1)), kThreads, 0, current_stream(x)>>>(
+        sums.const_data_ptr<double>(), s.invstd.const_data_ptr<double>(), x.size(1),
+        weight ? buffer_of(grad_weight) : ChannelBuffer{}, bias ? buffer_of(grad_bias) : ChannelBuffer{});
+    STD_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  return {dx, grad_weight, grad_bias};
+}
+
+}  // namespace
+}  // namespace batch_norm
+}  // namespace apexfx
+
+STABLE_TORCH_LIBRARY_IMPL(apexfx, CUDA, m) {
+  m.impl("bn_forward", TORCH_BOX(&apexfx::batch_norm::bn_forward));
+  m.impl("bn_forward_", TORCH_BOX(&apexfx::batch_norm::bn_forward_));
+  m.impl("bn_backward", TORCH_BOX(&apexfx::batch_norm::bn_backward));
+}

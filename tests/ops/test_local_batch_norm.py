@@ -1,0 +1,186 @@
+"""Batch norm over the batch that is here: the same bits as its pieces, and what every op must hold."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from apexfx.ops import local_batch_norm as module
+from apexfx.ops.batch_norm import (
+    bn_backward_elementwise,
+    bn_backward_reduce,
+    bn_global_stats,
+    bn_local_stats,
+    bn_normalize,
+    bn_running_stats,
+)
+from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
+from apexfx.testing import assert_close
+from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, assert_averages, draw
+
+OPS = torch.ops.apexfx
+EPS = 1e-5
+# Beside those of the pieces: planes of less than a vector, of one and a bit, and of more than one span; several
+# channels a task, several tasks and several segments a channel; more rows than a piece has.
+LOCAL_SHAPES = (*SHAPES, (40, 37, 7, 7), (9, 130, 8, 8), (3, 2, 65, 67), (70, 3, 33, 31), (2, 1, 270, 270), (300, 70))
+
+
+def assert_same_bits(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == w.dtype and g.stride() == w.stride() and torch.equal(g, w)
+
+
+def pieces_forward(x, weight, bias, residual, relu):
+    stats = bn_local_stats(x)
+    return bn_normalize(x, *bn_global_stats(stats, EPS), weight, bias, residual, relu), stats
+
+
+def pieces_backward(grad, x, stats, weight, bias, relu):
+    mean, invstd = bn_global_stats(stats, EPS)
+    sums = bn_backward_reduce(grad, x, mean, invstd, weight, bias, relu)
+    grad_x = bn_backward_elementwise(grad, x, mean, invstd, sums, stats[:1].clone(), weight, bias, relu)
+    grad_bias, centered = sums.chunk(2)
+    parameter_grads = ((weight, centered * invstd), (bias, grad_bias))
+    return grad_x, *(sums.new_empty(0) if p is None else g.to(p.dtype) for p, g in parameter_grads)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", LOCAL_SHAPES, ids=str)
+def test_same_bits_as_the_pieces(shape, dtype, layout):
+    x, grad, residual, weight, bias = draw(shape, dtype, layout, offset=3.0)
+    for relu, added, (w, b) in itertools.product(
+        (False, True), (None, residual), ((weight, bias), (None, None), (weight.half(), bias.double()))
+    ):
+        got = bn_forward(x, w, b, added, EPS, relu)
+        assert_same_bits(got, pieces_forward(x, w, b, added, relu))
+        running, expected = [[torch.rand(shape[1]).half(), torch.rand(shape[1])] for _ in range(2)]
+        for mine, other in zip(running, expected):
+            other.copy_(mine)
+        assert_same_bits(bn_forward_(x, w, b, *running, None, 0.25, added, EPS, relu), got)
+        assert_same_bits(running, bn_running_stats(got[1], *expected, None, 0.25))
+        if added is None:
+            want = pieces_backward(grad, x, got[1], w, b, relu)
+            assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), want)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in LOCAL_SHAPES if 0 not in shape], ids=str)
+def test_kernels_equal_references_and_repeat_exactly(shape, dtype, layout):
+    x, grad, residual, weight, bias = draw(shape, dtype, layout, offset=3.0)
+    count = x.numel() // shape[1]
+    for relu, added in itertools.product((False, True), (None, residual)):
+        got, again = (bn_forward(x, weight, bias, added, EPS, relu) for _ in range(2))
+        assert_same_bits(got, again)
+        y, stats = module._forward_reference(x, weight, bias, added, EPS, relu)
+        assert_averages(got[1], stats, count, dtype)
+        if count > 1:  # of one value, invstd is 1 / sqrt(eps) times whatever its variance was rounded to
+            assert_close(got[0], y, scale=4)
+    for relu in (False, True):
+        got, again = (bn_backward(grad, x, stats, weight, bias, EPS, relu) for _ in range(2))
+        assert_same_bits(got, again)
+        want = module._backward_reference(grad, x, stats, weight, bias, EPS, relu)
+        scale = float(want[0].abs().max().clamp_min(1))
+        assert_close(got[0] / scale, want[0] / scale, scale=4)
+        for g, w in zip(got[1:], want[1:]):
+            assert_averages(g, w, count, dtype)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("shape", [(32, 48, 7, 7), (20, 3, 65, 67), (1300, 64)], ids=str)
+def test_same_bits_for_any_number_of_threads(shape, layout):
+    x, grad, residual, weight, bias = draw(shape, torch.float32, layout)
+    results, threads = [], torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            y, stats = bn_forward(x, weight, bias, residual, EPS, True)
+            results.append([y, stats, *bn_backward(grad, x, stats, weight, bias, EPS, True)])
+    finally:
+        torch.set_num_threads(threads)
+    assert_same_bits(results[1], results[0])
+    assert_same_bits(results[2], results[0])
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_not_a_number_stays_in_its_channel(layout):
+    """A vector that overlaps the next plane must not carry anything over."""
+    for bad in (float("nan"), float("inf")):
+        x, grad, _, weight, bias = draw((6, 5, 7, 7), torch.float32, layout)
+        x[2, 3, 6, 6] = bad
+        y, stats = bn_forward(x, weight, bias, None, EPS, False)
+        others = [0, 1, 2, 4]
+        assert y[:, others].isfinite().all() and stats[1:].view(2, 5)[:, others].isfinite().all()
+        assert not y[:, 3].isfinite().any()
+        grads = bn_backward(grad, x, stats, weight, bias, EPS, False)
+        assert grads[0][:, others].isfinite().all() and all(g[others].isfinite().all() for g in grads[1:])
+
+
+def test_running_buffers_of_any_strides():
+    x = draw((6, 4, 5), torch.float32)[0]
+    wide = torch.rand(4, 2), torch.rand(4, 2)
+    expected = bn_running_stats(bn_local_stats(x), wide[0][:, 0].clone(), wide[1][:, 1].clone(), torch.tensor(3), None)
+    kept = wide[0][:, 1].clone(), wide[1][:, 0].clone()
+    bn_forward_(x, None, None, wide[0][:, 0], wide[1][:, 1], torch.tensor(3), None, None, EPS, False)
+    assert torch.equal(wide[0][:, 0], expected[0]) and torch.equal(wide[1][:, 1], expected[1])
+    assert torch.equal(wide[0][:, 1], kept[0]) and torch.equal(wide[1][:, 0], kept[1])
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, layout",
+    [((3, 5, 7, 9), torch.float16, layout) for layout in LAYOUTS]
+    + [((0, 3, 4), dtype, "contiguous") for dtype in DTYPES]
+    + [((5, 7), torch.float32, "contiguous"), ((5, 7, 3, 3), torch.bfloat16, "channels_last")],
+    ids=str,
+)
+def test_opcheck(shape, dtype, layout):
+    x, grad, residual, weight, bias = draw(shape, dtype, layout)
+    running = torch.zeros(shape[1]), torch.ones(shape[1]).half()
+    stats = bn_local_stats(x)
+    for op, arguments in (
+        (OPS.bn_forward, (x, weight, bias, residual, EPS, True)),
+        (OPS.bn_forward, (x, None, None, None, EPS, False)),
+        (OPS.bn_forward_, (x, weight, bias, *running, None, 0.1, residual, EPS, True)),
+        (OPS.bn_forward_, (x, None, bias, *running, torch.tensor(3), None, None, EPS, False)),
+        (OPS.bn_backward, (grad, x, stats, weight, bias, EPS, True)),
+        (OPS.bn_backward, (grad, x, stats, None, None, EPS, False)),
+    ):
+        torch.library.opcheck(op.default, arguments)
+
+
+def bad_calls():
+    """(op, arguments, what the message must name); x is (4, 3, 5)."""
+    x, grad, residual, weight, bias = draw((4, 3, 5), torch.float32)
+    stats, wrong, running = bn_local_stats(x), torch.zeros(4), (torch.zeros(3), torch.ones(3))
+    return [
+        (OPS.bn_forward, (x.int(), None, None, None, EPS, False), "x"),
+        (OPS.bn_forward, (x[0, 0], None, None, None, EPS, False), "x"),
+        (OPS.bn_forward, (x, wrong, None, None, EPS, False), "weight"),
+        (OPS.bn_forward, (x, weight, bias.int(), None, EPS, False), "bias"),
+        (OPS.bn_forward, (x, weight, bias, residual.half(), EPS, False), "residual"),
+        (OPS.bn_forward, (x, weight, bias, residual[:2], EPS, False), "residual"),
+        (OPS.bn_forward, (x, weight, bias, residual, -1.0, False), "eps"),
+        (OPS.bn_forward, (x, weight, bias, residual, float("nan"), False), "eps"),
+        (OPS.bn_forward_, (x, weight, bias, wrong, running[1], None, 0.1, None, EPS, False), "running_mean"),
+        (OPS.bn_forward_, (x, weight, bias, running[0], wrong.int(), None, 0.1, None, EPS, False), "running_var"),
+        (OPS.bn_forward_, (x, weight, bias, *running, None, None, None, EPS, False), "num_batches_tracked"),
+        (OPS.bn_forward_, (x, weight, bias, *running, wrong[0], None, None, EPS, False), "num_batches_tracked"),
+        (OPS.bn_forward_, (x, weight, bias, *running, None, 0.1, residual[:2], EPS, False), "residual"),
+        (OPS.bn_forward_, (x, weight, bias, *running, None, 0.1, None, -1.0, False), "eps"),
+        (OPS.bn_backward, (grad[:2], x, stats, weight, bias, EPS, False), "grad_output"),
+        (OPS.bn_backward, (grad.double(), x, stats, weight, bias, EPS, False), "grad_output"),
+        (OPS.bn_backward, (grad, x, stats[:-1], weight, bias, EPS, False), "stats"),
+        (OPS.bn_backward, (grad, x, stats.float(), weight, bias, EPS, False), "stats"),
+        (OPS.bn_backward, (grad, x, stats, wrong, bias, EPS, False), "weight"),
+        (OPS.bn_backward, (grad, x, stats, weight, bias, -1.0, False), "eps"),
+    ]
+
+
+@pytest.mark.parametrize("case", range(len(bad_calls())))
+def test_bad_arguments_are_named(case):
+    op, arguments, name = bad_calls()[case]
+    with pytest.raises((ValueError, TypeError, RuntimeError), match=rf"apexfx::{op.__name__}: {name} "):
+        op(*arguments)
