@@ -59,7 +59,7 @@ class CastExecutor(TorchFunctionMode):
         self.ledger: EagerLedger | None = None
         self.any_chosen = False  # whether user code has chosen a dtype by hand, see `cast_plan.choose`
         self.deactivated = False
-        self._ever_disabled = False  # spares every call the question
+        self.ever_disabled = False  # spares every call the question
         self._plans: dict[Any, Call | None] = {}
         self.thread = _Thread()
 
@@ -77,7 +77,7 @@ class CastExecutor(TorchFunctionMode):
 
     def deactivate(self) -> None:
         """Cast nothing any more."""
-        self.deactivated = self._ever_disabled = True
+        self.deactivated = self.ever_disabled = True
 
     def print_casts(self) -> None:
         """Print every cast from now on."""
@@ -85,7 +85,7 @@ class CastExecutor(TorchFunctionMode):
 
     def disable(self, change: int) -> None:
         """Count an entered (1) or left (-1) `disable_casts()`."""
-        self._ever_disabled = True
+        self.ever_disabled = True
         self.thread.disabled += change
 
     def __enter__(self) -> CastExecutor:
@@ -106,7 +106,7 @@ class CastExecutor(TorchFunctionMode):
             plan = self._plans[func]
         except KeyError:
             plan = self._plans[func] = self._plan(func)
-        if plan is None or (self._ever_disabled and not self.enabled):
+        if plan is None or (self.ever_disabled and not self.enabled):
             return func(*args, **kwargs) if kwargs else func(*args)
         return plan(func, args, kwargs)
 

@@ -59,17 +59,27 @@ class LayerCall:
         self._num_attributes = len(layer.__dict__)  # a `forward` or weight set later shadows what is read here
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        executor, depth = self.executor, function_mode_depth()
-        layer = self._layer()
+        # In one piece, with few calls: between the kernels of a model every one of them costs a cold microsecond.
+        executor, layer, kind, depth = self.executor, self._layer(), self._class, function_mode_depth()
+        ordinary = (
+            (depth == 1 or (depth == 0 and executor.thread.aside))
+            and executor.ledger is None
+            and executor.caching
+            and not (executor.ever_disabled and not executor.enabled)
+            and not any(self._hooks)
+            and layer.__class__ is kind
+            and kind.forward is self._forward
+            and len(layer.__dict__) == self._num_attributes
+        )
         if depth == 1:
             mode = pop_function_mode()
             try:
-                result = self._run(layer, args, kwargs) if mode is executor and self._is_ordinary(layer) else None
+                result = self._run(layer, args, kwargs) if ordinary and mode is executor else None
             finally:
                 push_function_mode(mode)
             return own_call(layer)(*args, **kwargs) if result is None else result
         if depth == 0 and executor.thread.aside:
-            result = self._run(layer, args, kwargs) if self._is_ordinary(layer) else None
+            result = self._run(layer, args, kwargs) if ordinary else None
             if result is not None:
                 return result
             push_function_mode(executor)
@@ -78,17 +88,6 @@ class LayerCall:
             finally:
                 pop_function_mode()
         return own_call(layer)(*args, **kwargs)
-
-    def _is_ordinary(self, layer: Any) -> bool:
-        executor = self.executor
-        return not (
-            executor.ledger is not None
-            or not executor.enabled
-            or any(self._hooks)
-            or layer.__class__ is not self._class
-            or self._class.forward is not self._forward
-            or len(layer.__dict__) != self._num_attributes
-        )
 
     def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return what the layer's forward does; None where it has to decide itself, under the mode."""
@@ -103,7 +102,7 @@ class LayerCall:
             if target is dtype:
                 return value
             if target is not None:
-                return CASTS[target](value) if kind is Tensor else self.executor.cast(value, target)[0]
+                return CASTS[target](value) if kind is Tensor else self.executor.cache.get(value, target)[0]
         return None
 
 
@@ -119,8 +118,33 @@ class _InputOnly(LayerCall):
             for tensor in own.values():
                 if tensor is not None and tensor.dtype is not torch.float32 and tensor.dtype is not torch.int64:
                     return None
-        x = self._cast(args[0])
-        return None if x is None else self._forward(layer, x)
+        (x,) = args
+        dtype = x.dtype
+        target = self._targets.get(dtype, dtype)
+        if target is None:
+            return None
+        return self._forward(layer, x if target is dtype else CASTS[target](x))
+
+
+class _LayerNorm(LayerCall):
+    """For `nn.LayerNorm`, as `_InputOnly`, without its forward's way to the weights."""
+
+    __slots__ = ()
+
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parameters = layer._parameters
+        if len(args) != 1 or kwargs or args[0].__class__ is not Tensor or len(parameters) != 2:
+            return None
+        (x,), targets, float32 = args, self._targets, torch.float32
+        weight, bias, dtype = parameters["weight"], parameters["bias"], x.dtype
+        target = targets.get(dtype, dtype)
+        if (
+            target is None
+            or (weight is not None and weight.dtype is not float32)
+            or (bias is not None and bias.dtype is not float32)
+        ):
+            return None
+        return F.layer_norm(x if target is dtype else CASTS[target](x), layer.normalized_shape, weight, bias, layer.eps)
 
 
 class _Weighted(LayerCall):
@@ -129,15 +153,21 @@ class _Weighted(LayerCall):
     __slots__ = ()
 
     def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) != 1 or kwargs or self.executor.any_chosen:
-            return None
         parameters = layer._parameters
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if (x := self._cast(args[0])) is None or (weight := self._cast(weight)) is None:
+        if len(args) != 1 or kwargs or len(parameters) != 2 or self.executor.any_chosen:
             return None
-        if bias is not None and (bias := self._cast(bias)) is None:
+        (x,), targets, float32 = args, self._targets, torch.float32
+        weight, bias = parameters["weight"], parameters["bias"]
+        if x.__class__ is not Tensor or weight.__class__ is not Parameter or weight.dtype is not float32:
             return None
-        return self._call(layer, x, weight, bias)
+        if bias is not None and (bias.__class__ is not Parameter or bias.dtype is not float32):
+            return None
+        dtype, half = x.dtype, targets[float32]
+        target = targets.get(dtype, dtype)
+        if target is None:
+            return None
+        x, cached = x if target is dtype else CASTS[target](x), self.executor.cache.get
+        return self._call(layer, x, cached(weight, half)[0], None if bias is None else cached(bias, half)[0])
 
     def _call(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
@@ -229,7 +259,7 @@ _LAYERS: dict[type[nn.Module], tuple[type[LayerCall], str]] = {
     nn.Conv1d: (_Convolution, "conv1d"),
     nn.Conv2d: (_Convolution, "conv2d"),
     nn.Conv3d: (_Convolution, "conv3d"),
-    nn.LayerNorm: (_InputOnly, "layer_norm"),
+    nn.LayerNorm: (_LayerNorm, "layer_norm"),
     nn.GroupNorm: (_InputOnly, "group_norm"),
     nn.RMSNorm: (_InputOnly, "rms_norm"),
     nn.BatchNorm1d: (_InputOnly, "batch_norm"),

@@ -51,19 +51,19 @@ class ForwardPatch:
         return {**self.__dict__, "shortened": False}
 
     def prepare(self, model: nn.Module) -> None:
-        """Give the layers of `model` their short ways, unless it has them or is a replica of `nn.DataParallel`."""
+        """Give the layers of `model` their short ways; take them from a replica of `nn.DataParallel`."""
         if "_is_replica" in model.__dict__:
             general_ways(model)
-        elif not self.shortened:
+        else:
             shorten_layers(model, self.executor)
             self.shortened = True
 
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
         inside = executor is not None and executor.depth > 0
-        edits = Edits()
+        edits = None
         if self.inputs is not None:
-            cast = caster(self.inputs)
+            cast, edits = caster(self.inputs), Edits()
             args = tuple(cast_values(a, cast, self.inputs, edits) for a in args)
             kwargs = {key: cast_values(a, cast, self.inputs, edits) for key, a in kwargs.items()}
         if executor is None or inside:
@@ -71,7 +71,8 @@ class ForwardPatch:
         else:
             with executor:
                 result = forward(*args, **kwargs)
-        edits.bring_back()
+        if edits is not None:
+            edits.bring_back()
         if self.outputs is None or inside:  # a model within a model hands its values on as they are
             return result
         return cast_values(result, caster(self.outputs, only=self.only), self.outputs if self.only is None else None)
@@ -165,7 +166,8 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
         if patch.executor is not None:
             if torch.compiler.is_compiling():
                 return _call_eagerly(patch, own, args, kwargs)
-            patch.prepare(self)
+            if not patch.shortened or "_is_replica" in self.__dict__:
+                patch.prepare(self)
         return patch.call(own, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:

@@ -103,7 +103,7 @@ class LossScaler:
     def scaled(self, loss: Tensor) -> Tensor:
         """Return `loss.float() * scale`."""
         loss = loss if loss.dtype == torch.float32 else loss.float()
-        if self.dynamic:
+        if self.dynamic and loss.device != self.device:
             self.to(loss.device)
         return loss * (self._host_scale if self.on_host else self._scale)
 

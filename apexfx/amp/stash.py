@@ -132,8 +132,9 @@ class AmpOptimizerState:
 
     def prepare(self) -> None:
         """Set accumulated gradients aside, so that only new ones are unscaled and checked."""
-        self.reconcile()
-        self.all_fp16_grad_stash = _take_grads(self.all_fp16_params)
+        if self.all_fp16_params:
+            self.reconcile()
+            self.all_fp16_grad_stash = _take_grads(self.all_fp16_params)
         self.all_fp32_grad_stash = _take_grads(self.all_fp32_from_fp32_params)
 
     def put_back(self) -> None:
@@ -225,11 +226,12 @@ class AmpOptimizerState:
 def _take_grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Take the gradients off `parameters`; [] where there are none."""
     grads = [parameter.grad for parameter in parameters]
-    if not any(grad is not None for grad in grads):
-        return []
-    for parameter in parameters:
-        parameter.grad = None
-    return grads
+    for grad in grads:
+        if grad is not None:
+            for parameter in parameters:
+                parameter.grad = None
+            return grads
+    return []
 
 
 def _dense(grad: Tensor) -> Tensor:

@@ -81,6 +81,17 @@ def test_what_a_user_changes_later_counts(change):
         assert not torch.equal(outcome(before, [x])[0], outcome(model, [x])[0])  # it did change something
 
 
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LayerNorm])
+def test_what_is_gone_raises_as_ever(kind, name):
+    model = initialised(Model(kind(8, 8) if kind is nn.Linear else kind(8)))
+    delattr(model.layer, name)
+    with pytest.raises(AttributeError, match=name):
+        model(torch.randn(4, 8))
+    with pytest.raises((AttributeError, TypeError)):
+        initialised(Model(kind(8, 8) if kind is nn.Linear else kind(8)))([1.0])
+
+
 def test_a_hook_inside_an_encoder_runs_with_casts():
     seen = []
 
