@@ -59,7 +59,7 @@ class scale_loss:  # noqa: N801  Apex's name of a context manager
         self._session: Session | None = None
 
     def __enter__(self) -> Tensor:
-        self._optimizers = [unwrap(optimizer) for optimizer in self._given]
+        self._optimizers = [o if isinstance(o, torch.optim.Optimizer) else unwrap(o) for o in self._given]
         self._session = session = self._find_session()
         if session is None or not session.properties.enabled:
             return self._loss

@@ -147,15 +147,18 @@ class AmpOptimizerState:
                 parameter.grad = grad
         self._forget_stash()
 
-    @torch.no_grad()
     def unscale(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Unscale the new gradients, add what was set aside, and set `found_inf` where a new one is not finite."""
-        masters = bool(self.all_fp16_params)  # otherwise everything is unscaled in place
-        if not masters and not self.all_fp32_grad_stash:
+        if not self.all_fp16_params and not self.all_fp32_grad_stash:
             grads = [parameter.grad for parameter in self.all_fp32_from_fp32_params if parameter.grad is not None]
-            if grads and not any([grad.is_sparse for grad in grads]):
+            if grads and not any([grad.is_sparse or grad.requires_grad for grad in grads]):
                 scaler.unscale(grads, grads, found_inf)
                 return
+        self._unscale_each(scaler, found_inf)
+
+    @torch.no_grad()
+    def _unscale_each(self, scaler: LossScaler, found_inf: Tensor) -> None:
+        masters = bool(self.all_fp16_params)  # otherwise everything is unscaled in place
         new, outputs, add_to, added = [], [], [], []
         for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
             if parameter.grad is None:
