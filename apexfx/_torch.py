@@ -11,7 +11,10 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers autograd and fakes for _c10d_functional
-from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
+from torch import (  # 2.11, 2.13, 2.15
+    _foreach_copy_ as foreach_copy_,
+    _foreach_mul_ as foreach_mul_,
+)
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
@@ -108,6 +111,11 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
     return parameter._post_accumulate_grad_hooks
 
 
+def storage_users(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and Python objects hold a storage (2.11, 2.13)."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
 def registered_ops(namespace: str) -> list[str]:
     """Return the names ("namespace::name") of every op of a namespace, sorted (2.11, 2.13, 2.15)."""
     names = (name.split(".")[0] for name in torch._C._dispatch_get_all_op_names())
@@ -169,6 +177,7 @@ __all__ = [
     "dynamo_config",
     "fake_store",
     "foreach_copy_",
+    "foreach_mul_",
     "free_unbacked_symbols",
     "function_mode_depth",
     "functorch_config",
@@ -191,6 +200,7 @@ __all__ = [
     "resolve_process_group",
     "set_module_call",
     "statically_known_true",
+    "storage_users",
     "top_saved_tensor_hooks",
     "trace_structured",
     "tree_leaves",

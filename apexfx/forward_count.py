@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .parallel.status import RankFailureError, StatusMessage, exchange, explain, wait
+from .parallel.status import exchange, explain
+from .parallel.waiting import RankFailureError, Waiter
 
 
 class ForwardCount:
@@ -33,14 +34,18 @@ class ForwardCount:
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float) -> None:
         self.group, self.label, self.timeout_s = group, label, timeout_s
         self.forwards = 0
-        self._message: tuple[StatusMessage, int] | None = None
+        self._waiter = Waiter(group, f"{label}/forwards", timeout_s)
+        self._message: tuple[Tensor, dist.Work, int] | None = None  # (counts: greatest, least negated; on their way; ours)
         self._late: deque[tuple[Tensor, Any, int]] = deque()  # (values on the host, when they are there, our count then)
         self._num_exchanges = 0
 
     def send(self, device: torch.device) -> None:
         """Send this rank's count, unless this backward has done so."""
         if self._message is None:
-            self._message = StatusMessage(self.group, self.forwards, False, (), device), self.forwards
+            counts = torch.tensor([self.forwards, -self.forwards], dtype=torch.int32, device=device)
+            work = dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self._message = counts, work, self.forwards
+            self._waiter.backward += 1
 
     def forget(self) -> None:
         """Leave out the comparison of a backward that raised."""
@@ -54,14 +59,14 @@ class ForwardCount:
         """
         if self._message is None:
             return
-        (message, sent), self._message = self._message, None
-        wait(message.work, message.tensor, self.timeout_s, "the comparison of how many forwards the ranks have run")
-        if message.tensor.device.type == "cuda":
-            host = torch.empty_like(message.tensor, device="cpu", pin_memory=True).copy_(message.tensor, non_blocking=True)
+        (counts, work, sent), self._message = self._message, None
+        self._waiter.wait(work, counts, "the comparison of how many forwards the ranks have run")
+        if counts.device.type == "cuda":
+            host = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
             there = torch.cuda.Event()
             there.record()
             self._late.append((host, there, sent))
-        elif message.read().forwards_differ:
+        elif counts[0] != -counts[1]:
             self._raise(sent)
         while self._late and self._late[0][1].query():
             host, _, sent = self._late.popleft()

@@ -16,15 +16,18 @@ from ..agreement import Agreement
 from ..config import BucketConfig
 from ..transform import TransformedModule
 from .checksum import check_parameters
-from .flat import broadcast_from_first
+from .flat import Message, broadcast_from_first
 from .grad_bucket import CommHook
 from .graph import data_parallel_copy
-from .layout import Layout, Planner
-from .overlap import Options, OverlappedReducer
+from .layout import Planner
+from .module_tree import ModuleTree
+from .overlap import OverlappedReducer
+from .sending import Options
 from .arguments import communicators, check_arguments, names_of
 
 _BUFFER_POLICIES = ("start", True, False)
-_NOT_COPIED = ("process_group", "communicators", "_reducer")
+_NOT_COPIED = ("process_group", "communicators", "_reducer", "_tree", "_message")
+_KEPT_BYTES = 2**20  # of module buffers, up to which what they travel in is kept from forward to forward
 
 
 class DistributedDataParallel(nn.Module):
@@ -42,7 +45,7 @@ class DistributedDataParallel(nn.Module):
         delay_allreduce: one allreduce a dtype at the end of backward, of the gradients that any rank has.
         shared_param: must be None, as in Apex.
         allreduce_trigger_params: parameters whose gradient closes a bucket, instead of the size.
-        retain_allreduce_buffers: gradients become views of the reduced buffers, kept in `allreduce_buffers`.
+        retain_allreduce_buffers: all gradients become parts of the reduced buffers, kept in `allreduce_buffers`.
         allreduce_always_fp32: reduce half gradients in float32.
         num_allreduce_streams: buckets take turns on that many communicators (and, on CUDA, streams).
         allreduce_communicators: (process groups, CUDA streams or Nones) to take turns on, `num_allreduce_streams` of each.
@@ -119,6 +122,8 @@ class DistributedDataParallel(nn.Module):
         self.prof = prof
         self.in_graph = isinstance(module, TransformedModule)
         self._num_forwards = 0
+        self._tree: ModuleTree | None = None
+        self._message: tuple[Any, Message] | None = None
         self.communicators: Sequence[dist.ProcessGroup] = [self.process_group]
         self.streams: Sequence[Any] = []
         if self.in_graph:
@@ -135,7 +140,7 @@ class DistributedDataParallel(nn.Module):
         broadcast_from_first(module.parameters(), self.process_group)
         if broadcast_buffers:
             broadcast_from_first(module.buffers(), self.process_group)
-        self._reducer.set_parameters(self._active_parameters())
+        self._reducer.use_parameters(self._walked().active())
 
     def _start(self) -> None:
         """Make what lives on this process: the reducer and its agreement with the other ranks."""
@@ -164,40 +169,41 @@ class DistributedDataParallel(nn.Module):
             device = self.device_ids[0]
             inputs, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (inputs, kwargs))
         trains = torch.is_grad_enabled() and self.training
+        tree = self._walked()
         if trains and self._synchronizes:
-            self._synchronize_state()
+            self._synchronize_state(tree)
         if self.in_graph or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         reducer = self._live_reducer()
         reducer.before_forward()
-        layout = reducer.layout
-        if not (self.static_graph and layout is not None and layout.learned) and self._parameters_changed(layout):
-            reducer.set_parameters(self._active_parameters())
+        reducer.use_parameters(tree.active())
         outputs = self.module(*inputs, **kwargs)
         reducer.after_forward(outputs, counts=trains)
         return outputs
 
-    def _parameters_changed(self, layout: Layout | None) -> bool:
-        """Whether other parameters take gradients now; a walk without names, for speed."""
-        if layout is None:
-            return True
-        expected, position, seen = layout.parameters, 0, set()
-        for module in self.module.modules():
-            for p in module._parameters.values():
-                if p is None or not p.requires_grad or id(p) in seen:
-                    continue
-                if position == len(expected) or expected[position] is not p:
-                    return True
-                seen.add(id(p))
-                position += 1
-        return position != len(expected)
+    def _walked(self) -> ModuleTree:
+        """Return what hangs on the module now."""
+        if self._tree is None or self._tree.module is not self.module:
+            self._tree = ModuleTree(self.module)
+        self._tree.refresh()
+        return self._tree
 
-    def _synchronize_state(self) -> None:
-        if self.broadcast_buffers is True:
-            broadcast_from_first(self.module.buffers(), self.process_group)
+    def _synchronize_state(self, tree: ModuleTree) -> None:
+        if self.broadcast_buffers is True and tree.buffers:
+            self._broadcast_buffers(tree)
         self._num_forwards += 1
         if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
             check_parameters(self.module, self.process_group)
+
+    def _broadcast_buffers(self, tree: ModuleTree) -> None:
+        if self._message is not None and self._message[0] == (tree, tree.num_walks):
+            self._message[1].broadcast()
+        elif sum(b.nbytes for b in tree.buffers) > _KEPT_BYTES or len({b.device for b in tree.buffers}) > 1:
+            broadcast_from_first(tree.buffers, self.process_group)
+        else:
+            message = Message(tree.buffers, self.process_group)
+            self._message = (tree, tree.num_walks), message
+            message.broadcast()
 
     def _graph_sync(self) -> Any:
         return self.module.__dict__["_apexfx"].compiler.gradient_sync
@@ -247,7 +253,7 @@ class DistributedDataParallel(nn.Module):
                              "comm_dtype=, or wrap the module that is not transformed")
         if not callable(hook):
             raise TypeError(f"apexfx: hook={hook!r} was given, expected a callable of (state, bucket)")
-        self._live_reducer().comm_hook = (state, hook)
+        self._live_reducer().sender.comm_hook = (state, hook)
 
     @property
     def bucket_plan(self) -> Any:
@@ -273,6 +279,7 @@ class DistributedDataParallel(nn.Module):
         names = state.pop("_group_names")
         super().__setstate__(state)
         self.process_group, self.communicators, self.streams, self._reducer = None, [], [], None
+        self._tree, self._message = None, None
         if names and dist.is_available() and dist.is_initialized():
             self.process_group, *self.communicators = (resolve_process_group(name) for name in names)
 

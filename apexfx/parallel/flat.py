@@ -81,7 +81,6 @@ def extract_tensors(maybe_tensor: Any, tensor_list: list[Tensor]) -> None:
         extract_tensors(member, tensor_list)
 
 
-@torch.no_grad()
 def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
     """Copy the values that the group's first rank holds to all its ranks, as bytes: one broadcast a device and 64 MiB."""
     by_device: dict[torch.device, list[Tensor]] = {}
@@ -89,7 +88,7 @@ def broadcast_from_first(tensors: Iterable[Tensor], group: dist.ProcessGroup) ->
         by_device.setdefault(tensor.device, []).append(tensor)
     for members in by_device.values():
         for message in _messages(members):
-            _broadcast(message, group)
+            Message(message, group).broadcast()
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -105,17 +104,35 @@ def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield message
 
 
-def _broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault(tensor.dtype, []).append(tensor)
-    # Wide dtypes first: each then starts at a multiple of its size.
-    kinds = [by_dtype[dtype] for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize)]
-    flats = [torch.cat([t.reshape(-1) for t in members]) for members in kinds]
-    message = torch.cat([flat.view(torch.uint8) for flat in flats])
-    dist.broadcast(message, dist.get_global_rank(group, 0), group=group)
-    if dist.get_rank(group) == 0:
-        return
-    parts = message.split([flat.numel() * flat.element_size() for flat in flats])
-    for members, flat, part in zip(kinds, flats, parts):
-        foreach_copy_(members, unflatten(part.view(flat.dtype), members))
+class Message:
+    """Tensors of any dtypes that travel from the group's first rank in one broadcast, again and again.
+
+    Args:
+        tensors: on one device; held, as is a buffer of their size.
+        group: the ranks.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+        self.group, self._is_first = group, dist.get_rank(group) == 0
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for tensor in tensors:
+            by_dtype.setdefault(tensor.dtype, []).append(tensor)
+        # Wide dtypes first: each then starts at a multiple of its size.
+        kinds = [by_dtype[dtype] for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize)]
+        sizes = [sum(t.nbytes for t in members) for members in kinds]
+        self._bytes = torch.empty(sum(sizes), dtype=torch.uint8, device=tensors[0].device)
+        self._parts = [(members, unflatten(part.view(members[0].dtype), members))
+                       for members, part in zip(kinds, self._bytes.split(sizes))]
+        self._options = dist.BroadcastOptions()
+        self._options.rootRank = 0
+
+    @torch.no_grad()
+    def broadcast(self) -> None:
+        """Overwrite the tensors on every rank with those of the first."""
+        if self._is_first:
+            for members, parts in self._parts:
+                foreach_copy_(parts, members)
+        self.group.broadcast([self._bytes], self._options).wait()
+        if not self._is_first:
+            for members, parts in self._parts:
+                foreach_copy_(members, parts)

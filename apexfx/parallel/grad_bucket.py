@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..schedule.reduce import BucketBuffer
+from ..schedule.bucket_buffer import BucketBuffer
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
@@ -25,7 +25,7 @@ class GradBucket:
 
     def __init__(self, index: int, buffer: BucketBuffer, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
         self._index, self._parameters, self._is_last = index, list(parameters), is_last
-        self._flat, self._bucket = buffer.flat, buffer.bucket
+        self._flat, self._bucket = buffer.gradients, buffer.bucket
 
     def index(self) -> int:
         return self._index

@@ -14,8 +14,11 @@ from torch import nn
 
 from ..config import BucketConfig
 from ..schedule import ddp
+from ..schedule.bucket_buffer import BucketBuffer
 from ..schedule.plan import BucketPlan, GradientSpec, plan_buckets
-from ..schedule.reduce import BucketBuffer
+from . import status
+
+LARGE_BYTES = 2**16  # of a gradient that is laid out by itself, while it is in cache, rather than with the rest of its bucket
 
 
 @dataclass
@@ -26,12 +29,18 @@ class Layout:
         names, parameters: of every parameter that takes a gradient, in the module's order.
         index: position in `parameters` by `id`.
         plan: the buckets.
+        planned: whether each parameter's gradient is reduced, or has no elements.
         buffers: one a bucket.
         members: positions of the parameters in each bucket.
         bucket_of: the bucket of each parameter; -1 for one that no rank used when the order was learned.
         slot_of: its place there.
+        places: by the `id` of a parameter: its position, its bucket, and whether it is laid out by itself.
+        large, small: for each bucket, the slots laid out by themselves, and together.
         learned: the plan follows the order in which the gradients of a whole backward became ready.
-        awaited: how often each gradient is accumulated in one backward (more than once under reentrant checkpoints).
+        may_carry_status: the ranks' status may travel in the buffer of the last bucket.
+        carries_status: it does: that bucket is of a dtype for it.
+        repeats: by the `id` of a parameter, how often its gradient is accumulated beyond once in a backward, where it is
+            (reentrant checkpoints).
         used: which parameters some rank uses, where that is known beforehand (static graph, delay_allreduce).
         next_order: to rebuild the buckets in, after the next backward.
     """
@@ -40,18 +49,23 @@ class Layout:
     parameters: list[nn.Parameter]
     plan: BucketPlan
     learned: bool = False
+    may_carry_status: bool = False
+    carries_status: bool = False
     index: dict[int, int] = field(default_factory=dict)
     buffers: list[BucketBuffer] = field(default_factory=list)
     members: list[list[int]] = field(default_factory=list)
     bucket_of: list[int] = field(default_factory=list)
     slot_of: list[int] = field(default_factory=list)
-    awaited: list[int] = field(default_factory=list)
+    places: dict[int, tuple[int, int, bool]] = field(default_factory=dict)
+    large: list[list[int]] = field(default_factory=list)
+    small: list[list[int]] = field(default_factory=list)
+    planned: list[bool] = field(default_factory=list)
+    repeats: dict[int, int] = field(default_factory=dict)
     used: list[bool] | None = None
     next_order: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.index = {id(p): i for i, p in enumerate(self.parameters)}
-        self.awaited = [1] * len(self.parameters)
         self.use(self.plan)
 
     def use(self, plan: BucketPlan) -> None:
@@ -59,12 +73,22 @@ class Layout:
         place = {name: i for i, name in enumerate(self.names)}
         self.plan, self.buffers = plan, []  # the old buffers are freed before there are new ones
         self.members = [[place[name] for name in bucket.parameters] for bucket in plan.buckets]
-        self.buffers = [BucketBuffer(bucket, self.parameters[members[0]].device)
-                        for bucket, members in zip(plan.buckets, self.members)]
+        last = plan.buckets[-1] if plan.buckets else None
+        self.carries_status = self.may_carry_status and last is not None and last.reduce_dtype.is_floating_point and (
+            last.dtype == last.reduce_dtype == last.output_dtype)
+        for bucket, members in zip(plan.buckets, self.members):
+            num_more = status.size(len(self.names)) if bucket is last and self.carries_status else 0
+            self.buffers.append(BucketBuffer(bucket, self.parameters[members[0]].device, num_more))
         self.bucket_of, self.slot_of = [-1] * len(self.names), [-1] * len(self.names)
         for number, members in enumerate(self.members):
             for slot, i in enumerate(members):
                 self.bucket_of[i], self.slot_of[i] = number, slot
+        sizes = [0 if buffer.casts else LARGE_BYTES for buffer in self.buffers]
+        large = [number >= 0 and 0 < sizes[number] <= p.nbytes for number, p in zip(self.bucket_of, self.parameters)]
+        self.places = {id(p): (i, self.bucket_of[i], large[i]) for i, p in enumerate(self.parameters)}
+        self.large = [[slot for slot, i in enumerate(members) if large[i]] for members in self.members]
+        self.small = [[slot for slot, i in enumerate(members) if not large[i]] for members in self.members]
+        self.planned = [bucket >= 0 or not p.numel() for bucket, p in zip(self.bucket_of, self.parameters)]
 
     def describe(self) -> list[Any]:
         """Return what every rank must agree on before the first reduction."""
@@ -102,7 +126,7 @@ class Planner:
             plan = self._plan(specs)
         fixed = given is not None or self.config.delay_allreduce
         fixed |= self.config.layout == "ddp" and self.find_unused and not self.static
-        return Layout(names, parameters, plan, learned=fixed)
+        return Layout(names, parameters, plan, fixed, self._may_carry_status())
 
     def learn(self, layout: Layout, order: Sequence[int]) -> None:
         """Rebuild the buckets of `layout` in the order in which gradients became ready.
@@ -123,6 +147,10 @@ class Planner:
             layout.used = list(used)
             specs = [self._spec(n, p) for n, p, u in zip(layout.names, layout.parameters, used) if u and p.numel()]
             layout.use(self._plan(specs))
+
+    def _may_carry_status(self) -> bool:
+        bitwise = self.config.layout == "ddp" and dist.get_world_size(self.group) > 2
+        return not (bitwise or self.config.delay_allreduce or self.static)
 
     def _ddp_first(self, specs: Sequence[GradientSpec]) -> list[list[GradientSpec]]:
         """The buckets of DDP's first backward: one a dtype, or (find_unused) by size; the last parameters first."""

@@ -1,8 +1,13 @@
-"""Ranks tell each other how a backward went: one small message behind the last bucket, words only after a failure.
+"""Ranks tell each other how a backward went: a few numbers behind the last bucket, words only after a failure.
 
 Every rank issues every bucket of the plan in every backward, zeros where it has no gradient, so that nobody waits for a
-collective that never comes. This message then says whether the result may be used: a rank that skipped a backward, that
+collective that never comes. These numbers then say whether the result may be used: a rank that skipped a backward, that
 had no gradient for a parameter, or that failed, makes all ranks raise the same error.
+
+Each number is 0 or 1, and all that is asked of the sum is whether it is 0: exact in any dtype, for any number of ranks. So
+they travel in the buffer of the last bucket itself. They take a message of their own where they must not change that
+buffer (`layout="ddp"` on more than two ranks: where a ring allreduce cuts it decides in which order it adds), or cannot be
+in it (a bucket that changes its dtype, a comm hook), or where it has to be known first (`delay_allreduce`).
 """
 
 from __future__ import annotations
@@ -12,19 +17,25 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import process_group_store
+from .waiting import RankFailureError
 
-_HEADER = 3  # forwards, -forwards, failed
+if TYPE_CHECKING:
+    from .layout import Layout
+
+_BITS = 16  # of the number of forwards
+HEADER = 2 * _BITS + 1  # those bits, their complements, failed
 
 
-class RankFailureError(RuntimeError):
-    """A rank died, stopped communicating, or failed in a backward."""
+def size(num_parameters: int) -> int:
+    """Return how many numbers a status has."""
+    return HEADER + 2 * num_parameters
 
 
 @dataclass
@@ -42,49 +53,115 @@ class Status:
     used_somewhere: list[bool]
     unused_somewhere: list[bool]
 
+    @classmethod
+    def read(cls, sums: Tensor) -> Status:
+        """Return what the ranks' numbers, summed, say."""
+        values = sums.bool().tolist()
+        middle = (len(values) + HEADER) // 2
+        differ = any(map(bool.__and__, values[:_BITS], values[_BITS:2 * _BITS]))
+        return cls(differ, values[HEADER - 1], values[HEADER:middle], values[middle:])
 
+
+@dataclass
 class StatusMessage:
-    """This rank's message, on its way.
+    """This rank's part.
+
+    Attributes:
+        forwards: how many synchronizing forwards this rank has run, since the ranks last agreed and in all.
+        failure: what this rank has to report, or "".
+        used: for each parameter, whether this rank has a gradient.
+        numbers: what travels.
+        tensor: where it travels, and where the sums come.
+        work: the allreduce that carries it; None in a bucket's buffer.
+    """
+
+    forwards: tuple[int, int]
+    failure: str
+    used: Sequence[int]
+    numbers: Tensor
+    tensor: Tensor | None = None
+    work: dist.Work | None = None
+
+    def ride(self, place: Tensor) -> None:
+        """Travel in `place`, a part of a buffer about to be reduced."""
+        self.tensor = place
+        place.copy_(self.numbers)
+
+    def send(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Travel alone, from `device`."""
+        self.tensor = self.numbers.to(device, torch.int32, copy=True)
+        self.work = dist.all_reduce(self.tensor, group=group, async_op=True)
+
+
+def _numbers(forwards: int, failed: bool, used: Sequence[int]) -> Tensor:
+    bits = [forwards >> bit & 1 for bit in range(_BITS)]
+    return torch.tensor([*bits, *(1 - bit for bit in bits), int(failed), *used, *(1 - u for u in used)], dtype=torch.float32)
+
+
+class Consensus:
+    """What the ranks make of each backward of one module.
 
     Args:
+        label: tells this module's keys in the store apart.
+        timeout_s: to wait for the others' words.
+        uneven: a parameter may have a gradient on some ranks only.
+
+    Attributes:
         forwards: how many synchronizing forwards this rank has run.
-        failed: this rank has an error to report.
-        used: for each parameter, whether this rank has a gradient.
-        device: where the group communicates from.
+        late: an error that came when the status of its backward had been sent; the next one tells the other ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, forwards: int, failed: bool, used: Sequence[int],
-                 device: torch.device) -> None:
-        self.plain = [forwards, -forwards, int(failed), *used, *(1 - u for u in used)]
-        self.tensor = torch.tensor(self.plain, dtype=torch.int32, device=device)
-        self.work = dist.all_reduce(self.tensor, op=dist.ReduceOp.MAX, group=group, async_op=True)
-        self.num = len(used)
+    def __init__(self, label: str, timeout_s: float, *, uneven: bool) -> None:
+        self.label, self.timeout_s, self.uneven = label, timeout_s, uneven
+        self.forwards, self.late = 0, ""
+        self._agreed = 0  # forwards, when the ranks last agreed
+        self._num_exchanges = 0
+        self._last: tuple[Any, Tensor] | None = None  # a message as the next is likely to be
 
-    def read(self) -> Status:
-        """Return what came of it, after `work`."""
-        values = self.tensor.tolist()
-        used = values[_HEADER:_HEADER + self.num]
-        unused = values[_HEADER + self.num:]
-        return Status(values[0] != -values[1], bool(values[2]), list(map(bool, used)), list(map(bool, unused)))
+    def message(self, failure: str, used: Sequence[int]) -> StatusMessage:
+        """Return what this rank has to say of the backward under way."""
+        failure, self.late = failure or self.late, ""
+        since = self.forwards - self._agreed
+        said = (since, bool(failure), used)
+        if self._last is None or self._last[0] != said:
+            self._last = said, _numbers(*said)
+        return StatusMessage((since, self.forwards), failure, used, self._last[1])
 
+    def check(self, message: StatusMessage, failure: str, layout: Layout, group: dist.ProcessGroup) -> Status:
+        """Return what came of `message`.
 
-def wait(work: dist.Work, tensor: Tensor, timeout_s: float, what: str) -> None:
-    """Wait for a collective, and say what it was when a peer does not answer.
+        Args:
+            failure: what this rank has to report by now.
 
-    Raises:
-        RankFailureError: a peer is gone, or did not communicate within `timeout_s`.
-    """
-    begin = time.monotonic()
-    try:
-        if tensor.device.type == "cpu":
-            work.wait(timedelta(seconds=timeout_s))
-        else:
-            work.wait()  # a stream waits; the group's own timeout applies
-    except RuntimeError as error:
-        raise RankFailureError(
-            f"apexfx: {what} did not complete after {time.monotonic() - begin:.1f} s: another rank died, is stuck, or issued "
-            f"other collectives. Look at the logs of the other ranks; the limit is timeout_s={timeout_s:g}. ({error})"
-        ) from error
+        Raises:
+            RankFailureError: on every rank, unless the failure came after the message was sent: then on this one now, and on
+                all in the next backward.
+        """
+        status = Status.read(message.tensor)
+        if status.failed or status.forwards_differ or self._partly_used(layout, status):
+            raise RankFailureError(self._explain(message, failure, layout, group))
+        self._agreed += message.forwards[0]
+        if failure:
+            self.late = f"in the backward before this one: {failure}"
+            raise RankFailureError(f"apexfx: {failure}")
+        return status
+
+    def _partly_used(self, layout: Layout, status: Status) -> bool:
+        """Whether a parameter has a gradient where it was not expected, or has none where it was."""
+        if self.uneven:
+            return False
+        used, unused = status.used_somewhere, status.unused_somewhere
+        if not layout.learned:  # what no rank uses is left out of the plan
+            return any(map(bool.__and__, used, unused))
+        return used != layout.planned or any(map(bool.__and__, unused, layout.planned))
+
+    def _explain(self, message: StatusMessage, failure: str, layout: Layout, group: dist.ProcessGroup) -> str:
+        self._num_exchanges += 1
+        unused = [name for name, bucket, used in zip(layout.names, layout.bucket_of, message.used) if not used and bucket >= 0]
+        mine = {"failed": message.failure or failure, "forwards": message.forwards[1], "unused": unused}
+        said = exchange(group, f"apexfx/{self.label}/status{self._num_exchanges}", mine, self.timeout_s)
+        self.forwards = max((words["forwards"] for words in said if words), default=self.forwards)
+        return explain(said)
 
 
 def exchange(group: dist.ProcessGroup, key: str, mine: Any, timeout_s: float) -> list[Any]:

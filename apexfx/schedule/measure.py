@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..config import BucketConfig
 from .bucket import GradientSpec
+from .bucket_buffer import BucketBuffer
 from .network import MeasuredNetwork, fit, fit_line
 from .plan import plan_buckets
 from .profile import Profile
-from .reduce import BucketBuffer
 from .simulate import Costs, Line
 
 KIB, MIB = 2**10, 2**20
@@ -80,10 +80,10 @@ class Calibration:
             work.wait()
             self._add(f"allreduce {num_bytes}", time.perf_counter() - begin)
             self._add("launch", launched - begin)
-            self._add(f"write {num_bytes}", _timed(lambda: buffer.write(gradients)))
+            self._add(f"write {num_bytes}", _timed(buffer.finish))
         for count, (buffer, gradients) in self._copies.items():
             self._add(f"fill of {count}", _timed(lambda: buffer.fill(gradients)))
-            self._add(f"write of {count}", _timed(lambda: buffer.write(gradients)))
+            self._add(f"write of {count}", _timed(buffer.finish))
         for count in self._bare:
             self._add(f"bare {count}", _timed(self._bare[count].step))
             self._add(f"wrapped {count}", _timed(lambda: self._wrapped[count][1].step(self._wrapped[count][0])))

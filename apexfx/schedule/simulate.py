@@ -1,9 +1,9 @@
 """Predict a data-parallel training step on any number of ranks: the bucket plan, laid over a profile, on a network.
 
 The eager executor's program (`parallel/overlap.py`), step by step: a bucket is filled and started when its last gradient
-is ready and all earlier ones are started; a small status message follows the last; after backward every bucket is waited
-for, then the status, then all results are written back; then the optimizer runs. A synchronized batch norm waits for its
-statistics on the spot. `simulate` builds that program and runs it on paper (`timeline.py`).
+is ready and all earlier ones are started; the ranks' status travels behind the last one's gradients, or after it; after
+backward every bucket is waited for, then all results are written back; then the optimizer runs. A synchronized batch norm
+waits for its statistics on the spot. `simulate` builds that program and runs it on paper (`timeline.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .plan import BucketPlan, plan_buckets
 from .profile import Piece, Profile
 from .timeline import Start, Task, Timeline, Wait, Work, run
 
-_STATUS_HEADER, _STATUS_BYTES = 3, 4  # parallel/status.py: three numbers, and two for each parameter, of int32
+_STATUS_HEADER, _STATUS_BYTES = 33, 4  # parallel/status.py: so many numbers and two for each parameter, of int32 by themselves
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Costs:
     Attributes:
         gradient_s: of the hook that every gradient calls.
         fill, write: of a bucket: laying gradients out and starting the allreduce; copying results back.
-        status_s: of composing and reading the status message.
+        status_s: of composing and reading the status.
         compute_rate, wire_rate: see `timeline.run`; 1 and 1 where communication needs no processor.
     """
 
@@ -143,7 +143,7 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
         costs: of the executor; default: none.
         plan: instead of the one that `config` gives.
         num_channels: communicators on which buckets take turns (`num_allreduce_streams`).
-        check_status: False leaves the status message out, as `static_graph=True` does.
+        check_status: False leaves the status out, as `static_graph=True` does.
 
     Raises:
         ValueError: a plan for other gradients.
@@ -207,13 +207,26 @@ class _Step:
 
     def _start(self, index: int) -> list[Task]:
         bucket = self.plan.buckets[index]
-        filled = Work(f"fill bucket {index}", self.costs.fill.seconds(bucket), "fill")
-        return [filled, self._collective(f"bucket {index}", bucket.total_bytes, index % self.num_channels)]
+        filled: Task = Work(f"fill bucket {index}", self.costs.fill.seconds(bucket), "fill")
+        num_bytes, tasks = bucket.total_bytes, [filled]
+        if self._carries_status(index):
+            num_bytes += self._num_status() * bucket.reduce_dtype.itemsize
+            tasks.append(Work("status", self.costs.status_s, "fill"))
+        return [*tasks, self._collective(f"bucket {index}", num_bytes, index % self.num_channels)]
+
+    def _num_status(self) -> int:
+        return _STATUS_HEADER + 2 * len(self.profile.gradients)
+
+    def _carries_status(self, index: int) -> bool:
+        bucket = self.plan.buckets[index]
+        plain = bucket.dtype == bucket.reduce_dtype == bucket.output_dtype and bucket.start == "ready"
+        bitwise = self.plan.layout == "ddp" and self.num_ranks > 2
+        return self.status and plain and not bitwise and index + 1 == len(self.plan.buckets)
 
     def _finish(self) -> list[Task]:
         waits: list[Task] = [Wait(f"bucket {index}") for index in range(len(self.plan.buckets))]
-        if self.status and self.plan.buckets:
-            num_bytes = _STATUS_BYTES * (_STATUS_HEADER + 2 * len(self.profile.gradients))
+        if self.status and self.plan.buckets and not self._carries_status(len(self.plan.buckets) - 1):
+            num_bytes = _STATUS_BYTES * self._num_status()
             composed = Work("status", self.costs.status_s, "write")
             waits = [composed, self._collective("status", num_bytes, 0), *waits, Wait("status")]
         writes = [Work(f"write back bucket {index}", self.costs.write.seconds(bucket), "write")

@@ -42,21 +42,21 @@ class Recording(list):
 def recorded() -> Iterator[Recording]:
     """Record the collectives issued in the block, in order; they still run."""
     calls = Recording()
-    originals = {name: getattr(dist, name) for name in ("all_reduce", "broadcast")}
+    originals = {name: dist.ProcessGroup.__dict__[name] for name in ("allreduce", "broadcast")}  # as they bind
 
-    def wrapper(name):
-        def call(tensor, *args, **kwargs):
-            group = kwargs.get("group") or dist.group.WORLD
-            calls.append(Call(name, tensor.dtype, tensor.numel(), group.group_name, tensor.detach().clone().view(-1),
-                              bool(kwargs.get("async_op"))))
-            return originals[name](tensor, *args, **kwargs)
+    def wrapper(name, original):
+        def call(group, tensors, opts, *args, **kwargs):
+            [tensor] = tensors
+            sent = tensor.detach().clone().view(-1)
+            calls.append(Call(name, tensor.dtype, tensor.numel(), group.group_name, sent, opts.asyncOp))
+            return original.__get__(group)(tensors, opts, *args, **kwargs)
 
         return call
 
-    for name in originals:
-        setattr(dist, name, wrapper(name))
+    for name, original in originals.items():
+        setattr(dist.ProcessGroup, name, wrapper({"allreduce": "all_reduce"}.get(name, name), original))
     try:
         yield calls
     finally:
         for name, original in originals.items():
-            setattr(dist, name, original)
+            setattr(dist.ProcessGroup, name, original)

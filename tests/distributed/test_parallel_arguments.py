@@ -19,6 +19,7 @@ from tests.distributed.launch import run_ranks
 
 SIZES = [20, 4, 16, 4, 12, 3]  # parameters of Net, in order: 5x4, 4x4, 4x3 and biases
 PADDED = [20, 4, 16, 4, 12, 4]  # a slot is padded to 16 bytes
+STATUS = 33 + 2 * len(SIZES)  # numbers behind the last bucket
 
 
 class Net(nn.Module):
@@ -71,13 +72,14 @@ def _message_size(rank):
     for size, expected in ((10_000_000, [60]), (1, [12, 4, 16, 4, 20, 4]), (20, [32, 28]), (30, [32, 28])):
         model, twin, x = wrapped(rank, message_size=size)
         calls = backward(model, x)
+        sent = [c.numel for c in calls.buckets]
+        sent[-1] -= STATUS  # which comes last, in the last bucket
         if size == 1:
-            assert sorted(c.numel for c in calls.buckets) == sorted(PADDED)
+            assert sorted(sent) == sorted(PADDED)
         else:
-            assert sum(c.numel for c in calls.buckets) == sum(PADDED) and all(c.numel >= size for c in calls.buckets[:-1])
-        assert [c.num_bytes for c in calls.buckets] == [b.total_bytes for b in model.bucket_plan.buckets]
-        assert [c.numel for c in calls if c.name == "all_reduce"][-1] == 3 + 2 * len(SIZES)  # the status comes last
-        assert all(c.is_async for c in calls) and len(calls.status) == 1
+            assert sum(sent) == sum(PADDED) and all(n >= size for n in sent[:-1])
+        assert [4 * n for n in sent] == [b.total_bytes for b in model.bucket_plan.buckets]
+        assert all(c.is_async for c in calls) and len(calls) == len(sent)
         names = [n for n, _ in model.module.named_parameters()]
         order = [names.index(n) // 2 for n in model.bucket_plan.parameters]
         assert order == sorted(order, reverse=True)  # the last layer's gradients are ready first
@@ -305,6 +307,7 @@ def _comm_hooks(rank):
     assert seen == [(0, False, True, "state"), (1, True, True, "state")]
     model, twin, x = wrapped(rank, message_size=30)
     model.register_comm_hook(None, _in_another_buffer)
+    assert [c.numel for c in backward(model, x).status] == [STATUS]  # by itself: hooks see gradients alone
     for _ in range(2):
         backward(model, x)
         check_mean(model, twin, x)
@@ -318,7 +321,7 @@ def _plan(rank):
     names = [n for n, _ in model.module.named_parameters()]
     edited = model.bucket_plan.regroup([names[:1], names[1:]])
     replayed, twin, x = wrapped(rank, plan=edited)
-    assert [c.numel for c in backward(replayed, x).buckets] == [20, sum(PADDED) - 20]
+    assert [c.numel for c in backward(replayed, x).buckets] == [20, sum(PADDED) - 20 + STATUS]
     check_mean(replayed, twin, x)
     with pytest.raises(ValueError, match="which the bucket plan does not hold"):
         DistributedDataParallel(nn.Sequential(nn.Linear(2, 2)), plan=edited)

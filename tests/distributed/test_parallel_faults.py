@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
 import warnings
@@ -183,9 +184,18 @@ def _stuck(rank, world_size, report):
     train(model, rank)
     if rank == 1:
         time.sleep(5)
-    else:
-        with raises("stuck rank", report, rank, RankFailureError, "did not complete after 3.* s: another rank died, is stuck", 8):
-            train(model, rank)
+        return
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("apexfx.parallel").addHandler(handler)
+    with raises("stuck rank", report, rank, RankFailureError, "did not complete after 3.* s: another rank died, is stuck", 8):
+        train(model, rank)
+    logging.getLogger("apexfx.parallel").removeHandler(handler)
+    [line] = lines
+    Path(report, f"stuck rank, log.{rank}").write_text(line)
+    assert f"rank {rank} has waited 1 s for the allreduce of bucket 0 (b.bias ... a.weight) in backward 2" in line
+    assert f"so does rank {2 - rank}" in line and "nothing was heard of rank 1." in line
 
 
 def _killed(rank, world_size, report):
