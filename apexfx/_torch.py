@@ -6,8 +6,10 @@ fails, naming the line, when a torch release moves one of them.
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed._functional_collectives  # noqa: F401  registers autograd and fakes for _c10d_functional
@@ -31,6 +33,7 @@ from torch._inductor import (  # 2.13
 from torch._inductor.compile_fx import compile_fx  # 2.11, 2.13, 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11, 2.13, 2.15
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir  # 2.11, 2.13, 2.15
+from torch._inductor.select_algorithm import ExternKernelChoice  # 2.13
 from torch._inductor.virtualized import V as inductor_state, ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
@@ -42,6 +45,7 @@ from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
     free_unbacked_symbols,
     statically_known_true,
 )
+from torch.fx.experimental.symbolic_shapes import optimization_hint  # 2.13
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
 from torch.nn.modules.module import (  # 2.11, 2.13, 2.15
     _global_backward_hooks,
@@ -145,6 +149,15 @@ def module_hooks(module: torch.nn.Module) -> tuple[dict[int, object], ...]:
     )  # fmt: skip
 
 
+@functools.cache
+def onednn_is_wider() -> bool:
+    """Tell whether oneDNN uses AVX-512 here and MKL does not, because another than Intel made the processor (2.13)."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    info = Path("/proc/cpuinfo")
+    return torch.cpu._is_avx512_supported() and info.exists() and "GenuineIntel" not in info.read_text()
+
+
 def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply `grads` by `factor`, and set `found_inf` to 1 where one is not finite (2.11, 2.13, 2.15).
 
@@ -164,6 +177,7 @@ __all__ = [
     "BackendCompilerFailed",
     "BatchNorm",
     "CustomGraphPass",
+    "ExternKernelChoice",
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
@@ -192,6 +206,8 @@ __all__ = [
     "inductor_state",
     "module_call",
     "module_hooks",
+    "onednn_is_wider",
+    "optimization_hint",
     "own_call",
     "pop_function_mode",
     "process_group_store",

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .._torch import onednn_is_wider
 from ..capture import Placeholder
 from ..config import TransformConfig
 from ..pipeline import Pass
@@ -18,6 +19,7 @@ from .cancel_casts import CancelCasts
 from .flatten_relu import FlattenRelu
 from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
+from .onednn_products import OnednnProducts
 from .precision import Precision
 from .precision_policy import Policy
 from .schedule_comm import ScheduleComm
@@ -84,6 +86,10 @@ def _fuse_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
     return FuseBatchnorm(inner=config.inner) if config.inner == "inductor" else None
 
 
+def _onednn_products(config: TransformConfig, context: Context) -> Pass | None:
+    return OnednnProducts() if config.inner == "inductor" and context.device.type == "cpu" and onednn_is_wider() else None
+
+
 def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:
     if config.buckets is None or context.gradients is None or not context.reduce_gradients:
         return None
@@ -102,6 +108,7 @@ TABLE: tuple[Row, ...] = (
     Row(FlattenRelu, "inner=\"inductor\"", _flatten_relu),
     Row(FuseBatchnorm, "inner=\"inductor\", where measured faster", _fuse_batchnorm),
     Row(FuseNorm, "inner=\"inductor\", where measured faster", _fuse_norm),
+    Row(OnednnProducts, "inner=\"inductor\", where MKL lacks AVX-512", _onednn_products),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
 )

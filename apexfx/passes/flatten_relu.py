@@ -50,8 +50,6 @@ def _linear_readers(node: fx.Node) -> list[fx.Node]:
     """Return all that reads the ReLU `node` in graph order, idle dropouts included; nothing where it is to stay."""
     if _name(node) != "relu" or writes_first(node) or not isinstance(value(node), Tensor) or value(node).dim() < 3:
         return []
-    if sum(not isinstance(size, int) for size in value(node).shape[:-1]) > 1:
-        return []  # a reshape can leave out one size
     readers, linear = [], False
     for source in (pending := [node]):
         for user in source.users:
@@ -77,8 +75,11 @@ def _is_idle(dropout: fx.Node) -> bool:
 def _rewrite(node: fx.Node, readers: list[fx.Node]) -> fx.Node:
     graph, mode = node.graph, fake_mode(node.graph)
     x = node.args[0] if node.args else node.kwargs["input"]
-    sizes = [size if isinstance(size, int) else -1 for size in value(node).shape[:-1]]
+    sizes: list[Any] = list(value(node).shape[:-1])
     with graph.inserting_before(node):
+        for dim, size in enumerate(sizes):
+            if not isinstance(size, int):
+                sizes[dim] = call(graph, torch.ops.aten.sym_size.int, (x, dim), like=node, mode=mode)
         flat = call(graph, torch.flatten, (x, 0, -2), like=node, mode=mode)
         relu = call(graph, torch.relu, (flat,), like=node, mode=mode)
     new: dict[Any, fx.Node] = {node: relu}

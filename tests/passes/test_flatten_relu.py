@@ -100,14 +100,14 @@ def test_bitwise_as_eager(seed):
         assert torch.equal(a.grad, b.grad)
 
 
-@pytest.mark.parametrize(("dynamic_dims", "num_matches"), [((0,), 1), ((0, 1), 0)])
-def test_dynamic_sizes(dynamic_dims, num_matches):
+@pytest.mark.parametrize("dynamic_dims", [(0,), (0, 1)])
+def test_dynamic_sizes(dynamic_dims):
     x = torch.randn(4, 3, 6)
     for dim in dynamic_dims:
         torch._dynamo.mark_dynamic(x, dim)
     model = FeedForward()
     _, report, got = rewritten(model, x)
-    assert len(report.matches) == num_matches and torch.equal(got, model(x))
+    assert len(report.matches) == 1 and torch.equal(got, model(x))
 
 
 @pytest.mark.parametrize("fires", [True, False])
