@@ -28,7 +28,7 @@ class BucketBuffer:
         num_more: elements that travel behind the gradients.
 
     Attributes:
-        flat: what travels.
+        flat: what travels; empty before the first use, so that what an earlier plan lent can be freed first.
         gradients: `flat` without what travels behind: `bucket.numel` elements of `bucket.reduce_dtype`.
         more: what travels behind the gradients.
         casts: the wire has another dtype than the gradients. Then each `fill` makes another `flat`, without lasting slots.
@@ -45,14 +45,15 @@ class BucketBuffer:
         # The product with a scalar tensor is faster, and the same where the kernel computes in the gradient's own dtype.
         plain = bucket.dtype in (torch.float32, torch.float64)
         self._factor = torch.tensor(factor, dtype=bucket.dtype) if plain else factor
-        self.replace()
+        self.flat = self.gradients = self.more = torch.empty(0, dtype=bucket.reduce_dtype, device=device)
+        self.results: list[Tensor] = []
 
     def replace(self) -> None:
         """Leave the buffer to whoever holds a part of it, and take another."""
         numel = self.bucket.numel
         self.flat = torch.zeros(numel + self._num_more, dtype=self.bucket.reduce_dtype, device=self._device)
         self.gradients, self.more = (self.flat[:numel] if self._num_more else self.flat), self.flat[numel:]
-        self.results = [] if self.casts else self._views(self.gradients)
+        self.results = self._views(self.gradients)
         self._storage, self._address = self.flat.untyped_storage(), self.flat.data_ptr()
         self._own_users = storage_users(self._storage)
 
@@ -64,7 +65,7 @@ class BucketBuffer:
 
     def is_lent(self, slot: int, gradient: Tensor) -> bool:
         """Tell whether `gradient` is the very memory of a slot."""
-        if self.casts or gradient.layout != torch.strided:
+        if self.casts or not self.results or gradient.layout != torch.strided:
             return False
         own = self.results[slot]
         return (gradient.data_ptr() == own.data_ptr() and gradient.dtype == own.dtype and gradient.shape == own.shape
@@ -75,8 +76,8 @@ class BucketBuffer:
 
         Never where its memory was freed by force, or moved to share it with another process.
         """
-        return self.casts or (storage_users(self._storage) <= self._own_users + num_lent
-                              and self.flat.data_ptr() == self._address)
+        return self.casts or bool(self.results) and (storage_users(self._storage) <= self._own_users + num_lent
+                                                     and self.flat.data_ptr() == self._address)
 
     # ---- in ------------------------------------------------------------------------------------------------------------
 
@@ -103,6 +104,8 @@ class BucketBuffer:
         if self.casts:
             self.flat = self.gradients = _scaled(torch.cat(self._pieces(gradients)), divisor, self.bucket.reduce_dtype)
             return
+        if not self.results:
+            self.replace()
         places = self.results if slots is None else [self.results[slot] for slot in slots]
         if any([gradient is None for gradient in gradients]):
             for gradient, place in zip(gradients, places):
