@@ -16,6 +16,8 @@ from ..capture import Placeholder, gradients
 from ..config import BucketConfig, describe_buckets
 from ..fx import call, fake_mode, value
 from ..pipeline import Pass, PassError
+from ..printed_names import identifier
+from ..printing import short_dtype
 from ..schedule.ddp import dim_order
 from ..schedule.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
 from ..schedule.windows import MARK, windows
@@ -180,7 +182,8 @@ class _Emitter:
         with self.graph.inserting_before(anchor.next):
             flat = self._flatten(index, bucket, sources, like=last)
             flat = self._scale(flat, 1.0 / bucket.predivide, bucket.reduce_dtype.to_real(), index, like=last)
-            started = self._call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=last)
+            started = self._call(index, c10d.all_reduce_.default, (flat, "sum", self.plan.group_name), like=last,
+                                 name=f"bucket_{index}_started")
         if bucket.start == "end":
             started.meta[DELAYED] = True
         self.tail = started
@@ -190,7 +193,7 @@ class _Emitter:
         """Insert wait, post-divide and unflatten before the output."""
         bucket = self.plan.buckets[index]
         with self.graph.inserting_before(self.output):
-            wait = self._call(index, c10d.wait_tensor.default, (started,), like=started)
+            wait = self._call(index, c10d.wait_tensor.default, (started,), like=started, name=f"bucket_{index}_sum")
             if bucket.reduce_dtype.is_complex:
                 pairs = self._call(index, aten.view.default, (wait, [-1, 2]), like=started)
                 wait = self._call(index, aten.view_as_complex.default, (pairs,), like=started)
@@ -199,8 +202,9 @@ class _Emitter:
             if sizes[1:] == [0]:
                 parts = [flat]
             else:
-                split = self._call(index, aten.split_with_sizes.default, (flat, sizes), like=started)
-                parts = [self._call(index, operator.getitem, (split, 2 * i), like=started) for i in range(len(bucket.slots))]
+                split = self._call(index, aten.split_with_sizes.default, (flat, sizes), like=started, name=f"bucket_{index}_parts")
+                parts = [self._call(index, operator.getitem, (split, 2 * i), like=started, name=_gradient_name(slot, flat=True))
+                         for i, slot in enumerate(bucket.slots)]
             for slot, part in zip(bucket.slots, parts):
                 result = self._restore(index, slot, part, like=started)
                 for position in self.reductions[slot.parameter].positions:
@@ -230,7 +234,7 @@ class _Emitter:
         wire = bucket.reduce_dtype
         offsets = [slot.offset_bytes // wire.itemsize * _parts(wire) for slot in bucket.slots]
         arguments = (pieces, offsets, bucket.numel * _parts(wire), bucket.dtype.to_real())
-        return self._call(index, torch.ops.apexfx.flatten_bucket.default, arguments, like=like)
+        return self._call(index, torch.ops.apexfx.flatten_bucket.default, arguments, like=like, name=f"bucket_{index}")
 
     def _scale(self, flat: fx.Node, factor: float, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
         # In the wider of the two dtypes, and by the reciprocal, as torch DDP and Apex do.
@@ -240,26 +244,35 @@ class _Emitter:
         if factor != 1.0:
             # The reduced buffer is the bucket's own: multiplied in place, it is all the memory that a step takes.
             multiply = aten.mul_.Tensor if flat.target is c10d.wait_tensor.default else aten.mul.Tensor
-            flat = self._call(index, multiply, (flat, factor), like=like)
+            flat = self._call(index, multiply, (flat, factor), like=like, name=f"bucket_{index}_divided")
         return self._cast(flat, dtype, index, like=like)
 
     def _cast(self, flat: fx.Node, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
         if value(flat).dtype == dtype:
             return flat
-        return self._call(index, prims.convert_element_type.default, (flat, dtype), like=like)
+        name = f"bucket_{index}_{short_dtype(dtype)}"
+        return self._call(index, prims.convert_element_type.default, (flat, dtype), like=like, name=name)
 
     def _restore(self, index: int, slot: Slot, part: fx.Node, *, like: fx.Node) -> fx.Node:
+        name = _gradient_name(slot)
         if slot.dim_order is None:
-            return part if len(slot.shape) == 1 else self._call(index, aten.view.default, (part, list(slot.shape)), like=like)
+            if len(slot.shape) == 1:
+                return part
+            return self._call(index, aten.view.default, (part, list(slot.shape)), like=like, name=name)
         part = self._call(index, aten.view.default, (part, [slot.shape[d] for d in slot.dim_order]), like=like)
         back = [slot.dim_order.index(d) for d in range(len(slot.dim_order))]
-        return self._call(index, aten.permute.default, (part, back), like=like)
+        return self._call(index, aten.permute.default, (part, back), like=like, name=name)
 
     def _call(self, index: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
-              like: fx.Node) -> fx.Node:
-        node = call(self.graph, target, args, kwargs, like=like, mode=self.mode)
+              like: fx.Node, name: str | None = None) -> fx.Node:
+        node = call(self.graph, target, args, kwargs, like=like, mode=self.mode, name=name)
         node.meta[MARK] = index
         return node
+
+
+def _gradient_name(slot: Slot, *, flat: bool = False) -> str:
+    """Return what a parameter's averaged gradient is called in the graph."""
+    return identifier(slot.parameter) + ("_grad_flat" if flat and (len(slot.shape) != 1 or slot.dim_order) else "_grad")
 
 
 def _parts(dtype: torch.dtype) -> int:

@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from apexfx.config import BucketConfig
 from apexfx.fx import value
+from apexfx.invariants import is_wait
 from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.pipeline import Pipeline
 from apexfx.printing import format_graph
@@ -186,7 +187,7 @@ def test_divisors(options, factors, total):
     for p, grad in zip(model.parameters(), local):
         torch.testing.assert_close(p.grad, grad * total)
     names = [n.name for n in gm.graph.nodes]
-    wait = next(n for n in gm.graph.nodes if "wait_tensor" in n.name)
+    wait = next(n for n in gm.graph.nodes if is_wait(n))
     before = sum(names.index(n.name) < names.index(wait.name) for n in scaling(gm))
     assert before == (1 if options.get("layout") == "ddp" or "gradient_predivide_factor" in options else 0)
 
