@@ -6,6 +6,8 @@
 
 Variants take turns within one run, step by step, so that whatever else the machine does hits all of them; medians over
 `--steps` steps, of the slower rank. The ratio is ours over torch's in the same turn (below 1 is faster), with quartiles.
+`--launches` starts the ranks anew so many times, and gives the medians over them and the ratio of each: where
+tensors lie in memory alone moves a ratio by a few percent.
 A step is forward, backward with averaging, and SGD; "no buffers" leaves out the broadcast of buffers in every forward,
 which is torch's default and not ours.
 """
@@ -22,8 +24,9 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -118,14 +121,16 @@ def measure(rank: int, world_size: int, store: str, given: argparse.Namespace, o
             times[label] = slowest.tolist()
         rows += [row(name, label, times) for label in times]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if rank == 0:
-        report(rows, given, only, peak)
+    if rank == 0 and only is not None:
+        print(f"{given.models[0]:12} {only:20} peak {peak:.1f} MiB", flush=True)
+    elif rank == 0:
+        Path(store).with_name("rows.json").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def row(model: str, label: str, times: dict[str, list[float]]) -> dict[str, object]:
+def row(model: str, label: str, times: dict[str, list[float]]) -> dict[str, Any]:
     """Return the median of one variant, and its ratio to what it is measured against."""
-    made: dict[str, object] = {"model": model, "variant": label, "median_ms": 1e3 * statistics.median(times[label])}
+    made: dict[str, Any] = {"model": model, "variant": label, "median_ms": 1e3 * statistics.median(times[label])}
     base = BASELINES.get(label)
     if base in times:
         ratios = [own / other for own, other in zip(times[label], times[base])]
@@ -134,35 +139,45 @@ def row(model: str, label: str, times: dict[str, list[float]]) -> dict[str, obje
     return made
 
 
-def report(rows: list[dict[str, object]], given: argparse.Namespace, only: str | None, peak: float) -> None:
-    """Print the table of times (and write it as JSON), or one line of memory."""
-    if only is not None:
-        print(f"{given.models[0]:12} {only:20} peak {peak:.1f} MiB", flush=True)
-        return
+def report(launches: list[list[dict[str, Any]]], given: argparse.Namespace) -> None:
+    """Print the table of times, and write it as JSON."""
+    rows = [over_launches(same) for same in zip(*launches)]
     print(tabulate(rows, headers="keys", floatfmt=".2f"), flush=True)
     if given.json:
         record = {"torch": torch.__version__, "python": platform.python_version(), "ranks": given.ranks, "threads": 1,
-                  "cores": os.cpu_count(), "steps": given.steps, "rows": rows}
+                  "cores": os.cpu_count(), "steps": given.steps, "launches": len(launches), "rows": rows}
         given.json.parent.mkdir(parents=True, exist_ok=True)
         given.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def launch(given: argparse.Namespace, only: str | None = None) -> None:
+def over_launches(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians of one variant's rows; the ratio of each launch too, where there are several."""
+    made = {key: statistics.median(row[key] for row in rows) if isinstance(value, float) else value
+            for key, value in rows[0].items()}
+    if len(rows) > 1 and "ratio" in made:
+        made["of launches"] = " ".join(f"{row['ratio']:.2f}" for row in rows)
+    return made
+
+
+def launch(given: argparse.Namespace, only: str | None = None) -> list[dict[str, Any]]:
+    """Return the rows of all models, measured on ranks started for it; with `only`, print its memory instead."""
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (given.ranks, str(Path(folder, "store")), given, only), nprocs=given.ranks)
+        return json.loads(Path(folder, "rows.json").read_text()) if only is None else []
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--launches", type=int, default=1)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     if not given.memory:
-        launch(given)
+        report([launch(given) for _ in range(given.launches)], given)
         return
     names = given.models
     for name in names:
