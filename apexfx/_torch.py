@@ -20,6 +20,7 @@ from torch import (  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
+from torch._dynamo.utils import count_calls  # 2.11, 2.13, 2.15
 from torch._functorch import config as functorch_config  # 2.11, 2.13, 2.15
 from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13, 2.15
     GradAOTOutput,
@@ -30,7 +31,7 @@ from torch._inductor import (  # 2.13
     ir as inductor_ir,
     lowering as inductor_lowering,
 )
-from torch._inductor.compile_fx import compile_fx  # 2.11, 2.13, 2.15
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # 2.11, 2.13, 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11, 2.13, 2.15
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir  # 2.11, 2.13, 2.15
 from torch._inductor.select_algorithm import ExternKernelChoice  # 2.13
@@ -188,6 +189,8 @@ __all__ = [
     "below_autograd",
     "below_functorch",
     "compile_fx",
+    "compile_fx_inner",
+    "count_calls",
     "dynamo_config",
     "fake_store",
     "foreach_copy_",

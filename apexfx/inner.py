@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch
 from torch import fx
 
 from . import lowerings
-from ._torch import aot_autograd, compile_fx
+from ._torch import aot_autograd, compile_fx, compile_fx_inner, count_calls
 from .fx import graphs
+
+lowerings.register()
 
 
 def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
@@ -21,13 +24,12 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
-    lowerings.register()
     patches = {
         "post_grad_custom_post_pass": backward,
         # Inductor's default moves all compute before the collectives and hides nothing.
         "reorder_for_peak_memory": False,
     }
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
+    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
 
 
 def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
@@ -35,7 +37,16 @@ def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any
         raise ValueError("apexfx: inner='cudagraphs' was given for a model that is not on CUDA, where there are no CUDA graphs "
                          "to record; use inner='inductor' or move the model")
     patches = {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
-    return compile_fx(gm, list(example_inputs), config_patches=patches)
+    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
+
+
+def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    """Compile one graph of AOTAutograd's, of which Inductor returns one without calls as it is: no pass would see it."""
+    if options.get("is_backward") and count_calls(gm.graph) == 0:
+        backward.run(gm)
+        gm.recompile()
+        return _boxed(gm)
+    return compile_fx_inner(gm, example_inputs, **options)
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:

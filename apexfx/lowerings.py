@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 @functools.cache
 def register() -> None:
-    """Tell Inductor, for the rest of the process."""
+    """Tell Inductor, once in a process: before it runs code from its cache on disk, which calls what this names."""
     kernel = ExternKernelChoice(product_into, name="apexfx_product")
     for op, lower in ((torch.ops.apexfx.product.default, functools.partial(_product, kernel)),
                       (torch.ops.apexfx.flatten_bucket.default, _flatten_bucket),

@@ -27,6 +27,28 @@ class StillNeeded(nn.Module):
         return self.b(self.a(x) + self.p)
 
 
+class Position(nn.Module):
+    """The gradient of `p` is the one that comes in: a backward graph without a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.zeros(8, 16))
+
+    def forward(self, x):
+        return x + self.p
+
+
+def no_call_in_backward(rank, world_size):
+    model = apexfx.transform(Position(), opt_level="O0", inner="inductor", ddp=True)
+    model(torch.full((8, 16), float(rank))).square().sum().backward()
+    assert torch.equal(model.p.grad, torch.ones(8, 16)), model.p.grad  # of 0 and 2
+    assert "bucket_allreduce" in str(model.report)
+
+
+def test_a_backward_without_calls_is_averaged_too():
+    run_ranks(no_call_in_backward, 2)
+
+
 def parity(rank, name, options, num_steps=2):
     torch.manual_seed(0)
     model = (StillNeeded if name == "still_needed" else MODELS[name])().train()
