@@ -87,7 +87,9 @@ def _fuse_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
 
 
 def _onednn_products(config: TransformConfig, context: Context) -> Pass | None:
-    return OnednnProducts() if config.inner == "inductor" and context.device.type == "cpu" and onednn_is_wider() else None
+    if config.inner != "inductor" or context.device.type != "cpu" or not torch.backends.mkldnn.enabled:
+        return None
+    return OnednnProducts() if onednn_is_wider() else None
 
 
 def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from .._torch import FakeTensor
 from ..fx import call, fake_mode, value
 from ..pipeline import Pass
 from .mutation import argument, bodies, writes_first
@@ -48,12 +49,12 @@ class FlattenRelu(Pass):
 
 def _linear_readers(node: fx.Node) -> list[fx.Node]:
     """Return all that reads the ReLU `node` in graph order, idle dropouts included; nothing where it is to stay."""
-    if _name(node) != "relu" or writes_first(node) or not isinstance(value(node), Tensor) or value(node).dim() < 3:
+    if _name(node) != "relu" or writes_first(node) or not _is_dense(value(node)) or value(node).dim() < 3:
         return []
-    readers, linear = [], False
-    for source in (pending := [node]):
+    readers, linear, pending = [], False, [node]
+    for source in pending:
         for user in source.users:
-            if _name(user) == "linear" and user.args and user.args[0] is source:
+            if _name(user) == "linear" and user.args and user.args[0] is source and _multiplies(user):
                 linear = True
             elif _name(user) == "dropout" and _is_idle(user):
                 pending.append(user)
@@ -61,6 +62,17 @@ def _linear_readers(node: fx.Node) -> list[fx.Node]:
                 return []
             readers.append(user)
     return readers if linear else []
+
+
+def _multiplies(linear: fx.Node) -> bool:
+    """Return whether the weight is a matrix: with a vector, the result has no dimension for it."""
+    weight = value(linear.args[1] if len(linear.args) > 1 else linear.kwargs["weight"])
+    return weight.dim() == 2
+
+
+def _is_dense(val: Any) -> bool:
+    """Return whether `val` is a plain tensor: not nested, and not inside of vmap, whose values no op may be called with here."""
+    return isinstance(val, FakeTensor) and val.layout == torch.strided
 
 
 def _name(node: fx.Node) -> str:

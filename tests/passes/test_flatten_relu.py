@@ -13,6 +13,7 @@ from functorch.compile import min_cut_rematerialization_partition
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
+import apexfx
 from apexfx import capture, passes
 from apexfx.config import TransformConfig
 from apexfx.passes.flatten_relu import FlattenRelu
@@ -73,6 +74,32 @@ def test_printed_graph():
 def test_left_alone(model, shape):
     recorder, report, _ = rewritten(model, torch.randn(shape))
     assert not report.matches and "flatten" not in recorder.text()
+
+
+class VectorWeight(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        return F.linear(F.relu(x), self.weight)
+
+
+class Mapped(FeedForward):
+    def forward(self, x):
+        return torch.func.vmap(lambda row: self.narrow(F.relu(self.wide(row))))(x)
+
+
+@pytest.mark.parametrize("model, x", [
+    (VectorWeight(), torch.randn(2, 3, 6)),
+    (Mapped(), torch.randn(4, 2, 3, 6)),
+    (FeedForward(), torch.nested.nested_tensor([torch.randn(3, 6), torch.randn(5, 6)], layout=torch.jagged)),
+], ids=["a vector as weight", "inside of vmap", "nested"])
+def test_what_it_cannot_flatten_still_compiles(model, x):
+    torch._dynamo.reset()
+    result, expected = apexfx.transform(model, opt_level="O0", inner="inductor")(x), model(x)
+    pair = (result.values(), expected.values()) if x.is_nested else (result, expected)
+    torch.testing.assert_close(*pair)
 
 
 def test_dropout_that_is_off_in_eval():
