@@ -15,6 +15,7 @@ from .._torch import process_group_store, resolve_process_group, tree_map
 from ..agreement import Agreement
 from ..config import BucketConfig
 from ..transform import TransformedModule
+from .arguments import check_arguments, communicators, names_of
 from .checksum import check_parameters
 from .flat import Message, broadcast_from_first
 from .grad_bucket import CommHook
@@ -23,7 +24,6 @@ from .layout import Planner
 from .module_tree import ModuleTree
 from .overlap import OverlappedReducer
 from .sending import Options
-from .arguments import communicators, check_arguments, names_of
 
 _BUFFER_POLICIES = ("start", True, False)
 _NOT_COPIED = ("process_group", "communicators", "_reducer", "_tree", "_message")
@@ -37,6 +37,10 @@ class DistributedDataParallel(nn.Module):
     hooks launch the same buckets while backward runs. Parameters are copied from rank 0 at the start. A failure on one
     rank (another model, a skipped or failed backward, an unused parameter) raises on every rank; nothing hangs longer
     than `timeout_s`.
+
+    After a backward of the hooks, `p.grad` of a large parameter is a window on its bucket's storage. `torch.save` of that
+    gradient alone, and `copy.deepcopy` of a module that has gradients, write or copy the whole bucket: save a `clone()`,
+    and set gradients to None before the copy.
 
     Apex's arguments:
         module: the model; `state_dict()` keys carry "module." in front.

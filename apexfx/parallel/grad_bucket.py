@@ -25,7 +25,7 @@ class GradBucket:
 
     def __init__(self, index: int, buffer: BucketBuffer, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
         self._index, self._parameters, self._is_last = index, list(parameters), is_last
-        self._flat, self._bucket = buffer.gradients, buffer.bucket
+        self._flat, self._bucket = buffer.gradients.detach(), buffer.bucket  # a hook that keeps it is seen
 
     def index(self) -> int:
         return self._index

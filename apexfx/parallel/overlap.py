@@ -53,7 +53,8 @@ class OverlappedReducer:
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._round: Round | None = None
         self._fresh: tuple[Layout, set[int]] | None = None  # as it was when the backward under way began
-        self._queued = self._entered = self._opaque = self._warned = False
+        self._queued: weakref.ref[Any] | None = None  # the callback of the backward under way, which autograd holds
+        self._entered = self._opaque = self._warned = False
         # Reducing an accumulated gradient as a whole averages right, but sums (or rounds) what was reduced before twice.
         separate = not self.config.gradient_average or self.config.comm_dtype is not None
         self._sums = SeparateSums() if separate else None
@@ -84,10 +85,12 @@ class OverlappedReducer:
         """Finish a backward that failed on this rank, so that no peer waits for it."""
         if in_backward():
             return  # recomputed by an activation checkpoint around the wrapper
-        self._queued = self._entered = False
-        self._fresh = None
         if self._opaque:
             self._hooks.run_last()
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        self._queued, self._entered, self._fresh = None, False, None
         if self._round is not None:
             self._round.fail("an exception ended the backward on this rank")
             self._finish()
@@ -103,6 +106,8 @@ class OverlappedReducer:
 
     def _enter(self) -> None:
         """Note that a backward comes through the module, and what it finds there; let the user's hooks run before ours."""
+        if self._has_failed():
+            self._forget_backward()
         self._entered = True
         if self._fresh is None and self._round is None and self.layout is not None:
             self._fresh = self.layout, _fresh(self.layout)
@@ -111,9 +116,14 @@ class OverlappedReducer:
 
     def _queue(self) -> None:
         # From the module's output, this is the outer backward; a reentrant checkpoint's own would end too early.
-        if not self._queued:
-            self._queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        if self._queued is None:
+            callback = self._end_of_backward
+            self._queued = weakref.ref(callback)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+    def _has_failed(self) -> bool:
+        """Whether the backward noted here has ended without its callback: autograd drops those of one that raises."""
+        return self._queued is not None and self._queued() is None
 
     # ---- in backward ---------------------------------------------------------------------------------------------------
 
@@ -122,6 +132,8 @@ class OverlappedReducer:
         if not self.enabled:
             self._pending.add(key)
             return
+        if self._has_failed():
+            self._forget_backward()
         round_ = self._round
         if round_ is None:
             round_ = self._begin(key)
@@ -210,7 +222,7 @@ class OverlappedReducer:
     # ---- at the end of backward ---------------------------------------------------------------------------------------
 
     def _end_of_backward(self) -> None:
-        self._queued, self._fresh = False, None
+        self._queued = self._fresh = None
         entered, self._entered = self._entered, False
         if self._round is None:
             return
@@ -293,7 +305,7 @@ class OverlappedReducer:
     @property
     def buffers(self) -> list[Tensor]:
         """The flat buffers of the last backward."""
-        return [buffer.gradients for buffer in self.layout.buffers] if self.layout is not None else []
+        return [buffer.gradients.detach() for buffer in self.layout.buffers] if self.layout is not None else []
 
 
 def _tensors(outputs: Any) -> list[Tensor]:

@@ -2,8 +2,8 @@
 
 A large gradient that autograd made in this backward is copied to its slot in the flat buffer at once, and `p.grad` becomes
 the slot's own memory: autograd's copy is freed while it is in cache, and nothing is copied back. Small ones are copied when
-their bucket is full, and back. So is a `p.grad` from before this backward, which is the user's to hold and keeps its memory.
-A buffer of which anybody holds a part besides is left to them.
+their bucket is full, and back. So is a `p.grad` from before this backward, which is the user's to hold and keeps its memory,
+and one that a hook of the user's has seen. A buffer of which anybody holds a part besides is left to them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import post_accumulate_hooks, storage_users
 from ..schedule.reduce import sparse_message
 from .layout import Layout
 from .status import StatusMessage
 from .sums import SeparateSums
+
+_OWN_USERS = 2  # of a gradient's storage: the gradient, and the Python object by which they are counted
 
 
 @dataclass
@@ -59,6 +62,9 @@ class Round:
     works: list[Any] = field(default_factory=list)
     message: StatusMessage | None = None
     failure: str = ""
+    _lent: dict[int, Tensor] = field(init=False)  # by position, `p.grad` where it is a slot
+    _laid: set[int] = field(init=False)  # positions of the gradients in their slots
+    _undivided: set[int] = field(init=False)  # those of them that are to be divided with their bucket
 
     def __post_init__(self) -> None:
         self.waiting = self.layout.places.copy()
@@ -70,14 +76,15 @@ class Round:
         """Take the layout's buffers into use; a parameter that still has the gradient one lent it goes on in place."""
         layout = self.layout
         self.missing = list(map(len, layout.members))
-        self._lent: dict[int, Tensor] = {}
-        self._laid: set[int] = set()
+        self._lent, self._laid, self._undivided = {}, set(), set()
+        adds_in_place = not torch.is_grad_enabled()  # backward(create_graph=True) makes another `p.grad`
         for buffer, members, large in zip(layout.buffers, layout.members, layout.large):
             in_place = {}
-            for slot in large:
+            for slot in large if adds_in_place else ():
                 if (i := members[slot]) not in self.fresh:
-                    gradient = layout.parameters[i].grad
-                    if gradient is not None and buffer.is_lent(slot, gradient):
+                    p = layout.parameters[i]
+                    gradient = p.grad
+                    if gradient is not None and buffer.is_lent(slot, gradient) and _has_our_hook_only(p):
                         in_place[i] = gradient
             if buffer.is_free(len(in_place)):
                 self._lent.update(in_place)
@@ -104,21 +111,25 @@ class Round:
             return
         self._laid.add(index)
         if gradient is self._lent.get(index):
-            buffer.keep(slot, divide=self.divides)
-        elif gradient.requires_grad:  # backward(create_graph=True): it has a history
-            buffer.lay(slot, gradient.detach(), divide=self.divides)
+            self._undivided.add(index)
+        elif self._may_lend(index, p, gradient, buffer.bucket.dtype):
+            buffer.lay(slot, gradient, divide=False)  # autograd may add to it, until the bucket is sent
+            self._undivided.add(index)
+            self._lent[index] = p.grad = buffer.lend(slot)
         else:
-            buffer.lay(slot, gradient, divide=self.divides)
-            if self.lends and index in self.fresh and gradient.dtype == buffer.bucket.dtype:
-                self._lent[index] = p.grad = buffer.lend(slot)
+            buffer.lay(slot, gradient.detach() if gradient.requires_grad else gradient, divide=self.divides)
+            self._undivided.discard(index)
+
+    def _may_lend(self, index: int, p: Tensor, gradient: Tensor, dtype: torch.dtype) -> bool:
+        """Whether nobody can tell a gradient from a copy of it: it has no history, no holder, and was not there before."""
+        return (self.lends and index in self.fresh and gradient.dtype == dtype and not gradient.requires_grad
+                and _has_our_hook_only(p) and storage_users(gradient.untyped_storage()) <= _OWN_USERS)
 
     def lay_again(self, index: int, p: Tensor) -> bool:
-        """Lay out a gradient accumulated once more; False where its bucket is sent, or holds the first sum divided."""
+        """Lay out a gradient accumulated once more; False where its bucket is sent."""
         bucket = self.layout.bucket_of[index]
         if bucket < self.next_bucket:
             return bucket < 0
-        if p.grad is not None and p.grad is self._lent.get(index):
-            return not self.divides or self.layout.plan.buckets[bucket].predivide == 1.0
         if index in self._laid:
             self.lay(index, p)
         return True
@@ -150,7 +161,10 @@ class Round:
                 sums.set_aside(id(p), p)
             gradient = p.grad
             gradients.append(gradient if self._is_dense(i, gradient) else None)
-        layout.buffers[number].fill(gradients, slots, divide=self.divides)
+        buffer = layout.buffers[number]
+        buffer.fill(gradients, slots, divide=self.divides)
+        if self.divides and self._undivided:
+            buffer.divide([slot for slot in layout.large[number] if members[slot] in self._undivided])
 
     # ---- averages out --------------------------------------------------------------------------------------------------
 
@@ -184,3 +198,8 @@ class Round:
         for i, lent in self._lent.items():
             if self.layout.parameters[i].grad is lent:
                 self.layout.parameters[i].grad = None
+
+
+def _has_our_hook_only(p: Tensor) -> bool:
+    # Another may keep the gradient, or put its own in place: what it holds is to be averaged too.
+    return len(post_accumulate_hooks(p)) == 1

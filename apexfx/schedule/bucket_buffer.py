@@ -6,6 +6,7 @@ executors give the same bits.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -47,6 +48,7 @@ class BucketBuffer:
         self._factor = torch.tensor(factor, dtype=bucket.dtype) if plain else factor
         self.flat = self.gradients = self.more = torch.empty(0, dtype=bucket.reduce_dtype, device=device)
         self.results: list[Tensor] = []
+        self._note_memory()
 
     def replace(self) -> None:
         """Leave the buffer to whoever holds a part of it, and take another."""
@@ -54,8 +56,11 @@ class BucketBuffer:
         self.flat = torch.zeros(numel + self._num_more, dtype=self.bucket.reduce_dtype, device=self._device)
         self.gradients, self.more = (self.flat[:numel] if self._num_more else self.flat), self.flat[numel:]
         self.results = self._views(self.gradients)
+        self._note_memory()
+
+    def _note_memory(self) -> None:
         self._storage, self._address = self.flat.untyped_storage(), self.flat.data_ptr()
-        self._own_users = storage_users(self._storage)
+        self._own_users, self._own_references = storage_users(self._storage), sys.getrefcount(self._storage)
 
     # ---- lending -------------------------------------------------------------------------------------------------------
 
@@ -76,8 +81,10 @@ class BucketBuffer:
 
         Never where its memory was freed by force, or moved to share it with another process.
         """
-        return self.casts or bool(self.results) and (storage_users(self._storage) <= self._own_users + num_lent
-                                                     and self.flat.data_ptr() == self._address)
+        return self.casts or bool(self.results) and (
+            storage_users(self._storage) <= self._own_users + num_lent
+            and sys.getrefcount(self._storage) <= self._own_references  # a storage has one Python object for all who hold it
+            and self.flat.data_ptr() == self._address)
 
     # ---- in ------------------------------------------------------------------------------------------------------------
 
@@ -88,10 +95,10 @@ class BucketBuffer:
         else:
             self.results[slot].copy_(gradient)
 
-    def keep(self, slot: int, *, divide: bool = True) -> None:
-        """As `lay`, for a gradient that was accumulated in the slot itself."""
-        if divide and self.bucket.predivide != 1.0:
-            self.results[slot].mul_(self._factor)
+    def divide(self, slots: Sequence[int]) -> None:
+        """Divide what lies in `slots` by the predivisor."""
+        if slots and self.bucket.predivide != 1.0:
+            self._divide([self.results[slot] for slot in slots])
 
     def fill(self, gradients: Sequence[Tensor | None], slots: Sequence[int] | None = None, *, divide: bool = True) -> None:
         """Lay out `gradients` all at once, None as zero; without autograd.
@@ -116,8 +123,10 @@ class BucketBuffer:
         if not places:
             return
         foreach_copy_(places, gradients)
-        if divisor == 1.0:
-            return
+        if divisor != 1.0:
+            self._divide(places)
+
+    def _divide(self, places: list[Tensor]) -> None:
         if isinstance(self._factor, Tensor):
             foreach_mul_(places, self._factor)
         else:  # foreach would round the factor to the gradients' dtype

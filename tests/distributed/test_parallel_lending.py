@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
 
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from tests.distributed.launch import run_ranks
@@ -93,6 +94,98 @@ def _held(rank):
         assert all(torch.equal(g, was) for kept, then in held for g, was in zip(kept, then))
 
 
+def _held_storage(rank):
+    """A storage has one Python object, however many hold it."""
+    ours, theirs = twins()
+    held = []
+    for step in range(3):
+        zero(ours, theirs)
+        backward(ours, theirs, rank, step)
+        storage = ours.module.fc.weight.grad.untyped_storage()
+        held.append((storage, bytes_of(storage)))
+    assert all(torch.equal(bytes_of(storage), was) for storage, was in held)
+
+
+def bytes_of(storage):
+    return torch.empty(0, dtype=torch.uint8).set_(storage).clone()
+
+
+def _held_buffers(rank):
+    ours = DistributedDataParallel(Net(), retain_allreduce_buffers=True)
+    held = []
+    for step in range(4):
+        zero(ours)
+        loss(ours, data(rank, step)).backward()
+        held.append((ours.allreduce_buffers, [b.clone() for b in ours.allreduce_buffers]))
+    assert all(torch.equal(b, was) for buffers, then in held for b, was in zip(buffers, then))
+
+
+def _held_by_a_comm_hook(rank):
+    ours, held = DistributedDataParallel(Net()), []
+
+    def average(group, bucket):
+        flat = bucket.buffer()
+        dist.all_reduce(flat.div_(2))
+        held.append((flat, flat.clone()))
+        future = torch.futures.Future()
+        future.set_result(flat)
+        return future
+
+    ours.register_comm_hook(None, average)
+    for step in range(4):
+        zero(ours)
+        loss(ours, data(rank, step)).backward()
+    assert all(torch.equal(flat, was) for flat, was in held)
+
+
+def _hooked(rank):
+    """What a hook of the user's keeps of a gradient, or installs in its place, is averaged."""
+    for before in (True, False):
+        for installs in (True, False):
+            ours, theirs = twins()
+            mine = {p: torch.zeros_like(p) for p in ours.parameters()}
+            if not before:
+                backward(ours, theirs, rank)
+            for p in ours.parameters():
+                p.register_post_accumulate_grad_hook(_install(mine) if installs else _keep(mine))
+            for step in range(3):
+                zero(ours, theirs)
+                backward(ours, theirs, rank, step)
+                equal(ours, theirs)
+                assert all(torch.equal(mine[p], q.grad) for p, q in zip(ours.parameters(), theirs.parameters()))
+
+
+def _install(mine):
+    def hook(p):
+        mine[p].copy_(p.grad)
+        p.grad = mine[p]
+    return hook
+
+
+def _keep(mine):
+    def hook(p):
+        mine[p] = p.grad
+    return hook
+
+
+def _replaced_by_a_hook(rank):
+    """A hook keeps the gradient that lies in the buffer and puts another in its place."""
+    ours, theirs = twins()
+    backward(ours, theirs, rank)
+    zero(ours, theirs)
+    backward(ours, theirs, rank)
+    weight, held = ours.module.fc.weight, []
+
+    def hook(p):
+        held.append((p.grad, p.grad.clone()))
+        p.grad = p.grad.clone()
+
+    weight.register_post_accumulate_grad_hook(hook)
+    backward(ours, theirs, rank, 1)
+    equal(ours, theirs)
+    assert all(torch.equal(a, b) for a, b in held)
+
+
 def _zeroed_in_place(rank):
     ours, theirs = twins()
     optimizers = [torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (ours, theirs)]
@@ -159,6 +252,49 @@ def _second_order(rank):
         assert all(p.grad.grad_fn is not None for p in ours.parameters())
 
 
+def _second_order_on_top(rank):
+    """Then autograd makes another `p.grad`, and the one before it stays as it is."""
+    ours, theirs = twins()
+    backward(ours, theirs, rank)
+    zero(ours, theirs)
+    backward(ours, theirs, rank)
+    held = [(p.grad, p.grad.clone()) for p in ours.parameters()]
+    loss(ours, data(rank, 1)).backward(create_graph=True)
+    loss(theirs, data(rank, 1)).backward()
+    equal(ours, theirs)
+    assert all(torch.equal(a, b) for a, b in held)
+
+
+class Twice(nn.Module):
+    """A large weight, whose gradient two reentrant checkpoints accumulate before its bucket is full."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layer = nn.Linear(200, 128), nn.Linear(128, 128)
+
+    def forward(self, x, *, reentrant=True):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=reentrant)
+        return x
+
+
+def _added_to_in_its_bucket(rank):
+    net = Twice()
+    ours = DistributedDataParallel(net, message_size=10**6, gradient_predivide_factor=2.0)
+    for step in range(3):
+        x = torch.randn(4, 200, generator=torch.Generator().manual_seed(10 * step + rank))
+        expected = torch.autograd.grad(net(x, reentrant=False).square().mean(), list(net.parameters()))
+        for set_to_none in (True, False):
+            zero(ours, set_to_none=set_to_none)
+            ours(x).square().mean().backward()
+            for p, gradient in zip(net.parameters(), expected):
+                gradient = gradient / 2  # exact, so that the order of division and sum is not seen
+                dist.all_reduce(gradient)
+                assert torch.equal(p.grad, gradient)
+
+
 def _shared_with_a_process(rank):
     ours, theirs = twins()
     shared = []
@@ -206,7 +342,31 @@ def _failed_late(rank):
     equal(ours, theirs)
 
 
-CASES = (_lent, _held, _zeroed_in_place, _accumulated, _users_own, _second_order, _shared_with_a_process, _failed, _failed_late)
+def _failed_and_repeated(rank):
+    """A backward after one that raised, without a forward between, reports that; the next averages."""
+    ours, theirs = twins(timeout_s=15)
+    for reached in (True, False):  # a gradient before the error, or none
+        backward(ours, theirs, rank)
+        zero(ours, theirs)
+        value = loss(ours, data(rank))
+        weight = ours.module.conv.weight if reached else ours.module.fc.bias
+        handle = weight.register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            value.backward(retain_graph=True)
+        handle.remove()
+        if reached:
+            with pytest.raises(RankFailureError, match="an exception ended the backward"):
+                value.backward(retain_graph=True)
+        zero(ours)
+        value.backward()
+        loss(theirs, data(rank)).backward()
+        equal(ours, theirs)
+        zero(ours, theirs)
+
+
+CASES = (_lent, _held, _held_storage, _held_buffers, _held_by_a_comm_hook, _hooked, _replaced_by_a_hook, _zeroed_in_place,
+         _accumulated, _users_own, _second_order, _second_order_on_top, _added_to_in_its_bucket, _shared_with_a_process,
+         _failed, _failed_late, _failed_and_repeated)
 
 
 def every_case(rank, world_size):
