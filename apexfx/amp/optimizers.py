@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apexfx.optimizers._base import FusedOptimizer
-from apexfx.optimizers._batches import held_objects, same_objects
+from apexfx.optimizers._batches import Held
 from apexfx.passes.precision_rules import HALVES
 
 from .host_mirror import is_clear
@@ -157,7 +157,7 @@ def register_hooks(optimizer: Any) -> None:
 
 def _settle(optimizer: Any, *state_dict: Any) -> None:
     _take_back(optimizer)
-    optimizer._amp_stash.lent_to = []
+    optimizer._amp_stash.lent_to = None
     optimizer._amp_stash.predicated.settle(optimizer)
 
 
@@ -240,17 +240,18 @@ def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
     params = [parameter for group in groups for parameter in group["params"]]
     grads = [parameter.grad for parameter in params]
     # The kernels go through memory: they take a gradient's elements in the parameter's order, whatever its strides say.
-    for parameter, grad in zip(params, grads):
-        if grad is not None and (grad.layout != torch.strided or grad.stride() != parameter.stride()):
+    strides = [parameter.stride() for parameter in params]
+    for stride, grad in zip(strides, grads):
+        if grad is not None and (grad.layout != torch.strided or grad.stride() != stride):
             return False
-    held = held_objects(optimizer, params)
-    held += [grad is None for grad in grads] + [group.get("momentum") for group in groups]
-    held += [parameter.dtype for parameter in params]
-    if not same_objects(held, stash.lent_to):
+    facts = [strides, [grad is None for grad in grads], [group.get("momentum") for group in groups]]
+    facts += [[parameter.dtype for parameter in params], [parameter.device for parameter in params]]
+    held = Held(optimizer, params, facts)
+    if not held.is_as(stash.lent_to):
         if not all(_fused_kernel_is_right(optimizer, group) for group in groups):
             return False
         _move_counts(optimizer)
-        stash.lent_to = held
+        stash.lent_to = held.kept()
     for group in groups:
         group["fused"] = True
         stash.lent.append(group)
@@ -286,7 +287,7 @@ def _fused_kernel_is_right(optimizer: Any, group: dict[str, Any]) -> bool:
 def _move_counts(optimizer: Any) -> None:
     """Bring the counts of steps to their parameters' devices, where the fused kernel reads them."""
     for parameter, state in optimizer.state.items():
-        step = state.get("step")
+        step = state.get("step") if isinstance(state, dict) else None
         if isinstance(step, Tensor) and step.device != parameter.device:
             state["step"] = step.to(parameter.device, torch.float32, non_blocking=True)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from apexfx.ops.multi_tensor import multi_tensor_scale
+from apexfx.optimizers._batches import Held
 from apexfx.passes.precision_rules import HALVES
 
 from .models import MASTER
@@ -38,7 +39,7 @@ class AmpOptimizerState:
         self.predicated = PredicatedStep()
         self.lent: list[dict[str, Any]] = []  # groups whose fused kernel is on for the step that runs
         self.lent_flag: Tensor | None = None  # what that step has as `optimizer.found_inf`
-        self.lent_to: list[Any] = []  # what the optimizer held when that kernel was last found to be right
+        self.lent_to: Held | None = None  # what the optimizer held when that kernel was last found to be right
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -214,7 +215,7 @@ class AmpOptimizerState:
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "session": None}
-        return {**kept, "lent": [], "lent_flag": None, "lent_to": []}
+        return {**kept, "lent": [], "lent_flag": None, "lent_to": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         import copy

@@ -7,7 +7,6 @@ clips, updates and writes the low-precision model copy while it reads each gradi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from apexfx.ops import multi_tensor
 
-from ._batches import Batch, Gathered, held_objects
+from ._batches import Batch, Held, KeptBatch
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -46,7 +45,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
     last_grad_norm: Tensor | None = None
     last_found_inf: Tensor | None = None
-    _last_gathered: Gathered | None = None
+    _last_held: Held | None = None
+    _last_batches: list[list[KeptBatch]]
 
     def __init__(
         self,
@@ -118,19 +118,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = [group["params"] for group in self.param_groups]
         grads = [[param.grad for param in params] for params in groups]
         params = list(chain.from_iterable(groups))
-        now = Gathered(
-            held=held_objects(self, params),
-            layouts=[[None if grad is None else grad.layout for grad in given] for given in grads],
-            names=[self._names(group) for group in self.param_groups],
-            has_masters=self.master_weights,
-        )
-        if self._last_gathered is not None and now.is_of(self._last_gathered):
-            return self._last_gathered.with_gradients(grads)
+        names = [self._names(group) for group in self.param_groups]
+        layouts = [[None if grad is None else grad.layout for grad in given] for given in grads]
+        facts = [names, self.master_weights, layouts, [p.dtype for p in params], [p.device for p in params]]
+        if Held(self, params, facts).is_as(self._last_held):
+            kept = zip(self._last_batches, groups, grads)
+            return [[batch.again(params, given) for batch in batches] for batches, params, given in kept]
         gathered = [self._gather(group) for group in self.param_groups]
-        first_run = any(batch.first_run for batches in gathered for batch in batches)
-        now.held = held_objects(self, params)  # with the state just made
-        now.batches = [[replace(batch, grads=[]) for batch in batches] for batches in gathered]
-        self._last_gathered = None if first_run else now
+        if any(batch.first_run for batches in gathered for batch in batches):
+            self._last_held = None
+        else:  # with the state just made
+            self._last_held = Held(self, params, facts).kept()
+            self._last_batches = [[KeptBatch(batch) for batch in batches] for batches in gathered]
         return gathered
 
     def _gather(self, group: dict[str, Any]) -> list[Batch]:
@@ -232,7 +231,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this optimizer or of its torch counterpart; state keeps float32 whatever it was."""
         # Hooks around torch's own loading: the last to see the dict going in, and the first to see the state after.
-        self._last_gathered = None  # or the state that is replaced would stay until the next step
         before = self.register_load_state_dict_pre_hook(lambda _, loaded: self._wrap(loaded))
         after = self.register_load_state_dict_post_hook(lambda _: self._unwrap(), prepend=True)
         try:

@@ -1,14 +1,17 @@
 """The tensors of one op call of a fused optimizer, and their reuse in the next step.
 
 Gathering them asks every parameter and its state a few questions, in every step. A step that holds the objects of the
-last one, compared by identity, takes over its lists and looks up the gradients only.
+last one, compared by identity, takes over its batches and looks up the gradients only. Between steps no tensor is kept
+alive here.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -28,43 +31,73 @@ class Batch:
     models: list[Tensor] = field(default_factory=list)
     states: dict[str, list[Tensor]] = field(default_factory=dict)
 
-    def with_gradients(self, grads: list[Tensor]) -> Batch:
-        """Return the batch of a later step; `grads` are those of the whole group."""
-        own = grads if len(grads) == len(self.positions) else [grads[i] for i in self.positions]
-        return Batch(self.device, False, self.positions, self.params, own, self.models, self.states)
+
+_Reference = Callable[[], Any]
 
 
-@dataclass
-class Gathered:
-    """The batches of each group in one step, without their gradients, and what they were made from."""
+class KeptBatch:
+    """A batch between steps: positions in the group, and weak references to the state."""
 
-    held: list[Any]
-    layouts: list[list[torch.layout | None]]  # of the gradients; None where there is none
-    names: list[tuple[str, ...]]
-    has_masters: bool
-    batches: list[list[Batch]] = field(default_factory=list)
+    __slots__ = ("_device", "_has_models", "_masters", "_positions", "_states")
 
-    def is_of(self, last: Gathered) -> bool:
-        """Return whether the batches of `last` would be made again."""
+    def __init__(self, batch: Batch) -> None:
+        self._device = batch.device
+        self._positions = batch.positions
+        self._has_models = bool(batch.models)
+        self._masters = references(batch.params) if batch.models else []
+        self._states = {name: references(tensors) for name, tensors in batch.states.items()}
+
+    def again(self, params: list[Tensor], grads: list[Tensor]) -> Batch:
+        """Return the batch of a later step; `params` and `grads` are those of the whole group."""
+        positions = self._positions
+        if len(grads) != len(positions):
+            params, grads = [params[i] for i in positions], [grads[i] for i in positions]
+        states = {name: [tensor() for tensor in kept] for name, kept in self._states.items()}
+        masters = [tensor() for tensor in self._masters]
+        if self._has_models:
+            return Batch(self._device, False, positions, masters, grads, params, states)
+        return Batch(self._device, False, positions, params, grads, [], states)
+
+
+class Held:
+    """What an optimizer holds in a step; once `kept`, no tensor is kept alive.
+
+    Args:
+        params: known by their addresses: `torch.utils.swap_tensors` refuses tensors with weak references. So whatever is
+            concluded from a parameter itself has to be among the facts.
+        facts: compared by ==.
+    """
+
+    __slots__ = ("_addresses", "_facts", "_references", "_values")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, params: list[Tensor], facts: list[Any]) -> None:
+        state = optimizer.state
+        states = [values for values in state.values() if isinstance(values, dict)]
+        self._addresses = list(map(id, chain(params, state)))
+        self._values = list(chain.from_iterable(map(dict.values, states)))
+        self._references: list[_Reference] = []
+        self._facts = facts
+
+    def kept(self) -> Held:
+        """Return this, with weak references to the state."""
+        self._references, self._values = references(self._values), []
+        return self
+
+    def is_as(self, last: Held | None) -> bool:
+        """Return whether an earlier step held the same; `last` is kept."""
         return (
-            self.layouts == last.layouts
-            and self.names == last.names
-            and self.has_masters == last.has_masters
-            and same_objects(self.held, last.held)
-            and all(batch.params[0].device == batch.device for batches in last.batches for batch in batches)
+            last is not None
+            and self._addresses == last._addresses
+            and self._facts == last._facts
+            and len(self._values) == len(last._references)
+            and all(map(operator.is_, self._values, [value() for value in last._references]))
         )
 
-    def with_gradients(self, grads: list[list[Tensor]]) -> list[list[Batch]]:
-        """Return the batches of a later step; `grads` are those of each group."""
-        return [[batch.with_gradients(own) for batch in batches] for batches, own in zip(self.batches, grads)]
+
+def references(values: list[Any]) -> list[_Reference]:
+    """Return what gives each of `values`: tensors as long as they live."""
+    return [weakref.ref(value) if isinstance(value, Tensor) else partial(_itself, value) for value in values]
 
 
-def held_objects(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> list[Any]:
-    """Return `params`, the parameters that have state, and every value of that state."""
-    state = optimizer.state
-    return [*params, *state, *chain.from_iterable(map(dict.values, state.values()))]
-
-
-def same_objects(now: Sequence[Any], last: Sequence[Any]) -> bool:
-    """Return whether two lists hold the same objects in the same order."""
-    return len(now) == len(last) and all(map(operator.is_, now, last))
+def _itself(value: Any) -> Any:
+    return value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -292,3 +293,45 @@ def test_fused_sgd_of_half_parameters_on_the_cpu_is_warned_of(opt_level, make, w
         amp.initialize(model, make(model.parameters()), opt_level=opt_level, verbosity=0)
     messages = [str(w.message) for w in caught if "fused=False or take apexfx.optimizers.FusedSGD" in str(w.message)]
     assert len(messages) == warns
+
+
+SOME_STEPS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=0.1)}
+
+
+@pytest.mark.parametrize("name", SOME_STEPS)
+def test_a_change_of_strides_between_steps_keeps_each_state_with_its_element(name):
+    results = []
+    for initialised in (True, False):
+        torch.manual_seed(0)
+        model = nn.Conv2d(2, 2, 2, bias=False)
+        optimizer = SOME_STEPS[name](model.parameters())
+        if initialised:
+            model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
+        for step in range(4):
+            if step == 2:
+                model.to(memory_format=torch.channels_last)
+            torch.manual_seed(step)
+            loss = (model.weight * torch.randn(2, 2, 2, 2)).sum()
+            if initialised:
+                with amp.scale_loss(loss, optimizer) as scaled:
+                    scaled.backward()
+            else:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(model.weight.detach())
+    torch.testing.assert_close(*results)
+
+
+def test_state_is_not_kept_alive_and_may_hold_something_else():
+    model, optimizer = made("O1", lambda p: torch.optim.Adam(p, lr=0.1), loss_scale="dynamic")
+    optimizer.state["epoch"] = 3
+    for _ in range(3):
+        backward(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+    states = [state for state in optimizer.state.values() if state != 3]
+    kept = [weakref.ref(state["exp_avg"]) for state in states]
+    for state in states:
+        state.update({key: value.clone() for key, value in state.items()})
+    assert len(kept) == len(list(model.parameters())) and all(value() is None for value in kept)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from apexfx.optimizers import FusedSGD
+from apexfx.optimizers import FusedAdam, FusedSGD
 from tests.optimizers.optimizer_models import BF16, OPTIMIZERS, backward, build, same_parameters, train
 
 ALL = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -46,6 +46,8 @@ CHANGES = {
     "order": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
     "data": lambda model, optimizer: setattr(model[0].weight, "data", model[0].weight.data + 1),
     "momentum": lambda model, optimizer: optimizer.param_groups[0].update(momentum=0.5),
+    "half": lambda model, optimizer: model.bfloat16(),
+    "something else": lambda model, optimizer: optimizer.state.__setitem__("epoch", 3),
 }
 
 
@@ -59,10 +61,10 @@ def test_what_changes_between_steps_counts(name, change):
             if seed == 3:
                 CHANGES[change](model, optimizer)
             if not keeps:
-                optimizer._last_gathered = None
+                optimizer._last_held = None
             train(model, optimizer, 1, start=seed)
         added = [p for group in optimizer.param_groups for p in group["params"]]
-        results.append((model, added, [list(state.values()) for state in optimizer.state.values()]))
+        results.append((model, added, [list(state.values()) for state in optimizer.state.values() if state != 3]))
     (kept, kept_params, kept_states), (anew, params, states) = results
     assert same_parameters(kept, anew)
     assert all(torch.equal(a, b) for a, b in zip(kept_params, params, strict=True))
@@ -92,6 +94,45 @@ def test_gradients_and_loaded_state_are_not_kept_alive():
         assert state() is None
     finally:
         gc.enable()
+
+
+@ALL
+def test_nothing_is_kept_alive_between_steps(name):
+    model, optimizer = build(name)
+    train(model, optimizer, 3)
+    optimizer.zero_grad()
+    kept = [weakref.ref(v) for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    gc.disable()
+    try:
+        for state in optimizer.state.values():
+            state.update({key: v.clone() for key, v in state.items() if isinstance(v, torch.Tensor)})
+        assert all(value() is None for value in kept)
+        kept = [weakref.ref(parameter) for parameter in model.parameters()]
+        optimizer.state.clear(), optimizer.param_groups.clear()
+        del model
+        assert all(parameter() is None for parameter in kept)
+    finally:
+        gc.enable()
+
+
+def test_a_model_made_half_gets_masters():
+    model = torch.nn.Linear(4, 4)
+    optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=True)
+    for step in range(4):
+        if step == 2:
+            model.bfloat16()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert all("master_param" in optimizer.state[parameter] for parameter in model.parameters())
+
+
+def test_parameters_may_be_swapped_after_steps():
+    model, optimizer = build("adamw")
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    torch.utils.swap_tensors(model[0].weight, torch.nn.Parameter(torch.ones(5, 7)))
+    assert model[0].weight.eq(1).all()
 
 
 def test_sparse_gradients_still_raise_after_dense_ones():
