@@ -7,6 +7,8 @@ fails, naming the line, when a torch release moves one of them.
 from __future__ import annotations
 
 import functools
+import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -137,17 +139,22 @@ def set_module_call(module: torch.nn.Module, call: object | None) -> None:
     module.__dict__["_compiled_call_impl"] = call
 
 
+def called_module() -> object | None:
+    """Return the module whose call runs the function that asks, as `set_module_call` hung it there (2.11, 2.13, 2.15).
+
+    A copy of a module's `__dict__`, as in replicas of `nn.DataParallel`, runs what was hung for the original.
+    """
+    return sys._getframe(2).f_locals.get("self")
+
+
 def own_call(module: torch.nn.Module) -> Callable[..., object]:
     """Return what runs the module's hooks and forward (2.11, 2.13, 2.15)."""
     return module._call_impl
 
 
-def module_hooks(module: torch.nn.Module) -> tuple[dict[int, object], ...]:
-    """Return the dicts in which the hooks are that a call of `module` runs, in place for good (2.11, 2.13, 2.15)."""
-    return (
-        module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks,
-        _global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks,
-    )  # fmt: skip
+# From a module's `__dict__`, the dicts of its own hooks that a call of it runs; those of all modules (2.11, 2.13, 2.15).
+own_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
 
 
 @functools.cache
@@ -181,6 +188,7 @@ __all__ = [
     "ExternKernelChoice",
     "FakeTensor",
     "FakeTensorMode",
+    "GLOBAL_HOOKS",
     "GradAOTOutput",
     "PlainAOTInput",
     "TorchDispatchMode",
@@ -188,6 +196,7 @@ __all__ = [
     "aot_autograd",
     "below_autograd",
     "below_functorch",
+    "called_module",
     "compile_fx",
     "compile_fx_inner",
     "count_calls",
@@ -208,10 +217,10 @@ __all__ = [
     "inductor_ops",
     "inductor_state",
     "module_call",
-    "module_hooks",
     "onednn_is_wider",
     "optimization_hint",
     "own_call",
+    "own_hooks",
     "pop_function_mode",
     "process_group_store",
     "push_function_mode",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import passes as passes_
-from ._torch import BackendCompilerFailed, dynamo_config, functorch_config, tree_map
+from ._torch import BackendCompilerFailed, dynamo_config, functorch_config, set_module_call, tree_map
 from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .config import TransformConfig
 from .pipeline import validate
@@ -73,7 +73,9 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         _broadcast(tensors.values(), compiler.groups.gradients)
     if config.level.half_parameters:
         _halve_parameters(model, config)
-    return _build(type(model), dict(model.__dict__), config, compiler)
+    made = _build(type(model), dict(model.__dict__), config, compiler)
+    set_module_call(made, None)  # amp's or `nn.Module.compile`'s, which runs the model itself
+    return made
 
 
 def _check_model(model: nn.Module, config: TransformConfig) -> None:

@@ -6,11 +6,13 @@ with the mode set aside. Whatever is out of the ordinary (a hook, a ledger, a su
 user's) takes the general way, as every other function does.
 
 The short way hangs where `nn.Module.compile` hangs a compiled call: class and `forward` stay as they are, and copies,
-pickles and Dynamo leave it out.
+pickles and Dynamo leave it out. What copies a layer's `__dict__` takes it along (replicas of `nn.DataParallel`), so it asks
+which module is called, and leaves any but its own to itself.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -22,10 +24,12 @@ from torch.nn import Parameter
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from apexfx._torch import (
+    GLOBAL_HOOKS,
+    called_module,
     function_mode_depth,
     module_call,
-    module_hooks,
     own_call,
+    own_hooks,
     pop_function_mode,
     push_function_mode,
     set_module_call,
@@ -46,30 +50,36 @@ class LayerCall:
         rule: of the function that the layer calls.
     """
 
-    __slots__ = ("_class", "_forward", "_hooks", "_layer", "_num_attributes", "_targets", "executor")
+    __slots__ = ("_class", "_forward", "_layer", "_num_attributes", "_targets", "executor")
 
     def __init__(self, layer: nn.Module, executor: CastExecutor, rule: Rule) -> None:
         self.executor = executor
         self._layer = weakref.ref(layer)
         self._class = type(layer)
         self._forward = _FORWARDS[type(layer)]
-        self._hooks = module_hooks(layer)
         self._targets = own_targets(rule, executor.half) if rule.kind in ("half", "float") else {}
         set_module_call(layer, self)
         self._num_attributes = len(layer.__dict__)  # a `forward` or weight set later shadows what is read here
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # In one piece, with few calls: between the kernels of a model every one of them costs a cold microsecond.
-        executor, layer, kind, depth = self.executor, self._layer(), self._class, function_mode_depth()
+        executor, layer, kind, depth = self.executor, called_module(), self._class, function_mode_depth()
+        of = self._layer()
+        if layer is not of and not (isinstance(layer, nn.Module) and module_call(layer) is self):
+            layer = of  # called by another than torch
+        own = layer.__dict__
         ordinary = (
-            (depth == 1 or (depth == 0 and executor.thread.aside))
+            layer is of
+            and (depth == 1 or (depth == 0 and executor.thread.aside))
             and executor.ledger is None
             and executor.caching
             and not (executor.ever_disabled and not executor.enabled)
-            and not any(self._hooks)
+            and not any(own_hooks(own))
+            and not any(GLOBAL_HOOKS)
             and layer.__class__ is kind
             and kind.forward is self._forward
-            and len(layer.__dict__) == self._num_attributes
+            and len(own) == self._num_attributes
+            and "forward" not in own
         )
         if depth == 1:
             mode = pop_function_mode()
@@ -136,7 +146,9 @@ class _LayerNorm(LayerCall):
         if len(args) != 1 or kwargs or args[0].__class__ is not Tensor or len(parameters) != 2:
             return None
         (x,), targets, float32 = args, self._targets, torch.float32
-        weight, bias, dtype = parameters["weight"], parameters["bias"], x.dtype
+        weight, bias, dtype = parameters.get("weight", x), parameters.get("bias", x), x.dtype
+        if weight is x or bias is x:  # another has its place
+            return None
         target = targets.get(dtype, dtype)
         if (
             target is None
@@ -157,7 +169,7 @@ class _Weighted(LayerCall):
         if len(args) != 1 or kwargs or len(parameters) != 2 or self.executor.any_chosen:
             return None
         (x,), targets, float32 = args, self._targets, torch.float32
-        weight, bias = parameters["weight"], parameters["bias"]
+        weight, bias = parameters.get("weight"), parameters.get("bias", x)  # another may have the place of either
         if x.__class__ is not Tensor or weight.__class__ is not Parameter or weight.dtype is not float32:
             return None
         if bias is not None and (bias.__class__ is not Parameter or bias.dtype is not float32):
@@ -176,8 +188,13 @@ class _Weighted(LayerCall):
 class _Convolution(_Weighted):
     __slots__ = ()
 
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if layer.padding_mode != "zeros" or self._class._conv_forward is not _METHODS[self._class, "_conv_forward"]:
+            return None
+        return super()._run(layer, args, kwargs)
+
     def _call(self, layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        return layer._conv_forward(x, weight, bias) if layer.padding_mode == "zeros" else None
+        return layer._conv_forward(x, weight, bias)
 
 
 class _Attention(LayerCall):
@@ -206,8 +223,8 @@ class _Attention(LayerCall):
         cast_query = self._cast(query.transpose(1, 0) if swap else query)
         cast_key = cast_query if key is query else self._cast(key.transpose(1, 0) if swap else key)
         weights: list[Tensor | None] = []
-        projection, out = layer._parameters, layer.out_proj
-        given = (projection["in_proj_weight"], projection["in_proj_bias"], layer.bias_k, layer.bias_v, out.weight, out.bias)
+        out = layer.out_proj
+        given = (layer.in_proj_weight, layer.in_proj_bias, layer.bias_k, layer.bias_v, out.weight, out.bias)
         for weight in given:
             cast = None if weight is None else self._cast(weight)
             if cast is None and weight is not None:
@@ -234,6 +251,9 @@ class _Container(LayerCall):
         executor, thread = self.executor, self.executor.thread
         if not layer.training or layer.__dict__.get("activation", F.relu) is not F.relu or executor.any_chosen:
             return None
+        for name in _PARTS:
+            if getattr(self._class, name, None) is not _METHODS.get((self._class, name)):
+                return None
         for called in _layers_called(layer):
             call = module_call(called)
             if not isinstance(call, LayerCall) or call.executor is not executor:
@@ -275,8 +295,22 @@ _LAYERS: dict[type[nn.Module], tuple[type[LayerCall], str]] = {
     nn.Dropout: (_InputOnly, "dropout"),
     nn.MultiheadAttention: (_Attention, "multi_head_attention_forward"),
 }
+_PARTS = ("_conv_forward", "_sa_block", "_mha_block", "_ff_block")  # methods that a forward calls
 _CONTAINERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer)
-_FORWARDS = {kind: kind.forward for kind in (*_LAYERS, *_CONTAINERS)}  # a user may put another in the class
+# No layer as torch makes it has one of these for a plain attribute.
+_OWN = ("forward", "weight", "bias", "in_proj_weight", "in_proj_bias", *_PARTS)
+
+
+def _as_in_torch(kind: type[nn.Module]) -> bool:
+    """Return whether the methods of a class are its module's: before this was imported, a user may have put in others."""
+    own = vars(sys.modules[kind.__module__])
+    methods = [getattr(kind, name, None) for name in ("forward", *_PARTS)]
+    return all(method is None or getattr(method, "__globals__", None) is own for method in methods)
+
+
+# What a class is asked for at each call: a user may put in others later.
+_FORWARDS = {kind: kind.forward for kind in (*_LAYERS, *_CONTAINERS) if _as_in_torch(kind)}
+_METHODS = {(kind, name): getattr(kind, name) for kind in _FORWARDS for name in _PARTS if hasattr(kind, name)}
 
 
 def shorten_layers(model: nn.Module, executor: CastExecutor) -> None:
@@ -285,7 +319,7 @@ def shorten_layers(model: nn.Module, executor: CastExecutor) -> None:
         kind, earlier = type(layer), module_call(layer)
         if kind not in _FORWARDS or not (earlier is None or isinstance(earlier, LayerCall)):  # or compiled in place
             continue
-        if "forward" in layer.__dict__ or not layer._parameters.keys().isdisjoint(layer.__dict__):
+        if not layer.__dict__.keys().isdisjoint(_OWN):
             continue  # the user's in part
         if kind in _CONTAINERS:
             if not executor.user_rules:
