@@ -181,7 +181,7 @@ def exchange(group: dist.ProcessGroup, key: str, mine: Any, timeout_s: float) ->
 
 def explain(said: Sequence[Any]) -> str:
     """Put what the ranks said of a backward in words, the same on every rank."""
-    lines = ["apexfx: the ranks disagree about this backward, so its gradients were not averaged."]
+    lines = ["apexfx: the ranks disagree about this backward, so its gradients must not be used."]
     for rank, words in enumerate(said):
         if words is None:
             lines.append(f"  rank {rank}: no answer")

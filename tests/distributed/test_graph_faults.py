@@ -14,6 +14,7 @@ from torch import nn
 import apexfx
 from apexfx import RankMismatchError, UnsynchronizedGradientError
 from apexfx.config import BucketConfig
+from apexfx.forward_count import ALWAYS, INTERVAL
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_parallel_faults import Net, raises
@@ -47,6 +48,18 @@ def _skipped_backward(rank, world_size, report):
             train(model, rank)
         train(model, rank, 2)  # the ranks are in step again
         assert all((p.grad == 2).all() for name, p in model.named_parameters() if name.endswith("b.bias"))
+
+
+def _skipped_late(rank, world_size, report):
+    """After the first steps the ranks compare in turns."""
+    model = transformed()
+    train(model, rank, ALWAYS + 3)
+    if rank == 1:
+        model(torch.ones(2, 3))
+    with raises("skipped late", report, rank, RankFailureError, f"rank 1: {2 * INTERVAL + ALWAYS - 7} forwards", 20):
+        train(model, rank, INTERVAL)
+    train(model, rank, 2)
+    assert (model.b.bias.grad == 2).all()
 
 
 def _harmless_forwards(rank, world_size, report):
@@ -141,7 +154,7 @@ def _killed(rank, world_size, report):
     os._exit(0)  # the group is broken: no barrier
 
 
-CASES = (_another_model, _skipped_backward, _harmless_forwards, _several_backwards, _failed_forward, _not_a_number, _bypassed,
+CASES = (_another_model, _skipped_backward, _skipped_late, _harmless_forwards, _several_backwards, _failed_forward, _not_a_number, _bypassed,
          _stuck, _killed)
 
 
