@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from apexfx import amp
+from apexfx.optimizers import FusedAdam
 from apexfx.parallel import DistributedDataParallel
 from apexfx.testing import assert_close
 from tests.distributed.launch import run_ranks
@@ -69,9 +72,41 @@ def train_in_parallel(rank, world_size):
             assert_close(mine.detach(), expected.detach(), dtype=torch.float32 if level == "O0" else torch.bfloat16, scale=2.0)
 
 
+def train_a_large_layer(rank, world_size):
+    """A weight large enough to be lent its place in the bucket."""
+    for optimizer_class in (FusedAdam, torch.optim.Adam):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
+        plain = copy.deepcopy(model)
+        model, optimizer = amp.initialize(model, optimizer_class(model.parameters(), lr=1e-3), opt_level="O2", verbosity=0,
+                                          loss_scale="dynamic")
+        plain, bare = amp.initialize(plain, optimizer_class(plain.parameters(), lr=1e-3), opt_level="O2", verbosity=0,
+                                     loss_scale="dynamic")
+        parallel = DistributedDataParallel(model)
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            x, y = torch.randn(8, 256, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+            # One batch, of which rank 0 counts twice its loss and rank 1 none: the average is exact.
+            for net, by, weight in ((parallel, optimizer, 2.0 * (rank == 0)), (plain, bare, 1.0)):
+                by.zero_grad()
+                with amp.scale_loss(F.cross_entropy(net(x), y) * weight, by) as scaled:
+                    scaled.backward()
+                    if net is parallel and step > 1:
+                        gradient = model[0].weight.grad
+                        assert gradient.untyped_storage().nbytes() > gradient.nbytes, "it is lent"
+                by.step()
+            for mine, expected in zip(amp.master_params(optimizer), amp.master_params(bare), strict=True):
+                assert torch.equal(mine, expected)
+        assert_ranks_agree(amp.master_params(optimizer), world_size)
+
+
 def test_an_overflow_on_one_rank_skips_on_both():
     run_ranks(overflow_on_one_rank, 2)
 
 
 def test_training_in_parallel_equals_training_on_the_whole_batch():
     run_ranks(train_in_parallel, 2)
+
+
+def test_a_large_layer_in_parallel_equals_one_alone():
+    run_ranks(train_a_large_layer, 2)
