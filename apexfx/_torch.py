@@ -48,7 +48,6 @@ from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
     free_unbacked_symbols,
     statically_known_true,
 )
-from torch.fx.experimental.symbolic_shapes import optimization_hint  # 2.13
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
 from torch.nn.modules.module import (  # 2.11, 2.13, 2.15
     _global_backward_hooks,
@@ -218,7 +217,6 @@ __all__ = [
     "inductor_state",
     "module_call",
     "onednn_is_wider",
-    "optimization_hint",
     "own_call",
     "own_hooks",
     "pop_function_mode",

@@ -8,7 +8,6 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import optimization_hint
 from ..fx import call, fake_mode, value
 from ..pipeline import Pass
 
@@ -54,5 +53,10 @@ class OnednnProducts(Pass):
 
     def _is_large(self, mm: fx.Node) -> bool:
         a, b = map(value, mm.args)
-        rows, inner, columns = (optimization_hint(size, 0) for size in (*a.shape, b.shape[1]))
+        rows, inner, columns = map(_size, (*a.shape, b.shape[1]))
         return a.dtype == torch.float32 and a.device.type == "cpu" and 2 * rows * inner * columns >= self.least_flops
+
+
+def _size(size: Any) -> int:
+    """Return what a size was when the graph was captured; 0 of one that depends on data."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
