@@ -1,0 +1,76 @@
+"""The precision pass under overrides, and beside another caster."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from apexfx.testing import assert_close
+from tests.forward_graphs import precision
+from tests.passes.precision_models import Nested, run
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("overrides, expected", [
+    ({}, "bf16 bf16 bf16"),
+    ({"encoder": torch.float32}, "f32 f32 bf16"),
+    ({"encoder.1.*": "float32"}, "bf16 f32 bf16"),
+    ({"linear": "float32"}, "f32 f32 f32"),
+    ({"linear": "float32", "head": torch.bfloat16}, "f32 f32 bf16"),
+    ({"h*d": "float16"}, "bf16 bf16 f16"),
+])  # fmt: skip
+def test_overrides(level, overrides, expected):
+    model, x = Nested(), torch.randn(5, 4)
+    out, recorder = run(model, x, level=level, overrides=overrides)
+    linears = [line.split("-> ")[1].split("[")[0] for line in recorder.text("torch.linear").splitlines()]
+    assert " ".join(linears) == expected
+    assert_close(out, copy.deepcopy(model)(x), dtype=torch.bfloat16, scale=2)
+    if "encoder" in overrides:
+        assert not any(row["tensor"].startswith("encoder") and row["rule"] == "model" for row in recorder.casts())
+    if overrides:
+        assert any("override" in row["reason"] for row in recorder.casts()) or "f32" in expected
+
+
+def test_an_override_that_covers_nothing_is_named(caplog):
+    run(Nested(), torch.randn(5, 4), overrides={"decoder.*": "float32"})
+    assert "precision['decoder.*'] covers no module path and no op" in caplog.text
+    run(Nested(), torch.randn(5, 4), overrides={"encodre": "float32"})
+    assert "precision['encodre'] covers no module path and no op of this graph; did you mean 'encoder" in caplog.text
+
+
+@pytest.mark.parametrize("overrides, error", [
+    ({"head": "float8"}, ValueError), ({"head": torch.int32}, ValueError), ({3: "half"}, TypeError),
+])  # fmt: skip
+def test_bad_overrides_are_refused(overrides, error):
+    with pytest.raises(error, match="precision="):
+        precision("O1", overrides=overrides)
+
+
+def test_two_casters_are_refused():
+    def inner(x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return x @ x
+
+    x = torch.randn(4, 4)
+    for level in ("O1", "O2", "O3"):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="cast twice"):
+            run(inner, x, level=level)
+        with torch.autocast("cpu", torch.bfloat16), pytest.raises(Exception, match="cast twice"):
+            run(lambda x: x @ x, x, level=level)
+    torch._dynamo.reset()
+    out, recorder = run(inner, x, level="O0")
+    assert out.dtype == torch.bfloat16 and not recorder.casts()
+
+
+def test_autocast_switched_off_is_a_region_without_rules():
+    def f(x):
+        h = x @ x
+        with torch.autocast("cpu", enabled=False):
+            return h.float() @ x.float()
+
+    x = torch.randn(4, 4)
+    _, recorder = run(f, x)
+    assert [line.split("-> ")[1] for line in recorder.text("matmul").splitlines()] == ["bf16[4,4]", "f32[4,4]"]

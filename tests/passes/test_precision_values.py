@@ -1,0 +1,159 @@
+"""The precision pass on values that must keep their dtype, their storage or their range."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from apexfx.testing import assert_close
+from tests.passes.precision_models import HALVES, Block, run
+
+
+class Ema(nn.Module):
+    """A float buffer that is read by a matrix product and written through a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("ema", torch.zeros(4, 4))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x):
+        y = self.fc(x) * self.scale
+        with torch.no_grad():
+            self.ema.view(-1).lerp_((x.mT @ x).view(-1), 0.5)
+        return y @ self.ema
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_mutated_buffer_is_never_a_copy(level):
+    model, x = Ema(), torch.randn(3, 4)
+    reference = copy.deepcopy(model)
+    out, recorder = run(model, x, level=level)
+    assert_close(out, reference(x), dtype=torch.bfloat16, scale=4)  # three products in a row
+    assert_close(model.ema, reference.ema, dtype=torch.bfloat16)
+    assert model.ema.any() and model.ema.dtype == torch.float32
+    entry = [row for row in recorder.casts() if row["rule"] == "model"]
+    assert not any(row["tensor"] == "ema" for row in entry)
+    assert level == "O1" or any(row["tensor"] == "scale" for row in entry)
+
+
+def test_an_output_that_is_a_view_of_an_input_stays_one():
+    def f(x, w):
+        v = x.view(-1)
+        return v, x, (v * 2).sum() + (x @ w).sum()
+
+    x = torch.randn(2, 4)
+    (view, same, _), recorder = run(f, x, torch.randn(4, 4), level="O2")
+    assert view.data_ptr() == x.data_ptr() == same.data_ptr() and view.dtype == torch.float32
+    assert "bf16[8]" in recorder.text("view")  # the copy that feeds the arithmetic
+
+
+def test_the_users_own_casts_stay():
+    def norm(x, weight):
+        h = x.to(torch.float32)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (weight * h.to(x.dtype)) @ weight.diag().half().to(x.dtype)
+
+    x, weight = torch.randn(3, 4), torch.randn(4)
+    for level in ("O1", "O2", "O3"):
+        torch._dynamo.reset()
+        out, recorder = run(norm, x, weight, level=level)
+        assert_close(out, norm(x, weight), dtype=torch.bfloat16, scale=2)
+        assert len(recorder.text(r" (to|half)\(").splitlines()) == 4
+
+
+def test_positions_made_float_on_purpose_are_not_rounded():
+    # Rotary embeddings: position 257 does not exist in bfloat16.
+    def angles(frequency, positions):
+        return (frequency[None, :, None].float().expand(1, -1, 1) @ positions[:, None, :].float()).transpose(1, 2).cos()
+
+    frequency, positions = torch.rand(4), torch.arange(1000, 1010)[None]
+    for level in ("O1", "O2"):
+        torch._dynamo.reset()
+        out, _ = run(angles, frequency, positions, level=level)
+        assert torch.equal(out, angles(frequency, positions))
+
+
+@pytest.mark.parametrize("half", HALVES, ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_masks_made_for_float32_neither_crash_nor_poison(level, half):
+    def attend(q, additive):
+        big = torch.finfo(q.dtype).min
+        scores = (q @ q.mT).masked_fill(additive < 0, big)
+        first = F.softmax(scores, -1) @ q
+        return first + F.scaled_dot_product_attention(q, q, q, attn_mask=additive)
+
+    q = torch.randn(1, 2, 4, 8)
+    additive = torch.zeros(1, 1, 4, 4)
+    additive[..., 2:] = torch.finfo(torch.float32).min
+    additive[..., 1, :] = torch.finfo(torch.float32).min  # a row that is masked throughout
+    additive[..., 0, 3] = -torch.inf
+    out, _ = run(attend, q, additive, level=level, half=half)
+    expected = attend(q, additive)
+    rows = [0, 2, 3]
+    assert_close(out[..., rows, :], expected[..., rows, :], dtype=half, scale=2)
+    # In float32 the mask swallows the scores of row 1 and the average is plain; in half it may not, but it is a mean.
+    assert out[..., 1, :].isfinite().all() and out[..., 1, :].abs().max() <= 2 * q.abs().max()
+
+
+def test_in_place_ops_match_their_own_tensor():
+    def f(x, y, w):
+        h = x @ w
+        kept = h.view(-1)
+        h += y
+        h.mul_(y)
+        h.exp_()
+        F.relu(h, inplace=True)
+        return kept, torch.add(y, y, out=torch.empty_like(h))
+
+    x, y, w = torch.randn(2, 4), torch.randn(2, 3), torch.randn(4, 3)
+    out, recorder = run(f, x, y, w)
+    for actual, expected in zip(out, f(x, y, w)):
+        assert_close(actual, expected, dtype=torch.bfloat16, scale=2)
+    assert {row["rule"] for row in recorder.casts() if row["tensor"] == "y"} == {"match_self"}
+
+
+def test_a_custom_op_gets_the_dtypes_it_was_written_for():
+    @torch.library.custom_op("apexfxtest::picky", mutates_args=())
+    def picky(x: torch.Tensor) -> torch.Tensor:
+        assert x.dtype == torch.float32
+        return x + 1
+
+    @picky.register_fake
+    def _(x):
+        assert x.dtype == torch.float32
+        return torch.empty_like(x)
+
+    for level in ("O1", "O2"):
+        torch._dynamo.reset()
+        x, w = torch.randn(2, 4), torch.randn(4, 4)
+        out, recorder = run(lambda x, w: picky(x @ w) @ w, x, w, level=level)
+        assert_close(out, (x @ w + 1) @ w, dtype=torch.bfloat16, scale=2)
+        assert [row["rule"] for row in recorder.casts() if "picky" in row["op"]] == ["captured"]
+
+
+def test_float64_is_never_cast_down():
+    model = Block().double()
+    for level in ("O1", "O2", "O3"):
+        torch._dynamo.reset()
+        _, recorder = run(model, torch.randn(2, 3, 6, 6).double(), level=level)
+        assert not recorder.casts()
+
+
+def test_a_cast_under_no_grad_and_graph_breaks_keep_dtypes():
+    def f(x, w):
+        h = x @ w
+        torch._dynamo.graph_break()
+        return h @ w, h.dtype
+
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    for level in ("O1", "O2"):
+        torch._dynamo.reset()
+        (out, dtype), recorder = run(f, x, w, level=level)
+        assert out.dtype == dtype == torch.float32 and len(recorder.graphs) == 2
+        assert_close(out, x @ w @ w, dtype=torch.bfloat16, scale=4)
