@@ -219,6 +219,12 @@ class TestNames:
         assert '_0_weight: "f32[3, 4]"' in text and 'inputs_0: "f32[2, 4]"' in text
         assert "named_inputs" not in text and "  # File" not in text
 
+    def test_casts_at_the_entry_have_no_line_of_their_own(self):
+        compiled = torch.compile(nn.Sequential(nn.Linear(4, 3)), backend="apex", options={"opt_level": "O2", "inner": "eager"})
+        compiled(torch.randn(2, 4))
+        text = apexfx.last_report().code()
+        assert "_0_weight_bf16" in text and "No stacktrace" not in text
+
     def test_keywords_and_paths(self, monkeypatch):
         class Keywords(nn.Linear):
             def forward(self, **kwargs):
