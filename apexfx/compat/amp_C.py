@@ -13,6 +13,7 @@ from torch import Tensor
 
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_axpby as multi_tensor_axpby
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm as multi_tensor_l2norm
+from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm as multi_tensor_l2norm_mp  # noqa: F401
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm_scale as multi_tensor_l2norm_scale
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_scale as multi_tensor_scale
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
@@ -38,6 +39,24 @@ def multi_tensor_adam(
     torch.ops.apexfx.adam_(p, g, m, v, [], _steps_before(step, p[0]), lr, beta1, beta2, eps, weight_decay, bool(mode),
                            bool(bias_correction))
     _written(p, m, v)
+
+
+@torch.no_grad()
+def multi_tensor_adam_capturable(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: Tensor, beta1: float, beta2: float, eps: float,
+    step: Tensor, mode: int, bias_correction: int, weight_decay: float, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """Adam over [g, p, m, v] or [g, p, m, v, master], with everything on the device; `g` is unscaled in place."""
+    g, p, m, v, *masters = tensor_lists
+    skip = _flag(noop_flag, p[0])
+    torch._foreach_mul_(g, torch.where(skip != 0, torch.ones_like(skip), inv_scale.reshape(())))
+    params, copies = (masters[0], p) if masters else (p, [])
+    torch.ops.apexfx.adam_(params, g, m, v, copies, _steps_before(step, p[0]), 0.0, beta1, beta2, eps, weight_decay,
+                           bool(mode), bool(bias_correction), lr_tensor=_scalar(lr), found_inf=skip)
+    _written(params, copies, m, v)
+
+
+multi_tensor_adam_capturable_master = multi_tensor_adam_capturable
 
 
 @torch.no_grad()
@@ -77,6 +96,90 @@ def multi_tensor_lamb(
     torch.ops.apexfx.lamb_(p, g, m, v, [], _steps_before(step, p[0]), lr, beta1, beta2, eps, weight_decay, bool(mode),
                            bool(bias_correction), bool(grad_averaging), bool(use_nvlamb), clip_coefficient=clip)
     _written(p, m, v)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_mp(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, lr: Tensor, beta1: float, beta2: float, eps: float,
+    step: Tensor, bias_correction: int, weight_decay: float, grad_averaging: int, mode: int, global_grad_norm: Tensor,
+    max_grad_norm: Tensor, use_nvlamb: bool, found_inf: Tensor, inv_scale: Tensor,
+) -> None:  # fmt: skip
+    """LAMB over [g, p, m, v] or [g, p, m, v, half copy], with everything on the device.
+
+    The norm and its maximum are those of the scaled gradients.
+    """
+    g, p, m, v, *copies = tensor_lists
+    norm, limit = _scalar(global_grad_norm), _scalar(max_grad_norm)
+    clip = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
+    skip = torch.maximum(_flag(noop_flag, p[0]), _flag(found_inf, p[0]))
+    torch.ops.apexfx.lamb_(p, g, m, v, copies[0] if copies else [], _steps_before(step, p[0]), 0.0, beta1, beta2, eps,
+                           weight_decay, bool(mode), bool(bias_correction), bool(grad_averaging), bool(use_nvlamb),
+                           lr_tensor=_scalar(lr), grad_scale=_scalar(inv_scale).reciprocal(), found_inf=skip,
+                           clip_coefficient=clip)
+    _written(p, m, v, *copies)
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage1_cuda(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, per_tensor_decay: Tensor, step: int, beta1: float,
+    beta2: float, eps: float, global_grad_norm: Tensor, max_global_grad_norm: float,
+) -> None:  # fmt: skip
+    """The first half of LAMB over [g, p, m, v, update]: moments and direction, each tensor with its own decay."""
+    norm = _scalar(global_grad_norm)
+    clip = torch.where(norm > max_global_grad_norm, norm / max_global_grad_norm, torch.ones_like(norm))
+    for i, (g, p, m, v, update) in enumerate(zip(*tensor_lists, strict=True)):
+        clipped = g.float() / clip
+        m.copy_(beta1 * m.float() + (1.0 - beta1) * clipped)
+        v.copy_(beta2 * v.float() + (1.0 - beta2) * clipped * clipped)
+        direction = (m.float() / (1.0 - beta1**step)) / ((v.float() / (1.0 - beta2**step)).sqrt() + eps)
+        update.copy_(direction + per_tensor_decay[i] * p.float())
+
+
+@torch.no_grad()
+def multi_tensor_lamb_stage2_cuda(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, param_norms: Tensor, update_norms: Tensor, lr: float,
+    weight_decay: float, use_nvlamb: bool = False,
+) -> None:  # fmt: skip
+    """The second half of LAMB over [p, update]: a step of `lr` times the ratio of their norms."""
+    for p, update, p_norm, u_norm in zip(*tensor_lists, param_norms.reshape(-1), update_norms.reshape(-1), strict=True):
+        rate = torch.full_like(p_norm, lr)
+        if use_nvlamb or weight_decay != 0.0:
+            rate = torch.where((p_norm != 0) & (u_norm != 0), lr * p_norm / u_norm, rate)
+        p.copy_(p.float() - rate * update.float())
+
+
+@torch.no_grad()
+def multi_tensor_novograd(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, grad_norms: Tensor, lr: float, beta1: float, beta2: float,
+    eps: float, step: int, bias_correction: int, weight_decay: float, grad_averaging: int, moment_mode: int,
+    norm_type: int,
+) -> None:  # fmt: skip
+    """NovoGrad over [g, p, m] and one norm a tensor; mode 0 has the decay inside the moment. The flag is not read."""
+    g, p, m = tensor_lists
+    torch.ops.apexfx.novograd_(p, g, m, list(grad_norms.unbind()), [], _steps_before(step, p[0]), lr, beta1, beta2, eps,
+                               weight_decay, bool(bias_correction), bool(grad_averaging), moment_mode == 0, norm_type)
+    _written(p, m, [grad_norms])
+
+
+@torch.no_grad()
+def update_scale_hysteresis(
+    current_scale: Tensor, growth_tracker: Tensor, hysteresis_tracker: Tensor, found_inf: Tensor, growth_factor: float,
+    backoff_factor: float, growth_interval: int, hysteresis: int,
+) -> Tensor:  # fmt: skip
+    """Move a loss scale that backs off only at the `hysteresis`-th overflow in a row; return it. Nothing waits."""
+    overflow = found_inf != 0
+    left = torch.where(overflow, hysteresis_tracker - 1, hysteresis)
+    grown = current_scale * growth_factor
+    grows = ~overflow & (growth_tracker + 1 == growth_interval)
+    scale = torch.where(grows & grown.isfinite(), grown, current_scale)
+    current_scale.copy_(torch.where(overflow & (left <= 0), current_scale * backoff_factor, scale))
+    growth_tracker.copy_(torch.where(overflow | grows, 0, growth_tracker + 1))
+    hysteresis_tracker.copy_(left)
+    return current_scale
+
+
+def _scalar(number: Tensor) -> Tensor:
+    return number.reshape(()).float()
 
 
 def _flag(noop_flag: Tensor, like: Tensor) -> Tensor:

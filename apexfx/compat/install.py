@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.abc
 import importlib.machinery
@@ -90,7 +91,23 @@ def _top_module() -> ModuleType:
     module.__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
     module.__spec__ = importlib.machinery.ModuleSpec("apex", None, is_package=True)
     module.__version__ = "0.1"
+    module.DeprecatedFeatureWarning = DeprecatedFeatureWarning
+    module.__getattr__ = functools.partial(_missing, "apex")
     return module
+
+
+class DeprecatedFeatureWarning(FutureWarning):
+    """What Apex gave before it removed amp, for scripts that filter it; never given here."""
+
+
+def _missing(package: str, name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+    raise AttributeError(_message(f"{package}.{name}"))
+
+
+def _message(name: str) -> str:
+    return f"apexfx.compat provides no {name!r}; use {alternative(name)}"
 
 
 def _alias_submodules(packages: Sequence[str]) -> None:
@@ -114,16 +131,23 @@ class _ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self.what = "installed" if only is None else "added"
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if fullname.startswith("apexfx."):
+            # `from apex.amp import wrap` looks for a submodule of the package that stands there.
+            theirs = "apex." + fullname.removeprefix("apexfx.")
+            if theirs in ALTERNATIVES and self._mine(theirs):
+                raise ModuleNotFoundError(_message(theirs))
+            return None
         if not self._mine(fullname):
             return None
         if fullname == "apex.contrib" and self.only is None:
             return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
         ours = resolve(fullname)
-        if ours is None or not _exists(ours):
-            raise ModuleNotFoundError(
-                f"apexfx.compat provides no {fullname!r}; use {alternative(fullname)}", name=fullname
-            )
-        return importlib.machinery.ModuleSpec(fullname, self, is_package=False)
+        if ours is not None and _exists(ours):
+            return importlib.machinery.ModuleSpec(fullname, self, is_package=False)
+        if "." not in fullname and importlib.machinery.PathFinder.find_spec(fullname) is not None:
+            return None  # an extension that was built by itself
+        # Without `name=`: `from apex import RNN` would take it for a name that is not there, and drop the message.
+        raise ModuleNotFoundError(_message(fullname))
 
     def _mine(self, name: str) -> bool:
         if self.only is not None:
@@ -141,6 +165,7 @@ class _ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             sys.modules[name] = importlib.import_module(resolve(name) or name)
         else:
             module.__path__ = []
+            module.__getattr__ = functools.partial(_missing, name)
 
 
 def _exists(name: str) -> bool:

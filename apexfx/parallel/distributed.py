@@ -18,11 +18,19 @@ from ..transform import TransformedModule
 from .arguments import check_arguments, communicators, names_of
 from .checksum import check_parameters
 from .flat import Message, broadcast_from_first
+from .flat import apply_flat_dist_call as apply_flat_dist_call
+from .flat import extract_tensors as extract_tensors
+from .flat import flat_dist_call as flat_dist_call
+from .flat import flatten as flatten
+from .flat import split_by_type as split_by_type
+from .flat import split_half_float_double as split_half_float_double
+from .flat import unflatten as unflatten
 from .grad_bucket import CommHook
 from .graph import data_parallel_copy
 from .layout import Planner
 from .module_tree import ModuleTree
 from .overlap import OverlappedReducer
+from .reducer import Reducer as Reducer
 from .sending import Options
 
 _BUFFER_POLICIES = ("start", True, False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -13,6 +15,7 @@ import pytest
 
 import apexfx.compat
 from apexfx.compat.__main__ import main
+from apexfx.compat.names import ALTERNATIVES
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -84,26 +87,113 @@ def test_every_spelling_that_scripts_use(python):
     """)
 
 
-def test_what_is_not_provided_names_the_alternative(python):
-    out = python("""
+# Every public module of Apex -> what scripts import from it.
+PUBLIC = {
+    "apex": "amp fp16_utils multi_tensor_apply normalization optimizers parallel DeprecatedFeatureWarning",
+    "apex.amp": """initialize scale_loss state_dict load_state_dict master_params half_function float_function
+        promote_function register_half_function register_float_function register_promote_function disable_casts
+        init _amp_state""",
+    "apex.amp.amp": """init half_function float_function promote_function register_half_function register_float_function
+        register_promote_function""",
+    "apex.amp.frontend": "initialize state_dict load_state_dict Properties opt_levels O0 O1 O2 O3",
+    "apex.amp.handle": "scale_loss disable_casts AmpHandle NoOpHandle",
+    "apex.amp.opt": "OptimWrapper",
+    "apex.amp.scaler": "LossScaler",
+    "apex.amp.lists": "functional_overrides tensor_overrides torch_overrides",
+    "apex.amp._amp_state": "_amp_state AmpState maybe_print warn_or_err master_params",
+    "apex.parallel": """DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model create_syncbn_process_group
+        ReduceOp LARC""",
+    "apex.parallel.LARC": "LARC",
+    "apex.parallel.multiproc": "main",
+    "apex.parallel.sync_batchnorm": "SyncBatchNorm",
+    "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm",
+    "apex.parallel.distributed": """DistributedDataParallel Reducer flatten unflatten apply_flat_dist_call
+        flat_dist_call split_half_float_double split_by_type extract_tensors""",
+    "apex.optimizers": "FusedSGD FusedAdam FusedNovoGrad FusedLAMB FusedAdagrad FusedMixedPrecisionLamb FP16_Optimizer",
+    "apex.optimizers.fused_sgd": "FusedSGD",
+    "apex.optimizers.fused_adam": "FusedAdam",
+    "apex.optimizers.fused_lamb": "FusedLAMB",
+    "apex.optimizers.fused_novograd": "FusedNovoGrad",
+    "apex.optimizers.fused_adagrad": "FusedAdagrad",
+    "apex.optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
+    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
+    "apex.normalization.fused_layer_norm": """FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm
+        fused_layer_norm fused_layer_norm_affine fused_rms_norm fused_rms_norm_affine
+        mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine manual_rms_norm
+        FusedLayerNormAffineFunction FusedLayerNormFunction FusedRMSNormAffineFunction FusedRMSNormFunction""",
+    "apex.multi_tensor_apply": "multi_tensor_applier MultiTensorApply",
+    "apex.multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
+    "apex.fp16_utils": """BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads FP16Model
+        convert_module convert_network master_params_to_model_params tofp16 to_python_float clip_grad_norm
+        FP16_Optimizer LossScaler DynamicLossScaler""",
+    "apex.fp16_utils.fp16util": "tofp16 network_to_half prep_param_lists",
+    "apex.fp16_utils.fp16_optimizer": "FP16_Optimizer",
+    "apex.fp16_utils.loss_scaler": "LossScaler DynamicLossScaler",
+    "apex.contrib.clip_grad": "clip_grad_norm_",
+    "apex_C": "flatten unflatten",
+    "amp_C": """multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp
+        multi_tensor_l2norm_scale multi_tensor_unscale_l2norm multi_tensor_sgd multi_tensor_adam
+        multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adagrad
+        multi_tensor_novograd multi_tensor_lamb multi_tensor_lamb_mp multi_tensor_lamb_stage1_cuda
+        multi_tensor_lamb_stage2_cuda update_scale_hysteresis""",
+}
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_every_public_name_of_apex_can_be_imported(python, module):
+    names = ", ".join(PUBLIC[module].split())
+    python(f"import apexfx.compat; apexfx.compat.install()\nfrom {module} import {names}")
+
+
+# What is not there -> part of what the error says to use.
+MISSING = {
+    "import apex.RNN": "torch.nn.LSTM", "from apex import RNN": "torch.nn.LSTM",
+    "import apex; apex.RNN": "torch.nn.LSTM", "from apex.RNN import LSTM": "torch.nn.LSTM",
+    "from apex.mlp import MLP": "torch.nn.Sequential", "import apex; apex.mlp.MLP": "torch.nn.Sequential",
+    "from apex.fused_dense import FusedDense": "torch.nn.Linear",
+    "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": "label_smoothing",
+    "from apex.contrib import xentropy": "label_smoothing",
+    "import apex.contrib; apex.contrib.xentropy": "label_smoothing",
+    "import apex.contrib.optimizers.distributed_fused_adam": "ZeroRedundancyOptimizer",
+    "from apex.contrib.multihead_attn import SelfMultiheadAttn": "scaled_dot_product_attention",
+    "from apex.contrib.layer_norm import FastLayerNorm": "FusedLayerNorm",
+    "import apex.contrib.nothing": "torch.compile",
+    "from apex.transformer import parallel_state": "torch.distributed.tensor.parallel",
+    "from apex import pyprof": "torch.profiler", "from apex.amp import wrap": "register_half_function",
+    "import apex.amp.wrap": "register_half_function", "from apex.amp.utils import cached_cast": "half_function",
+    "from apex.amp.rnn_compat import has_old_rnns": "torch.nn.LSTM",
+    "from apex.amp.compat import filter_attrs": "torch.is_tensor",
+    "from apex.amp._initialize import check_params_fp32": "apex.amp.initialize",
+    "from apex.amp._process_optimizer import AmpOptimizerState": "_amp_stash",
+    "from apex.parallel import sync_batchnorm_kernel": "SyncBatchNorm", "import syncbn": "SyncBatchNorm",
+    "import fused_layer_norm_cuda": "FusedLayerNorm", "import fused_adam_cuda": "FusedAdam",
+    "import mlp_cuda": "torch.nn.Sequential", "import fused_dense_cuda": "torch.nn.Linear",
+    "import apex.nothing": "NVIDIA's own package", "import amp_C; amp_C.multi_tensor_nothing": "apex.optimizers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("statement", MISSING)
+def test_what_is_not_provided_names_the_alternative(python, statement):
+    python("import apexfx.compat; apexfx.compat.install()")
+    with pytest.raises((ImportError, AttributeError), match=f"provides no .*use .*{re.escape(MISSING[statement])}"):
+        python(f"import apexfx.compat; apexfx.compat.install()\n{statement}")
+
+
+def test_nothing_of_this_package_is_called_missing():
+    ours = [name.replace("apex", "apexfx", 1) for name in ALTERNATIVES if name.startswith("apex.")]
+    parents = {name for name in ours if importlib.util.find_spec(name.rpartition(".")[0])}
+    assert not [name for name in parents if importlib.util.find_spec(name)]
+
+
+def test_an_extension_that_was_built_by_itself_is_found(python, tmp_path):
+    (tmp_path / "fused_layer_norm_cuda.py").write_text("theirs = True")
+    python("""
         import apexfx.compat
         apexfx.compat.install()
-        for name in ("apex.RNN", "apex.mlp", "apex.contrib.xentropy", "apex.contrib.sparsity", "syncbn", "apex.amp.nothing",
-                     "fused_layer_norm_cuda"):
-            try:
-                __import__(name)
-            except ImportError as error:
-                print(error)
-        import amp_C
-        try:
-            amp_C.multi_tensor_novograd
-        except AttributeError as error:
-            print(error)
-    """).splitlines()
-    assert "torch.nn.LSTM" in out[0] and "torch.nn.Sequential" in out[1] and "label_smoothing" in out[2]
-    assert "torch.compile" in out[3] and "SyncBatchNorm" in out[4] and "'apex.amp.nothing'" in out[5]
-    assert "FusedLayerNorm" in out[6] and "apex.optimizers" in out[7]
-    assert len(out) == 8
+        import fused_layer_norm_cuda
+        assert fused_layer_norm_cuda.theirs
+    """, path=[tmp_path])
+    sys.modules.pop("fused_layer_norm_cuda", None)
 
 
 def package(folder, *modules):
