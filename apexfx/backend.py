@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,15 +17,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from . import cache, capture, passes, printing
-from ._torch import CustomGraphPass, FakeTensor, active_ddp_module, inductor_config
+from . import cache, capture, passes
+from ._torch import FakeTensor, active_ddp_module
 from .agreement import Agreement
+from .backward_passes import BackwardPasses
 from .config import BucketConfig, TransformConfig, describe_buckets
+from .first_values import FirstValues
 from .fx import graphs, named_argument, value
 from .gradient_sync import GradientSync
 from .inner import INNER, traceable_rnn
 from .pipeline import Pipeline
-from .report import GraphReport, Report, StageReport
+from .report import GraphReport, Report
 from .schedule.plan import BucketPlan
 
 log = logging.getLogger(__name__)
@@ -70,6 +73,8 @@ class GraphCompiler:
         groups: the process groups.
         gradient_sync: watches the gradients of a data-parallel model; None otherwise.
         agreement: among the ranks of a data-parallel or synchronized model; None otherwise.
+        first_values: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known by
+            its graphs alone; None where the model's owner does both.
         reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
     """
 
@@ -81,6 +86,7 @@ class GraphCompiler:
         groups: Groups,
         gradient_sync: GradientSync | None = None,
         agreement: Agreement | None = None,
+        first_values: FirstValues | None = None,
         reduce_gradients: bool = True,
     ) -> None:
         self.config = config
@@ -88,6 +94,7 @@ class GraphCompiler:
         self.groups = groups
         self.gradient_sync = gradient_sync
         self.agreement = agreement
+        self.first_values = first_values
         self.reduce_gradients = reduce_gradients
         self.num_copies = 0
 
@@ -155,6 +162,7 @@ class GraphCompiler:
             return compiled
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not described or agreement is None
+        begin = self._beginning(placeholders, context)
 
         def run(*args: Any) -> Any:
             nonlocal agreed
@@ -163,6 +171,7 @@ class GraphCompiler:
                 agreed = True
             if sync is None or not torch.is_grad_enabled():
                 return compiled(*args)
+            begin(args)
             for index, name in watched:
                 sync.watch(name, args[index])
             outputs = compiled(*args)
@@ -170,6 +179,22 @@ class GraphCompiler:
             return outputs
 
         return run
+
+    def _beginning(self, placeholders: Sequence[capture.Placeholder], context: passes.Context) -> Callable[[Sequence[Any]], None]:
+        """Return what is called with the inputs before each run with gradients."""
+        first_values, sync = self.first_values, self.gradient_sync
+        if first_values is None or not context.reduce_gradients or not _needs_backward(placeholders):
+            return lambda _: None
+        held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
+        sent: list[weakref.ref[Any]] = []
+
+        def begin(args: Sequence[Any]) -> None:
+            if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
+                first_values.send([(name, args[index]) for index, name in held])
+                sent[:] = [weakref.ref(args[index]) for index, _ in held]
+            sync.on_training_forward()
+
+        return begin
 
 
 def _needs_backward(placeholders: Sequence[capture.Placeholder]) -> bool:
@@ -183,76 +208,6 @@ def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] |
     return lambda: [x.detach().clone() if isinstance(x, Tensor) else x for x in example_inputs]
 
 
-class BackwardPasses(CustomGraphPass):
-    """The backward schedule, as the object Inductor and AOTAutograd call, and key their caches by.
-
-    Args:
-        pipeline: whose backward stage runs.
-        record: the graph's report.
-        placeholders: the inputs of the graph that Dynamo captured.
-        uuid: the cache key, or None to bypass the caches.
-        key: of the report kept beside the cache entry, or None.
-    """
-
-    def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[capture.Placeholder],
-                 uuid: str | None, key: str | None) -> None:
-        self._pipeline = pipeline
-        self._record = record
-        self._placeholders = placeholders
-        self._uuid = uuid
-        self.key = key
-        self._user_pass = inductor_config.post_grad_custom_post_pass
-
-    def __call__(self, graph: fx.Graph) -> None:
-        if self._user_pass is not None:
-            self._user_pass(graph)
-        gm = graph.owning_module
-        if not capture.is_backward(gm):
-            self.note_lowered(gm)
-            return
-        stage = self.run(gm)
-        if self.key is not None:
-            cache.save_stage(self.key, stage)
-
-    def run(self, gm: fx.GraphModule) -> StageReport:
-        """Run the backward stage over `gm` and put it in the report."""
-        capture.name_inputs(gm, self._placeholders)
-        self._record.backward = self._pipeline.run("backward", gm, inputs=_random_inputs(gm))
-        return self._record.backward
-
-    def note_lowered(self, gm: fx.GraphModule) -> None:
-        """Put AOTAutograd's forward graph in the report."""
-        capture.name_inputs(gm, self._placeholders)
-        self._record.forward.lowered = printing.to_python(gm, header="forward graph, lowered")
-
-    def uuid(self) -> Any:
-        if self._uuid is None or self._user_pass is None:
-            return self._uuid
-        theirs = self._user_pass.uuid() if isinstance(self._user_pass, CustomGraphPass) else None
-        return f"{self._uuid}+{theirs}" if theirs is not None else None
-
-
-def _random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:
-    """Return what makes inputs for a backward graph: saved values and tangents do not exist yet when it is compiled."""
-    vals = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-
-    def make() -> list[Any]:
-        generator = torch.Generator().manual_seed(0)
-        return [_random_like(val, generator) for val in vals]
-
-    return make
-
-
-def _random_like(val: Any, generator: torch.Generator) -> Any:
-    if not isinstance(val, Tensor):
-        return int(val) if isinstance(val, (int, torch.SymInt)) else val
-    shape, stride = [int(s) for s in val.shape], [int(s) for s in val.stride()]
-    made = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
-    if val.dtype.is_floating_point:
-        return made.copy_(torch.rand(shape, generator=generator) + 0.5)
-    return made.zero_()
-
-
 # One report for every torch.compile(): torch hands each of its graphs the same options object. With what it held then: a
 # user may change it and compile another model.
 _by_options: dict[int, tuple[Any, dict[str, Any], GraphCompiler]] = {}
@@ -264,7 +219,10 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     """The `torch.compile` backend "apex"; `options` are the keywords of `apexfx.transform`.
 
     Found by torch through the package's entry point: import nothing, write `torch.compile(model, backend="apex")`.
-    Parameters are not broadcast and `no_sync()` does not exist here; `transform()` has both.
+
+    With `ddp`, what a training graph holds is copied from rank 0 before its first run, and every run with gradients on
+    counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`: each backward
+    averages, which adds up to the same; `transform()` has it.
     """
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
@@ -286,7 +244,8 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     global _last_report
     groups = Groups(config)
     group = groups.gradients or groups.batch_norm
-    compiler = _compiler(config, groups, _next_label(group, origin) if group is not None else "")
+    label = _next_label(group, origin) if group is not None else ""
+    compiler = _compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
         compiler.report.note(message)
@@ -306,16 +265,19 @@ def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
     return _compiler(source.config, source.groups, label)
 
 
-def _compiler(config: TransformConfig, groups: Groups, label: str) -> GraphCompiler:
+def _compiler(config: TransformConfig, groups: Groups, label: str, *, standalone: bool = False) -> GraphCompiler:
     buckets, group = config.buckets, groups.gradients or groups.batch_norm
     agreement = None
     # The fake process group, made for looking at graphs, has no peers to ask.
     if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
         agreement = Agreement(group, label, buckets.timeout_s if buckets is not None else BucketConfig().timeout_s)
-    sync = None
+    sync = first_values = None
     if groups.gradients is not None:
         sync = GradientSync(groups.gradients, buckets, agreement.label if agreement is not None else None)
-    return GraphCompiler(config, report=Report(config.describe()), groups=groups, gradient_sync=sync, agreement=agreement)
+        if standalone and agreement is not None:
+            first_values = FirstValues(groups.gradients, agreement)
+    return GraphCompiler(config, report=Report(config.describe()), groups=groups, gradient_sync=sync, agreement=agreement,
+                         first_values=first_values)
 
 
 _labels: dict[str, int] = {}

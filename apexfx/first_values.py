@@ -1,0 +1,41 @@
+"""Rank 0's values for what compiled graphs train: `torch.compile` shows its backend graphs, and the model only as their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .agreement import Agreement
+
+
+class FirstValues:
+    """Copies each parameter and buffer from rank 0 once, right before the first training graph that uses it runs.
+
+    Args:
+        group: the ranks.
+        agreement: among them, on what is to be copied.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
+        self._group, self._agreement = group, agreement
+        self._sent: Any = WeakTensorKeyDictionary()
+
+    def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy those of `named` that have not been copied; every rank must call it.
+
+        Raises:
+            RankMismatchError: ranks hold different models.
+        """
+        fresh = [(name, t) for name, t in named if t not in self._sent]
+        if not fresh:
+            return
+        from .parallel.flat import broadcast_from_first  # which needs what needs this
+
+        self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in fresh])
+        broadcast_from_first([t for _, t in fresh], self._group)
+        for _, tensor in fresh:
+            self._sent[tensor] = None
