@@ -114,10 +114,12 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
     for group in optimizer.param_groups:
         masters = stash.adopt(group)
         for parameter, master in masters.items():
-            master.grad = None
             parameter.grad = None
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
+    if master_weights:
+        for parameter in stash.all_fp32_from_fp32_params:
+            parameter.grad = None  # as the half ones', whose masters begin without
     _warn_of_fused_sgd(optimizer)
     stash.lazy_init_called = True
     optimizer.__class__ = amp_class(type(optimizer))

@@ -48,6 +48,17 @@ def test_decorators_cast_while_o1_is_active(decorator, given, expected):
     assert seen.pop() == (given, torch.float32, given)
 
 
+@pytest.mark.parametrize(("decorator", "dtype", "cached"), [
+    (amp.half_function, torch.float32, True), (amp.float_function, B, False), (amp.promote_function, B, False),
+])  # fmt: skip
+def test_half_functions_use_the_weight_cache_and_others_do_not(decorator, dtype, cached):
+    function = decorator(lambda weight, other: weight)
+    amp.initialize(nn.Linear(2, 2), dtype=B, verbosity=0)
+    weight = nn.Parameter(ones(dtype))
+    assert (function(weight, ones()) is function(weight, ones())) is cached
+    assert len(_amp_state.session.executor.cache) == cached
+
+
 def test_register_needs_an_existing_function():
     with pytest.raises(ValueError, match="No function named nothing"):
         amp.register_half_function(torch, "nothing")
@@ -147,6 +158,12 @@ def test_init_keeps_and_forgets_casts():
     assert len(handle.cache) == 0 and not handle.has_cache
 
 
+def test_allow_banned_is_accepted():
+    handle = amp.init(dtype=B, allow_banned=True)
+    assert F.binary_cross_entropy(ones(B) / 2, ones()).dtype == torch.float32
+    handle._deactivate()
+
+
 def test_init_disabled_returns_a_handle_that_does_nothing():
     handle = amp.init(enabled=False)
     assert isinstance(handle, NoOpHandle) and not handle.is_active()
@@ -200,6 +217,17 @@ def test_optim_wrapper_skips_if_any_loss_overflowed(capsys):
     assert torch.equal(layer.weight, before) and optimizer.state_dict()["state"] == {}
     assert [s.loss_scale() for s in optimizer._loss_scaler] == [2.0**15, 2.0**16]
     assert "Gradient overflow, skipping update" in capsys.readouterr().out
+
+
+def test_optim_wrapper_forgets_the_casts_of_its_parameters_at_a_step():
+    layer, optimizer = wrapped(1)
+    other = nn.Linear(2, 2)
+    with optimizer.scale_loss((layer(ones()) + other(ones())).sum()) as loss:
+        loss.backward()
+    cache = _amp_state.handle.cache
+    assert len(cache) == 4
+    optimizer.step()
+    assert len(cache) == 2
 
 
 def test_optim_wrapper_refuses_closures_and_forwards_the_rest():

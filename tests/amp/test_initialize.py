@@ -11,6 +11,7 @@ from torch import nn
 from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
 from apexfx.fp16_utils import FP16_Optimizer
+from apexfx.parallel import DistributedDataParallel
 from apexfx.parallel.LARC import LARC
 from tests.amp.amp_cases import ConvNet, batch, train
 
@@ -76,6 +77,21 @@ def test_parallel_wrappers_come_after():
         initialize(nn.DataParallel(nn.Linear(2, 2)))
 
 
+@pytest.mark.parametrize("wrapper", [nn.parallel.DistributedDataParallel, DistributedDataParallel])
+def test_data_parallel_comes_after(wrapper):
+    wrapped = wrapper.__new__(wrapper)  # neither wants to be built without ranks
+    nn.Module.__init__(wrapped)
+    with pytest.raises(RuntimeError, match="instance of DistributedDataParallel.*AFTER"):
+        initialize([nn.Linear(2, 2), wrapped])
+
+
+def test_a_refused_model_leaves_the_others_as_they_are():
+    model = ConvNet()
+    with pytest.raises(RuntimeError, match="expected torch.float32"):
+        initialize([model, nn.Linear(2, 2).half()], opt_level="O2")
+    assert type(model) is ConvNet and {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 def test_compiled_and_scripted_models_are_refused():
     with pytest.raises(TypeError, match="compile=True"):
         initialize(torch.compile(nn.Linear(2, 2), backend="eager"))
@@ -134,6 +150,15 @@ def test_optimizer_state_made_before_follows_the_cast():
     optimizer.step()
     initialize(model, optimizer, opt_level="O3")
     assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_gradients_made_before_are_dropped_where_masters_come(level):
+    model = ConvNet()
+    model(batch()[0]).sum().backward()
+    model, optimizer = initialize(model, sgd(model), opt_level=level)
+    assert {p.grad is None for p in model.parameters()} == {level == "O2"}
+    assert all(p.grad is None for p in amp.master_params(optimizer)) == (level == "O2")
 
 
 @pytest.mark.parametrize("enabled", [False, None])

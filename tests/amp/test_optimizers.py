@@ -131,6 +131,25 @@ def test_add_param_group_without_masters():
     assert torch.allclose(new.weight.grad, scaled, rtol=1e-3)
 
 
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_complex_parameters_are_refused(level):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([model.weight, nn.Parameter(torch.zeros(2, dtype=torch.complex64))], lr=0.1)
+    with pytest.raises(TypeError, match="must be floating tensors. Received torch.complex64"):
+        amp.initialize(model, optimizer, opt_level=level, verbosity=0)
+
+
+def test_accumulation_without_masters_is_done_in_half_at_o3():
+    model, optimizer = made("O3", loss_scale=1.0)
+    model.eval()
+    total = 0
+    for step in range(3):
+        x, y = batch(step)
+        total = total + torch.autograd.grad(F.cross_entropy(model(x), y), model.fc.bias)[0]
+        backward(model, optimizer, step)
+    assert total.dtype == torch.bfloat16 and torch.equal(model.fc.bias.grad, total)
+
+
 def test_accumulation_with_masters_is_done_in_float32():
     model, optimizer = made(loss_scale=2.0)
     model.eval()
@@ -256,6 +275,22 @@ def test_fused_sgd_without_materialized_gradients_trains_the_same():
         model, optimizer = made("O2", lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize))
         results.append(train(model, optimizer, 3))
     assert torch.equal(*results)
+
+
+def test_fused_sgd_without_materialized_gradients_adds_losses_of_different_scales():
+    results = []
+    for materialize in (True, False):
+        make = lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize)  # noqa: B023, E731
+        model, optimizer = made("O2", make, num_losses=2, loss_scale="dynamic")
+        amp._amp_state.loss_scalers[1]._loss_scale = 64.0
+        model.eval()
+        for step in range(2):
+            optimizer.zero_grad()
+            backward(model, optimizer, 2 * step, loss_id=0)
+            backward(model, optimizer, 2 * step + 1, loss_id=1)
+            optimizer.step()
+        results.append(model.state_dict())
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 def test_sparse_gradients_are_unscaled():

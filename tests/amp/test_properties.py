@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -30,6 +32,28 @@ def test_public_names():
     for name in ("initialize scale_loss state_dict load_state_dict master_params half_function float_function promote_function "
                  "register_half_function register_float_function register_promote_function disable_casts init").split():
         assert callable(getattr(amp, name))
+
+
+SIGNATURES = {
+    "initialize": """models optimizers=None enabled=True opt_level='O1' cast_model_type=None patch_torch_functions=None
+        keep_batchnorm_fp32=None master_weights=None loss_scale=None cast_model_outputs=None num_losses=1 verbosity=1
+        min_loss_scale=None max_loss_scale=16777216.0""",
+    "scale_loss": "loss optimizers loss_id=0 model=None delay_unscale=False delay_overflow_check=False",
+    "state_dict": "destination=None", "load_state_dict": "state_dict", "master_params": "optimizer",
+    "half_function": "fn", "float_function": "fn", "promote_function": "fn",
+    "register_half_function": "module name", "register_float_function": "module name",
+    "register_promote_function": "module name", "disable_casts": "",
+    "init": "enabled=True loss_scale='dynamic' enable_caching=True verbose=False allow_banned=False",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_of_apex(name):
+    positional = [
+        parameter.name if parameter.default is parameter.empty else f"{parameter.name}={parameter.default!r}"
+        for parameter in inspect.signature(getattr(amp, name)).parameters.values() if parameter.kind is not parameter.KEYWORD_ONLY
+    ]
+    assert positional == SIGNATURES[name].split()
 
 
 def test_amp_state_is_a_module_and_an_object():
@@ -75,29 +99,36 @@ def test_cudnn_must_be_enabled():
         torch.backends.cudnn.enabled = True
 
 
-@pytest.mark.parametrize(
-    ("level", "given", "message"),
-    [
-        ("O1", {"cast_model_type": HALF}, "O1 inserts casts around Torch functions"),
-        ("O1", {"keep_batchnorm_fp32": True}, "keep_batchnorm_fp32 should be None"),
-        ("O1", {"keep_batchnorm_fp32": "False"}, "keep_batchnorm_fp32 should be None"),
-        ("O1", {"master_weights": True}, "master_weights with O1"),
-        ("O1", {"master_weights": False}, "master_weights with O1"),
-        ("O0", {"patch_torch_functions": True}, "opt_level='O1'"),
-        ("O2", {"patch_torch_functions": True}, "opt_level='O1'"),
-        ("O3", {"patch_torch_functions": True}, "opt_level='O1'"),
-    ],
-)
+CONTRADICTIONS = [
+    *(("O1", {"cast_model_type": dtype}, "O1 inserts casts around Torch functions") for dtype in (HALF, torch.bfloat16)),
+    *(("O1", {"keep_batchnorm_fp32": v}, "keep_batchnorm_fp32 should be None") for v in (True, False, "True", "False")),
+    *(("O1", {"master_weights": value}, "master_weights with O1") for value in (True, False)),
+    *((level, {"patch_torch_functions": True}, "opt_level='O1'") for level in ("O0", "O2", "O3")),
+]
+
+
+@pytest.mark.parametrize(("level", "given", "message"), CONTRADICTIONS)
 def test_contradicting_overrides_raise(level, given, message):
     with pytest.raises(RuntimeError, match=message):
         options(level, **given)
 
 
-def test_hard_override_turns_errors_into_warnings(capsys):
+@pytest.mark.parametrize(("level", "given", "message"), CONTRADICTIONS)
+def test_hard_override_turns_errors_into_warnings(level, given, message, capsys):
     _amp_state.hard_override = True
-    properties = options("O1", master_weights=False)
-    assert properties.master_weights is False
-    assert capsys.readouterr().out.startswith("Warning:  It doesn't make sense")
+    properties = options(level, **given)
+    ((name, value),) = given.items()
+    assert getattr(properties, name) == {"True": True, "False": False}.get(value, value)
+    printed = capsys.readouterr().out
+    assert printed.startswith("Warning:  ") and message in printed
+
+
+def test_overrides_are_applied_in_the_order_of_the_table():
+    given = {"master_weights": True, "keep_batchnorm_fp32": True, "cast_model_type": HALF}
+    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
+        with pytest.raises(RuntimeError, match=name):
+            options("O1", **given)
+        del given[name]
 
 
 @pytest.mark.parametrize("value", [torch.float32, False])
@@ -130,6 +161,7 @@ def test_loss_scale_must_be_a_number():
     ("level", "given"),
     [
         ("O0", {"cast_model_type": torch.bfloat16}), ("O0", {"master_weights": True}), ("O0", {"loss_scale": "dynamic"}),
+        ("O0", {"keep_batchnorm_fp32": True}), ("O0", {"cast_model_type": False}), ("O3", {"cast_model_type": False}),
         ("O2", {"master_weights": False}), ("O3", {"loss_scale": "dynamic"}), ("O3", {"keep_batchnorm_fp32": True}),
         ("O2", {"cast_model_type": False}), ("O2", {"cast_model_type": torch.bfloat16}),
     ],
@@ -167,6 +199,24 @@ def test_verbosity_one_prints_the_options(capsys):
 def test_verbosity_zero_prints_nothing(capsys):
     options("O2")
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("verbosity", [0, 1])
+def test_verbosity_zero_hides_overflows_too(verbosity, capsys):
+    model = nn.Linear(2, 2)
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=verbosity)
+    with amp.scale_loss(model(torch.ones(1, 2)).sum() * float("inf"), optimizer) as loss:
+        loss.backward()
+    optimizer.step()
+    assert ("Gradient overflow" in capsys.readouterr().out) == (verbosity == 1)
+
+
+def test_options_are_printed_by_the_first_rank_and_overflows_by_all(monkeypatch, capsys):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    _amp_state.maybe_print("options", rank0=True)
+    _amp_state.maybe_print("Gradient overflow.")
+    assert capsys.readouterr().out == "Gradient overflow.\n"
 
 
 def test_verbosity_two_prints_every_cast(capsys):

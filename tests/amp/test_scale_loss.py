@@ -203,6 +203,34 @@ def test_an_exception_in_the_body_leaves_everything_as_it_was(level):
     assert same(grads(optimizer), expected, rtol=0)
 
 
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_parameter_without_a_new_gradient_keeps_the_one_it_has(level):
+    model, optimizer = made(level, loss_scale=8.0)
+    backward(model, optimizer)
+    expected = grads(optimizer)
+    bias = next(i for i, p in enumerate(model.parameters()) if p is model.fc.bias)
+    with amp.scale_loss(model.fc.bias.float().sum(), optimizer) as loss:
+        loss.backward()
+    expected[bias] = expected[bias] + 1.0
+    assert same(grads(optimizer), expected, rtol=0, atol=0 if level != "O3" else 1e-2)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_several_overflows_skip_one_step_which_returns_none(level):
+    model, optimizer = made(level, num_losses=2, loss_scale="dynamic")
+    before = [p.detach().clone() for p in model.parameters()]
+    for loss_id in (0, 1):
+        backward(model, optimizer, factor=float("inf"), loss_id=loss_id)
+    assert optimizer.step() is None
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+    if level == "O2":
+        assert optimizer.param_groups[0]["params"][0].grad is None
+    optimizer.zero_grad()
+    backward(model, optimizer)
+    optimizer.step()
+    assert not torch.equal(model.conv.weight, before[0])
+
+
 def test_an_unused_model_has_no_gradients():
     (a, b), (first, second) = made(count=2, loss_scale=32.0)
     with amp.scale_loss(loss_of(a), [first, second]) as loss:

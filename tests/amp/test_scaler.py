@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 
 import pytest
@@ -92,6 +93,17 @@ def test_a_scale_set_by_hand_beyond_a_limit_moves_as_in_apex(state):
 def test_initial_dynamic_scale_is_at_most_the_maximum():
     assert LossScaler("dynamic").loss_scale() == 2.0**16
     assert LossScaler("dynamic", max_loss_scale=128.0).loss_scale() == 128.0
+
+
+def test_defaults_are_those_of_apex():
+    defaults = {name: p.default for name, p in inspect.signature(LossScaler).parameters.items()}
+    expected = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000, "min_loss_scale": None, "max_loss_scale": 2.0**24}
+    assert {name: defaults[name] for name in expected} == expected
+    scaler = LossScaler("dynamic")
+    for _ in range(2000):
+        assert scaler.loss_scale() == 2.0**16
+        scaler.update_scale(torch.tensor(0.0))
+    assert (scaler.loss_scale(), scaler._unskipped) == (2.0**17, 0)
 
 
 def test_without_a_floor_the_scale_still_never_becomes_zero(state):
