@@ -21,6 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch import in_backward
 from .config import BucketConfig
+from .end_of_backward import EndOfBackward
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class GradientSync:
         self._reduced: set[int] = set()  # those that the backward under way reduces in its graphs
         self._local: set[int] = set()  # those that the backward under way leaves local on purpose
         self._flush_due = False
-        self._callback_queued = False
+        self._end = EndOfBackward()
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
         """Hook `parameter`, unless it is hooked already or has no gradient; the name is the one errors use."""
@@ -112,8 +113,6 @@ class GradientSync:
             outputs: what the graph returned; one of them leads to the graph's autograd node.
             reduces: whether the graph's backward holds the allreduce nodes.
         """
-        if self._callback_queued and not in_backward():
-            self._forget_backward()  # an earlier backward raised, and autograd drops the callbacks of one that does
         node = _compiled_node(outputs)
         if node is None:
             return
@@ -122,11 +121,13 @@ class GradientSync:
         device = parameters[0].device if parameters else torch.device("cpu")
 
         def on_backward(_grads: Any) -> None:
+            if self._end.was_dropped():
+                self._forget_backward()
             if self._count is not None and (reduces or flush):
                 self._count.send(device)
             (self._reduced if reduces else self._local).update(members)
             self._flush_due |= flush
-            self._queue_end_of_backward()
+            self._end.queue(self._end_of_backward)
 
         node.register_prehook(on_backward)
 
@@ -135,12 +136,9 @@ class GradientSync:
         if self._count is not None and self.enabled and not in_backward():
             self._count.forwards += 1
 
-    def _queue_end_of_backward(self) -> None:
-        if not self._callback_queued:
-            self._callback_queued = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
-
     def _on_accumulated(self, name: str, parameter: int) -> None:
+        if self._end.was_dropped():
+            self._forget_backward()
         if parameter in self._reduced:
             return
         if not self.enabled or parameter in self._local:
@@ -164,7 +162,8 @@ class GradientSync:
             self.flush()
 
     def _forget_backward(self) -> None:
-        self._flush_due = self._callback_queued = False
+        self._flush_due = False
+        self._end.clear()
         self._reduced.clear()
         self._local.clear()
         if self._count is not None:

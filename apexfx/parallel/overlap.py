@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._torch import in_backward, tree_leaves
 from ..agreement import Agreement
+from ..end_of_backward import EndOfBackward
 from ..gradient_sync import UnsynchronizedGradientError
 from .hooks import ParameterHooks
 from .layout import Layout, Planner
@@ -53,7 +54,7 @@ class OverlappedReducer:
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._round: Round | None = None
         self._fresh: tuple[Layout, set[int]] | None = None  # as it was when the backward under way began
-        self._queued: weakref.ref[Any] | None = None  # the callback of the backward under way, which autograd holds
+        self._end = EndOfBackward()
         self._entered = self._opaque = self._warned = False
         # Reducing an accumulated gradient as a whole averages right, but sums (or rounds) what was reduced before twice.
         separate = not self.config.gradient_average or self.config.comm_dtype is not None
@@ -90,7 +91,8 @@ class OverlappedReducer:
         self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._queued, self._entered, self._fresh = None, False, None
+        self._end.clear()
+        self._entered, self._fresh = False, None
         if self._round is not None:
             self._round.fail("an exception ended the backward on this rank")
             self._finish()
@@ -106,24 +108,14 @@ class OverlappedReducer:
 
     def _enter(self) -> None:
         """Note that a backward comes through the module, and what it finds there; let the user's hooks run before ours."""
-        if self._has_failed():
+        if self._end.was_dropped():
             self._forget_backward()
         self._entered = True
         if self._fresh is None and self._round is None and self.layout is not None:
             self._fresh = self.layout, _fresh(self.layout)
             self._hooks.run_last()
-        self._queue()
-
-    def _queue(self) -> None:
         # From the module's output, this is the outer backward; a reentrant checkpoint's own would end too early.
-        if self._queued is None:
-            callback = self._end_of_backward
-            self._queued = weakref.ref(callback)
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-    def _has_failed(self) -> bool:
-        """Whether the backward noted here has ended without its callback: autograd drops those of one that raises."""
-        return self._queued is not None and self._queued() is None
+        self._end.queue(self._end_of_backward)
 
     # ---- in backward ---------------------------------------------------------------------------------------------------
 
@@ -132,7 +124,7 @@ class OverlappedReducer:
         if not self.enabled:
             self._pending.add(key)
             return
-        if self._has_failed():
+        if self._end.was_dropped():
             self._forget_backward()
         round_ = self._round
         if round_ is None:
@@ -175,7 +167,7 @@ class OverlappedReducer:
         if layout is None:
             raise UnsynchronizedGradientError("apexfx: a gradient was computed before the first forward through "
                                               "DistributedDataParallel; call the wrapper, not the module in it")
-        self._queue()
+        self._end.queue(self._end_of_backward)
         if self._fresh is not None and self._fresh[0] is layout:
             fresh = self._fresh[1]
         else:
@@ -222,7 +214,8 @@ class OverlappedReducer:
     # ---- at the end of backward ---------------------------------------------------------------------------------------
 
     def _end_of_backward(self) -> None:
-        self._queued = self._fresh = None
+        self._end.clear()
+        self._fresh = None
         entered, self._entered = self._entered, False
         if self._round is None:
             return

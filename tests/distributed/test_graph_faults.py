@@ -107,6 +107,31 @@ def _failed_forward(rank, world_size, report):
     train(model, rank)
 
 
+def _failed_backward(rank, world_size, report):
+    """A backward that raised, and another of the same forward, which ends as any does: it averages what was accumulated."""
+    model = transformed()
+    train(model, rank)
+    model.zero_grad()
+    with model.no_sync():
+        model(torch.full((2, 3), rank + 1.0)).sum().backward()
+    x = torch.full((2, 3), rank + 1.0, requires_grad=True)
+    handle = x.register_hook(_explode)
+    loss = model(x).sum()
+    with contextlib.suppress(ZeroDivisionError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    loss.backward()
+    everyones = [torch.empty_like(model.a.weight.grad) for _ in range(world_size)]
+    dist.all_gather(everyones, model.a.weight.grad)
+    assert all(torch.equal(g, everyones[0]) for g in everyones)
+    train(model, rank)
+    assert (model.b.bias.grad == 2).all()
+
+
+def _explode(grad):
+    raise ZeroDivisionError("a failure at the end of backward")
+
+
 def _not_a_number(rank, world_size, report):
     model = transformed()
     train(model, rank)
@@ -154,8 +179,8 @@ def _killed(rank, world_size, report):
     os._exit(0)  # the group is broken: no barrier
 
 
-CASES = (_another_model, _skipped_backward, _skipped_late, _harmless_forwards, _several_backwards, _failed_forward, _not_a_number, _bypassed,
-         _stuck, _killed)
+CASES = (_another_model, _skipped_backward, _skipped_late, _harmless_forwards, _several_backwards, _failed_forward, _failed_backward,
+         _not_a_number, _bypassed, _stuck, _killed)
 
 
 def every_fault(rank, world_size, report):
