@@ -1,31 +1,49 @@
 """Ranks compare, beside synchronizing backwards, how many forwards they have run: the graph's own collectives cannot.
 
 A rank that skips a backward, because its loss was not finite, say, meets the others' collectives one step later: nothing
-hangs, and every gradient from then on would be an average over different steps.
+hangs, and every gradient from then on would be an average over different steps. They compare as well whether a backward
+ends an accumulation: its collectives then are not those of a graph.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .parallel.status import exchange, explain
-from .parallel.waiting import RankFailureError, Waiter
-
+from .parallel.status import exchange, explain, say
+from .parallel.waiting import ALONE, RankFailureError, Waiter
 
 # A small allreduce of its own took 3 % of a 45 ms step on two gloo ranks, so later backwards are compared in turns.
 ALWAYS, INTERVAL = 16, 8
+_BUSY_S = 5.0  # for the words of ranks that are likely to wait in their graphs
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank says of a backward: its number, how many forwards there were, and whether it ends an accumulation."""
+
+    backward: int
+    forwards: int
+    flushes: bool
+
+    def numbers(self) -> list[int]:
+        return [self.forwards, -self.forwards, int(self.flushes), -int(self.flushes)]
+
+    def words(self) -> dict[str, Any]:
+        return {"failed": "", "forwards": self.forwards, "accumulated": self.flushes, "unused": []}
 
 
 class ForwardCount:
     """The comparison on this rank: a small allreduce, issued before the graph's.
 
-    In each of the first `ALWAYS` backwards, then in every `INTERVAL`-th; ranks that are out of step stay so. Backwards are
-    counted as they meet, whether or not they belong together: the n-th of every rank.
+    In each of the first `ALWAYS` backwards, before the graph runs; then in every `INTERVAL`-th, while it runs: ranks that are
+    out of step stay so. Backwards are counted as they meet, whether or not they belong together: the n-th of every rank.
 
     On CUDA nothing waits for the device: what came of a message is looked at in a later backward, when it is there.
 
@@ -43,56 +61,90 @@ class ForwardCount:
         self.forwards = self._backwards = 0
         self._in_backward = False
         self._waiter = Waiter(group, f"{label}/forwards", timeout_s)
-        self._message: tuple[Tensor, dist.Work, int] | None = None  # (counts: greatest, least negated; on their way; ours)
-        self._late: deque[tuple[Tensor, Any, int]] = deque()  # (values on the host, when they are there, our count then)
-        self._num_exchanges = 0
+        self._message: tuple[Tensor, dist.Work, _Said] | None = None  # (greatest; on their way; ours)
+        self._late: deque[tuple[Tensor, Any, _Said]] = deque()  # (values on the host, when they are there, ours)
 
-    def send(self, device: torch.device) -> None:
-        """Send this rank's count, unless this backward has done so, or it is not its turn."""
+    def accumulate(self) -> None:
+        """Note that a backward left gradients local."""
+        self._waiter.accumulate()
+
+    def forget_local(self) -> None:
+        """Note that there are none any more."""
+        self._waiter.accumulates = False
+
+    def send(self, device: torch.device, *, flushes: bool) -> None:
+        """Send what this rank says, unless this backward has done so, or it is not its turn.
+
+        Args:
+            flushes: this backward ends an accumulation.
+
+        Raises:
+            RankFailureError: as `compare` does.
+        """
         if self._in_backward:
             return
         self._in_backward = True
         self._backwards += 1
+        self._waiter.backward = self._backwards
         if self._backwards <= ALWAYS or self._backwards % INTERVAL == 0:
-            counts = torch.tensor([self.forwards, -self.forwards], dtype=torch.int32, device=device)
-            work = dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
-            self._message = counts, work, self.forwards
-            self._waiter.backward += 1
+            said = _Said(self._backwards, self.forwards, flushes)
+            numbers = torch.tensor(said.numbers(), dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            self._message = numbers, work, said
+        if self._backwards <= ALWAYS and device.type == "cpu":
+            self.compare()
 
     def forget(self) -> None:
-        """Leave out the comparison of a backward that raised."""
+        """Leave out the comparison of a backward that is over."""
         self._message, self._in_backward = None, False
 
     def compare(self) -> None:
-        """Compare what was sent, at the end of the backward.
+        """Compare what was sent, at the latest at the end of the backward.
 
         Raises:
-            RankFailureError: on every rank alike, when the counts differ; after it they are in step again.
+            RankFailureError: when the ranks differ; after it they are in step again.
         """
-        self._in_backward = False
         if self._message is None:
             return
-        (counts, work, sent), self._message = self._message, None
-        self._waiter.wait(work, counts, "the comparison of how many forwards the ranks have run")
-        if counts.device.type == "cuda":
-            host = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
+        (numbers, work, said), self._message = self._message, None
+        try:
+            self._waiter.wait(work, numbers, "the comparison of how many forwards the ranks have run")
+        except RankFailureError:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that holds it
+                say(self.group, self._key(said), said.words())
+            raise
+        if numbers.device.type == "cuda":
+            host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
             there = torch.cuda.Event()
             there.record()
-            self._late.append((host, there, sent))
-        elif counts[0] != -counts[1]:
-            self._raise(sent)
+            if said.flushes:
+                there.synchronize()  # before its collectives meet those of a graph
+            self._late.append((host, there, said))
+        elif not _agree(numbers):
+            self._raise(said, numbers, late=said.backward > ALWAYS)
         while self._late and self._late[0][1].query():
-            host, _, sent = self._late.popleft()
-            if host[0] != -host[1]:
-                self._raise(sent)
+            host, _, said = self._late.popleft()
+            if not _agree(host):
+                self._raise(said, host, late=True)
 
-    def _raise(self, sent: int) -> None:
-        self._num_exchanges += 1
+    def _raise(self, said: _Said, numbers: Tensor, *, late: bool) -> None:
         self._late.clear()
-        mine = {"failed": "", "forwards": sent, "unused": []}
-        said = exchange(self.group, f"apexfx/{self.label}/forwards{self._num_exchanges}", mine, self.timeout_s)
-        self.forwards += max((words["forwards"] for words in said if words), default=sent) - sent
-        since = "" if self._backwards <= ALWAYS else (
-            f"\nIt happened in one of the last {INTERVAL} backwards, whose gradients are averages over different steps: go back to "
-            "a checkpoint.")
-        raise RankFailureError(explain(said) + since)
+        in_graphs = late and bool(numbers[2] != -numbers[3])
+        timeout_s = min(self.timeout_s, _BUSY_S) if in_graphs else self.timeout_s
+        everyones = exchange(self.group, self._key(said), said.words(), timeout_s)
+        self.forwards += max((words["forwards"] for words in everyones if words), default=said.forwards) - said.forwards
+        text = explain(everyones)
+        if in_graphs and ALONE not in text:
+            text += f"\n{ALONE} Who did not answer waits in its graph, until its process group's timeout or the end of this process."
+        elif late:
+            text += (f"\nIt happened in one of the last {INTERVAL} backwards, whose gradients are averages over different steps: go "
+                     "back to a checkpoint.")
+        raise RankFailureError(text)
+
+    def _key(self, said: _Said) -> str:
+        return f"apexfx/{self.label}/forwards{said.backward}"
+
+
+def _agree(numbers: Tensor) -> bool:
+    most, most_negated = numbers[0::2], numbers[1::2]
+    return torch.equal(most, -most_negated)

@@ -123,11 +123,12 @@ class GradientSync:
         def on_backward(_grads: Any) -> None:
             if self._end.was_dropped():
                 self._forget_backward()
+            self._end.queue(self._end_of_backward)
             if self._count is not None and (reduces or flush):
-                self._count.send(device)
+                with self._local_unless_failed():
+                    self._count.send(device, flushes=flush)
             (self._reduced if reduces else self._local).update(members)
             self._flush_due |= flush
-            self._end.queue(self._end_of_backward)
 
         node.register_prehook(on_backward)
 
@@ -142,6 +143,8 @@ class GradientSync:
         if parameter in self._reduced:
             return
         if not self.enabled or parameter in self._local:
+            if self._count is not None and not self._pending:
+                self._count.accumulate()
             self._pending.add(parameter)
             return
         raise UnsynchronizedGradientError(
@@ -155,7 +158,8 @@ class GradientSync:
         flush = self._flush_due
         try:
             if self._count is not None:
-                self._count.compare()
+                with self._local_unless_failed():
+                    self._count.compare()
         finally:
             self._forget_backward()
         if flush:
@@ -169,11 +173,25 @@ class GradientSync:
         if self._count is not None:
             self._count.forget()
 
+    @contextlib.contextmanager
+    def _local_unless_failed(self) -> Iterator[None]:
+        """Give up accumulated gradients where the ranks do not agree about them."""
+        try:
+            yield
+        except BaseException:
+            self._forget_local()
+            raise
+
+    def _forget_local(self) -> None:
+        self._pending.clear()
+        if self._count is not None:
+            self._count.forget_local()
+
     def flush(self) -> None:
         """Average the accumulated `.grad` of every watched parameter over the ranks, in the plan's buckets."""
         from .schedule.reduce import reduce_gradients
 
-        self._pending.clear()
+        self._forget_local()
         live: dict[int, tuple[str, nn.Parameter]] = {}
         for name, ref in self._names.items():
             if (p := ref()) is not None and p.requires_grad:

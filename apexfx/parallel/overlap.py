@@ -123,6 +123,7 @@ class OverlappedReducer:
         # Runs once a parameter, in caches that backward has filled with other things: every line shows in the step time.
         if not self.enabled:
             self._pending.add(key)
+            self._waiter.accumulate()
             return
         if self._end.was_dropped():
             self._forget_backward()
@@ -203,7 +204,7 @@ class OverlappedReducer:
         round_.works.append(self.sender.send(round_, number, (lambda: self._composed(round_)) if carries else None))
 
     def _composed(self, round_: Round) -> StatusMessage:
-        round_.message = self._consensus.message(round_.failure, round_.used(self._pending))
+        round_.message = self._consensus.message(round_.failure, self._waiter.accumulates, round_.used(self._pending))
         return round_.message
 
     def _send_status(self, round_: Round) -> None:
@@ -255,8 +256,10 @@ class OverlappedReducer:
             if status is None and not self._checked(round_):
                 status = self._status(round_)
         except BaseException:
+            if round_.message is not None:
+                self._consensus.leave_words(round_.message, round_.failure, layout, self.options.groups[0], self._waiter.backward)
             round_.forsake()
-            self._pending.clear()
+            self._forget_local()
             if self._sums is not None:
                 self._sums.forget()
             raise
@@ -265,18 +268,22 @@ class OverlappedReducer:
             round_.write_back(number, used, lend_all=self.options.retain_buffers)
         if self._sums is not None:
             self._sums.add_up(layout.parameters)
-        self._pending.clear()
+        self._forget_local()
         if not layout.learned:
             self._learn(round_, status)
         elif layout.next_order:
             self.planner.learn(layout, layout.next_order)
+
+    def _forget_local(self) -> None:
+        self._pending.clear()
+        self._waiter.accumulates = False
 
     def _status(self, round_: Round) -> Status:
         self._send_status(round_)
         message = round_.message
         if message.work is not None:
             self._waiter.wait(message.work, message.tensor, "the status of this backward")
-        return self._consensus.check(message, round_.failure, round_.layout, self.options.groups[0])
+        return self._consensus.check(message, round_.failure, round_.layout, self.options.groups[0], self._waiter.backward)
 
     def _learn(self, round_: Round, status: Status | None) -> None:
         """Rebuild the buckets in the first rank's order, which it broadcasts."""

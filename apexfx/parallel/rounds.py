@@ -194,10 +194,16 @@ class Round:
         buffer.write(targets, slots)
 
     def forsake(self) -> None:
-        """Drop the gradients that lie in buffers: after a failure they are neither this rank's nor averages."""
+        """Drop the gradients that lie in buffers: after a failure they are neither this rank's nor averages.
+
+        Leave the buffers as well: a peer that comes late still gets what was sent in them.
+        """
         for i, lent in self._lent.items():
             if self.layout.parameters[i].grad is lent:
                 self.layout.parameters[i].grad = None
+        for buffer in self.layout.buffers:
+            if not buffer.casts:
+                buffer.replace()
 
 
 def _has_our_hook_only(p: Tensor) -> bool:

@@ -12,6 +12,7 @@ in it (a bucket that changes its dtype, a comm hook), or where it has to be know
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -24,13 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import process_group_store
-from .waiting import RankFailureError
+from .waiting import ALONE, RankFailureError
 
 if TYPE_CHECKING:
     from .layout import Layout
 
 _BITS = 16  # of the number of forwards
-HEADER = 2 * _BITS + 1  # those bits, their complements, failed
+HEADER = 2 * _BITS + 3  # those bits, their complements, failed, accumulated, not accumulated
 
 
 def size(num_parameters: int) -> int:
@@ -44,11 +45,13 @@ class Status:
 
     Attributes:
         forwards_differ: not every rank has run as many forwards.
+        accumulation_differs: some ranks, not all, hold gradients from inside no_sync().
         failed: some rank reports an error.
         used_somewhere, unused_somewhere: for each parameter, whether some rank had, or had not, a gradient.
     """
 
     forwards_differ: bool
+    accumulation_differs: bool
     failed: bool
     used_somewhere: list[bool]
     unused_somewhere: list[bool]
@@ -59,7 +62,8 @@ class Status:
         values = sums.bool().tolist()
         middle = (len(values) + HEADER) // 2
         differ = any(map(bool.__and__, values[:_BITS], values[_BITS:2 * _BITS]))
-        return cls(differ, values[HEADER - 1], values[HEADER:middle], values[middle:])
+        failed, accumulated, not_accumulated = values[2 * _BITS:HEADER]
+        return cls(differ, accumulated and not_accumulated, failed, values[HEADER:middle], values[middle:])
 
 
 @dataclass
@@ -69,6 +73,7 @@ class StatusMessage:
     Attributes:
         forwards: how many synchronizing forwards this rank has run, since the ranks last agreed and in all.
         failure: what this rank has to report, or "".
+        accumulated: this rank holds gradients from inside no_sync().
         used: for each parameter, whether this rank has a gradient.
         numbers: what travels.
         tensor: where it travels, and where the sums come.
@@ -77,6 +82,7 @@ class StatusMessage:
 
     forwards: tuple[int, int]
     failure: str
+    accumulated: bool
     used: Sequence[int]
     numbers: Tensor
     tensor: Tensor | None = None
@@ -93,9 +99,10 @@ class StatusMessage:
         self.work = dist.all_reduce(self.tensor, group=group, async_op=True)
 
 
-def _numbers(forwards: int, failed: bool, used: Sequence[int]) -> Tensor:
+def _numbers(forwards: int, failed: bool, accumulated: bool, used: Sequence[int]) -> Tensor:
     bits = [forwards >> bit & 1 for bit in range(_BITS)]
-    return torch.tensor([*bits, *(1 - bit for bit in bits), int(failed), *used, *(1 - u for u in used)], dtype=torch.float32)
+    header = [*bits, *(1 - bit for bit in bits), int(failed), int(accumulated), int(not accumulated)]
+    return torch.tensor([*header, *used, *(1 - u for u in used)], dtype=torch.float32)
 
 
 class Consensus:
@@ -115,31 +122,34 @@ class Consensus:
         self.label, self.timeout_s, self.uneven = label, timeout_s, uneven
         self.forwards, self.late = 0, ""
         self._agreed = 0  # forwards, when the ranks last agreed
-        self._num_exchanges = 0
         self._last: tuple[Any, Tensor] | None = None  # a message as the next is likely to be
 
-    def message(self, failure: str, used: Sequence[int]) -> StatusMessage:
+    def message(self, failure: str, accumulated: bool, used: Sequence[int]) -> StatusMessage:
         """Return what this rank has to say of the backward under way."""
         failure, self.late = failure or self.late, ""
         since = self.forwards - self._agreed
-        said = (since, bool(failure), used)
+        said = (since, bool(failure), accumulated, used)
         if self._last is None or self._last[0] != said:
             self._last = said, _numbers(*said)
-        return StatusMessage((since, self.forwards), failure, used, self._last[1])
+        return StatusMessage((since, self.forwards), failure, accumulated, used, self._last[1])
 
-    def check(self, message: StatusMessage, failure: str, layout: Layout, group: dist.ProcessGroup) -> Status:
+    def check(self, message: StatusMessage, failure: str, layout: Layout, group: dist.ProcessGroup, number: int) -> Status:
         """Return what came of `message`.
 
         Args:
             failure: what this rank has to report by now.
+            number: of this backward.
 
         Raises:
             RankFailureError: on every rank, unless the failure came after the message was sent: then on this one now, and on
                 all in the next backward.
         """
         status = Status.read(message.tensor)
-        if status.failed or status.forwards_differ or self._partly_used(layout, status):
-            raise RankFailureError(self._explain(message, failure, layout, group))
+        if status.failed or status.forwards_differ or status.accumulation_differs or self._partly_used(layout, status):
+            mine = self._words(message, failure, layout)
+            said = exchange(group, self._key(number), mine, self.timeout_s)
+            self.forwards = max((words["forwards"] for words in said if words), default=self.forwards)
+            raise RankFailureError(explain(said))
         self._agreed += message.forwards[0]
         if failure:
             self.late = f"in the backward before this one: {failure}"
@@ -155,19 +165,29 @@ class Consensus:
             return any(map(bool.__and__, used, unused))
         return used != layout.planned or any(map(bool.__and__, unused, layout.planned))
 
-    def _explain(self, message: StatusMessage, failure: str, layout: Layout, group: dist.ProcessGroup) -> str:
-        self._num_exchanges += 1
+    def leave_words(self, message: StatusMessage, failure: str, layout: Layout, group: dist.ProcessGroup, number: int) -> None:
+        """Say what this rank has to say of a backward that it gives up, for peers that find out later; wait for nobody."""
+        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that holds it
+            say(group, self._key(number), self._words(message, failure, layout))
+
+    def _key(self, number: int) -> str:
+        return f"apexfx/{self.label}/status{number}"
+
+    def _words(self, message: StatusMessage, failure: str, layout: Layout) -> dict[str, Any]:
         unused = [name for name, bucket, used in zip(layout.names, layout.bucket_of, message.used) if not used and bucket >= 0]
-        mine = {"failed": message.failure or failure, "forwards": message.forwards[1], "unused": unused}
-        said = exchange(group, f"apexfx/{self.label}/status{self._num_exchanges}", mine, self.timeout_s)
-        self.forwards = max((words["forwards"] for words in said if words), default=self.forwards)
-        return explain(said)
+        return {"failed": message.failure or failure, "forwards": message.forwards[1], "accumulated": message.accumulated,
+                "unused": unused}
+
+
+def say(group: dist.ProcessGroup, key: str, mine: Any) -> None:
+    """Leave this rank's words where `exchange` looks for them, and wait for nobody."""
+    process_group_store(group).set(f"{key}/{dist.get_rank(group)}", json.dumps(mine))
 
 
 def exchange(group: dist.ProcessGroup, key: str, mine: Any, timeout_s: float) -> list[Any]:
     """Return what every rank has to say, through the group's store; None for a rank that says nothing in time."""
     store, world = process_group_store(group), dist.get_world_size(group)
-    store.set(f"{key}/{dist.get_rank(group)}", json.dumps(mine))
+    say(group, key, mine)
     deadline = time.monotonic() + min(timeout_s, 30.0)
     said: list[Any] = []
     for rank in range(world):
@@ -190,8 +210,12 @@ def explain(said: Sequence[Any]) -> str:
             lines.append(f"  rank {rank}: failed: {words['failed']}")
         unused = words["unused"]
         shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-        lines.append(f"  rank {rank}: {words['forwards']} forwards so far" + (f"; no gradient for {shown}" if unused else ""))
-    if len({words["forwards"] for words in said if words}) > 1:
+        lines.append(f"  rank {rank}: {words['forwards']} forwards so far"
+                     + ("; holds gradients from inside no_sync()" if words["accumulated"] else "")
+                     + (f"; no gradient for {shown}" if unused else ""))
+    if len({words["accumulated"] for words in said if words}) > 1:
+        lines.append(ALONE)
+    elif len({words["forwards"] for words in said if words}) > 1:
         lines.append("A rank skipped a backward (or ran a training forward that the others did not). Every rank must run "
                      "backward equally often; to skip a step, skip it on all ranks, or use no_sync().")
     elif not any(words["failed"] for words in said if words):

@@ -14,6 +14,8 @@ from .._torch import process_group_store
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 20.0
+ALONE = ("no_sync() was entered on some ranks and not on others, so their gradients are sums over different micro-batches. Enter "
+         "it on every rank or on none.")
 
 
 class RankFailureError(RuntimeError):
@@ -23,8 +25,11 @@ class RankFailureError(RuntimeError):
 class Waiter:
     """Waits for the collectives of one module's backwards.
 
+    A rank whose backwards stay local, inside no_sync(), has said so in the group's store, before it went on: who waits for it
+    for more than a few seconds, and holds no local gradients itself, reads that and raises.
+
     After a third of the time limit, at most 20 s, one line is logged. Half that time before, this rank has written to the
-    group's store where it waits, so that the line can tell the ranks that wait too from those that have not come.
+    store where it waits, so that the line can tell the ranks that wait too from those that have not come.
 
     Args:
         group: its store is written to.
@@ -32,34 +37,64 @@ class Waiter:
         timeout_s: the limit.
 
     Attributes:
-        backward: the number of the backward under way.
+        backward: the number of the backward under way, of those that communicate.
+        accumulates: this rank holds gradients from inside no_sync().
     """
 
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float) -> None:
-        self.group, self.timeout_s, self.backward = group, timeout_s, 0
+        self.group, self.timeout_s, self.backward, self.accumulates = group, timeout_s, 0, False
         self._prefix = f"apexfx/{label}/waits"
         self._half_s = min(PATIENCE_S, timeout_s / 3) / 2
+
+    def accumulate(self) -> None:
+        """Note, and say once, that this rank's gradients stay local from here to its next backward that communicates."""
+        if not self.accumulates:
+            self.accumulates = True
+            store = process_group_store(self.group)
+            for key in (f"{self._prefix}/local/{dist.get_rank(self.group)}", f"{self._prefix}/local"):
+                store.set(key, str(self.backward))
 
     def wait(self, work: dist.Work, tensor: Tensor, what: str) -> None:
         """Wait for `work` on `tensor`, and say `what` it was when a peer does not answer.
 
         Raises:
-            RankFailureError: a peer is gone, or did not communicate within the limit.
+            RankFailureError: a peer is gone, did not communicate within the limit, or is inside no_sync() alone.
         """
         begin = time.monotonic()
         try:
             if tensor.device.type != "cpu":
                 work.wait()  # a stream waits; the group's own timeout applies
-            elif not _done_within(work, self._half_s):
-                self._announce(what)
-                if not _done_within(work, self._half_s):
-                    self._warn(what)
-                    work.wait(timedelta(seconds=self.timeout_s - 2 * self._half_s))
+            elif not _done_within(work, self._half_s / 4):
+                self._wait_long(work, what, begin)
+        except RankFailureError:
+            raise
         except RuntimeError as error:
             raise RankFailureError(
                 f"apexfx: {what} did not complete after {time.monotonic() - begin:.1f} s: another rank died, is stuck, or "
                 f"issued other collectives. Look at the logs of the other ranks; the limit is timeout_s={self.timeout_s:g}. ({error})"
             ) from error
+
+    def _wait_long(self, work: dist.Work, what: str, begin: float) -> None:
+        said = [lambda: self._announce(what), lambda: self._warn(what)]
+        while (waited := time.monotonic() - begin) < self.timeout_s - self._half_s / 4:
+            self._refuse_alone()
+            if said and waited >= (3 - len(said)) * self._half_s:
+                said.pop(0)()
+            if _done_within(work, self._half_s / 4):
+                return
+        work.wait(timedelta(seconds=max(self.timeout_s - waited, 0.01)))
+
+    def _refuse_alone(self) -> None:
+        if self.accumulates or not self._is_local("local"):
+            return
+        ranks = [str(rank) for rank in range(dist.get_world_size(self.group)) if self._is_local(f"local/{rank}")]
+        raise RankFailureError(f"apexfx: rank {', '.join(ranks)} keeps the gradients of this backward local, inside no_sync(), while "
+                               f"rank {dist.get_rank(self.group)} waits for them in its backward {self.backward}. {ALONE}")
+
+    def _is_local(self, key: str) -> bool:
+        """Whether `key` says that a rank has done what this one has before this backward, and has gone on by itself."""
+        store, key = process_group_store(self.group), f"{self._prefix}/{key}"
+        return store.check([key]) and int(store.get(key)) == self.backward - 1
 
     def _announce(self, what: str) -> None:
         said = json.dumps([self.backward, what])

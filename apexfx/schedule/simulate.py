@@ -21,7 +21,7 @@ from .plan import BucketPlan, plan_buckets
 from .profile import Piece, Profile
 from .timeline import Start, Task, Timeline, Wait, Work, run
 
-_STATUS_HEADER, _STATUS_BYTES = 33, 4  # parallel/status.py: so many numbers and two for each parameter, of int32 by themselves
+_STATUS_HEADER, _STATUS_BYTES = 35, 4  # parallel/status.py: so many numbers and two for each parameter, of int32 by themselves
 
 
 @dataclass(frozen=True)

@@ -198,6 +198,42 @@ def _stuck(rank, world_size, report):
     assert f"so does rank {2 - rank}" in line and "nothing was heard of rank 1." in line
 
 
+def _no_sync_alone(rank, world_size, report):
+    """One rank is inside no_sync(): who waits for it finds out, and so does it when it comes."""
+    model = DistributedDataParallel(Net(), timeout_s=30)
+    train(model, rank)
+    for _ in range(2):
+        if rank == 1:
+            with model.no_sync():
+                train(model, rank, 2)
+            time.sleep(4)  # the others wait
+            with raises("no_sync alone", report, rank, RankFailureError, "(?s)rank 1: .*holds gradients from inside no_sync", 8):
+                model(torch.ones(2, 3)).sum().backward()
+        else:
+            with raises("no_sync alone", report, rank, RankFailureError, "rank 1 keeps the gradients of this backward local", 8):
+                train(model, rank)
+        train(model, rank)
+        assert (model.module.b.bias.grad == 2).all()
+
+
+def _no_sync_alone_and_back(rank, world_size, report):
+    """The same, too fast for anyone to wait."""
+    model = DistributedDataParallel(Net(), timeout_s=30)
+    train(model, rank, 2)
+    if rank == 1:
+        with model.no_sync():
+            train(model, rank)
+    with raises("no_sync alone, and back", report, rank, RankFailureError, "(?s)rank 1: .*holds gradients.*entered on some", 8):
+        model(torch.ones(2, 3)).sum().backward()
+    for num_local, mean in ((1 + rank, 6), (0, 2)):  # as many as each rank likes, unless it is none
+        model.zero_grad()
+        for _ in range(num_local):
+            with model.no_sync():
+                model(torch.ones(2, 3)).sum().backward()
+        model(torch.ones(2, 3)).sum().backward()
+        assert (model.module.b.bias.grad == mean).all()
+
+
 def _killed(rank, world_size, report):
     model = DistributedDataParallel(Net(), message_size=1, timeout_s=20)
     train(model, rank)
@@ -211,7 +247,7 @@ def _killed(rank, world_size, report):
 
 
 CASES = (_another_model, _skipped_backward, _failed_backward, _not_a_number, _bypassed, _late_parameters, _gan, _sparse,
-         _changed_parameter, _stuck, _killed)
+         _changed_parameter, _stuck, _no_sync_alone, _no_sync_alone_and_back, _killed)
 
 
 def every_fault(rank, world_size, report):
