@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .parallel.status import exchange, explain, say
+from .parallel.status import HostCopy, to_device
 from .parallel.waiting import ALONE, RankFailureError, Waiter
+from .parallel.words import exchange, explain, say
 
 # A small allreduce of its own took 3 % of a 45 ms step on two gloo ranks, so later backwards are compared in turns.
 ALWAYS, INTERVAL = 16, 8
@@ -62,7 +63,7 @@ class ForwardCount:
         self._in_backward = False
         self._waiter = Waiter(group, f"{label}/forwards", timeout_s)
         self._message: tuple[Tensor, dist.Work, _Said] | None = None  # (greatest; on their way; ours)
-        self._late: deque[tuple[Tensor, Any, _Said]] = deque()  # (values on the host, when they are there, ours)
+        self._late: deque[tuple[HostCopy, _Said]] = deque()
 
     def accumulate(self) -> None:
         """Note that a backward left gradients local."""
@@ -88,7 +89,7 @@ class ForwardCount:
         self._waiter.backward = self._backwards
         if self._backwards <= ALWAYS or self._backwards % INTERVAL == 0:
             said = _Said(self._backwards, self.forwards, flushes)
-            numbers = torch.tensor(said.numbers(), dtype=torch.int32, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            numbers = to_device(said.numbers(), torch.int32, device)
             work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             self._message = numbers, work, said
         if self._backwards <= ALWAYS and device.type == "cpu":
@@ -114,18 +115,16 @@ class ForwardCount:
                 say(self.group, self._key(said), said.words())
             raise
         if numbers.device.type == "cuda":
-            host = torch.empty_like(numbers, device="cpu", pin_memory=True).copy_(numbers, non_blocking=True)
-            there = torch.cuda.Event()
-            there.record()
+            copy = HostCopy(numbers)
             if said.flushes:
-                there.synchronize()  # before its collectives meet those of a graph
-            self._late.append((host, there, said))
+                copy.get()  # before its collectives meet those of a graph
+            self._late.append((copy, said))
         elif not _agree(numbers):
             self._raise(said, numbers, late=said.backward > ALWAYS)
-        while self._late and self._late[0][1].query():
-            host, _, said = self._late.popleft()
-            if not _agree(host):
-                self._raise(said, host, late=True)
+        while self._late and self._late[0][0].is_there():
+            copy, said = self._late.popleft()
+            if not _agree(copy.get()):
+                self._raise(said, copy.get(), late=True)
 
     def _raise(self, said: _Said, numbers: Tensor, *, late: bool) -> None:
         self._late.clear()

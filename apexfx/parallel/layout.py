@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -127,6 +127,28 @@ class Planner:
         fixed = given is not None or self.config.delay_allreduce
         fixed |= self.config.layout == "ddp" and self.find_unused and not self.static
         return Layout(names, parameters, plan, fixed, self._may_carry_status())
+
+    def learn_first(self, layout: Layout, order: Sequence[int], extra: Mapping[int, int], used: Sequence[bool] | None) -> None:
+        """Rebuild the buckets of `layout` after its first backward, in the first rank's order, which it broadcasts.
+
+        Args:
+            order: positions of the parameters in the order in which their gradients were ready here.
+            extra: by position, how often a gradient was accumulated beyond once.
+            used: which parameters some rank used, or None for all.
+        """
+        used = [True] * len(layout.names) if used is None else used
+        keep_unused = self.find_unused and not self.static
+        order = [i for i in order if used[i]]
+        seen = set(order)
+        order += [i for i in reversed(range(len(used))) if i not in seen and (used[i] or keep_unused)]
+        tensor = torch.tensor(order, dtype=torch.int64, device=layout.parameters[0].device)
+        dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
+        if self.static:
+            layout.repeats, layout.used = {id(layout.parameters[i]): n for i, n in extra.items()}, list(used)
+            if self.config.layout == "ddp":  # torch DDP rebuilds the buckets of a static graph one backward later
+                layout.learned, layout.next_order = True, tensor.tolist()
+                return
+        self.learn(layout, tensor.tolist())
 
     def learn(self, layout: Layout, order: Sequence[int]) -> None:
         """Rebuild the buckets of `layout` in the order in which gradients became ready.

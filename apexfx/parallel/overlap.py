@@ -8,23 +8,23 @@ back. Rounds do not depend on forwards: one forward may have several backwards, 
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import in_backward, tree_leaves
+from .._torch import in_backward
 from ..agreement import Agreement
 from ..end_of_backward import EndOfBackward
 from ..gradient_sync import UnsynchronizedGradientError
+from .consensus import Consensus
 from .hooks import ParameterHooks
 from .layout import Layout, Planner
+from .passage import Passage
 from .rounds import Round
 from .sending import Options, Sender
-from .status import Consensus, Status, StatusMessage
+from .status import Status, StatusMessage
 from .sums import SeparateSums
 from .waiting import RankFailureError, Waiter
 
@@ -48,20 +48,20 @@ class OverlappedReducer:
         self.enabled = True
         self.layout: Layout | None = None
         uneven = options.find_unused or options.static or self.config.delay_allreduce
-        self._consensus = Consensus(label, self.config.timeout_s, uneven=uneven)
+        self._consensus = Consensus(planner.group, label, self.config.timeout_s, uneven=uneven)
         self._key: tuple[int, ...] | None = None  # identities of the layout's parameters
         self._layouts: dict[tuple[int, ...], Layout] = {}
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._round: Round | None = None
         self._fresh: tuple[Layout, set[int]] | None = None  # as it was when the backward under way began
         self._end = EndOfBackward()
-        self._entered = self._opaque = self._warned = False
+        self._passage = Passage(self._enter)
+        self._warned = False
         # Reducing an accumulated gradient as a whole averages right, but sums (or rounds) what was reduced before twice.
         separate = not self.config.gradient_average or self.config.comm_dtype is not None
         self._sums = SeparateSums() if separate else None
         self._waiter = Waiter(planner.group, label, self.config.timeout_s)
         self.sender = Sender(options, self._waiter, self._sums)
-        self._on_backward = _weakly(self)
         self._hooks = ParameterHooks(self._on_accumulated, self._sums.set_aside if self._sums is not None else None)
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
@@ -86,23 +86,20 @@ class OverlappedReducer:
         """Finish a backward that failed on this rank, so that no peer waits for it."""
         if in_backward():
             return  # recomputed by an activation checkpoint around the wrapper
-        if self._opaque:
+        if self._passage.opaque:
             self._hooks.run_last()
         self._forget_backward()
 
     def _forget_backward(self) -> None:
         self._end.clear()
-        self._entered, self._fresh = False, None
+        self._passage.entered, self._fresh = False, None
         if self._round is not None:
             self._round.fail("an exception ended the backward on this rank")
             self._finish()
 
     def after_forward(self, outputs: Any, *, counts: bool) -> None:
         """Let the outputs tell when a backward comes through this module."""
-        nodes = {o.grad_fn for o in _tensors(outputs) if o.grad_fn is not None}
-        self._opaque |= not nodes
-        for node in nodes:
-            node.register_prehook(self._on_backward)
+        self._passage.watch(outputs)
         if counts and self.enabled and not in_backward():
             self._consensus.forwards += 1
 
@@ -110,7 +107,7 @@ class OverlappedReducer:
         """Note that a backward comes through the module, and what it finds there; let the user's hooks run before ours."""
         if self._end.was_dropped():
             self._forget_backward()
-        self._entered = True
+        self._passage.entered = True
         if self._fresh is None and self._round is None and self.layout is not None:
             self._fresh = self.layout, _fresh(self.layout)
             self._hooks.run_last()
@@ -195,7 +192,7 @@ class OverlappedReducer:
 
     def _is_complete(self, round_: Round) -> bool:
         """Whether no gradient is outstanding, nor a backward that did not come through the module to be noted."""
-        return not round_.waiting and (self._entered or self._opaque)
+        return not round_.waiting and self._passage.is_known
 
     def _launch(self, round_: Round) -> None:
         number = round_.next_bucket
@@ -204,23 +201,25 @@ class OverlappedReducer:
         round_.works.append(self.sender.send(round_, number, (lambda: self._composed(round_)) if carries else None))
 
     def _composed(self, round_: Round) -> StatusMessage:
-        round_.message = self._consensus.message(round_.failure, self._waiter.accumulates, round_.used(self._pending))
+        parameters, waiter = round_.layout.parameters, self._waiter
+        device = parameters[0].device if parameters else torch.device("cpu")
+        used = round_.used(self._pending)
+        round_.message = self._consensus.message(waiter.backward, round_.failure, waiter.accumulates, used, device)
         return round_.message
 
     def _send_status(self, round_: Round) -> None:
         if round_.message is None:
-            parameters = round_.layout.parameters
-            self._composed(round_).send(self.options.groups[0], parameters[0].device if parameters else torch.device("cpu"))
+            self._composed(round_).send(self.options.groups[0])
 
     # ---- at the end of backward ---------------------------------------------------------------------------------------
 
     def _end_of_backward(self) -> None:
         self._end.clear()
         self._fresh = None
-        entered, self._entered = self._entered, False
+        known, self._passage.entered = self._passage.is_known, False
         if self._round is None:
             return
-        if not entered and not self._opaque:
+        if not known:
             self._note_bypass(self._round)
         self._finish()
 
@@ -257,7 +256,7 @@ class OverlappedReducer:
                 status = self._status(round_)
         except BaseException:
             if round_.message is not None:
-                self._consensus.leave_words(round_.message, round_.failure, layout, self.options.groups[0], self._waiter.backward)
+                self._consensus.leave_words(round_.message, round_.failure, layout)
             round_.forsake()
             self._forget_local()
             if self._sums is not None:
@@ -270,7 +269,7 @@ class OverlappedReducer:
             self._sums.add_up(layout.parameters)
         self._forget_local()
         if not layout.learned:
-            self._learn(round_, status)
+            self.planner.learn_first(layout, round_.order, round_.extra, status.used_somewhere if status is not None else None)
         elif layout.next_order:
             self.planner.learn(layout, layout.next_order)
 
@@ -278,51 +277,17 @@ class OverlappedReducer:
         self._pending.clear()
         self._waiter.accumulates = False
 
-    def _status(self, round_: Round) -> Status:
+    def _status(self, round_: Round) -> Status | None:
         self._send_status(round_)
         message = round_.message
         if message.work is not None:
             self._waiter.wait(message.work, message.tensor, "the status of this backward")
-        return self._consensus.check(message, round_.failure, round_.layout, self.options.groups[0], self._waiter.backward)
-
-    def _learn(self, round_: Round, status: Status | None) -> None:
-        """Rebuild the buckets in the first rank's order, which it broadcasts."""
-        layout, group = round_.layout, self.options.groups[0]
-        used = status.used_somewhere if status is not None else [True] * len(layout.names)
-        keep_unused = self.options.find_unused and not self.options.static
-        order = [i for i in round_.order if used[i]]
-        seen = set(order)
-        order += [i for i in reversed(range(len(used))) if i not in seen and (used[i] or keep_unused)]
-        tensor = torch.tensor(order, dtype=torch.int64, device=layout.parameters[0].device)
-        dist.broadcast(tensor, dist.get_global_rank(group, 0), group=group)
-        if self.options.static:
-            layout.repeats, layout.used = {id(layout.parameters[i]): n for i, n in round_.extra.items()}, used
-            if self.config.layout == "ddp":  # torch DDP rebuilds the buckets of a static graph one backward later
-                layout.learned, layout.next_order = True, tensor.tolist()
-                return
-        self.planner.learn(layout, tensor.tolist())
+        return self._consensus.check(message, round_.failure, round_.layout)
 
     @property
     def buffers(self) -> list[Tensor]:
         """The flat buffers of the last backward."""
         return [buffer.gradients.detach() for buffer in self.layout.buffers] if self.layout is not None else []
-
-
-def _tensors(outputs: Any) -> list[Tensor]:
-    if isinstance(outputs, Tensor):
-        return [outputs]
-    return [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
-
-
-def _weakly(reducer: OverlappedReducer) -> Callable[[Any], None]:
-    """Return a hook on an output's node that does not keep `reducer` alive."""
-    me = weakref.ref(reducer)
-
-    def on_backward(_: Any) -> None:
-        if (reducer := me()) is not None:
-            reducer._enter()
-
-    return on_backward
 
 
 def _fresh(layout: Layout) -> set[int]:

@@ -1,0 +1,126 @@
+"""The ranks' status read one backward later, as on CUDA, where reading it at once would have the host wait for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apexfx.parallel import DistributedDataParallel, RankFailureError
+from apexfx.parallel.consensus import Consensus
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_parallel_faults import Net, train
+
+
+def wrapped(**arguments):
+    return DistributedDataParallel(Net(), timeout_s=20, **arguments)
+
+
+def is_averaged(model, world_size):
+    return all((p.grad == 2).all() for name, p in model.named_parameters() if name.endswith("b.bias"))
+
+
+def _same_gradients(rank, world_size):
+    model = wrapped(message_size=4)
+    for step in range(4):
+        train(model, rank)
+        x = sum(range(1, world_size + 1)) / world_size
+        expected = 2 * x * model.module.b.weight.sum(0)[:, None].expand(4, 3)
+        assert torch.allclose(model.module.a.weight.grad, expected)
+    assert model._reducer._consensus._unread is not None
+    assert model._reducer._consensus._agreed == 3
+
+
+def _skipped_backward(rank, world_size):
+    model = wrapped()
+    train(model, rank, 2)
+    if rank == 1:
+        model(torch.ones(2, 3))  # and no backward
+    train(model, rank)  # an average over different steps, the same on every rank
+    everyones = [torch.empty_like(model.module.b.weight.grad) for _ in range(world_size)]
+    dist.all_gather(everyones, model.module.b.weight.grad)
+    assert all(torch.equal(g, everyones[0]) for g in everyones)
+    with pytest.raises(RankFailureError, match="(?s)rank 1: 4 forwards so far.*A rank skipped.*the backward before this one"):
+        train(model, rank)
+    train(model, rank, 3)  # the ranks are in step again
+    assert is_averaged(model, world_size)
+
+
+def _unused_parameter(rank, world_size):
+    class Branches(Net):
+        def forward(self, x, both=True):
+            return self.b(self.a(x)) if both else self.b(torch.ones(2, 4))
+
+    model = DistributedDataParallel(Branches(), timeout_s=20)
+    train(model, rank, 2)
+    model(torch.ones(2, 3), rank != 1).sum().backward()
+    with pytest.raises(RankFailureError, match="rank 1: 3 forwards so far; no gradient for a.weight, a.bias"):
+        train(model, rank)
+    train(model, rank, 2)
+    assert is_averaged(model, world_size)
+
+
+def _failed_backward(rank, world_size):
+    model = wrapped()
+    train(model, rank, 2)
+    x = torch.ones(2, 3, requires_grad=True)
+    if rank == 0:
+        model.module.a.weight.register_hook(_explode_once())
+        with pytest.raises(ZeroDivisionError):
+            model(x).sum().backward()
+        with pytest.raises(RankFailureError, match="an exception ended the backward on this rank"):
+            train(model, rank)  # before this forward: what was left of that backward
+    else:
+        train(model, rank)
+    with pytest.raises(RankFailureError, match="(?s)rank 0: failed: an exception ended.*Go back to a checkpoint"):
+        train(model, rank)
+    train(model, rank, 2)
+    assert is_averaged(model, world_size)
+
+
+def _explode_once():
+    due = [True]
+
+    def explode(_):
+        if due.pop() if due else False:
+            raise ZeroDivisionError("a failure in the middle of backward")
+
+    return explode
+
+
+def _no_sync_alone(rank, world_size):
+    model = wrapped()
+    train(model, rank, 2)
+    if rank == 1:
+        with model.no_sync():
+            train(model, rank)
+    model(torch.ones(2, 3)).sum().backward()
+    with pytest.raises(RankFailureError, match="(?s)rank 1: 3 forwards so far; holds gradients from inside no_sync"):
+        train(model, rank)
+    train(model, rank, 2)
+    assert is_averaged(model, world_size)
+
+
+def _frozen_and_back(rank, world_size):
+    """A new layout learns its order from a status, which is read at once; so is the one before."""
+    model = wrapped()
+    train(model, rank, 2)
+    model.module.b = nn.Sequential(model.module.b, nn.Linear(2, 2))
+    if rank == 1:
+        model(torch.ones(2, 3))
+    with pytest.raises(RankFailureError, match="A rank skipped a backward"):
+        train(model, rank)
+    train(model, rank, 2)
+    assert (model.module.b[1].bias.grad == 2).all()
+
+
+def late_status(rank, world_size):
+    Consensus._can_wait = lambda self, tensor, layout: layout.learned and not self.uneven
+    for case in (_same_gradients, _skipped_backward, _unused_parameter, _failed_backward, _no_sync_alone, _frozen_and_back):
+        case(rank, world_size)
+        dist.barrier()
+
+
+def test_late_status():
+    run_ranks(late_status, 3)
