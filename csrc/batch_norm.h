@@ -42,7 +42,7 @@ template <typename T>
 struct Affine {
   T center, scale, shift;
   template <typename X>  // T, or a vector of it
-  APEXFX_HD X operator()(X x) const {
+  APEXFX_HD X operator()(const X& x) const {
     return (x - center) * scale + shift;
   }
 };
@@ -59,7 +59,7 @@ template <typename T>
 struct InputGradient {
   T per_grad, per_x, constant;
   template <typename X>
-  APEXFX_HD X operator()(X grad, X centered) const {
+  APEXFX_HD X operator()(const X& grad, const X& centered) const {
     return grad * per_grad + (centered * per_x + constant);
   }
 };
@@ -102,7 +102,7 @@ APEXFX_HD Sums unshifted(double count, double shift, double total, double of_squ
 // Whether n values are far from the shift for how much they vary (a first element that is an outlier): the sums are
 // then taken again around the mean, because sums of single precision squares have lost what tells the values apart.
 APEXFX_HD bool is_far(double count, double total, double of_squares) {
-  return of_squares - total * (total / count) < of_squares / 16;
+  return total * total > of_squares * (count * (15.0 / 16));  // of_squares - total^2 / count < of_squares / 16
 }
 
 struct Moments {

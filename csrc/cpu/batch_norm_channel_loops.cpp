@@ -29,6 +29,15 @@ APEXFX_HD void input_gradient_loop(const double* __restrict__ mean, const double
 }
 
 template <typename T>
+APEXFX_HD void unshifted_loop(double count, const T* __restrict__ shift, double* __restrict__ total,
+                              double* __restrict__ of_squares, int64_t channels) {
+  for (int64_t c = 0; c < channels; ++c) {
+    const Sums sums = unshifted(count, static_cast<double>(shift[c]), total[c], of_squares[c]);
+    total[c] = sums.total, of_squares[c] = sums.of_squares;
+  }
+}
+
+template <typename T>
 APEXFX_HD void flush_loop(T* __restrict__ from, double* __restrict__ into, int64_t channels) {
   for (int64_t c = 0; c < channels; ++c) {
     into[c] += static_cast<double>(from[c]);
@@ -64,6 +73,13 @@ APEXFX_CLONES void channel_unbiased(double count, const double* __restrict__ tot
   }
 }
 
+APEXFX_CLONES bool any_is_far(double count, const double* __restrict__ total, const double* __restrict__ of_squares,
+                              int64_t channels) {
+  int64_t far = 0;
+  for (int64_t c = 0; c < channels; ++c) far += is_far(count, total[c], of_squares[c]);
+  return far > 0;
+}
+
 APEXFX_CLONES void channel_moved(const double* batch, double share, double* running, int64_t channels) {
   moved_loop(batch, share, running, channels);
 }
@@ -80,6 +96,10 @@ APEXFX_CLONES void channel_moved(const double* batch, double share, float* runni
                                             const double* sum_grad, const double* sum_centered, double count,          \
                                             T* per_grad, T* per_x, T* constant, int64_t channels) {                    \
     input_gradient_loop(mean, invstd, weight, sum_grad, sum_centered, count, per_grad, per_x, constant, channels);     \
+  }                                                                                                                    \
+  APEXFX_CLONES void channel_unshifted(double count, const T* shift, double* total, double* of_squares,                \
+                                       int64_t channels) {                                                             \
+    unshifted_loop(count, shift, total, of_squares, channels);                                                         \
   }                                                                                                                    \
   APEXFX_CLONES void channel_flush(T* from, double* into, int64_t channels) { flush_loop(from, into, channels); }
 

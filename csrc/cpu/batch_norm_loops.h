@@ -66,6 +66,8 @@ void channel_moments(double count, const double* total, const double* of_squares
 // the mean and the unbiased variance
 void channel_unbiased(double count, const double* total, const double* of_squares, double* mean, double* var,
                       int64_t channels);
+// whether the sums of any channel were taken too far from its mean
+bool any_is_far(double count, const double* total, const double* of_squares, int64_t channels);
 void channel_moved(const double* batch, double share, double* running, int64_t channels);
 void channel_moved(const double* batch, double share, float* running, int64_t channels);
 
@@ -75,6 +77,8 @@ void channel_moved(const double* batch, double share, float* running, int64_t ch
   void channel_input_gradient(const double* mean, const double* invstd, const double* weight, const double* sum_grad, \
                               const double* sum_centered, double count, T* per_grad, T* per_x, T* constant,           \
                               int64_t channels);                                                                      \
+  /* the sums of x and its square, from those of x - shift */                                                         \
+  void channel_unshifted(double count, const T* shift, double* total, double* of_squares, int64_t channels);          \
   /* into[c] += from[c], and from is cleared */                                                                       \
   void channel_flush(T* from, double* into, int64_t channels);
 

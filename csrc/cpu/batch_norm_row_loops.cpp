@@ -1,115 +1,95 @@
-// The loops over rows, and those over vectors of channels: see batch_norm_loops.h.
-#include "batch_norm_vectors.h"
+// The loops over rows: see batch_norm_loops.h. A few rows are walked side by side, so that what belongs to their
+// columns, constants or running sums, is read once for all of them; more rows would not fit the ways of a cache, since
+// those of a power of two of channels share a set.
+#include "batch_norm_formulas.h"
 
 namespace apexfx {
 namespace batch_norm {
 namespace {
 
-template <bool kRelu, typename T>
-APEXFX_HD T finish(T y) {
-  return kRelu ? relu(y) : y;
+template <typename V>
+struct As {
+  using type = V;
+};
+
+// Calls f(As<V>, column, offset of its first element, rows) for `columns`, as many at a time as V holds.
+template <typename T, typename F>
+APEXFX_HD void for_columns(int64_t begin, int64_t columns, int64_t rows, F&& f) {
+  constexpr int64_t lanes = kLanes<T>, quarter = lanes / 4;
+  int64_t j = 0;
+  for (; j + lanes <= columns; j += lanes) f(As<Vector<T>>{}, j, begin + j, rows);
+  for (; j + quarter <= columns; j += quarter) f(As<Vector<T, quarter>>{}, j, begin + j, rows);
+  for (; j < columns; ++j) f(As<T>{}, j, begin + j, rows);
 }
 
-// The gradient that passes the ReLU, whose input is computed again from x - center.
-template <bool kRelu, typename T>
-APEXFX_HD T masked(T grad, T centered, T scale, T shift, T zero) {
-  return kRelu && centered * scale + shift <= zero ? T(0) : grad;
+// The same for n elements, `width` a row, kRows rows at a time; the last row may be a part of one.
+template <typename T, int64_t kRows, typename F>
+APEXFX_HD void for_rows(int64_t width, int64_t n, F&& f) {
+  int64_t at = 0;
+  for (; at + kRows * width <= n; at += kRows * width) for_columns<T>(at, width, kRows, f);
+  const int64_t rows = (n - at) / width;
+  if (rows > 0) for_columns<T>(at, width, rows, f);
+  at += rows * width;
+  if (at < n) for_columns<T>(at, n - at, 1, f);
 }
 
-// Adds kTile rows at a time to the running sums of a few columns, which stay in registers for as long; `at_vector(i, j,
-// sum, sum)` adds the elements from i, of columns from j, and `at` one.
-template <typename T, typename F, typename G>
-APEXFX_HD void add_rows(int64_t width, int64_t n, T* first, T* second, F&& at_vector, G&& at) {
-  constexpr int64_t lanes = kLanes<T>, kTile = 8, kColumns = 2;
-  for (int64_t begin = 0; begin < n; begin += kTile * width) {
-    const int64_t count = n - begin < kTile * width ? n - begin : kTile * width, whole = count / width * width;
-    int64_t j = 0;
-    for (; j + kColumns * lanes <= width; j += kColumns * lanes) {
-      Vector<T> sums[kColumns], products[kColumns];
-      memcpy(sums, first + j, sizeof(sums));
-      memcpy(products, second + j, sizeof(products));
-      for (int64_t row = 0; row < whole; row += width)
-        for (int64_t k = 0; k < kColumns; ++k)
-          at_vector(begin + row + j + k * lanes, j + k * lanes, sums[k], products[k]);
-      memcpy(first + j, sums, sizeof(sums));
-      memcpy(second + j, products, sizeof(products));
-    }
-    for (int64_t row = 0; row < whole; row += width)
-      for (int64_t c = j; c < width; ++c) at(begin + row + c, c, first[c], second[c]);
-    for (int64_t c = 0; whole + c < count; ++c) at(begin + whole + c, c, first[c], second[c]);
-  }
+// first[j], second[j] += the terms of column j, whose functor is terms(As<V>, j) and takes the elements of `in`.
+template <int64_t kRows, typename T, typename F, typename... In>
+APEXFX_HD void add_rows(int64_t width, int64_t n, T* __restrict__ first, T* __restrict__ second, F&& terms,
+                        const In* __restrict__... in) {
+  for_rows<T, kRows>(width, n, [&](auto as, int64_t j, int64_t at, int64_t rows) __attribute__((always_inline)) {
+    using V = typename decltype(as)::type;
+    const auto f = terms(as, j);
+    Pair<V> sums{load<V>(first + j), load<V>(second + j)};
+    for (int64_t row = 0; row < rows; ++row) sums += f(load<V>(in + at + row * width)...);
+    store(first + j, sums.first);
+    store(second + j, sums.second);
+  });
+}
+
+// out[i] = f(in[i]...), where f = functor(As<V>, column).
+template <int64_t kRows, typename T, typename E, typename F, typename... In>
+APEXFX_HD void map_rows(int64_t width, int64_t n, E* __restrict__ out, F&& functor, const In* __restrict__... in) {
+  for_rows<T, kRows>(width, n, [&](auto as, int64_t j, int64_t at, int64_t rows) __attribute__((always_inline)) {
+    using V = typename decltype(as)::type;
+    const auto f = functor(as, j);
+    for (int64_t row = 0; row < rows; ++row) store(out + at + row * width, f(load<V>(in + at + row * width)...));
+  });
 }
 
 template <typename E, typename T>
-APEXFX_HD void sums_loop(const E* __restrict__ x, const T* __restrict__ shift, T* __restrict__ total,
-                             T* __restrict__ of_squares, int64_t width, int64_t n) {
-  add_rows<T>(
-      width, n, total, of_squares,
-      [&](int64_t i, int64_t j, Vector<T>& sum, Vector<T>& squares) __attribute__((always_inline)) {
-        const Vector<T> d = load_vector(x + i) - load_vector(shift + j);
-        sum += d;
-        squares += d * d;
-      },
-      [&](int64_t i, int64_t j, T& sum, T& squares) __attribute__((always_inline)) {
-        const T d = value(x[i]) - shift[j];
-        sum += d;
-        squares += d * d;
-      });
+APEXFX_HD void sums_loop(const E* x, const T* shift, T* total, T* of_squares, int64_t width, int64_t n) {
+  const auto terms = [=](auto as, int64_t j) __attribute__((always_inline)) {
+    using V = typename decltype(as)::type;
+    return ShiftedTerms<V>{load<V>(shift + j)};
+  };
+  add_rows<8>(width, n, total, of_squares, terms, x);
 }
 
 template <bool kRelu, typename E, typename T>
-APEXFX_HD void normalize_loop(const Constants<T>& of, const E* __restrict__ x, const E* __restrict__ residual,
-                                  E* __restrict__ y, int64_t width, int64_t n) {
-  const T *__restrict__ center = of.center, *__restrict__ scale = of.scale, *__restrict__ shift = of.shift;
-  for (int64_t begin = 0; begin < n; begin += width) {
-    const int64_t count = n - begin < width ? n - begin : width;
-    const E* in = x + begin;
-    E* out = y + begin;
-    if (residual == nullptr)
-      for (int64_t j = 0; j < count; ++j)
-        assign(out[j], finish<kRelu>((value(in[j]) - center[j]) * scale[j] + shift[j]));
-    else
-      for (int64_t j = 0; j < count; ++j)
-        assign(out[j], finish<kRelu>((value(in[j]) - center[j]) * scale[j] + shift[j] + value(residual[begin + j])));
-  }
+APEXFX_HD void normalize_loop(const Constants<T>& of, const E* x, const E* residual, E* y, int64_t width, int64_t n) {
+  const auto functor = [&](auto as, int64_t j) __attribute__((always_inline)) {
+    return Normalize<kRelu, typename decltype(as)::type, T>(of, j);
+  };
+  if (residual == nullptr) map_rows<4, T>(width, n, y, functor, x);
+  else map_rows<4, T>(width, n, y, functor, x, residual);
 }
 
 template <bool kRelu, typename E, typename T>
-APEXFX_HD void gradient_sums_loop(const Constants<T>& of, const E* __restrict__ grad, const E* __restrict__ x,
-                                      T* __restrict__ total, T* __restrict__ products, int64_t width, int64_t n) {
-  const T *__restrict__ center = of.center, *__restrict__ scale = of.scale, *__restrict__ shift = of.shift;
-  const T zero = of.zero;
-  add_rows<T>(
-      width, n, total, products,
-      [&](int64_t i, int64_t j, Vector<T>& sum, Vector<T>& product) __attribute__((always_inline)) {
-        const Vector<T> d = load_vector(x + i) - load_vector(center + j);
-        Vector<T> g = load_vector(grad + i);
-        if constexpr (kRelu) g = d * load_vector(scale + j) + load_vector(shift + j) <= zero ? Vector<T>{} : g;
-        sum += g;
-        product += g * d;
-      },
-      [&](int64_t i, int64_t j, T& sum, T& product) __attribute__((always_inline)) {
-        const T d = value(x[i]) - center[j], g = masked<kRelu>(value(grad[i]), d, scale[j], shift[j], zero);
-        sum += g;
-        product += g * d;
-      });
+APEXFX_HD void gradient_sums_loop(const Constants<T>& of, const E* grad, const E* x, T* total, T* products,
+                                  int64_t width, int64_t n) {
+  const auto terms = [&](auto as, int64_t j) __attribute__((always_inline)) {
+    return GradientTerms<kRelu, typename decltype(as)::type, T>(of, j);
+  };
+  add_rows<4>(width, n, total, products, terms, grad, x);
 }
 
 template <bool kRelu, typename E, typename T>
-APEXFX_HD void gradient_loop(const Constants<T>& of, const E* __restrict__ grad, const E* __restrict__ x,
-                                 E* __restrict__ dx, int64_t width, int64_t n) {
-  const T *__restrict__ center = of.center, *__restrict__ scale = of.scale, *__restrict__ shift = of.shift;
-  const T *__restrict__ per_grad = of.per_grad, *__restrict__ per_x = of.per_x;
-  const T* __restrict__ constant = of.constant;
-  const T zero = of.zero;
-  for (int64_t begin = 0; begin < n; begin += width) {
-    const int64_t count = n - begin < width ? n - begin : width;
-    for (int64_t j = 0; j < count; ++j) {
-      const T d = value(x[begin + j]) - center[j];
-      const T g = masked<kRelu>(value(grad[begin + j]), d, scale[j], shift[j], zero);
-      assign(dx[begin + j], g * per_grad[j] + (d * per_x[j] + constant[j]));
-    }
-  }
+APEXFX_HD void gradient_loop(const Constants<T>& of, const E* grad, const E* x, E* dx, int64_t width, int64_t n) {
+  const auto functor = [&](auto as, int64_t j) __attribute__((always_inline)) {
+    return Gradient<kRelu, typename decltype(as)::type, T>(of, j);
+  };
+  map_rows<2, T>(width, n, dx, functor, grad, x);
 }
 
 }  // namespace

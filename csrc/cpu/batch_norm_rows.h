@@ -37,18 +37,12 @@ class RowPieces {
         });
       };
       sum();
-      bool far = false;
-      for (int64_t c = 0; c < channels_; ++c) {
-        if (!is_far(rows, sums[c], sums[channels_ + c])) continue;
-        first[c] += static_cast<T<E>>(sums[c] / rows);
-        far = true;
+      if (any_is_far(rows, sums, sums + channels_, channels_)) {
+        for (int64_t c = 0; c < channels_; ++c)
+          if (is_far(rows, sums[c], sums[channels_ + c])) first[c] += static_cast<T<E>>(sums[c] / rows);
+        sum();
       }
-      if (far) sum();
-      for (int64_t c = 0; c < channels_; ++c) {
-        const Sums all = unshifted(rows, static_cast<double>(first[c]), sums[c], sums[channels_ + c]);
-        sums[c] = all.total;
-        sums[channels_ + c] = all.of_squares;
-      }
+      channel_unshifted(rows, first.data(), sums, sums + channels_, channels_);
     });
   }
 

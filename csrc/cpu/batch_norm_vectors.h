@@ -1,5 +1,6 @@
 // 64-byte vectors, which the compiler breaks up for machines with narrower ones, what the loops of batch norm load into
-// them (float, double, or bfloat16 as bits), and the two kinds of loops over a plane. For functions marked APEXFX_CLONES only.
+// them (float, double, or bfloat16 as bits), and the two kinds of loops over a plane. For functions marked
+// APEXFX_CLONES only.
 #pragma once
 
 #pragma GCC diagnostic ignored "-Wpsabi"  // vectors are passed between inlined functions only
@@ -33,11 +34,38 @@ APEXFX_HD V load_as(const void* x) {
   return v;
 }
 
-APEXFX_HD Vector<float> load_vector(const float* x) { return load_as<Vector<float>>(x); }
-APEXFX_HD Vector<double> load_vector(const double* x) { return load_as<Vector<double>>(x); }
-APEXFX_HD Vector<float> load_vector(const Bf16* x) {
-  const auto wide = __builtin_convertvector(load_as<Vector<uint16_t, 16>>(x), Vector<uint32_t>) << 16;
-  return load_as<Vector<float>>(&wide);
+// As many elements as V holds, a vector of any size or one element.
+template <typename V, typename E>
+APEXFX_HD V load(const E* x) {
+  constexpr int64_t lanes = sizeof(V) / sizeof(value(E{}));
+  if constexpr (lanes == 1) return value(*x);
+  else if constexpr (!std::is_same_v<E, Bf16>) return load_as<V>(x);
+  else {
+    const auto wide = __builtin_convertvector(load_as<Vector<uint16_t, lanes>>(x), Vector<uint32_t, lanes>) << 16;
+    return load_as<V>(&wide);
+  }
+}
+
+// The bits of bfloat16 in the upper half of each lane, and others below; as float_to_bfloat16.
+template <typename V>
+APEXFX_HD auto rounded(const V& v) {
+  using Bits = Vector<uint32_t, sizeof(V) / sizeof(uint32_t)>;
+  const auto bits = load_as<Bits>(&v);
+  const Bits near = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return v != v ? (bits & 0u) + 0x7fc00000u : near;
+}
+
+template <typename E, typename V>
+APEXFX_HD void store(E* out, const V& v) {
+  constexpr int64_t lanes = sizeof(V) / sizeof(value(E{}));
+  if constexpr (lanes == 1) {
+    assign(*out, v);
+  } else if constexpr (!std::is_same_v<E, Bf16>) {
+    memcpy(out, &v, sizeof(v));
+  } else {
+    const auto bits = __builtin_convertvector(rounded(v) >> 16, Vector<uint16_t, lanes>);
+    memcpy(out, &bits, sizeof(bits));
+  }
 }
 
 // 64 bytes of elements as vectors, of which loops that treat all elements alike need not know the order: bfloat16 gives
@@ -72,11 +100,6 @@ struct Block<Bf16> {
   APEXFX_HD void store(Bf16* out) const {
     const auto bits = rounded(part[0]) >> 16 | (rounded(part[1]) & 0xffff0000u);
     memcpy(out, &bits, sizeof(bits));
-  }
-  static APEXFX_HD Vector<uint32_t> rounded(const Vector<float>& v) {  // as float_to_bfloat16
-    const auto bits = load_as<Vector<uint32_t>>(&v);
-    const auto near = bits + 0x7fffu + ((bits >> 16) & 1u);
-    return v != v ? (bits & 0u) + 0x7fc00000u : near;
   }
 };
 
@@ -118,10 +141,10 @@ APEXFX_HD void map_elements(int64_t n, E* __restrict__ out, F&& f, const In* __r
   for (int64_t k = 0; k < n; ++k) out[k] = all[k];
 }
 
-// Two sums that grow together.
-template <typename T>
+// Two values that go together, each a vector or one element.
+template <typename X>
 struct Pair {
-  Vector<T> first, second;
+  X first, second;
   APEXFX_HD void operator+=(const Pair& other) {
     first += other.first;
     second += other.second;
@@ -169,7 +192,7 @@ template <typename E, typename F, typename... In>
 APEXFX_HD void add_terms(int64_t n, LaneSums& sums, F&& terms, const In* __restrict__... in) {
   constexpr int64_t step = Block<E>::kElements, kSpan = 4096;
   constexpr int parts = Block<E>::kParts;
-  using P = Pair<typename Block<E>::Value>;
+  using P = Pair<Vector<typename Block<E>::Value>>;
   for (int64_t begin = 0; begin < n; begin += kSpan) {
     const int64_t end = n < begin + kSpan ? n : begin + kSpan;
     P all[4] = {};
