@@ -8,17 +8,15 @@ name, that the instance is moved to; so `deepcopy` and pickling keep working.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apexfx.optimizers._base import FusedOptimizer
-from apexfx.optimizers._batches import Held
-from apexfx.passes.precision_rules import HALVES
 
 from .host_mirror import is_clear
+from .lent_kernels import lend, take_back, warn_of_half_sgd
 from .scaler import LossScaler
 from .session import Session
 from .stash import AmpOptimizerState
@@ -120,23 +118,13 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
     if master_weights:
         for parameter in stash.all_fp32_from_fp32_params:
             parameter.grad = None  # as the half ones', whose masters begin without
-    _warn_of_fused_sgd(optimizer)
+    warn_of_half_sgd(optimizer)
     stash.lazy_init_called = True
     optimizer.__class__ = amp_class(type(optimizer))
     optimizer._amp_stash = stash
     register_hooks(optimizer)
     if stash.all_fp16_params:
         optimizer.load_state_dict(optimizer.state_dict())  # state made before follows the masters' dtype
-
-
-def _warn_of_fused_sgd(optimizer: torch.optim.Optimizer) -> None:
-    """Warn of half parameters on the CPU in torch's SGD with fused=True: see `_fused_kernel_is_right`."""
-    if isinstance(optimizer, torch.optim.SGD) and any(
-        group.get("fused") and any(p.is_cpu and p.dtype in HALVES for p in group["params"]) for group in optimizer.param_groups
-    ):
-        warnings.warn("amp.initialize was given torch.optim.SGD(fused=True) with half parameters on the CPU, most of which it "
-                      "leaves as they are (https://github.com/pytorch/pytorch/issues/191763); pass fused=False or take "
-                      "apexfx.optimizers.FusedSGD", stacklevel=4)
 
 
 @functools.lru_cache(maxsize=None)
@@ -158,25 +146,14 @@ def register_hooks(optimizer: Any) -> None:
 
 
 def _settle(optimizer: Any, *state_dict: Any) -> None:
-    _take_back(optimizer)
+    take_back(optimizer)
     optimizer._amp_stash.lent_to = None
     optimizer._amp_stash.predicated.settle(optimizer)
 
 
-def _take_back(optimizer: Any) -> None:
-    """Take back what a step was lent; one that raised has it still."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    for group in stash.lent:
-        group["fused"] = None
-    stash.lent = []
-    if stash.lent_flag is not None and optimizer.__dict__.get("found_inf") is stash.lent_flag:  # not a GradScaler's
-        del optimizer.found_inf
-    stash.lent_flag = None
-
-
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stash: AmpOptimizerState = optimizer._amp_stash
-    _take_back(optimizer)
+    take_back(optimizer)
     stash.reconcile()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:
@@ -188,7 +165,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if stash.found_inf is None:
         return None
     clear = is_clear(stash.found_inf)
-    if _skips_on_flag(optimizer) or _lend_fused(optimizer, stash):
+    if _skips_on_flag(optimizer) or lend(optimizer, stash):
         if not clear:
             optimizer.found_inf = stash.lent_flag = stash.found_inf
             if _makes_state(optimizer):
@@ -203,7 +180,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     stash: AmpOptimizerState = optimizer._amp_stash
     found_inf, stash.found_inf = stash.found_inf, None
-    _take_back(optimizer)
+    take_back(optimizer)
     if found_inf is not None:
         stash.predicated.after(optimizer, found_inf)
     else:
@@ -221,77 +198,6 @@ def _skips_on_flag(optimizer: Any) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused", True) for group in optimizer.param_groups  # a loaded state dict may have turned torch's off
     )
-
-
-# torch's own whose fused kernels read the flag.
-_HAVE_FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
-
-
-def _lend_fused(optimizer: Any, stash: AmpOptimizerState) -> bool:
-    """Turn on the fused kernel of a torch optimizer for one step, where the user left the choice to torch.
-
-    One kernel that skips on the flag takes the place of copies around a step that does not. The groups are given back
-    as they were, so checkpoints do not show it.
-    """
-    if type(optimizer)._amp_source_class not in _HAVE_FUSED:
-        return False
-    groups = optimizer.param_groups
-    for group in groups:
-        if group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable"):
-            return False
-    params = [parameter for group in groups for parameter in group["params"]]
-    grads = [parameter.grad for parameter in params]
-    # The kernels go through memory: they take a gradient's elements in the parameter's order, whatever its strides say.
-    strides = [parameter.stride() for parameter in params]
-    for stride, grad in zip(strides, grads):
-        if grad is not None and (grad.layout != torch.strided or grad.stride() != stride):
-            return False
-    facts = [strides, [grad is None for grad in grads], [group.get("momentum") for group in groups]]
-    facts += [[parameter.dtype for parameter in params], [parameter.device for parameter in params]]
-    held = Held(optimizer, params, facts)
-    if not held.is_as(stash.lent_to):
-        if not all(_fused_kernel_is_right(optimizer, group) for group in groups):
-            return False
-        _move_counts(optimizer)
-        stash.lent_to = held.kept()
-    for group in groups:
-        group["fused"] = True
-        stash.lent.append(group)
-    return True
-
-
-def _fused_kernel_is_right(optimizer: Any, group: dict[str, Any]) -> bool:
-    """Return whether torch's fused kernel does what its loop does for a group.
-
-    State has to have its parameter's strides, as gradients have. SGD's kernel on the CPU leaves whole vectors of half
-    parameters as they are, and reads their momentum as if it were float32, uninitialised memory past its end included
-    (pytorch/pytorch#191763; torch up to 2.13). It takes momentum buffers for all parameters of a group or for none.
-    """
-    halves_are_wrong = isinstance(optimizer, torch.optim.SGD)
-    num_with_grad = num_with_state = 0
-    for parameter in group["params"]:
-        if parameter.grad is None:
-            continue
-        if parameter.is_cpu:
-            if halves_are_wrong and parameter.dtype in HALVES:
-                return False
-        elif not parameter.is_cuda:
-            return False
-        state = optimizer.state.get(parameter)
-        for value in (state or {}).values():
-            if isinstance(value, Tensor) and value.dim() > 0 and value.stride() != parameter.stride():
-                return False
-        num_with_grad += 1
-        num_with_state += state is not None
-    return not (group.get("momentum") and 0 < num_with_state < num_with_grad)
-
-
-def _move_counts(optimizer: Any) -> None:
-    """Bring the counts of steps to their parameters' devices, where the fused kernel reads them."""
-    for parameter, state in optimizer.state.items():
-        step = state.get("step") if isinstance(state, dict) else None
-        if isinstance(step, Tensor) and step.device != parameter.device:
-            state["step"] = step.to(parameter.device, torch.float32, non_blocking=True)
 
 
 def _makes_state(optimizer: Any) -> bool:

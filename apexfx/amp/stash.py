@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from apexfx.ops.multi_tensor import multi_tensor_scale
-from apexfx.optimizers._batches import Held
 from apexfx.passes.precision_rules import HALVES
 
 from .models import MASTER
@@ -39,7 +38,7 @@ class AmpOptimizerState:
         self.predicated = PredicatedStep()
         self.lent: list[dict[str, Any]] = []  # groups whose fused kernel is on for the step that runs
         self.lent_flag: Tensor | None = None  # what that step has as `optimizer.found_inf`
-        self.lent_to: Held | None = None  # what the optimizer held when that kernel was last found to be right
+        self.lent_to: list[Any] | None = None  # the facts by which that kernel was last found to be right
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []

@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from apexfx import amp
+from apexfx import amp, optimizers
 from apexfx.amp._amp_state import AmpState, _amp_state
+from apexfx.parallel.LARC import LARC
 
 
 class ConvNet(nn.Module):
@@ -67,3 +68,60 @@ class CountReads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.count += func in self.READS
         return func(*args, **(kwargs or {}))
+
+
+class Ops(TorchDispatchMode):
+    """Collects the names of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.1, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
+    "adamw_amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "adam_foreach": lambda p: torch.optim.Adam(p, lr=0.01, foreach=True),
+    "adam_fused": lambda p: torch.optim.Adam(p, lr=0.01, fused=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9, centered=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
+    "host_counter": lambda p: HostCounter(p, lr=0.05),
+    "fused_sgd": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
+    "fused_adam": lambda p: optimizers.FusedAdam(p, lr=0.01),
+    "fused_lamb": lambda p: optimizers.FusedLAMB(p, lr=0.01),
+    "fused_novograd": lambda p: optimizers.FusedNovoGrad(p, lr=0.01),
+    "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
+}
+
+
+class HostCounter(torch.optim.Optimizer):
+    """Counts its steps in Python numbers, in the state and in the group, and keeps a list."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["steps"] = state.get("steps", 0) + 1
+                    state.setdefault("history", []).append(float(group["lr"]))
+                    p.add_(p.grad, alpha=-group["lr"] / state["steps"])
+
+
+def made(name, opt_level, **options):
+    torch.manual_seed(0)
+    model = ConvNet()
+    return amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level=opt_level, verbosity=0, **options)

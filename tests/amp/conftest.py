@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from apexfx.amp import host_mirror
 from apexfx.amp.executor import CastExecutor
 from tests.amp.amp_cases import fresh_state
 
@@ -26,3 +27,10 @@ def calls(monkeypatch):
 
     monkeypatch.setattr(CastExecutor, "__torch_function__", noted)
     return seen
+
+
+@pytest.fixture(params=["host", "device"])
+def flag(request, monkeypatch):
+    """Whether the flag is at hand, as on the CPU, or known to the device only, as on a GPU."""
+    if request.param == "device":
+        monkeypatch.setattr(host_mirror, "HOST_DEVICES", frozenset())

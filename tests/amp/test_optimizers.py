@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -214,61 +212,6 @@ def test_closures_work(make, level):
     assert str(after[1]) == str(before[1])
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, lr=0.01), lambda p: optimizers.FusedAdam(p, lr=0.01)])
-def test_model_and_optimizer_copied_together_train_alike(make):
-    model, optimizer = made("O2", make)
-    train(model, optimizer, 2)
-    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
-    expected = train(model, optimizer, 2, first=2)
-    assert torch.equal(train(model_copy, optimizer_copy, 2, first=2), expected)
-    assert optimizer_copy._amp_stash.all_fp16_params[0] is model_copy.conv.weight
-    model_loaded, optimizer_loaded = pickle.loads(pickle.dumps((model, optimizer)))
-    expected = train(model, optimizer, 1, first=4)
-    assert torch.equal(train(model_loaded, optimizer_loaded, 1, first=4), expected)
-
-
-def test_loading_a_model_after_initialize_reaches_the_masters():
-    model, optimizer = made()
-    train(model, optimizer, 1)
-    source = ConvNet()
-    model.load_state_dict(source.state_dict())
-    master = optimizer.param_groups[0]["params"][0]
-    assert torch.equal(master, source.conv.weight)  # with all of its precision
-    optimizer.zero_grad()
-    optimizer.step()
-    assert torch.equal(model.conv.weight, source.conv.weight.bfloat16())
-
-
-@pytest.mark.parametrize("through_data", [False, True])
-def test_edits_of_the_model_before_training_reach_the_masters(through_data):
-    model, optimizer = made()
-    with torch.no_grad():  # as a broadcast by a parallel wrapper would
-        (model.conv.weight.data if through_data else model.conv.weight).fill_(0.25)
-    train(model, optimizer, 1)
-    assert (model.conv.weight - 0.25).abs().max() < 0.2
-
-
-def test_edits_of_the_model_during_training_reach_the_masters():
-    model, optimizer = made()
-    train(model, optimizer, 2)
-    master = optimizer.param_groups[0]["params"][0]
-    with torch.no_grad():
-        model.conv.weight.clamp_(-0.1, 0.1)
-    kept = model.conv.weight.abs() < 0.1
-    precise = master[kept].clone()
-    assert torch.equal(model.state_dict()["conv.weight"][kept], precise)
-    optimizer.zero_grad()
-    optimizer.step()
-    assert master.abs().max() <= torch.tensor(0.1).bfloat16() and torch.equal(master[kept], precise)
-
-
-def test_state_dict_of_the_model_has_the_precision_of_the_masters():
-    model, optimizer = made(make=lambda p: torch.optim.SGD(p, lr=1e-4))
-    train(model, optimizer, 1)
-    master = optimizer.param_groups[0]["params"][0]
-    assert torch.equal(model.state_dict()["conv.weight"], master) and not torch.equal(master, master.bfloat16().float())
-
-
 def test_fused_sgd_without_materialized_gradients_trains_the_same():
     results = []
     for materialize in (True, False):
@@ -311,62 +254,3 @@ def test_double_parameters_train_at_o1():
     with amp.scale_loss(out.sum(), optimizer) as loss:
         loss.backward()
     assert torch.equal(model.bias.grad, torch.full((4,), 2.0, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("opt_level, make, warns", [
-    ("O3", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), True),
-    ("O3", lambda p: torch.optim.SGD(p, lr=0.1, fused=False), False),
-    ("O3", lambda p: torch.optim.Adam(p, lr=0.1, fused=True), False),
-    ("O3", lambda p: optimizers.FusedSGD(p, lr=0.1), False),
-    ("O2", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), False),
-    ("O1", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), False),
-])
-def test_fused_sgd_of_half_parameters_on_the_cpu_is_warned_of(opt_level, make, warns):
-    model = nn.Linear(4, 4)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        amp.initialize(model, make(model.parameters()), opt_level=opt_level, verbosity=0)
-    messages = [str(w.message) for w in caught if "fused=False or take apexfx.optimizers.FusedSGD" in str(w.message)]
-    assert len(messages) == warns
-
-
-SOME_STEPS = {"sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), "adam": lambda p: torch.optim.Adam(p, lr=0.1)}
-
-
-@pytest.mark.parametrize("name", SOME_STEPS)
-def test_a_change_of_strides_between_steps_keeps_each_state_with_its_element(name):
-    results = []
-    for initialised in (True, False):
-        torch.manual_seed(0)
-        model = nn.Conv2d(2, 2, 2, bias=False)
-        optimizer = SOME_STEPS[name](model.parameters())
-        if initialised:
-            model, optimizer = amp.initialize(model, optimizer, opt_level="O1", loss_scale="dynamic", verbosity=0)
-        for step in range(4):
-            if step == 2:
-                model.to(memory_format=torch.channels_last)
-            torch.manual_seed(step)
-            loss = (model.weight * torch.randn(2, 2, 2, 2)).sum()
-            if initialised:
-                with amp.scale_loss(loss, optimizer) as scaled:
-                    scaled.backward()
-            else:
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        results.append(model.weight.detach())
-    torch.testing.assert_close(*results)
-
-
-def test_state_is_not_kept_alive_and_may_hold_something_else():
-    model, optimizer = made("O1", lambda p: torch.optim.Adam(p, lr=0.1), loss_scale="dynamic")
-    optimizer.state["epoch"] = 3
-    for _ in range(3):
-        backward(model, optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-    states = [state for state in optimizer.state.values() if state != 3]
-    kept = [weakref.ref(state["exp_avg"]) for state in states]
-    for state in states:
-        state.update({key: value.clone() for key, value in state.items()})
-    assert len(kept) == len(list(model.parameters())) and all(value() is None for value in kept)
