@@ -46,3 +46,16 @@ def record(model: nn.Module, *inputs: Tensor, make_passes: MakePasses, loss: Any
     compiled = torch.compile(model, backend=recorder, fullgraph=fullgraph)
     (loss or (lambda out: out.float().square().mean()))(compiled(*inputs)).backward()
     return recorder
+
+
+class TwoGraphs(nn.Module):
+    """A graph break between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        return self.b(x)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.backward_graphs import TwoGraphs
 from tests.test_transform import transformed
 
 
@@ -18,17 +19,7 @@ def test_many_models_of_one_class():
 
 
 def test_graph_breaks_are_compiled_on_both_sides():
-    class Breaks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x)
-
-    source = Breaks()
+    source = TwoGraphs()
     reference = copy.deepcopy(source)
     model = transformed(source)
     x = torch.randn(2, 4)
@@ -37,7 +28,7 @@ def test_graph_breaks_are_compiled_on_both_sides():
     assert len(model.report.graphs) == 2
     assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        transformed(Breaks(), fullgraph=True)(x)
+        transformed(TwoGraphs(), fullgraph=True)(x)
 
 
 def test_modules_left_to_eager_are_named(caplog):

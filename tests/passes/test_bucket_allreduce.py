@@ -1,24 +1,14 @@
-"""The bucket_allreduce pass: the graph it writes, every option's effect on the collectives, and the edge cases.
-
-Graphs run on the fake process group, whose allreduce leaves the buffer alone: with `gradient_average=False` the
-gradients must come out bitwise as without the pass.
-"""
+"""The bucket_allreduce pass: the graph it writes, every option's effect on the collectives, and replayed plans."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
-import random
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.checkpoint import checkpoint
 
 from apexfx.config import BucketConfig
 from apexfx.fx import value
@@ -28,54 +18,19 @@ from apexfx.pipeline import Pipeline
 from apexfx.printing import format_graph
 from apexfx.schedule.plan import BucketPlan
 from tests.backward_graphs import record
+from tests.passes.bucket_graphs import (
+    BF16,
+    F32,
+    check_local,
+    issued,
+    local_gradients,
+    multiplications,
+    rewritten,
+    scaling,
+    two_layers,
+)
 
-COMM = "all_reduce|wait_tensor"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _fake_group():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
-
-
-def make_passes(world_size=2, **options):
-    def make(placeholders):
-        return [BucketAllreduce(placeholders=placeholders, config=BucketConfig(**options), group_name="0",
-                                world_size=world_size)]
-    return make
-
-
-def rewritten(model, *inputs, loss=None, fullgraph=True, verify="final", **options):
-    """Return the recorder of one step through the pass."""
-    return record(model, *inputs, make_passes=make_passes(**options), loss=loss, fullgraph=fullgraph, verify=verify)
-
-
-def issued(gm):
-    """Return (dtype, elements) of every allreduce, in order."""
-    nodes = gm.graph.find_nodes(op="call_function", target=torch.ops._c10d_functional.all_reduce_.default)
-    return [(value(n).dtype, value(n).numel()) for n in nodes]
-
-
-def two_layers():
-    return nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 7))
-
-
-def check_local(model, *inputs, loss=None, num_graphs=1, **options):
-    """Assert that a sum over a group that adds nothing gives the local gradients, bitwise and with the same strides."""
-    reference = copy.deepcopy(model)
-    out = torch.compile(reference, backend="aot_eager")(*inputs)
-    (loss or (lambda o: o.float().square().mean()))(out).backward()
-    torch._dynamo.reset()
-    recorder = rewritten(model, *inputs, loss=loss, gradient_average=False, fullgraph=num_graphs == 1, **options)
-    assert len(recorder.backward) == num_graphs
-    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-        if theirs.grad is None:
-            assert ours.grad is None, name
-            continue
-        assert torch.equal(ours.grad, theirs.grad), name
-        assert ours.grad.dtype == theirs.grad.dtype and ours.grad.stride() == theirs.grad.stride(), name
-    return recorder
+pytestmark = pytest.mark.usefixtures("fake_group")
 
 
 # ---- the graph ------------------------------------------------------------------------------------------------------
@@ -142,9 +97,6 @@ def test_verify_each_compares_with_the_graph_before():
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
-F32, BF16 = torch.float32, torch.bfloat16
-
-
 @pytest.mark.parametrize(("options", "expected"), [
     ({}, [(F32, 52)]),
     ({"message_size": 20}, [(F32, 32), (F32, 20)]),
@@ -161,15 +113,6 @@ def test_collectives_issued(options, expected):
     assert issued(rewritten(two_layers(), torch.randn(4, 5), **options).backward[0]) == expected
 
 
-def scaling(gm):
-    return [node for node in gm.graph.nodes if node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.mul_.Tensor)
-            and "apexfx_bucket" in node.meta]
-
-
-def multiplications(gm):
-    return [node.args[1] for node in scaling(gm)]
-
-
 @pytest.mark.parametrize(("options", "factors", "total"), [
     ({}, [1 / 4], 1 / 4),
     ({"gradient_predivide_factor": 2.0}, [1 / 2, 1 / 2], 1 / 4),
@@ -179,9 +122,7 @@ def multiplications(gm):
 ])
 def test_divisors(options, factors, total):
     model, x = two_layers(), torch.randn(4, 5)
-    model(x).square().mean().backward()
-    local = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
+    local = local_gradients(model, x)
     gm = rewritten(model, x, world_size=4, **options).backward[0]
     assert multiplications(gm) == factors
     for p, grad in zip(model.parameters(), local):
@@ -254,286 +195,3 @@ def test_a_plan_for_another_model_is_refused():
         rewritten(two_layers(), torch.randn(4, 5), plan=plan, world_size=3)
     with pytest.raises(TypeError, match="plan=3 .* expected a BucketPlan or the path of one"):
         BucketAllreduce(placeholders=(), config=BucketConfig(plan=3), group_name="0", world_size=2)
-
-
-# ---- edge cases -----------------------------------------------------------------------------------------------------
-
-
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.a(F.relu(self.a(x)))
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-
-    def forward(self, x):
-        return self.embedding((x.abs() * 3).long()[:, 0] % 9) @ self.embedding.weight.t()
-
-
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.never = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        self.b(x)  # in the graph, but not in the loss
-        return self.a(x)
-
-
-class SameGradient(nn.Module):
-    """The gradients of p and q are one node, the tangent itself: an input of the backward graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.p, self.q = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return x + self.p + self.q
-
-
-class StillNeeded(nn.Module):
-    """p's gradient is also read by the rest of backward, after its allreduce has started in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.p, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return self.b(self.a(x) + self.p) * self.scale
-
-
-class Expanded(nn.Module):
-    """The gradient of a sum is an expanded scalar."""
-
-    def __init__(self):
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return (x.sum() + self.p.sum()).reshape(1)
-
-
-class Mutates(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.bn(self.a(x))
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.b(checkpoint(lambda y: torch.tanh(self.a(y)), x, use_reentrant=False))
-
-
-class Empty(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.none = nn.Linear(4, 4), nn.Parameter(torch.zeros(0))
-
-    def forward(self, x):
-        return self.a(x) + self.none.sum()
-
-
-class ReturnsParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.a(x), self.a.bias * 2
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-
-    def forward(self, x):
-        return (x.to(torch.complex64) @ self.w).abs()
-
-
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
-@pytest.mark.parametrize(("model", "expected"), [
-    (Twice, [(F32, 20)]), (Tied, [(F32, 36)]), (Unused, [(F32, 20)]), (SameGradient, [(F32, 16)]),
-    (StillNeeded, [(F32, 60)]), (Expanded, [(F32, 16)]), (Mutates, [(F32, 28)]), (Checkpointed, [(F32, 40)]),
-    (Empty, [(F32, 20)]), (Complex, [(F32, 32)]), (Frozen, [(F32, 20)]),
-])
-@pytest.mark.parametrize("message_size", [1, 10_000_000])
-def test_edge_cases_leave_the_local_gradient_bitwise(model, expected, message_size):
-    recorder = check_local(model(), torch.randn(4, 4), message_size=message_size)
-    collectives = issued(recorder.backward[0])
-    assert len({dtype for dtype, _ in collectives}) == 1
-    assert sum(numel for _, numel in collectives) == sum(numel for _, numel in expected)
-    if message_size > 1:
-        assert collectives == expected
-
-
-def test_a_parameter_that_is_also_an_output():
-    check_local(ReturnsParameter(), torch.randn(4, 4), loss=lambda out: out[0].square().mean() + out[1].sum())
-
-
-def test_the_gradient_shared_by_two_parameters_is_reduced_once_and_never_aliased():
-    model = SameGradient()
-    plan = check_local(model, torch.randn(4, 4)).passes[0].plan
-    assert plan.buckets[0].slots[0].parameter == "p" and plan.buckets[0].slots[0].shared_with == ("q",)
-    model.p.grad.zero_()
-    assert model.q.grad.abs().sum() > 0
-
-
-def test_two_graphs_are_reduced_each():
-    class Break(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            x = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(x)
-
-    recorder = check_local(Break(), torch.randn(4, 4), num_graphs=2)
-    assert [issued(gm) for gm in recorder.backward] == [[(F32, 20)], [(F32, 20)]]
-
-
-def test_channels_last_gradients_are_views_of_the_bucket_in_the_parameters_layout():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
-    check_local(model, torch.randn(2, 3, 8, 8))
-    grads = [p.grad for p in model.parameters()]
-    assert len({g.untyped_storage().data_ptr() for g in grads}) == 1
-    assert all(g.data_ptr() % 16 == 0 for g in grads)
-
-
-class HalfCompute(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(6))
-
-    def forward(self, x):
-        return F.linear(x.bfloat16(), self.weight.bfloat16(), self.bias.bfloat16())
-
-
-def test_half_gradients_are_reduced_before_their_upcast():
-    recorder = check_local(HalfCompute(), torch.randn(4, 5))
-    assert issued(recorder.backward[0]) == [(BF16, 40)]  # 6 -> 8 and 30 -> 32: 16 bytes in bfloat16
-    text = format_graph(recorder.backward[0], only="mm|flatten|all_reduce|wait|= aten._to_copy|convert|split")
-    assert_expected_inline(text, """\
-%1 = aten.mm.default(%0, %_to_copy) -> bf16[6,5]
-%6 = apexfx.flatten_bucket.default([%4, %5], [0, 8], 40, bfloat16) -> bf16[40]
-%7 = _c10d_functional.all_reduce_.default(%6, 'sum', '0') -> bf16[40]
-%8 = _c10d_functional.wait_tensor.default(%7) -> bf16[40]
-%9 = prims.convert_element_type.default(%8, float32) -> f32[40]
-%10 = aten.split_with_sizes.default(%9, [6, 2, 30, 2])""")
-    assert recorder.reports[0].passes[0].numeric == "changes_dtype"
-
-
-@pytest.mark.parametrize(("options", "wire"), [
-    ({"allreduce_always_fp32": True}, F32), ({"comm_dtype": F32}, F32), ({"comm_dtype": torch.float64}, torch.float64),
-    ({"comm_dtype": BF16}, BF16),
-])
-def test_dtype_on_the_wire_of_half_gradients(options, wire):
-    recorder = check_local(HalfCompute(), torch.randn(4, 5), **options)
-    assert {dtype for dtype, _ in issued(recorder.backward[0])} == {wire}
-
-
-@pytest.mark.parametrize(("options", "wire"), [({}, BF16), ({"allreduce_always_fp32": True}, F32)])
-def test_half_parameters_get_half_gradients(options, wire):
-    model = two_layers().bfloat16()
-    recorder = check_local(model, torch.randn(4, 5, dtype=BF16), **options)
-    assert {dtype for dtype, _ in issued(recorder.backward[0])} == {wire}
-
-
-def test_comm_dtype_rounds_once():
-    model, x = two_layers(), torch.randn(4, 5)
-    model(x).square().mean().backward()
-    local = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    rewritten(model, x, comm_dtype=BF16, gradient_average=False)
-    for p, grad in zip(model.parameters(), local):
-        assert torch.equal(p.grad, grad.bfloat16().float())
-
-
-def test_mixed_dtypes_have_a_bucket_each():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()
-
-        def forward(self, x):
-            return self.b(self.a(x).bfloat16())
-
-    recorder = check_local(Mixed(), torch.randn(4, 4))
-    assert issued(recorder.backward[0]) == [(BF16, 24), (F32, 20)]
-
-
-def test_a_sparse_gradient_is_refused_by_name():
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(9, 4, sparse=True)
-
-        def forward(self, x):
-            return self.embedding(x)
-
-    with pytest.raises(ValueError, match="parameter 'embedding.weight' has a gradient of layout torch.sparse_coo"):
-        rewritten(Sparse(), torch.arange(4))
-
-
-def test_one_rank_is_bitwise_local():
-    model, x = two_layers(), torch.randn(4, 5)
-    model(x).square().mean().backward()
-    local = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    gm = rewritten(model, x, world_size=1).backward[0]
-    assert len(issued(gm)) == 1 and not multiplications(gm)
-    assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), local))
-
-
-def random_model(seed):
-    generator = random.Random(seed)
-    width, layers = generator.choice([3, 4, 6]), []
-    for _ in range(generator.randint(1, 4)):
-        layers += [nn.Linear(width, width, bias=generator.random() < 0.7)]
-        kind = generator.choice(["norm", "batch", "same", "relu", "none"])
-        layers += {"norm": [nn.LayerNorm(width)], "batch": [nn.BatchNorm1d(width)], "same": [layers[0]], "relu": [nn.ReLU()],
-                   "none": []}[kind]
-    model = nn.Sequential(*layers)
-    for p in model.parameters():
-        p.requires_grad_(generator.random() < 0.8)
-    next(model.parameters()).requires_grad_(True)
-    options = {"message_size": generator.choice([1, 10, 40, 1000]), "allreduce_always_fp32": generator.random() < 0.3,
-               "delay_allreduce": generator.random() < 0.2}
-    return model, torch.randn(5, width), options
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_random_models(seed):
-    torch.manual_seed(seed)
-    model, x, options = random_model(seed)
-    recorder = check_local(model, x, **options)
-    plan = recorder.passes[0].plan
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    assert set(plan.parameters) == trained
-    assert issued(recorder.backward[0]) == [(b.reduce_dtype, b.numel) for b in plan.buckets]

@@ -9,11 +9,9 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 from expecttest import assert_expected_inline
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from apexfx.config import BucketConfig
@@ -27,11 +25,7 @@ from tests.backward_graphs import record
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _fake_group():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("fake_group")
 
 
 def both(**options):
