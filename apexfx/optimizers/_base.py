@@ -16,16 +16,10 @@ from torch import Tensor
 from apexfx.ops import multi_tensor
 
 from ._batches import Batch, Held, KeptBatch
+from ._checkpoints import unwrap_state, wrapped_state
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-class _Kept:
-    """A state tensor on its way through `Optimizer.load_state_dict`, which would cast it to the parameter's dtype."""
-
-    def __init__(self, tensor: Tensor):
-        self.tensor = tensor
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -229,34 +223,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this optimizer or of its torch counterpart; state keeps float32 whatever it was."""
+        """Load a state dict of this optimizer or of its torch counterpart; state keeps float32 whatever it was.
+
+        Raises:
+            ValueError: other groups than this optimizer's, or state of another optimizer or list of parameters.
+        """
         # Hooks around torch's own loading: the last to see the dict going in, and the first to see the state after.
-        before = self.register_load_state_dict_pre_hook(lambda _, loaded: self._wrap(loaded))
-        after = self.register_load_state_dict_post_hook(lambda _: self._unwrap(), prepend=True)
+        before = self.register_load_state_dict_pre_hook(wrapped_state)
+        after = self.register_load_state_dict_post_hook(unwrap_state, prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
-
-    def _wrap(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        groups = [self._translate(dict(group)) for group in loaded["param_groups"]]
-        state: dict[Any, dict[str, Any]] = {}
-        for index, values in loaded["state"].items():
-            state[index] = {k: _Kept(v) if isinstance(v, Tensor) else v for k, v in values.items() if v is not None}
-        for group in groups:
-            steps = [state[i].pop("step") for i in group["params"] if i in state and "step" in state[i]]
-            if "step" not in group and steps:
-                numbers = [float(s.tensor if isinstance(s, _Kept) else s) for s in steps]
-                group["step"] = max(numbers)  # one count a group: that of the parameters used most
-        return {**loaded, "state": state, "param_groups": groups}
-
-    def _unwrap(self) -> None:
-        for param, values in self.state.items():
-            for name, value in values.items():
-                if isinstance(value, _Kept):
-                    dtype = self._state_dtype(param, name)
-                    values[name] = value.tensor.detach().to(param.device, dtype, copy=True)
 
     def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
         """Check a loaded group, and turn torch's hyperparameter names into ours."""

@@ -1,8 +1,9 @@
 """The tensors of one op call of a fused optimizer, and their reuse in the next step.
 
 Gathering them asks every parameter and its state a few questions, in every step. A step that holds the objects of the
-last one, compared by identity, takes over its batches and looks up the gradients only. Between steps no tensor is kept
-alive here.
+last one, compared by identity, takes over its batches and looks up the gradients only. State that was changed through
+`.data` is the same object, and is met as it now is: the op checks sizes and dtypes and follows strides in every call.
+Between steps no tensor is kept alive here.
 """
 
 from __future__ import annotations

@@ -28,6 +28,13 @@ def loaded(model, optimizer):
     optimizer.load_state_dict(optimizer.state_dict())
 
 
+def state_data_reordered(model, optimizer):
+    for state in optimizer.state.values():
+        for value in state.values():
+            if value.dim() == 2:
+                value.data = value.data.t().contiguous().t()
+
+
 def replaced_parameter(model, optimizer):
     model[0].bias = torch.nn.Parameter(torch.ones_like(model[0].bias))
     optimizer.param_groups[0]["params"][1] = model[0].bias
@@ -45,6 +52,7 @@ CHANGES = {
     "fewer": lambda model, optimizer: optimizer.param_groups[0]["params"].pop(),
     "order": lambda model, optimizer: optimizer.param_groups[0]["params"].reverse(),
     "data": lambda model, optimizer: setattr(model[0].weight, "data", model[0].weight.data + 1),
+    "data of the state": state_data_reordered,
     "momentum": lambda model, optimizer: optimizer.param_groups[0].update(momentum=0.5),
     "half": lambda model, optimizer: model.bfloat16(),
     "something else": lambda model, optimizer: optimizer.state.__setitem__("epoch", 3),
@@ -155,3 +163,12 @@ def test_steps_without_any_gradient_do_nothing():
         optimizer.zero_grad()
         optimizer.step()
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("data", [torch.zeros(3), torch.zeros(5, 7, dtype=torch.float64)])
+def test_data_of_the_state_that_does_not_fit_raises(data):
+    model, optimizer = build("adamw")
+    train(model, optimizer, 3)
+    optimizer.state[model[0].weight]["exp_avg"].data = data
+    with pytest.raises(RuntimeError, match=r"exp_avgs\[0\]"):
+        train(model, optimizer, 1)

@@ -7,6 +7,8 @@ import io
 
 import pytest
 import torch
+
+from apexfx.optimizers import FusedAdam
 from tests.optimizers.optimizer_models import OPTIMIZERS, build, same_parameters, train
 
 
@@ -77,6 +79,57 @@ def test_a_checkpoint_of_another_shape_of_groups_raises():
     with pytest.raises(ValueError, match="group"):
         optimizer.load_state_dict(torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]).state_dict())
     assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+def odd_states(name):
+    state = {"exp_avg": torch.zeros(5, 7), "exp_avg_sq": torch.zeros(5, 7)}
+    return {
+        "no dict": (torch.zeros(5, 7), "it is Tensor, expected a dict"),
+        "half of it": ({"exp_avg": state["exp_avg"]}, "it has exp_avg and lacks exp_avg_sq"),
+        "another optimizer's": ({"momentum_buffer": state["exp_avg"]}, "it has momentum_buffer and lacks exp_avg, exp_avg_sq"),
+        "another list's": ({**state, "exp_avg_sq": torch.zeros(7)}, r"its exp_avg_sq is a tensor of \(7,\), expected .* \(5, 7\)"),
+        "a number": ({**state, "exp_avg_sq": 1.0}, "its exp_avg_sq is float, expected a tensor"),
+        "another list's master": ({**state, "master_param": torch.zeros(2)}, r"its master_param is a tensor of \(2,\)"),
+    }[name]
+
+
+@pytest.mark.parametrize("name", ["no dict", "half of it", "another optimizer's", "another list's", "a number",
+                                  "another list's master"])
+def test_state_that_does_not_fit_is_refused_and_changes_nothing(name):
+    model, optimizer = build("adamw")
+    train(model, optimizer, 2)
+    saved, (odd, message) = copy.deepcopy(optimizer.state_dict()), odd_states(name)
+    before = copy.deepcopy(saved)
+    saved["state"][0] = odd
+    with pytest.raises(ValueError, match=f"FusedAdam cannot load the state of parameter 0: {message}"):
+        optimizer.load_state_dict(saved)
+    assert str(optimizer.state_dict()) == str(before)
+    assert not optimizer._optimizer_load_state_dict_pre_hooks and not optimizer._optimizer_load_state_dict_post_hooks
+
+
+def test_state_of_no_parameter_and_parameters_without_state_load_as_in_torch():
+    results = []
+    for make in (lambda p: FusedAdam(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.0)):
+        model, _ = build("adamw")
+        optimizer = make(model.parameters())
+        train(model, optimizer, 2)
+        optimizer.state["epoch"] = 3
+        saved = copy.deepcopy(optimizer.state_dict())
+        del saved["state"][1]
+        optimizer.load_state_dict(saved)
+        assert optimizer.state["epoch"] == 3 and model[0].bias not in optimizer.state
+        results.append(set(optimizer.state) - {"epoch"} == {p for p in model.parameters() if p is not model[0].bias})
+        train(model, optimizer, 1)
+    assert results == [True, True]
+
+
+def test_a_state_dict_without_a_part_raises_as_in_torch():
+    for optimizer in (build("adamw")[1], torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])):
+        for part in ("state", "param_groups"):
+            saved = optimizer.state_dict()
+            del saved[part]
+            with pytest.raises(KeyError, match=part):
+                optimizer.load_state_dict(saved)
 
 
 def test_masters_follow_float32_training():
