@@ -9,10 +9,7 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from apexfx import lowerings
 from apexfx.ops.bucket import flatten_bucket
-
-lowerings.register()
 
 
 def compiled(function, *inputs):

@@ -1,18 +1,16 @@
-"""Batch norm in pieces: local sums, global statistics, normalize, and the two halves of the backward.
+"""Batch norm in pieces: normalize by given statistics, and the two halves of the backward.
 
 The pieces are what `apexfx::sync_batch_norm` is traced into, with one all_reduce between the first and the second:
 
-    bn_local_stats -> (all_reduce) -> bn_global_stats -> bn_normalize
+    bn_local_stats -> (all_reduce) -> bn_global_stats -> bn_normalize         (the statistics: `batch_norm_stats`)
                                    -> bn_running_stats
     bn_backward_reduce -> (all_reduce) -> bn_backward_elementwise
 
 `x` is (N, C) or (N, C, L...), float64, float32, float16 or bfloat16, of any strides; results shaped like `x` have the
 strides of `torch.empty_like(x)`, so channels_last stays channels_last. Parameters may be of any floating dtype.
 
-Statistics are float64 whatever the input: [n, sum x, sum x^2] is then additive over ranks (uneven and empty ones
-included), and sum x^2 / n - mean^2 keeps float32 accuracy up to |mean| / std of about 1e4. The mean stays float64 so
-that x - mean is right when |mean| >> std, where one float32 mean would be wrong by half a unit of |mean|. These are
-vectors of C elements: what is done once per element of `x` is done in float32 (float64 for float64 input).
+Vectors of C elements are float64 whatever the input: what is done once per element of `x` is done in float32 (float64
+for float64 input).
 
 These operators have no derivative of their own; `sync_batch_norm` carries the formula.
 """
@@ -22,25 +20,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apexfx.ops._batch_norm_arguments import (
+from ._batch_norm_arguments import (
     check_backward_elementwise,
     check_backward_reduce,
-    check_global_stats,
-    check_input,
     check_normalize,
     check_relu_backward,
-    check_running_stats,
 )
+from .batch_norm_stats import _sum_per_channel
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 # Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
 _ANY_STRIDES = (torch.Tag.flexible_layout,)
-_LIBRARY.define("bn_local_stats(Tensor x) -> Tensor", tags=_ANY_STRIDES)
-_LIBRARY.define("bn_global_stats(Tensor stats, float eps) -> (Tensor mean, Tensor invstd)")
-_LIBRARY.define(
-    "bn_running_stats(Tensor stats, Tensor running_mean, Tensor running_var, Tensor? num_batches_tracked, "
-    "float? momentum) -> (Tensor new_running_mean, Tensor new_running_var)"
-)
 _LIBRARY.define(
     "bn_normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight=None, Tensor? bias=None, "
     "Tensor? residual=None, bool relu=False) -> Tensor",
@@ -56,39 +46,7 @@ _LIBRARY.define(
     "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor",
     tags=_ANY_STRIDES,
 )
-
 _LIBRARY.define("bn_relu_backward(Tensor grad_output, Tensor output) -> Tensor", tags=_ANY_STRIDES)
-
-
-def bn_local_stats(x: Tensor) -> Tensor:
-    """Return [n, sum x (C), sum x^2 (C)] per channel of `x`: (N, C, ...), as float64 of 2C + 1; zeros if N is 0."""
-    return torch.ops.apexfx.bn_local_stats(x)
-
-
-def bn_global_stats(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return mean and 1 / sqrt(biased variance + eps), float64 of C, from summed `stats` (float64 of 2C + 1).
-
-    An empty global batch has mean 0 and variance 0.
-    """
-    return torch.ops.apexfx.bn_global_stats(stats, eps)
-
-
-def bn_running_stats(
-    stats: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-) -> tuple[Tensor, Tensor]:
-    """Return the new running buffers, (1 - momentum) * old + momentum * batch, in the dtypes of the old ones.
-
-    The variance is unbiased; of a single value it is 0. `momentum=None` is the cumulative average, 1 /
-    `num_batches_tracked` (already counted up). An empty global batch leaves the buffers as they are.
-
-    Apart from `bn_global_stats`, because activation checkpointing computes that one again in the backward pass, when
-    the old buffers are gone.
-    """
-    return torch.ops.apexfx.bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
 
 
 def bn_normalize(
@@ -154,11 +112,6 @@ def _per_channel(vector: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     return vector.to(dtype).view([1, -1] + [1] * (x.dim() - 2))
 
 
-def _sum_per_channel(x: Tensor) -> Tensor:
-    """Return the float64 sum over every dimension but 1."""
-    return x.sum([0, *range(2, x.dim())], dtype=torch.float64)
-
-
 def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
@@ -191,50 +144,6 @@ def _masked(
 def _like(y: Tensor, x: Tensor) -> Tensor:
     """Return `y` rounded to the dtype of `x`, with the strides of `torch.empty_like(x)`."""
     return torch.empty_like(x).copy_(y)
-
-
-@torch.library.impl(_LIBRARY, "bn_local_stats", "CompositeExplicitAutograd")
-def _local_stats_reference(x: Tensor) -> Tensor:
-    channels = check_input("bn_local_stats", x)
-    x = x.double()
-    count = x.new_full((1,), x.numel() // channels if channels else 0)
-    return torch.cat([count, _sum_per_channel(x), _sum_per_channel(x * x)])
-
-
-def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the count (at least 1), the mean and the biased variance."""
-    channels = stats.shape[0] // 2
-    count, total, total_of_squares = stats.split([1, channels, channels])
-    count = count.clamp(min=1)
-    mean = total / count
-    return count, mean, (total_of_squares / count - mean * mean).clamp(min=0)
-
-
-@torch.library.impl(_LIBRARY, "bn_global_stats", "CompositeExplicitAutograd")
-def _global_stats_reference(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_global_stats(stats, eps)
-    _, mean, var = _moments(stats)
-    return mean, (var + eps).rsqrt()
-
-
-@torch.library.impl(_LIBRARY, "bn_running_stats", "CompositeExplicitAutograd")
-def _running_stats_reference(
-    stats: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-) -> tuple[Tensor, Tensor]:
-    check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
-    count, mean, var = _moments(stats)
-    unbiased = var * (count / (count - 1).clamp(min=1))
-    share = num_batches_tracked.double().view(1).reciprocal() if momentum is None else count.new_full((1,), momentum)
-    share = torch.where(stats[:1] > 0, share, 0)
-
-    def moved(running: Tensor, batch: Tensor) -> Tensor:
-        return (running + share * (batch - running)).to(running.dtype)
-
-    return moved(running_mean, mean), moved(running_var, unbiased)
 
 
 @torch.library.impl(_LIBRARY, "bn_normalize", "CompositeExplicitAutograd")
@@ -299,30 +208,6 @@ def _relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------------- fakes
-
-
-@torch.library.register_fake("apexfx::bn_local_stats", lib=_LIBRARY)
-def _local_stats_fake(x: Tensor) -> Tensor:
-    return x.new_empty(2 * check_input("bn_local_stats", x) + 1, dtype=torch.float64)
-
-
-@torch.library.register_fake("apexfx::bn_global_stats", lib=_LIBRARY)
-def _global_stats_fake(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_global_stats(stats, eps)
-    channels = stats.shape[0] // 2
-    return stats.new_empty(channels), stats.new_empty(channels)
-
-
-@torch.library.register_fake("apexfx::bn_running_stats", lib=_LIBRARY)
-def _running_stats_fake(
-    stats: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-) -> tuple[Tensor, Tensor]:
-    check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
-    return running_mean.new_empty(stats.shape[0] // 2), running_var.new_empty(stats.shape[0] // 2)
 
 
 @torch.library.register_fake("apexfx::bn_normalize", lib=_LIBRARY)

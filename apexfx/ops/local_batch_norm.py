@@ -23,11 +23,13 @@ from ._direct_autograd import with_direct_autograd
 from .batch_norm import (
     _backward_elementwise_reference,
     _backward_reduce_reference,
+    _normalize_reference,
+    bn_relu_backward,
+)
+from .batch_norm_stats import (
     _global_stats_reference,
     _local_stats_reference,
-    _normalize_reference,
     _running_stats_reference,
-    bn_relu_backward,
     bn_running_stats,
 )
 
@@ -128,16 +130,7 @@ def _forward_reference(
 
 @torch.library.impl(_LIBRARY, "bn_forward_", "CompositeExplicitAutograd")
 def _forward_in_place_reference(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    residual: Tensor | None,
-    eps: float,
-    relu: bool,
+    x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
 ) -> tuple[Tensor, Tensor]:
     check_forward("bn_forward_", x, weight, bias, residual, eps)
     check_running_buffers("bn_forward_", x, x.shape[1], running_mean, running_var, num_batches_tracked, momentum)
@@ -194,17 +187,8 @@ def _backward_fake(grad_output, x, stats, weight, bias, eps, relu) -> tuple[Tens
 
 
 def _run(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor]:
+    x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
+) -> tuple[Tensor, Tensor]:  # as local_batch_norm
     if running_mean is None or running_var is None:
         return torch.ops.apexfx.bn_forward.default(x, weight, bias, residual, eps, relu)
     result = torch.ops.apexfx.bn_forward_.default(
@@ -272,17 +256,8 @@ class _Traced(torch.autograd.Function):
 
 
 def _functional(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor]:
+    x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
+) -> tuple[Tensor, Tensor]:  # as local_batch_norm
     y, stats = _Traced.apply(x, weight, bias, residual, None, None, None, None, eps, relu)
     if running_mean is not None and running_var is not None:
         with torch.no_grad():

@@ -8,14 +8,8 @@ import pytest
 import torch
 
 from apexfx.ops import local_batch_norm as module
-from apexfx.ops.batch_norm import (
-    bn_backward_elementwise,
-    bn_backward_reduce,
-    bn_global_stats,
-    bn_local_stats,
-    bn_normalize,
-    bn_running_stats,
-)
+from apexfx.ops.batch_norm import bn_backward_elementwise, bn_backward_reduce, bn_normalize
+from apexfx.ops.batch_norm_stats import bn_global_stats, bn_local_stats, bn_running_stats
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
 from apexfx.testing import assert_close
 from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, assert_averages, draw

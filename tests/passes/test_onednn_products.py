@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from apexfx import lowerings, passes
+from apexfx import passes
 from apexfx.ops.product import product, product_into
 from apexfx.passes.onednn_products import OnednnProducts
 from apexfx.pipeline import Pipeline
@@ -107,7 +107,6 @@ def test_the_op_by_torchs_own_checks():
 
 
 def test_inductor_writes_into_what_it_has():
-    lowerings.register()
     torch._dynamo.reset()
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     with torch._inductor.config.patch(force_disable_caches=True):
