@@ -157,16 +157,22 @@ def _properties(opt_level: str, half: torch.dtype, overrides: dict[str, Any]) ->
         properties.cast_model_type = half
     maybe_print(f"Selected optimization level {opt_levels[opt_level].brief}", True)
     maybe_print("Defaults for this optimization level are:", True)
-    for name, value in properties.options.items():
-        maybe_print(f"{name:22} : {value}", True)
-    maybe_print("Processing user overrides (additional kwargs that are not None)...", True)
+    _print_options(properties)
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    if not overrides:
+        maybe_print("Nothing overrides them.", True)
+        return properties
+    maybe_print(f"Overridden: {', '.join(f'{name}={value!r}' for name, value in overrides.items())}", True)
     for name, value in overrides.items():
-        if value is not None:
-            setattr(properties, name, value)
+        setattr(properties, name, value)
     maybe_print("After processing overrides, optimization options are:", True)
+    _print_options(properties)
+    return properties
+
+
+def _print_options(properties: Properties) -> None:
     for name, value in properties.options.items():
         maybe_print(f"{name:22} : {value}", True)
-    return properties
 
 
 def _session(

@@ -107,6 +107,7 @@ def main() -> None:
             samples = g.eval()(fixed)
         torch.save({"samples": samples, "g": g.state_dict(), "d": d.state_dict(), "g_optimizer": g_optimizer.state_dict(),
                     "d_optimizer": d_optimizer.state_dict(), "amp": amp.state_dict()}, args.out)
+        print(f"{len(samples)} samples and the state of everything are in {args.out}")
 
 
 if __name__ == "__main__":

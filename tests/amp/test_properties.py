@@ -190,10 +190,17 @@ def test_dtype_must_be_a_half_type():
 
 
 def test_verbosity_one_prints_the_options(capsys):
-    amp.initialize(nn.Linear(2, 2), opt_level="O2", loss_scale="128.0", dtype=HALF)
+    amp.initialize(nn.Linear(2, 2), opt_level="O2", loss_scale="128.0", keep_batchnorm_fp32=None, dtype=HALF)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("Selected optimization level O2:")
-    assert "loss_scale             : dynamic" in lines[:10] and lines[-1] == "loss_scale             : 128.0"
+    assert lines[0].startswith("Selected optimization level O2:") and len(lines) == 18
+    assert lines[8] == "loss_scale             : dynamic" and lines[9] == "Overridden: loss_scale='128.0'"
+    assert lines[-1] == "loss_scale             : 128.0"
+
+
+def test_options_that_nothing_overrides_are_printed_once(capsys):
+    amp.initialize(nn.Linear(2, 2), opt_level="O0")
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 10 and lines[-1] == "Nothing overrides them."
 
 
 def test_verbosity_zero_prints_nothing(capsys):
