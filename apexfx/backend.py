@@ -73,8 +73,8 @@ class GraphCompiler:
         groups: the process groups.
         gradient_sync: watches the gradients of a data-parallel model; None otherwise.
         agreement: among the ranks of a data-parallel or synchronized model; None otherwise.
-        first_values: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known by
-            its graphs alone; None where the model's owner does both.
+        first_values: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known
+            by its graphs alone; None where the model's owner does both.
         reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
     """
 
@@ -180,7 +180,8 @@ class GraphCompiler:
 
         return run
 
-    def _beginning(self, placeholders: Sequence[capture.Placeholder], context: passes.Context) -> Callable[[Sequence[Any]], None]:
+    def _beginning(self, placeholders: Sequence[capture.Placeholder],
+                   context: passes.Context) -> Callable[[Sequence[Any]], None]:
         """Return what is called with the inputs before each run with gradients."""
         first_values, sync = self.first_values, self.gradient_sync
         if first_values is None or not context.reduce_gradients or not _needs_backward(placeholders):

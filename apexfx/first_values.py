@@ -1,4 +1,4 @@
-"""Rank 0's values for what compiled graphs train: `torch.compile` shows its backend graphs, and the model only as their inputs."""
+"""Rank 0's values for what compiled graphs train: `torch.compile` shows a backend the model as inputs of its graphs."""
 
 from __future__ import annotations
 

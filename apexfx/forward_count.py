@@ -134,10 +134,11 @@ class ForwardCount:
         self.forwards += max((words["forwards"] for words in everyones if words), default=said.forwards) - said.forwards
         text = explain(everyones)
         if in_graphs and ALONE not in text:
-            text += f"\n{ALONE} Who did not answer waits in its graph, until its process group's timeout or the end of this process."
+            text += (f"\n{ALONE} Who did not answer waits in its graph, until its process group's timeout or the end of this "
+                     "process.")
         elif late:
-            text += (f"\nIt happened in one of the last {INTERVAL} backwards, whose gradients are averages over different steps: go "
-                     "back to a checkpoint.")
+            text += (f"\nIt happened in one of the last {INTERVAL} backwards, whose gradients are averages over different "
+                     "steps: go back to a checkpoint.")
         raise RankFailureError(text)
 
     def _key(self, said: _Said) -> str:

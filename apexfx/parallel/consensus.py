@@ -1,7 +1,7 @@
 """What the ranks make of each backward's status: they go on, or all raise the same error.
 
-On CUDA reading it would have the host wait for the device in every backward. There a backward's status is copied to the host
-beside what runs, and read at the end of the next one, by all ranks alike.
+On CUDA reading it would have the host wait for the device in every backward. There a backward's status is copied to the
+host beside what runs, and read at the end of the next one, by all ranks alike.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Consensus:
         self._last: tuple[Any, Tensor] | None = None  # a message as the next is likely to be
         self._unread: tuple[HostCopy, StatusMessage, Layout] | None = None  # of the backward before
 
-    def message(self, backward: int, failure: str, accumulated: bool, used: Sequence[int], device: torch.device) -> StatusMessage:
+    def message(self, backward: int, failure: str, accumulated: bool, used: Sequence[int],
+                device: torch.device) -> StatusMessage:
         """Return what this rank has to say of the backward under way, on the `device` it travels from."""
         failure, self.late = failure or self.late, ""
         since = self.forwards - self._agreed
@@ -57,8 +58,8 @@ class Consensus:
             failure: what this rank has to report by now.
 
         Raises:
-            RankFailureError: on every rank, unless the failure came after the message was sent: then on this one now, and on
-                all in the next backward.
+            RankFailureError: on every rank, unless the failure came after the message was sent: then on this one now, and
+                on all in the next backward.
         """
         before, self._unread = self._unread, None
         if before is not None:
@@ -81,14 +82,15 @@ class Consensus:
         return tensor.device.type == "cuda" and layout.learned and not self.uneven
 
     def _judge(self, status: Status, message: StatusMessage, layout: Layout, *, failure: str, late: bool) -> None:
-        if not (status.failed or status.forwards_differ or status.accumulation_differs or self._partly_used(layout, status)):
+        differ = status.forwards_differ or status.accumulation_differs
+        if not (status.failed or differ or self._partly_used(layout, status)):
             self._agreed = message.forwards[1]
             return
         said = exchange(self.group, self._key(message), self._words(message, failure, layout), self.timeout_s)
         forwards = message.forwards[1]
         self.forwards += max((words["forwards"] for words in said if words), default=forwards) - forwards
-        since = ("\nThat was the backward before this one: an optimizer may have used its gradients since, the same ones on every "
-                 "rank that did. Go back to a checkpoint.") if late else ""
+        since = ("\nThat was the backward before this one: an optimizer may have used its gradients since, the same ones on "
+                 "every rank that did. Go back to a checkpoint.") if late else ""
         raise RankFailureError(explain(said) + since)
 
     def _partly_used(self, layout: Layout, status: Status) -> bool:
@@ -109,6 +111,7 @@ class Consensus:
         return f"apexfx/{self.label}/status{message.backward}"
 
     def _words(self, message: StatusMessage, failure: str, layout: Layout) -> dict[str, Any]:
-        unused = [name for name, bucket, used in zip(layout.names, layout.bucket_of, message.used) if not used and bucket >= 0]
-        return {"failed": message.failure or failure, "forwards": message.forwards[1], "accumulated": message.accumulated,
-                "unused": unused}
+        rows = zip(layout.names, layout.bucket_of, message.used)
+        unused = [name for name, bucket, used in rows if not used and bucket >= 0]
+        return {"failed": message.failure or failure, "forwards": message.forwards[1],
+                "accumulated": message.accumulated, "unused": unused}

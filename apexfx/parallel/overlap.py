@@ -269,7 +269,8 @@ class OverlappedReducer:
             self._sums.add_up(layout.parameters)
         self._forget_local()
         if not layout.learned:
-            self.planner.learn_first(layout, round_.order, round_.extra, status.used_somewhere if status is not None else None)
+            used = status.used_somewhere if status is not None else None
+            self.planner.learn_first(layout, round_.order, round_.extra, used)
         elif layout.next_order:
             self.planner.learn(layout, layout.next_order)
 

@@ -14,8 +14,8 @@ from .._torch import process_group_store
 
 log = logging.getLogger(__name__)
 PATIENCE_S = 20.0
-ALONE = ("no_sync() was entered on some ranks and not on others, so their gradients are sums over different micro-batches. Enter "
-         "it on every rank or on none.")
+ALONE = ("no_sync() was entered on some ranks and not on others, so their gradients are sums over different micro-batches. "
+         "Enter it on every rank or on none.")
 
 
 class RankFailureError(RuntimeError):
@@ -25,8 +25,8 @@ class RankFailureError(RuntimeError):
 class Waiter:
     """Waits for the collectives of one module's backwards.
 
-    A rank whose backwards stay local, inside no_sync(), has said so in the group's store, before it went on: who waits for it
-    for more than a few seconds, and holds no local gradients itself, reads that and raises.
+    A rank whose backwards stay local, inside no_sync(), has said so in the group's store before it went on: who waits for
+    it for more than a few seconds, and holds no local gradients itself, reads that and raises.
 
     After a third of the time limit, at most 20 s, one line is logged. Half that time before, this rank has written to the
     store where it waits, so that the line can tell the ranks that wait too from those that have not come.
@@ -88,8 +88,9 @@ class Waiter:
         if self.accumulates or not self._is_local("local"):
             return
         ranks = [str(rank) for rank in range(dist.get_world_size(self.group)) if self._is_local(f"local/{rank}")]
-        raise RankFailureError(f"apexfx: rank {', '.join(ranks)} keeps the gradients of this backward local, inside no_sync(), while "
-                               f"rank {dist.get_rank(self.group)} waits for them in its backward {self.backward}. {ALONE}")
+        raise RankFailureError(
+            f"apexfx: rank {', '.join(ranks)} keeps the gradients of this backward local, inside no_sync(), while rank "
+            f"{dist.get_rank(self.group)} waits for them in its backward {self.backward}. {ALONE}")
 
     def _is_local(self, key: str) -> bool:
         """Whether `key` says that a rank has done what this one has before this backward, and has gone on by itself."""

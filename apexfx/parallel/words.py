@@ -1,4 +1,4 @@
-"""What ranks say of a backward that failed, through the group's store, and the error made of it: the same on every rank."""
+"""What ranks say of a backward that failed, through the group's store, and the error that is made of it on every rank."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from apexfx.parallel.consensus import Consensus
+from tests.distributed.faults import Net, explode, train
 from tests.distributed.launch import run_ranks
-from tests.distributed.test_parallel_faults import Net, train
 
 
 def wrapped(**arguments):
@@ -66,9 +66,10 @@ def _failed_backward(rank, world_size):
     train(model, rank, 2)
     x = torch.ones(2, 3, requires_grad=True)
     if rank == 0:
-        model.module.a.weight.register_hook(_explode_once())
+        handle = model.module.a.weight.register_hook(explode)
         with pytest.raises(ZeroDivisionError):
             model(x).sum().backward()
+        handle.remove()
         with pytest.raises(RankFailureError, match="an exception ended the backward on this rank"):
             train(model, rank)  # before this forward: what was left of that backward
     else:
@@ -77,16 +78,6 @@ def _failed_backward(rank, world_size):
         train(model, rank)
     train(model, rank, 2)
     assert is_averaged(model, world_size)
-
-
-def _explode_once():
-    due = [True]
-
-    def explode(_):
-        if due.pop() if due else False:
-            raise ZeroDivisionError("a failure in the middle of backward")
-
-    return explode
 
 
 def _no_sync_alone(rank, world_size):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 import random
 import sys
 

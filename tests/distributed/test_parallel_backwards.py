@@ -1,0 +1,115 @@
+"""Which backwards communicate, and who has a hand in them: no_sync(), static graphs, unused parameters, hooks of both kinds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from apexfx.parallel import RankFailureError
+from tests.distributed.collectives import recorded
+from tests.distributed.launch import run_ranks
+from tests.distributed.wrapped import STATUS, backward, check_mean, local_gradients, wrapped
+
+
+def _users_hooks_come_first(rank):
+    """What a hook makes of a local gradient is what is averaged, whenever it was registered; as in torch DDP."""
+    model, twin, x = wrapped(rank, message_size=1)
+    torch_ddp = nn.parallel.DistributedDataParallel(twin, find_unused_parameters=True)
+
+    def scale(p):
+        p.grad.mul_(10 + rank)
+
+    for ddp in (model, torch_ddp):
+        for p in ddp.parameters():
+            p.register_post_accumulate_grad_hook(scale)
+    for _ in range(3):  # the second backward has learned the order
+        for ddp in (model, torch_ddp):
+            ddp.zero_grad()
+            ddp(x).square().sum().backward()
+        for p, q in zip(model.parameters(), torch_ddp.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad, q.grad)
+
+
+def _no_sync(rank):
+    model, twin, x = wrapped(rank)
+    model.zero_grad()
+    with recorded() as calls:
+        with model.no_sync():
+            model(x).square().sum().backward()
+        model.disable_allreduce()
+        model(x).square().sum().backward()
+        model.enable_allreduce()
+        assert calls == [] and torch.equal(model.module.a.weight.grad, local_gradients(twin, x)[0] * 2)
+        model.module.c(torch.ones(1, 4)).sum().mul(0).backward()  # most parameters: from the local micro-batches alone
+    assert len(calls.buckets) == 1
+    check_mean(model, twin, x, factor=1.0)
+
+
+def _static_graph(rank):
+    model, twin, x = wrapped(rank, static_graph=True, message_size=30)
+    calls = backward(model, x)
+    assert len(calls.buckets) == 2 and not calls.status  # the ranks compare notes after the first backward only
+    check_mean(model, twin, x)
+
+
+def _in_another_buffer(state, bucket):
+    bucket.set_buffer(bucket.buffer() / dist.get_world_size())
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _comm_hooks(rank):
+    seen = []
+
+    def hook(state, bucket):
+        seen.append((bucket.index(), bucket.is_last(), [g.shape for g in bucket.gradients()] == [
+            p.shape for p in bucket.parameters()], state))
+        return default_hooks.allreduce_hook(None, bucket)
+
+    for one, dtype in ((hook, torch.float32), (default_hooks.bf16_compress_hook, torch.bfloat16)):
+        model, twin, x = wrapped(rank, message_size=30)
+        model.register_comm_hook(None if one is not hook else "state", one)
+        calls = backward(model, x)
+        assert [c.dtype for c in calls.buckets] == [dtype] * 2
+        check_mean(model, twin, x, dtype=dtype)
+    assert seen == [(0, False, True, "state"), (1, True, True, "state")]
+    model, twin, x = wrapped(rank, message_size=30)
+    model.register_comm_hook(None, _in_another_buffer)
+    assert [c.numel for c in backward(model, x).status] == [STATUS]  # by itself: hooks see gradients alone
+    for _ in range(2):
+        backward(model, x)
+        check_mean(model, twin, x)
+        x = x + 1
+    with pytest.raises(TypeError, match="a callable"):
+        model.register_comm_hook(None, 3)
+
+
+def _find_unused(rank):
+    for allowed in (True, False):
+        model, twin, x = wrapped(rank, find_unused_parameters=allowed, message_size=1, timeout_s=10)
+        model.zero_grad()
+        run = (lambda m: m.c(m.b(m.a(x)))) if rank else (lambda m: m.b(m.a(x)))
+        with recorded() as calls:
+            if allowed:
+                run(model.module).sum().backward()
+                assert (model.module.c.bias.grad == 3 / 2).all()
+            else:
+                with pytest.raises(RankFailureError, match="rank 0: 1 forwards so far; no gradient for c.weight, c.bias"):
+                    run(model.module).sum().backward()
+        assert len(calls.buckets) == 6  # all of them on every rank, so that nobody waits
+
+CASES = (_users_hooks_come_first, _no_sync, _static_graph, _comm_hooks, _find_unused)
+
+
+def every_backward(rank, world_size):
+    for case in CASES:
+        case(rank)
+        dist.barrier()
+
+
+def test_every_backward():
+    run_ranks(every_backward, 2)
