@@ -12,7 +12,6 @@ which module is called, and leaves any but its own to itself.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -34,10 +33,11 @@ from apexfx._torch import (
     push_function_mode,
     set_module_call,
 )
-from apexfx.passes.precision_rules import Rule, lookup
+from apexfx.passes.precision_rules import Rule
 
 from .executor import CastExecutor
 from .quick_plans import own_targets
+from .torch_layers import FORWARDS, METHODS, PARTS
 from .weight_cache import CASTS
 
 
@@ -56,7 +56,7 @@ class LayerCall:
         self.executor = executor
         self._layer = weakref.ref(layer)
         self._class = type(layer)
-        self._forward = _FORWARDS[type(layer)]
+        self._forward = FORWARDS[type(layer)]
         self._targets = own_targets(rule, executor.half) if rule.kind in ("half", "float") else {}
         set_module_call(layer, self)
         self._num_attributes = len(layer.__dict__)  # a `forward` or weight set later shadows what is read here
@@ -116,7 +116,7 @@ class LayerCall:
         return None
 
 
-class _InputOnly(LayerCall):
+class InputOnlyCall(LayerCall):
     """For a layer whose weights, if it has any, stay in float32: its own forward runs on the cast input."""
 
     __slots__ = ()
@@ -136,8 +136,8 @@ class _InputOnly(LayerCall):
         return self._forward(layer, x if target is dtype else CASTS[target](x))
 
 
-class _LayerNorm(LayerCall):
-    """For `nn.LayerNorm`, as `_InputOnly`, without its forward's way to the weights."""
+class LayerNormCall(LayerCall):
+    """For `nn.LayerNorm`, as `InputOnlyCall`, without its forward's way to the weights."""
 
     __slots__ = ()
 
@@ -159,7 +159,35 @@ class _LayerNorm(LayerCall):
         return F.layer_norm(x if target is dtype else CASTS[target](x), layer.normalized_shape, weight, bias, layer.eps)
 
 
-class _Weighted(LayerCall):
+class BatchNormCall(InputOnlyCall):
+    """For batch norms in training, as `InputOnlyCall`, without their forward's questions."""
+
+    __slots__ = ()
+
+    def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parameters, buffers, momentum = layer._parameters, layer._buffers, layer.momentum
+        if not layer.training or momentum is None or not layer.track_running_stats:
+            return super()._run(layer, args, kwargs)
+        if len(args) != 1 or kwargs or args[0].__class__ is not Tensor or len(parameters) != 2 or len(buffers) != 3:
+            return None
+        (x,), float32 = args, torch.float32
+        weight, bias = parameters.get("weight", x), parameters.get("bias", x)  # another may have the place of either
+        mean, var, count = buffers.get("running_mean"), buffers.get("running_var"), buffers.get("num_batches_tracked")
+        if weight is x or bias is x or mean is None or var is None or count is None or x.dim() not in _DIMS[self._class]:
+            return None
+        for tensor in (weight, bias, mean, var):
+            if tensor is not None and tensor.dtype is not float32:
+                return None
+        if x.numel() == x.shape[1]:  # one value a channel: the forward raises
+            return None
+        count.add_(1)
+        return torch.batch_norm(x, weight, bias, mean, var, True, momentum, layer.eps, torch.backends.cudnn.enabled)
+
+
+_DIMS = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}  # of an input
+
+
+class WeightedCall(LayerCall):
     """For `nn.Linear` and convolutions: input, weight and bias are cast."""
 
     __slots__ = ()
@@ -185,11 +213,11 @@ class _Weighted(LayerCall):
         return F.linear(x, weight, bias)
 
 
-class _Convolution(_Weighted):
+class ConvolutionCall(WeightedCall):
     __slots__ = ()
 
     def _run(self, layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if layer.padding_mode != "zeros" or self._class._conv_forward is not _METHODS[self._class, "_conv_forward"]:
+        if layer.padding_mode != "zeros" or self._class._conv_forward is not METHODS[self._class, "_conv_forward"]:
             return None
         return super()._run(layer, args, kwargs)
 
@@ -197,7 +225,7 @@ class _Convolution(_Weighted):
         return layer._conv_forward(x, weight, bias)
 
 
-class _Attention(LayerCall):
+class AttentionCall(LayerCall):
     """For `nn.MultiheadAttention` in training, without masks: what its forward does then."""
 
     __slots__ = ()
@@ -239,8 +267,8 @@ class _Attention(LayerCall):
         return (result.transpose(1, 0) if swap else result), attention
 
 
-class _Container(LayerCall):
-    """For a layer that leaves everything which the rules cast to its own layers, with short ways of their own.
+class ContainerCall(LayerCall):
+    """For a layer that leaves what the rules cast to its own layers, with short ways of their own.
 
     Only in training: elsewhere torch's encoder runs one fused kernel where no mode is on.
     """
@@ -251,8 +279,8 @@ class _Container(LayerCall):
         executor, thread = self.executor, self.executor.thread
         if not layer.training or layer.__dict__.get("activation", F.relu) is not F.relu or executor.any_chosen:
             return None
-        for name in _PARTS:
-            if getattr(self._class, name, None) is not _METHODS.get((self._class, name)):
+        for name in PARTS:
+            if getattr(self._class, name, None) is not METHODS.get((self._class, name)):
                 return None
         for called in _layers_called(layer):
             call = module_call(called)
@@ -271,67 +299,3 @@ def _layers_called(layer: nn.Module) -> Iterator[nn.Module]:
             yield from child
         elif child is not None:
             yield child
-
-
-# Layer -> (how it is called, the function whose rule holds).
-_LAYERS: dict[type[nn.Module], tuple[type[LayerCall], str]] = {
-    nn.Linear: (_Weighted, "linear"),
-    nn.Conv1d: (_Convolution, "conv1d"),
-    nn.Conv2d: (_Convolution, "conv2d"),
-    nn.Conv3d: (_Convolution, "conv3d"),
-    nn.LayerNorm: (_LayerNorm, "layer_norm"),
-    nn.GroupNorm: (_InputOnly, "group_norm"),
-    nn.RMSNorm: (_InputOnly, "rms_norm"),
-    nn.BatchNorm1d: (_InputOnly, "batch_norm"),
-    nn.BatchNorm2d: (_InputOnly, "batch_norm"),
-    nn.BatchNorm3d: (_InputOnly, "batch_norm"),
-    nn.Embedding: (_InputOnly, "embedding"),
-    nn.ReLU: (_InputOnly, "relu"),
-    nn.GELU: (_InputOnly, "gelu"),
-    nn.SiLU: (_InputOnly, "silu"),
-    nn.Sigmoid: (_InputOnly, "sigmoid"),
-    nn.Tanh: (_InputOnly, "tanh"),
-    nn.Softmax: (_InputOnly, "softmax"),
-    nn.Dropout: (_InputOnly, "dropout"),
-    nn.MultiheadAttention: (_Attention, "multi_head_attention_forward"),
-}
-_PARTS = ("_conv_forward", "_sa_block", "_mha_block", "_ff_block")  # methods that a forward calls
-_CONTAINERS = (nn.TransformerEncoder, nn.TransformerEncoderLayer, nn.TransformerDecoder, nn.TransformerDecoderLayer)
-# No layer as torch makes it has one of these for a plain attribute.
-_OWN = ("forward", "weight", "bias", "in_proj_weight", "in_proj_bias", *_PARTS)
-
-
-def _as_in_torch(kind: type[nn.Module]) -> bool:
-    """Return whether the methods of a class are its module's: before this was imported, a user may have put in others."""
-    own = vars(sys.modules[kind.__module__])
-    methods = [getattr(kind, name, None) for name in ("forward", *_PARTS)]
-    return all(method is None or getattr(method, "__globals__", None) is own for method in methods)
-
-
-# What a class is asked for at each call: a user may put in others later.
-_FORWARDS = {kind: kind.forward for kind in (*_LAYERS, *_CONTAINERS) if _as_in_torch(kind)}
-_METHODS = {(kind, name): getattr(kind, name) for kind in _FORWARDS for name in _PARTS if hasattr(kind, name)}
-
-
-def shorten_layers(model: nn.Module, executor: CastExecutor) -> None:
-    """Give those layers of `model` that are torch's own their short way under `executor`."""
-    for layer in model.modules():
-        kind, earlier = type(layer), module_call(layer)
-        if kind not in _FORWARDS or not (earlier is None or isinstance(earlier, LayerCall)):  # or compiled in place
-            continue
-        if not layer.__dict__.keys().isdisjoint(_OWN):
-            continue  # the user's in part
-        if kind in _CONTAINERS:
-            if not executor.user_rules:
-                _Container(layer, executor, Rule("passthrough", "its layers cast"))
-        else:
-            call, name = _LAYERS[kind]
-            if name not in executor.user_rules:
-                call(layer, executor, lookup(name))
-
-
-def general_ways(replica: nn.Module) -> None:
-    """Take the short ways off a replica of `nn.DataParallel`: its copied attributes lead to the original's weights."""
-    for layer in replica.modules():
-        if isinstance(module_call(layer), LayerCall):
-            set_module_call(layer, None)

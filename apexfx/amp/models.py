@@ -20,7 +20,7 @@ from apexfx.passes.precision_rules import HALVES
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
-from .layer_calls import general_ways, shorten_layers
+from .short_ways import general_ways, shorten_layers
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,11 @@ LAYERS = {
     "conv3d": (lambda: nn.Conv3d(2, 4, 3), (2, 2, 4, 4, 4)), "layer_norm": (lambda: nn.LayerNorm(8), (4, 8)),
     "group_norm": (lambda: nn.GroupNorm(2, 8), (4, 8)), "rms_norm": (lambda: nn.RMSNorm(8), (4, 8)),
     "batch_norm1d": (lambda: nn.BatchNorm1d(8), (4, 8)), "batch_norm2d": (lambda: nn.BatchNorm2d(3), (4, 3, 2, 2)),
-    "batch_norm3d": (lambda: nn.BatchNorm3d(3, momentum=None), (4, 3, 2, 2, 2)), "relu": (lambda: nn.ReLU(), (4, 8)),
+    "batch_norm3d averaged": (lambda: nn.BatchNorm3d(3, momentum=None), (4, 3, 2, 2, 2)), "relu": (lambda: nn.ReLU(), (4, 8)),
+    "batch_norm1d 3-d": (lambda: nn.BatchNorm1d(8, momentum=0.3, eps=0.1), (4, 8, 3)),
+    "batch_norm2d plain": (lambda: nn.BatchNorm2d(3, affine=False), (4, 3, 2, 2)),
+    "batch_norm2d without statistics": (lambda: nn.BatchNorm2d(3, track_running_stats=False), (4, 3, 2, 2)),
+    "batch_norm3d": (lambda: nn.BatchNorm3d(3), (4, 3, 2, 2, 2)),
     "gelu": (lambda: nn.GELU("tanh"), (4, 8)), "silu": (nn.SiLU, (4, 8)), "sigmoid": (nn.Sigmoid, (4, 8)),
     "tanh": (nn.Tanh, (4, 8)), "softmax": (lambda: nn.Softmax(-1), (4, 8)), "dropout": (lambda: nn.Dropout(0.5), (4, 8)),
     "padded conv": (lambda: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect"), (2, 3, 8, 8)),
@@ -47,6 +51,17 @@ def test_a_layer_gives_what_the_general_way_gives_to_the_bit(name, dtype, train,
     if not general:
         short(x)
         assert calls == []
+
+
+@pytest.mark.parametrize(("layer", "shape", "message"), [
+    (nn.BatchNorm2d(3), (1, 3, 1, 1), "Expected more than 1 value per channel"), (nn.BatchNorm1d(3), (1, 3), "more than 1 value"),
+    (nn.BatchNorm2d(3), (4, 3), "expected 4D input"), (nn.BatchNorm3d(3), (4, 3, 2, 2), "expected 5D input"),
+    (nn.BatchNorm1d(3), (4, 3, 2, 2), "expected 2D or 3D input"),
+])  # fmt: skip
+def test_a_batch_norm_refuses_what_it_would_refuse(layer, shape, message):
+    with pytest.raises(ValueError, match=message):
+        initialised(Model(layer))(torch.randn(shape))
+    assert layer.num_batches_tracked == ("more than" in message)  # torch counts a batch before it looks at it
 
 
 @pytest.mark.parametrize("train", [True, False])
