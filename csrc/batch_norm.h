@@ -15,16 +15,6 @@
 namespace apexfx {
 namespace batch_norm {
 
-// What x is computed in: float64 for float64, else float32.
-template <typename E>
-struct Compute {
-  using type = float;
-};
-template <>
-struct Compute<double> {
-  using type = double;
-};
-
 // 1 / n for a count n >= 1. A division of doubles is a function call on CUDA, with spilled registers around it; two
 // Newton steps from a single precision guess are as good.
 APEXFX_HD double reciprocal(double n) {
@@ -82,7 +72,7 @@ APEXFX_HD T relu(T y) {
 
 // The largest value that rounds to 0 in E: the mask of a ReLU is that of its rounded output.
 template <typename E>
-APEXFX_HD typename Compute<E>::type largest_zero() {
+APEXFX_HD Compute<E> largest_zero() {
   return 0;
 }
 template <>
@@ -128,11 +118,6 @@ inline std::string shape_text(const Tensor& t) {
   text << "(";
   for (int64_t d = 0; d < t.dim(); ++d) text << t.size(d) << (d + 1 < t.dim() ? ", " : t.dim() == 1 ? ",)" : ")");
   return text.str() + (t.dim() == 0 ? ")" : "");
-}
-
-inline bool is_floating(ScalarType dtype) {
-  return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::Half ||
-         dtype == ScalarType::BFloat16;
 }
 
 // A schema lets None through where it asks for a tensor.

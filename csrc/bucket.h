@@ -8,11 +8,6 @@
 
 namespace apexfx {
 
-inline bool is_floating(ScalarType dtype) {
-  return dtype == ScalarType::Float || dtype == ScalarType::Double || dtype == ScalarType::Half ||
-         dtype == ScalarType::BFloat16;
-}
-
 // Slots in order of offset: indices into `offsets`. Throws unless they are disjoint and inside [0, numel).
 inline std::vector<int64_t> sorted_slots(const char* op, const std::vector<int64_t>& offsets,
                                          const std::vector<int64_t>& numels, int64_t numel, double divisor) {

@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #ifdef __CUDACC__
@@ -42,6 +43,10 @@ using torch::stable::Tensor;
 using Half = c10::Half;
 using BFloat16 = c10::BFloat16;
 
+// What values of E are computed in: double for double, else float.
+template <typename E>
+using Compute = std::conditional_t<std::is_same_v<E, double>, double, float>;
+
 // Throws std::runtime_error("apexfx::<op>: ...") unless `condition` holds; Python sees a RuntimeError.
 template <typename... Parts>
 inline void check(bool condition, const char* op, const Parts&... parts) {
@@ -60,6 +65,11 @@ inline const char* dtype_name(ScalarType dtype) {
     case ScalarType::BFloat16: return "bfloat16";
     default: return "an unsupported dtype";
   }
+}
+
+inline bool is_floating(ScalarType dtype) {
+  return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::Half ||
+         dtype == ScalarType::BFloat16;
 }
 
 // Calls f(T{}) with T = float, Half or BFloat16 (and double where `with_double`).

@@ -64,10 +64,6 @@ struct Rows {
   int64_t count, columns;
 };
 
-inline bool is_floating(ScalarType t) {
-  return t == ScalarType::Double || t == ScalarType::Float || t == ScalarType::Half || t == ScalarType::BFloat16;
-}
-
 inline ScalarType accumulate_dtype(ScalarType t) { return t == ScalarType::Double ? t : ScalarType::Float; }
 
 inline bool mixes(ScalarType a, ScalarType b) { return (a == ScalarType::Double) == (b == ScalarType::Double); }

@@ -16,25 +16,13 @@ using Doubles = std::vector<double>;
 constexpr int64_t kPiece = 64 * 1024;  // elements per task
 
 template <typename E>
-using T = typename Compute<E>::type;
+using T = Compute<E>;
 template <typename E>
 constexpr bool kDirect = !std::is_same_v<E, Half>;  // the loops read and write it in memory
 
 // What the loops are given: float16 goes through float scratch, bfloat16 is bits.
 template <typename E>
-struct InLoop {
-  using type = E;
-};
-template <>
-struct InLoop<Half> {
-  using type = float;
-};
-template <>
-struct InLoop<BFloat16> {
-  using type = Bf16;
-};
-template <typename E>
-using L = typename InLoop<E>::type;
+using L = std::conditional_t<std::is_same_v<E, Half>, float, std::conditional_t<std::is_same_v<E, BFloat16>, Bf16, E>>;
 template <typename E>
 using Scratch = L<E>[kDirect<E> ? 1 : kBlock];
 

@@ -10,7 +10,7 @@ namespace batch_norm {
 // y = (x - mean) * invstd * weight + bias [+ residual] [ReLU]
 template <typename E, int P>
 struct Normalize {
-  using T = typename Compute<E>::type;
+  using T = Compute<E>;
   using Constants = Affine<T>;
   struct Inputs {
     Pack<E, P> x, residual;
@@ -36,7 +36,7 @@ struct Normalize {
 // dx = g * per_grad + (x - center) * per_x + constant
 template <typename E, int P>
 struct Gradient {
-  using T = typename Compute<E>::type;
+  using T = Compute<E>;
   struct Constants {
     Affine<T> affine;
     InputGradient<T> gradient;

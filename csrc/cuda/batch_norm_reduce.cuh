@@ -74,7 +74,7 @@ template <typename E, int P>
 __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
     plane_sums_kernel(const E* __restrict__ x, PlaneShape shape, PlaneStep plane_step, double* __restrict__ partial,
                       double* __restrict__ count) {
-  using T = typename Compute<E>::type;
+  using T = Compute<E>;
   using Reduce = cub::BlockReduce<Sums, kThreads>;
   __shared__ typename Reduce::TempStorage scratch;
   const int64_t channel = blockIdx.x, total = shape.outer * shape.packs;
@@ -117,7 +117,7 @@ template <typename E, int P>
 __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
     plane_gradient_sums_kernel(const E* __restrict__ grad, const E* __restrict__ x, PlaneShape shape,
                                PlaneStep plane_step, ChannelVectors vectors, bool relu, double* __restrict__ partial) {
-  using T = typename Compute<E>::type;
+  using T = Compute<E>;
   using Reduce = cub::BlockReduce<Sums, kThreads>;
   __shared__ typename Reduce::TempStorage scratch;
   const int64_t channel = blockIdx.x, total = shape.outer * shape.packs;
@@ -185,7 +185,7 @@ __device__ void write_columns(const Sums (&sums)[P], double* scratch, int64_t ch
 template <typename E, int P>
 __global__ void __launch_bounds__(kThreads) row_sums_kernel(const E* __restrict__ x, RowShape shape,
                                                             double* __restrict__ partial, double* __restrict__ count) {
-  using T = typename Compute<E>::type;
+  using T = Compute<E>;
   __shared__ double scratch[2 * kThreads * P];
   const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
@@ -230,7 +230,7 @@ template <typename E, int P>
 __global__ void __launch_bounds__(kThreads)
     row_gradient_sums_kernel(const E* __restrict__ grad, const E* __restrict__ x, RowShape shape,
                              ChannelVectors vectors, bool relu, double* __restrict__ partial) {
-  using T = typename Compute<E>::type;
+  using T = Compute<E>;
   constexpr int kRows = 2;  // in flight: two operands
   __shared__ double scratch[2 * kThreads * P];
   const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,7 +1,9 @@
-// Chooses the shape of a launch of csrc/cuda/norm_kernels.cuh; instantiated once for each input dtype (norm_*.cu).
+// Chooses the shape of a launch of the kernels in norm_forward.cuh and norm_backward.cuh; instantiated once for each input
+// dtype (norm_*.cu).
 #pragma once
 
-#include "norm_kernels.cuh"
+#include "norm_backward.cuh"
+#include "norm_forward.cuh"
 
 namespace apexfx {
 namespace norm {
@@ -47,7 +49,7 @@ struct ForwardTensors {
 
 template <typename X, typename W, typename Y>
 void launch_forward(const ForwardTensors& t) {
-  using A = typename Wide<X>::type;
+  using A = Compute<X>;
   constexpr int N = kPackSize<X>;
   const ForwardArguments<X, W, Y> a{static_cast<const X*>(t.x.const_data_ptr()), data_of<W>(t.weight),
                                     data_of<W>(t.bias), static_cast<Y*>(t.y.mutable_data_ptr()),

@@ -24,6 +24,10 @@ struct alignas(sizeof(T) * N) Pack {
 template <typename T>
 constexpr int kPackSize = 16 / sizeof(T);
 
+inline bool is_aligned(const void* pointer, size_t bytes = 16) {
+  return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
+}
+
 }  // namespace apexfx
 
 #undef STD_CUDA_CHECK

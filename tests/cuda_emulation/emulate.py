@@ -1,4 +1,4 @@
-"""Compile the list ops' CUDA sources for the CPU, through `include/`, and run the device tests' cases on them.
+"""Compile the CUDA sources of the list ops and of the norms for the CPU, through `include/`, and run the device tests' cases on them.
 
     python tests/cuda_emulation/emulate.py FOLDER [--every N]
 
@@ -10,6 +10,7 @@ barriers and formulas are right, where there is no device. It says nothing about
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -19,7 +20,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FAMILIES = ("multi_tensor", "optimizers", "bucket")
+SOURCES = ("multi_tensor", "optimizers", "bucket", "layer_norm", "rms_norm", "norm_wide", "norm_half", "norm_bfloat16")
+LAUNCHING_HEADERS = ("walk", "norm_launch")
 
 
 def split_arguments(text: str) -> list[str]:
@@ -60,11 +62,12 @@ def build(folder: Path) -> Path:
     shutil.rmtree(source, ignore_errors=True)
     shutil.copytree(ROOT / "csrc", source)
     shutil.copy(HERE / "common.cuh", source / "cuda/common.cuh")
-    (source / "cuda/walk.cuh").write_text(translate((source / "cuda/walk.cuh").read_text()))
+    for header in LAUNCHING_HEADERS:
+        (source / f"cuda/{header}.cuh").write_text(translate((source / f"cuda/{header}.cuh").read_text()))
     files = []
-    for family in FAMILIES:
-        files.append(source / f"cuda/emulated_{family}.cpp")
-        files[-1].write_text(translate((source / f"cuda/{family}.cu").read_text()))
+    for name in SOURCES:
+        files.append(source / f"cuda/emulated_{name}.cpp")
+        files[-1].write_text(translate((source / f"cuda/{name}.cu").read_text()))
     torch_root = compile_ops.torch_root()
     library = folder / "emulated.so"
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-attributes",
@@ -76,12 +79,13 @@ def build(folder: Path) -> Path:
 
 
 def check(library: Path, every: int) -> int:
-    """Run every N-th optimizer case, and all of the others; return how many were run."""
+    """Run every N-th case of optimizers and norms, and all of the others; return how many were run."""
     os.environ["APEXFX_EXT"] = "0"
     sys.path.insert(0, str(ROOT))
     import torch
 
     from apexfx import ops
+    from tests.gpu import test_norm_kernels as norms
     from tests.ops import multi_tensor_cases as lists
     from tests.ops import optimizer_cases as cases
     from tests.ops import test_bucket
@@ -105,6 +109,10 @@ def check(library: Path, every: int) -> int:
             lists.check_l2norm(dtypes[0], layout, "cpu")
             count += 4
     lists.check_flags(cases.F32, "cpu")
+    sizes = [(rows % 100, columns) for rows, columns in norms.SIZES]  # the fibers of a row take their time
+    for case in list(itertools.product((False, True), norms.DTYPES, sizes, (0, 1)))[::every]:
+        norms.test_kernels_equal_references_and_themselves(*case, "cpu")
+        count += 1
     return count + 1
 
 

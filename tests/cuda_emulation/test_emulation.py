@@ -1,4 +1,4 @@
-"""The CUDA list kernels, run on the CPU by emulation: every case of the device tests agrees with float64."""
+"""The CUDA kernels of lists and norms, run on the CPU by emulation: every case of the device tests agrees with float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 @pytest.mark.long
 @pytest.mark.skipif(shutil.which("g++") is None or sys.platform != "linux", reason="needs g++ and ucontext")
-def test_cuda_list_kernels_agree_when_emulated(tmp_path):
+def test_cuda_kernels_agree_when_emulated(tmp_path):
     program = Path(__file__).with_name("emulate.py")
     command = [sys.executable, str(program), str(tmp_path), "--every", "5"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900)

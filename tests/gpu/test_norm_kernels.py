@@ -16,7 +16,7 @@ DTYPES = [
     (x, parameters, output)
     for x in (torch.float32, torch.float16, torch.bfloat16)
     for parameters, output in ((x, x), (torch.float32, x), (torch.float32, torch.float32))
-]
+] + [(torch.float64,) * 3]
 
 
 def draw(size, dtypes, offset, device):

@@ -1,5 +1,6 @@
-// Just enough of CUDA to run the list kernels on a CPU: a block's threads are fibers that take turns at barriers, blocks
-// run one after another. Shared memory is static storage. A barrier that only some threads reach aborts.
+// Just enough of CUDA to run the kernels of lists and of norms on a CPU: a block's threads are fibers that take turns at barriers, blocks
+// run one after another. Shared memory is static storage. A barrier that only some threads reach aborts; a shuffle is
+// one, for the whole block.
 #pragma once
 
 #include <ucontext.h>
@@ -22,14 +23,15 @@
 
 using cudaStream_t = void*;
 
-namespace emulation {
-
-struct Index {
-  unsigned x = 0;
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
+namespace emulation {
+
 constexpr size_t kStackBytes = 256 * 1024;
-inline Index thread, block, threads_per_block, blocks;
+inline dim3 thread, block, threads_per_block, blocks;
 inline std::vector<ucontext_t> fibers;
 inline std::vector<char*> stacks;
 inline std::vector<char> finished;
@@ -54,7 +56,7 @@ inline unsigned run_to_barrier(unsigned count) {
   for (unsigned t = 0; t < count; ++t) {
     if (finished[t]) continue;
     current = t;
-    thread.x = t;
+    thread = dim3(t % threads_per_block.x, t / threads_per_block.x);
     swapcontext(&scheduler, &fibers[t]);
     if (finished[t]) ++ended;
     else ++waiting;
@@ -67,13 +69,15 @@ inline unsigned run_to_barrier(unsigned count) {
 }
 
 template <typename F>
-void launch(unsigned grid, unsigned count, F f) {
-  blocks.x = grid;
-  threads_per_block.x = count;
+void launch(dim3 grid, dim3 threads, F f) {
+  const unsigned count = threads.x * threads.y;
+  blocks = grid;
+  threads_per_block = threads;
   kernel = f;
   fibers.resize(count);
   while (stacks.size() < count) stacks.push_back(static_cast<char*>(malloc(kStackBytes)));
-  for (block.x = 0; block.x < grid; ++block.x) {
+  for (unsigned b = 0; b < grid.x * grid.y; ++b) {
+    block = dim3(b % grid.x, b / grid.x);
     finished.assign(count, 0);
     for (unsigned t = 0; t < count; ++t) {
       getcontext(&fibers[t]);
@@ -87,6 +91,18 @@ void launch(unsigned grid, unsigned count, F f) {
   }
 }
 
+template <typename T>
+T shuffled_xor(T value, unsigned lanes) {
+  static std::vector<T> values;
+  const unsigned self = current;
+  values.resize(fibers.size());
+  values[self] = value;
+  barrier();
+  const T other = values[self ^ lanes];
+  barrier();
+  return other;
+}
+
 }  // namespace emulation
 
 #define threadIdx emulation::thread
@@ -97,3 +113,9 @@ void launch(unsigned grid, unsigned count, F f) {
 
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
+inline float rsqrt(float x) { return 1 / std::sqrt(x); }
+inline double rsqrt(double x) { return 1 / std::sqrt(x); }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int lanes) {
+  return emulation::shuffled_xor(value, static_cast<unsigned>(lanes));
+}

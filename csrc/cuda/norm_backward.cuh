@@ -1,182 +1,17 @@
-// Kernels of layer norm and RMS norm over x: [rows, n]; the formulas are in csrc/norm.h.
+// dx: [rows, n], and the sums over the rows that weight and bias are given.
 //
-// A row belongs to blockDim.x threads, a warp or several, and a block works on blockDim.y rows side by side. Thread t
-// owns the packs t, t + blockDim.x, ... of the row, a pack being kPack neighbours that move in one access; up to kPacks
-// of them stay in registers, so that memory is read once. Longer rows are read again from the cache (kPacks = 0).
 // The parameters' gradients are summed by the thread that owns the column over the rows of its block, then over the
 // blocks in order: the same result in every run.
 #pragma once
 
-#include "../norm.h"
-#include "common.cuh"
+#include "norm_row.cuh"
 
 namespace apexfx {
 namespace norm {
 
-constexpr int kMaxThreads = 512;  // a row
-
-// What is computed in: double for double, else float.
-template <typename T>
-struct Wide {
-  using type = float;
-};
-template <>
-struct Wide<double> {
-  using type = double;
-};
-
-template <int N, typename T, typename A>
-__device__ __forceinline__ void load_pack(const T* p, A (&out)[N]) {
-  const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(p);
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = static_cast<A>(pack.value[i]);
-}
-
-template <int N, typename T, typename A>
-__device__ __forceinline__ void store_pack(T* p, const A (&in)[N]) {
-  Pack<T, N> pack;
-#pragma unroll
-  for (int i = 0; i < N; ++i) pack.value[i] = static_cast<T>(in[i]);
-  *reinterpret_cast<Pack<T, N>*>(p) = pack;
-}
-
-// A parameter's pack, or `absent` where there is none.
-template <int N, typename T, typename A>
-__device__ __forceinline__ void load_parameter(const T* p, int64_t column, A absent, A (&out)[N]) {
-  if (p) {
-    load_pack(p + column, out);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = absent;
-  }
-}
-
-template <typename A>
-__device__ __forceinline__ A shuffled(A value, int offset) {
-  return __shfl_xor_sync(0xffffffffu, value, offset);
-}
-template <typename A>
-__device__ __forceinline__ Moments<A> shuffled(const Moments<A>& v, int offset) {
-  return {shuffled(v.count, offset), shuffled(v.mean, offset), shuffled(v.m2, offset)};
-}
-template <typename A>
-struct Pair {
-  A first, second;
-};
-template <typename A>
-__device__ __forceinline__ Pair<A> shuffled(const Pair<A>& v, int offset) {
-  return {shuffled(v.first, offset), shuffled(v.second, offset)};
-}
-template <typename A>
-__device__ __forceinline__ Pair<A> merged(const Pair<A>& a, const Pair<A>& b) {
-  return {a.first + b.first, a.second + b.second};
-}
-
-// Merges `value` over the row's threads; every thread gets the result. Both partners of a shuffle must compute the
-// same bits, so the lower lane's value is always the first operand.
-template <typename V>
-__device__ __forceinline__ V merged_over_row(V value) {
-#pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const V other = shuffled(value, offset);
-    value = threadIdx.x & offset ? merged(other, value) : merged(value, other);
-  }
-  if (blockDim.x > 32) {
-    __shared__ V warps[kMaxThreads / 32];
-    const int per_row = blockDim.x / 32, first = threadIdx.y * per_row;
-    __syncthreads();  // the rows before may still be read
-    if (threadIdx.x % 32 == 0) warps[first + threadIdx.x / 32] = value;
-    __syncthreads();
-    value = warps[first];
-    for (int w = 1; w < per_row; ++w) value = merged(value, warps[first + w]);
-  }
-  return value;
-}
-
-// Moments of the first `count` packs: their mean (zero where it is not wanted), then the squared deviations from it.
-template <int N, int kPacks, typename A>
-__device__ __forceinline__ Moments<A> moments_of(const A (&x)[kPacks][N], int count, bool centered) {
-  A sum = 0, m2 = 0;
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-    for (int i = 0; i < N; ++i) sum += p < count ? x[p][i] : A(0);
-  const A mean = centered && count ? sum / static_cast<A>(count * N) : A(0);
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-    for (int i = 0; i < N; ++i) m2 += p < count ? (x[p][i] - mean) * (x[p][i] - mean) : A(0);
-  return {static_cast<A>(count * N), mean, m2};
-}
-
-template <typename X, typename W, typename Y>
-struct ForwardArguments {
-  const X* x;
-  const W* weight;
-  const W* bias;
-  Y* y;
-  typename Wide<X>::type* mean;  // null for RMS norm
-  typename Wide<X>::type* rstd;
-  int64_t rows, n;
-  typename Wide<X>::type eps;
-};
-
-template <typename X, typename W, typename Y, int kPack, int kPacks>
-__global__ void __launch_bounds__(kMaxThreads, 1) forward_kernel(const ForwardArguments<X, W, Y> a) {
-  using A = typename Wide<X>::type;
-  const int64_t step = static_cast<int64_t>(blockDim.x) * kPack, first = static_cast<int64_t>(threadIdx.x) * kPack;
-  A kept[kPacks ? kPacks : 1][kPack];
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * blockDim.y; base < a.rows;
-       base += static_cast<int64_t>(gridDim.x) * blockDim.y) {  // the same number of turns for the whole block
-    const int64_t row = base + threadIdx.y, n = row < a.rows ? a.n : 0;
-    const X* x = a.x + row * a.n;
-    Y* y = a.y + row * a.n;
-    Moments<A> moments{0, 0, 0};
-    if constexpr (kPacks > 0) {
-      int count = 0;
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p)
-        if (first + p * step < n) {
-          load_pack(x + first + p * step, kept[p]);
-          count = p + 1;
-        }
-      moments = moments_of(kept, count, a.mean != nullptr);
-    } else {
-      for (int64_t column = first; column < n; column += step) {
-        load_pack(x + column, kept[0]);
-        moments = merged(moments, moments_of(kept, 1, a.mean != nullptr));
-      }
-    }
-    moments = merged_over_row(moments);
-    const A mean = moments.mean, rstd = rsqrt(moments.m2 / static_cast<A>(a.n) + a.eps);
-    const auto give = [&](A(&values)[kPack], int64_t column) {
-      A weight[kPack], bias[kPack];
-      load_parameter(a.weight, column, A(1), weight);
-      load_parameter(a.bias, column, A(0), bias);
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) values[i] = affine(normalized(values[i], mean, rstd), weight[i], bias[i]);
-      store_pack(y + column, values);
-    };
-    if constexpr (kPacks > 0) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p)
-        if (first + p * step < n) give(kept[p], first + p * step);
-    } else {
-      for (int64_t column = first; column < n; column += step) {
-        load_pack(x + column, kept[0]);
-        give(kept[0], column);
-      }
-    }
-    if (threadIdx.x == 0 && n) {
-      if (a.mean) a.mean[row] = mean;
-      a.rstd[row] = rstd;
-    }
-  }
-}
-
 template <typename G, typename S, typename D, typename W>
 struct BackwardArguments {
-  using A = typename Wide<S>::type;
+  using A = Compute<S>;
   const G* grad;
   const S* saved;  // x, or y where from_output
   const A* mean;   // null for RMS norm, and where from_output
@@ -213,7 +48,7 @@ __device__ __forceinline__ void load_gradient(const Arguments& a, int64_t row, i
 
 template <typename G, typename S, typename D, typename W, int kPack, int kPacks, bool kParameters>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const BackwardArguments<G, S, D, W> a) {
-  using A = typename Wide<S>::type;
+  using A = Compute<S>;
   static_assert(!kParameters || kPacks > 0, "the parameters' sums live in the registers of a kept row");
   const int64_t step = static_cast<int64_t>(blockDim.x) * kPack, first = static_cast<int64_t>(threadIdx.x) * kPack;
   constexpr int kKept = kPacks ? kPacks : 1, kSums = kParameters ? kPacks : 1;
@@ -299,7 +134,7 @@ constexpr int kTileRows = 8;
 
 template <typename G, typename S, typename D, typename W>
 __global__ void __launch_bounds__(32 * kTileRows, 1) parameters_kernel(const BackwardArguments<G, S, D, W> a) {
-  using A = typename Wide<S>::type;
+  using A = Compute<S>;
   __shared__ A tile[2][kTileRows][32];
   for (int64_t tile_column = static_cast<int64_t>(blockIdx.x) * 32; tile_column < a.n;
        tile_column += static_cast<int64_t>(gridDim.x) * 32) {
