@@ -21,7 +21,7 @@ from torch import (  # 2.11, 2.13, 2.15
 )
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
-from torch._dynamo.exc import BackendCompilerFailed  # 2.11, 2.13, 2.15
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit  # 2.11, 2.13, 2.15
 from torch._dynamo.utils import count_calls  # 2.11, 2.13, 2.15
 from torch._functorch import config as functorch_config  # 2.11, 2.13, 2.15
 from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13, 2.15
@@ -185,6 +185,7 @@ __all__ = [
     "BatchNorm",
     "CustomGraphPass",
     "ExternKernelChoice",
+    "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
     "GLOBAL_HOOKS",

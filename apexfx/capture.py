@@ -15,7 +15,8 @@ from .fx import graphs, set_value
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
-_FQN_PART = re.compile(r"_(?:modules|parameters|buffers)\['([^']*)'\]")
+# `_parameters['w']`, or `__dict__['_parameters']['w']` of a module that forward changes.
+_FQN_PART = re.compile(r"_(modules|parameters|buffers)(?:'\])?\['([^']*)'\]")
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,12 @@ def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None
 
 def _placeholder(index: int, source: str, example: Any) -> Placeholder:
     parts = _FQN_PART.findall(source)
-    name = ".".join(parts) if parts else _LOCAL.sub(r"\1", source)
+    name = ".".join(part for _, part in parts) if parts else _LOCAL.sub(r"\1", source)
     if not isinstance(example, torch.Tensor):
         return Placeholder(index, name, "symint")
     # A Parameter that is an argument of forward is data of this call, not a part of the model.
     is_parameter = isinstance(example, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source)
-    kind = "param" if is_parameter else "buffer" if "_buffers[" in source else "input"
+    kind = "param" if is_parameter else "buffer" if parts and parts[-1][0] == "buffers" else "input"
     stride = tuple(map(_size, example.stride())) if example.layout == torch.strided else None
     return Placeholder(index, name, kind, tuple(map(_size, example.shape)), example.dtype, example.device,
                        example.requires_grad, stride)

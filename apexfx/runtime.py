@@ -11,15 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._torch import BackendCompilerFailed, dynamo_config, functorch_config, tree_map
+from ._torch import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config, functorch_config, tree_map
 from .backend import GraphCompiler
 from .config import TransformConfig
 from .report import Report
 
 log = logging.getLogger(__name__)
 
-# Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, the recompile limit raises.
-_DYNAMO = {"allow_rnn": True, "fail_on_recompile_limit_hit": True}
+# Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
+# compiled for every count, the recompile limit raises.
+_DYNAMO = {"allow_rnn": True, "allow_unspec_int_on_nn_module": True, "fail_on_recompile_limit_hit": True}
 
 
 class Runtime:
@@ -60,6 +61,13 @@ class Runtime:
                 result = run(*args, **kwargs)
         except BackendCompilerFailed as error:
             raise error.inner_exception from None  # ours, said once and with its own type
+        except FailOnRecompileLimitHit:
+            raise FailOnRecompileLimitHit(
+                f"apexfx: forward was compiled {dynamo_config.recompile_limit} times, each for other values of something that "
+                "keeps changing, and would now run in eager, without the passes. The warning above, or TORCH_LOGS=recompiles, "
+                "says what it is: hold it in a buffer or give it as a tensor; for sizes pass dynamic=True; or raise "
+                "torch._dynamo.config.recompile_limit"
+            ) from None
         if self.config.level.half_parameters:
             result = self._cast(result, self._half, torch.float32)
         if not self._checked:

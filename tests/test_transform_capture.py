@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from apexfx.testing import assert_close
 from tests.backward_graphs import TwoGraphs
 from tests.test_transform import transformed
 
@@ -78,9 +79,37 @@ def test_rnn_is_captured():
 
 def test_recompile_limit_raises_instead_of_running_eager():
     model = transformed(nn.Linear(4, 4), dynamic=False)
-    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="apexfx: forward was compiled 8 times"):
         for n in range(1, 20):
             model(torch.randn(n, 4))
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_a_module_that_counts_its_calls(opt_level):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.scale = nn.Parameter(torch.ones(4))
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x):
+            self.calls += 1
+            self.total += x.detach().sum(0)
+            return x * self.scale
+
+    source = nn.Sequential(nn.Linear(4, 4), Counts())
+    reference = copy.deepcopy(source)
+    model = transformed(source, opt_level=opt_level)
+    for _ in range(12):
+        x = torch.randn(3, 4)
+        model(x).sum().backward()
+        reference(x).sum().backward()
+    assert model[1].calls == 12 and len(model.report.graphs) <= 2 and not model.report.notes
+    assert '_1_scale: "f32[4]"' in model.report.code() and '_1_total: "f32[4]"' in model.report.code()
+    # Sums over 12 batches.
+    assert_close(model[1].total, reference[1].total, dtype=torch.bfloat16, scale=12)
+    assert_close(model[1].scale.grad, reference[1].scale.grad, dtype=torch.bfloat16, scale=12)
 
 
 def test_activation_checkpoint():
