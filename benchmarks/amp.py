@@ -1,8 +1,9 @@
 """Step time of amp O1 eager against torch.autocast + GradScaler, same model, same optimizer, in one run.
 
-    python benchmarks/amp.py [--device cpu] [--rounds 30] [--models mlp] [--optimizers fused sgd] [--json FILE]
+    python benchmarks/amp.py [--device cpu] [--rounds 30] [--models mlp] [--optimizers fused sgd] [--processes 7] [--json FILE]
 
-Rounds alternate between the two; the ratio is the median over rounds of ours / theirs, with its quartiles.
+Rounds alternate between the two; the ratio is the median over rounds of ours / theirs, with its quartiles. One process
+differs from the next by a few percent, for its whole life: with `--processes`, every number is the median over as many.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -131,35 +135,69 @@ def compared(steps: tuple[Callable[..., None], ...], data: tuple[torch.Tensor, .
     return Result(round(ours, 1), round(theirs, 1), round(middle, 3), round(low, 3), round(high, 3))
 
 
+def printed(name: str, kind: str, row: Result) -> None:
+    print(f"{name:8} {kind:14} amp {row.amp_us:7.0f}   autocast + GradScaler {row.autocast_us:7.0f}   "
+          f"ratio {row.ratio:.3f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})", flush=True)
+
+
+def measured(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[tuple[str, str], Result]:
+    """Measure in this process, printing each row."""
+    device, rows = arguments.device, {}
+    for name in arguments.models:
+        make, shape = MODELS[name]
+        data = (torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device))
+        for kind in arguments.optimizers:
+            ours, theirs = OPTIMIZERS[kind]
+            steps = amp_step(make, ours, dtype, device), autocast_step(make, theirs, dtype, device)
+            rows[name, kind] = compared(steps, data, arguments)
+            printed(name, kind, rows[name, kind])
+    return rows
+
+
+def measured_in_processes(arguments: argparse.Namespace) -> dict[tuple[str, str], Result]:
+    """Run this script so many times; return the median of every number."""
+    options = ["--device", arguments.device, "--rounds", str(arguments.rounds), "--repeats", str(arguments.repeats), "--threads",
+               str(arguments.threads), "--models", *arguments.models, "--optimizers", *arguments.optimizers]
+    runs = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(arguments.processes):
+            file = Path(folder) / f"{i}.json"
+            subprocess.run([sys.executable, __file__, *options, "--json", str(file)], check=True, stdout=subprocess.DEVNULL)
+            runs.append(json.loads(file.read_text())["rows"])
+    rows = {}
+    for name in arguments.models:
+        for kind in arguments.optimizers:
+            found = [run[f"{name}, {kind}"] for run in runs]
+            ratios = " ".join(f"{row['ratio']:.3f}" for row in found)
+            rows[name, kind] = Result(**{key: round(statistics.median(row[key] for row in found), 3) for key in found[0]})
+            printed(name, kind, rows[name, kind])
+            print(f"{'':24}each process {ratios}", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=10, help="steps a round")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--json", type=Path, help="written to; rows of other models and optimizers in it stay")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    device, dtype = arguments.device, torch.bfloat16 if arguments.device == "cpu" else torch.float16
-    print(f"torch {torch.__version__}, {device}, {dtype}; microseconds a step, median of {arguments.rounds} rounds")
-    rows = {}
-    for name in arguments.models:
-        make, shape = MODELS[name]
-        data = (torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device))
-        for kind in arguments.optimizers:
-            ours, theirs = OPTIMIZERS[kind]
-            row = compared((amp_step(make, ours, dtype, device), autocast_step(make, theirs, dtype, device)), data, arguments)
-            rows[f"{name}, {kind}"] = asdict(row)
-            print(f"{name:8} {kind:14} amp {row.amp_us:7.0f}   autocast + GradScaler {row.autocast_us:7.0f}   "
-                  f"ratio {row.ratio:.2f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})", flush=True)
+    dtype = torch.bfloat16 if arguments.device == "cpu" else torch.float16
+    print(f"torch {torch.__version__}, {arguments.device}, {dtype}; microseconds a step, median of {arguments.rounds} rounds, "
+          f"{arguments.processes} process(es)")
+    rows = measured(arguments, dtype) if arguments.processes == 1 else measured_in_processes(arguments)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         earlier = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else {}
         versions = {"torch": torch.__version__, "apexfx": apexfx.__version__, "python": platform.python_version()}
-        record = {**versions, "device": device, "dtype": str(dtype), "threads": arguments.threads, "rounds": arguments.rounds,
-                  "repeats": arguments.repeats, "rows": {**earlier, **rows}}
+        record = {**versions, "device": arguments.device, "dtype": str(dtype), "threads": arguments.threads,
+                  "rounds": arguments.rounds, "repeats": arguments.repeats, "processes": arguments.processes,
+                  "rows": {**earlier, **{", ".join(key): asdict(row) for key, row in rows.items()}}}
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
