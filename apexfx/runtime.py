@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._torch import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config, functorch_config, tree_map
+from ._torch import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config, functorch_config, tree_leaves, tree_map
 from .backend import GraphCompiler
 from .config import TransformConfig
+from .passes.precision_rules import HALVES
 from .report import Report
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,8 @@ class Runtime:
         self._checked = self._capturing = False
         self._patch = dynamo_config.patch(_DYNAMO)
         self._parameters = [name for name, _ in model.named_parameters()]
-        self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._first_parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+        self._half = config.half_dtype(self._first_parameter.device if self._first_parameter is not None else torch.device("cpu"))
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
@@ -53,9 +55,7 @@ class Runtime:
         if sync is not None and trains and torch.is_grad_enabled() and not self._capturing:
             sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local
-        if self.config.level.half_parameters:
-            # Dynamo evaluates the model as it is: half parameters need half inputs before it traces anything.
-            args, kwargs = self._cast((args, kwargs), torch.float32, self._half)
+        args, kwargs = self._in_dtype_of_parameters((args, kwargs))
         try:
             with self._dynamo_settings():
                 result = run(*args, **kwargs)
@@ -69,14 +69,24 @@ class Runtime:
                 "torch._dynamo.config.recompile_limit"
             ) from None
         if self.config.level.half_parameters:
-            result = self._cast(result, self._half, torch.float32)
+            result = self._cast(result, (self._half,), torch.float32)
         if not self._checked:
             self._check_captured()
         return result
 
+    def _in_dtype_of_parameters(self, inputs: Any) -> Any:
+        """Return the inputs for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
+        wanted = self._half if self.config.level.half_parameters else torch.float32
+        if not self.config.level.half_parameters and (self._first_parameter is None or self._first_parameter.dtype != wanted):
+            return inputs
+        others = {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)} & {torch.float32, *HALVES} - {wanted}
+        for half in others - {torch.float32}:
+            self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {wanted} before each call")
+        return self._cast(inputs, others, wanted) if others else inputs
+
     @staticmethod
-    def _cast(tree: Any, given: torch.dtype, wanted: torch.dtype) -> Any:
-        return tree_map(lambda x: x.to(wanted) if isinstance(x, Tensor) and x.dtype == given else x, tree)
+    def _cast(tree: Any, given: Collection[torch.dtype], wanted: torch.dtype) -> Any:
+        return tree_map(lambda x: x.to(wanted) if isinstance(x, Tensor) and x.dtype in given else x, tree)
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
