@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from .agreement import RankMismatchError as RankMismatchError
 from .backend import last_report as last_report
 from .config import BucketConfig as BucketConfig
@@ -14,3 +17,15 @@ from .schedule.plan import BucketPlan as BucketPlan
 from .transform import transform as transform
 
 __version__ = "0.1.0"
+
+_SUBPACKAGES = ("amp", "compat", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+
+
+def __getattr__(name: str) -> Any:  # Apex's packages, when they are reached for: the graphs need none of them
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f".{name}", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_SUBPACKAGES})

@@ -6,6 +6,8 @@ import copy
 import inspect
 import io
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -305,7 +307,30 @@ def test_a_failed_transform_leaves_the_model():
 def test_o3_halves_the_parameters_in_place():
     source = Net()
     weight = source.conv.weight
-    model = transformed(source, opt_level="O3", verify="final")
+    model = transformed(source, opt_level="O3")
     assert model.conv.weight is weight and weight.dtype == torch.bfloat16
     model(images()).square().mean().backward()
     assert weight.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+def test_half_inputs(opt_level, given):
+    model, x = transformed(Net(), opt_level=opt_level), images().to(given)
+    out = model(x)
+    out.sum().backward()
+    assert out.dtype == torch.float32 and model.conv.weight.grad.isfinite().all()
+    with torch.no_grad():
+        model.eval()
+        assert torch.equal(model(x), model(x.float()))
+    parameters = model.conv.weight.dtype
+    said = f"apexfx: inputs of {given} are brought to the parameters' {parameters} before each call"
+    assert (said in model.report.notes) == (given != parameters)
+
+
+def test_apex_s_packages_are_found_when_they_are_reached_for():
+    code = "import sys, apexfx; assert 'apexfx.amp' not in sys.modules; apexfx.amp.initialize; apexfx.parallel.Reducer"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert {"amp", "parallel", "transform"} <= set(dir(apexfx))
+    with pytest.raises(AttributeError, match="has no attribute 'apm'"):
+        apexfx.apm
