@@ -88,7 +88,8 @@ class GradientSync:
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside the block; the first backward after it averages the sum.
 
-        Every rank must put the same steps inside: the flush and the allreduce nodes of a graph do not match each other.
+        Every rank must enter it, or none: the flush and the allreduce nodes of a graph do not match each other, so
+        `forward_count.py` compares which of them follows.
         """
         before, self.enabled = self.enabled, False
         try:

@@ -237,7 +237,10 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards in the block stay local; the first one after it averages the accumulated sum."""
+        """Backwards in the block stay local; the first one after it averages the accumulated sum.
+
+        Every rank runs backwards inside, as many as it likes, or none does; anything else raises in the first one after it.
+        """
         before = self._synchronizes
         self._set_enabled(False)
         try:
