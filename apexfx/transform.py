@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import logging
 import types
 from collections.abc import Iterable
@@ -36,9 +37,9 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
 
     Args:
         model: any module that is not transformed already. It is left usable; under O3 its parameters become half.
-        opt_level: "O0" float32; "O1" casts per op by rule; "O2" half except batch norm, float32 parameters as
-            masters; "O3" half, parameters included.
-        dtype: the half type; default float16 for a model on CUDA, bfloat16 on the CPU.
+        opt_level: "O0" float32; "O1", the default, casts per op by rule; "O2" half except batch norm, float32
+            parameters as masters; "O3" half, parameters included.
+        dtype: the half type or its name; default float16 for a model on CUDA, bfloat16 on the CPU.
         keep_batchnorm_fp32: override of the level's (O2 True, O3 False).
         precision: overrides by module path pattern or op name, e.g. `{"layer4.*": "float32"}`.
         sync_bn: batch norm statistics over all ranks.
@@ -46,7 +47,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
             allreduce nodes in the backward graph. Needs an initialised process group.
         process_group: for sync_bn and ddp; default the world.
         passes, skip: your own passes, run after the built-in ones of their stage; names of passes to leave out.
-        inner: "inductor", "eager" or "cudagraphs": what runs the rewritten graphs.
+        inner: "inductor" (default; the first call compiles), "eager" or "cudagraphs": what runs the rewritten graphs.
         fullgraph, dynamic: as in torch.compile; fullgraph also makes a rewrite that matches nothing an error.
         verify: "off"; "final": all invariants after each stage; "each": also every pass on the real inputs.
 
@@ -74,6 +75,12 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     made = _build(type(model), dict(model.__dict__), config, compiler)
     set_module_call(made, None)  # amp's or `nn.Module.compile`'s, which runs the model itself
     return made
+
+
+transform.__signature__ = inspect.Signature(  # the options and their defaults, as help() and notebooks show them
+    [inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation="nn.Module"),
+     *(p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in inspect.signature(TransformConfig).parameters.values())],
+    return_annotation="nn.Module")
 
 
 def _check_model(model: nn.Module, config: TransformConfig) -> None:
@@ -126,6 +133,9 @@ def _halve_parameters(model: nn.Module, config: TransformConfig) -> None:
 
 class TransformedModule:
     """What `transform()` adds to a model's class. Its state is `__dict__["_apexfx"]`, out of the model's way."""
+
+    def _get_name(self) -> str:
+        return f"Apexfx{type(self).__name__}"
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in super().__getstate__().items() if k != "_apexfx"}
@@ -188,7 +198,8 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn
         return self.__dict__["_apexfx"].call(args, kwargs, trains=self.training)
 
     names = {name: Inspection.__dict__[name] for name in public}
-    return type(f"Apexfx{cls.__name__}", (TransformedModule, cls), {"__module__": cls.__module__, "forward": forward, **names})
+    body = {"__module__": cls.__module__, "__qualname__": f"Apexfx{cls.__qualname__}", "forward": forward, **names}
+    return type(cls.__name__, (TransformedModule, cls), body)  # what libraries write into files is the source's name
 
 
 def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
