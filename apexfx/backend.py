@@ -103,7 +103,8 @@ class GraphCompiler:
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm,
                                  self.reduce_gradients and not self._averaged_by_ddp())
         schedule = passes.schedule(self.config, context)
-        pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
+        matched = {p.name for graph in self.report.graphs for p in graph.forward.passes if p.matches}
+        pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph, matched=matched)
         forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
         record = GraphReport(len(self.report.graphs), _needs_backward(placeholders), forward,
                              parameters=tuple(p.name for p in placeholders if p.kind == "param"))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
@@ -99,17 +98,21 @@ class Pipeline:
         passes: the schedule, all stages together; each stage runs its own, in this order.
         verify: "off", "final" or "each".
         strict: zero matches of a rewrite that was asked for is an error, not a warning (`fullgraph=True`).
+        matched: names of passes that rewrote another graph of the same model: no warning that this one has nothing for them.
 
     Raises:
         TypeError: an entry that is not a `Pass`.
         ValueError: an unknown stage or tier, a missing requirement, a conflict.
     """
 
-    def __init__(self, passes: Sequence[Pass], *, verify: str = "off", strict: bool = False) -> None:
+    def __init__(
+        self, passes: Sequence[Pass], *, verify: str = "off", strict: bool = False, matched: Collection[str] = ()
+    ) -> None:
         validate(passes)
         self.passes = tuple(passes)
         self.verify = verify
         self.strict = strict
+        self.matched = matched
 
     def stage(self, name: str) -> tuple[Pass, ...]:
         return tuple(p for p in self.passes if p.stage == name)
@@ -165,7 +168,7 @@ class Pipeline:
             message = f"apexfx: {report.name} rewrote nothing: {report.warning}"
             if self.strict:
                 raise PassError(report.name, f"rewrote nothing: {report.warning}")
-            log.warning(message)
+            log.log(logging.INFO if report.name in self.matched else logging.WARNING, message)
         log.info("%s: %d matches, %d -> %d nodes, %.1f ms", report.name, len(report.matches), report.nodes_before,
                  report.nodes_after, report.ms)
         log.debug("%s", report.code)
@@ -181,6 +184,9 @@ def validate(passes: Sequence[Pass]) -> None:
             raise TypeError(f"apexfx: passes= holds {pass_!r} ({type(pass_).__name__}), expected instances of apexfx.Pass")
         if not pass_.name:
             raise ValueError(f"apexfx: {type(pass_).__name__} has no name; set the class attribute `name`")
+        if type(pass_).call is Pass.call:
+            raise TypeError(f"apexfx: pass {pass_.name!r} has nothing to run; define call(self, gm) -> PassResult in "
+                            f"{type(pass_).__name__}")
         if pass_.stage not in STAGES:
             raise ValueError(f"apexfx: pass {pass_.name!r} has stage={pass_.stage!r}, expected one of {', '.join(STAGES)}")
         if pass_.numeric not in NUMERIC_TIERS:

@@ -91,6 +91,9 @@ def test_zero_matches_warns_and_raises_under_strict(caplog):
     assert "scale_twice rewrote nothing: there is no multiplication by two" in caplog.text
     with pytest.raises(PassError, match="rewrote nothing"):
         Pipeline([ScaleTwice()], strict=True).run("forward", gm)
+    caplog.clear()
+    report = Pipeline([ScaleTwice()], matched={"scale_twice"}).run("forward", gm)  # another graph of the model had one
+    assert report.passes[0].warning and not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 def test_verify_each_names_the_pass_and_the_node():
@@ -174,6 +177,17 @@ def test_contracts_are_checked_before_anything_runs():
         validate([Vague()])
     with pytest.raises(TypeError, match="expected instances of apexfx.Pass"):
         validate([print])
+
+
+def test_a_pass_without_call_is_refused_at_once():
+    class Misnamed(Pass):
+        name = "misnamed"
+
+        def run(self, gm):
+            return gm
+
+    with pytest.raises(TypeError, match=r"'misnamed' has nothing to run; define call\(self, gm\) -> PassResult in Misnamed"):
+        validate([Misnamed()])
 
 
 def test_refake_only_touches_what_changed():
