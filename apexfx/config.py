@@ -101,12 +101,21 @@ class BucketConfig:
                 raise ValueError(f"apexfx: allreduce_always_fp32=True contradicts comm_dtype={self.comm_dtype}")
 
 
+# Options of Apex's amp.initialize that are none of transform().
+_ELSEWHERE = {
+    "loss_scale": ": the graphs hold no loss scaling, which apexfx.amp.initialize does.",
+    "cast_model_type": ": it is called 'dtype' here.",
+    "optimizers": ": an optimizer built before or after needs no change; apexfx.amp.initialize takes both.",
+}
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALF_DTYPES}
+
+
 @dataclass(frozen=True)
 class TransformConfig:
     """The options of `transform()` and of `torch.compile(backend="apex")`; see `transform` for their meaning."""
 
     opt_level: str = "O1"
-    dtype: torch.dtype | None = None
+    dtype: torch.dtype | str | None = None
     keep_batchnorm_fp32: bool | None = None
     precision: Mapping[str, Any] = field(default_factory=dict)
     sync_bn: bool = False
@@ -120,6 +129,8 @@ class TransformConfig:
     verify: str = "off"
 
     def __post_init__(self) -> None:
+        if isinstance(self.dtype, str):
+            object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
         _one_of("opt_level", self.opt_level, OPT_LEVELS, hint="the letter O and a digit")
         _one_of("inner", self.inner, INNER_COMPILERS)
         _one_of("verify", self.verify, VERIFY_LEVELS)
@@ -129,7 +140,7 @@ class TransformConfig:
             _expect(name, getattr(self, name), isinstance(getattr(self, name), (bool, type(None))), "True, False or None")
         _expect("ddp", self.ddp, isinstance(self.ddp, (bool, BucketConfig)), "True, False or a BucketConfig")
         if self.dtype is not None:
-            _expect("dtype", self.dtype, self.dtype in HALF_DTYPES, "torch.float16, torch.bfloat16 or None")
+            _expect("dtype", self.dtype, self.dtype in HALF_DTYPES, "torch.float16, torch.bfloat16, their names or None")
         if self.process_group is not None:
             _expect("process_group", self.process_group, isinstance(self.process_group, dist.ProcessGroup),
                     "a torch.distributed.ProcessGroup or None")
@@ -186,8 +197,8 @@ class TransformConfig:
         for key in options:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
-                raise ValueError(f"apexfx: unknown option {key!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-                                 + f" Known options: {', '.join(known)}")
+                hint = _ELSEWHERE.get(key, f"; did you mean {near[0]!r}?" if near else ".")
+                raise ValueError(f"apexfx: unknown option {key!r}{hint} Known options: {', '.join(known)}")
         return cls(**options)
 
     def __getstate__(self) -> dict[str, Any]:

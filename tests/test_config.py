@@ -19,13 +19,16 @@ def test_unknown_opt_level(level):
 def test_unknown_option_names_the_nearest():
     with pytest.raises(ValueError, match="unknown option 'optlevel'; did you mean 'opt_level'"):
         TransformConfig.from_options({"optlevel": "O1"})
+    with pytest.raises(ValueError, match="unknown option 'loss_scale': the graphs hold no loss scaling, which apexfx.amp"):
+        TransformConfig.from_options({"loss_scale": "dynamic"})
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sync_bn": 1}, "sync_bn=1 .*expected True or False"),
-        ({"dtype": torch.float64}, "dtype=torch.float64 .*expected torch.float16, torch.bfloat16 or None"),
+        ({"dtype": torch.float64}, "dtype=torch.float64 .*expected torch.float16, torch.bfloat16, their names or None"),
+        ({"dtype": "float32"}, "dtype='float32' .*expected torch.float16"),
         ({"ddp": "yes"}, "ddp='yes' .*expected True, False or a BucketConfig"),
         ({"passes": "mine"}, "passes='mine' .*expected a list or tuple"),
         ({"skip": [1]}, "expected names of passes"),
@@ -81,7 +84,8 @@ def test_keep_batchnorm_fp32_overrides_the_level():
 def test_half_dtype_follows_the_device():
     assert TransformConfig().half_dtype(torch.device("cuda")) == torch.float16
     assert TransformConfig().half_dtype(torch.device("cpu")) == torch.bfloat16
-    assert TransformConfig(dtype=torch.float16).half_dtype(torch.device("cpu")) == torch.float16
+    for given in (torch.float16, "float16"):
+        assert TransformConfig(dtype=given).half_dtype(torch.device("cpu")) == torch.float16
 
 
 def test_pickles():
