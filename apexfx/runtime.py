@@ -43,9 +43,9 @@ class Runtime:
             self._local = self._compiled(_again(forward), variant)
         self._checked = self._capturing = False
         self._patch = dynamo_config.patch(_DYNAMO)
+        self._model = model
         self._parameters = [name for name, _ in model.named_parameters()]
-        self._first_parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
-        self._half = config.half_dtype(self._first_parameter.device if self._first_parameter is not None else torch.device("cpu"))
+        self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
@@ -77,12 +77,16 @@ class Runtime:
     def _in_dtype_of_parameters(self, inputs: Any) -> Any:
         """Return the inputs for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
         wanted = self._half if self.config.level.half_parameters else torch.float32
-        if not self.config.level.half_parameters and (self._first_parameter is None or self._first_parameter.dtype != wanted):
-            return inputs
         others = {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)} & {torch.float32, *HALVES} - {wanted}
+        if not others or not (self.config.level.half_parameters or self._is_float32()):
+            return inputs
         for half in others - {torch.float32}:
             self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {wanted} before each call")
-        return self._cast(inputs, others, wanted) if others else inputs
+        return self._cast(inputs, others, wanted)
+
+    def _is_float32(self) -> bool:
+        """Whether the model has float32 parameters alone: a layer that the user made half may be what the inputs are for."""
+        return {p.dtype for p in self._model.parameters() if p.is_floating_point()} == {torch.float32}
 
     @staticmethod
     def _cast(tree: Any, given: Collection[torch.dtype], wanted: torch.dtype) -> Any:

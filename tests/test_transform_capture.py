@@ -112,6 +112,20 @@ def test_a_module_that_counts_its_calls(opt_level):
     assert_close(model[1].scale.grad, reference[1].scale.grad, dtype=torch.bfloat16, scale=12)
 
 
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_a_half_layer_gets_the_half_inputs(opt_level):
+    class HalfStem(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.stem = nn.Linear(4, 2), nn.Conv2d(3, 4, 1).bfloat16()
+
+        def forward(self, x):
+            return self.head(self.stem(x).float().mean((2, 3)))
+
+    model = transformed(HalfStem(), opt_level=opt_level)
+    assert model(torch.ones(2, 3, 4, 4, dtype=torch.bfloat16)).shape == (2, 2) and not model.report.notes
+
+
 def test_activation_checkpoint():
     from torch.utils.checkpoint import checkpoint
 
