@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .agreement import Agreement
+from .broadcast import broadcast_from_first
 
 
 class FirstValues:
-    """Copies each parameter and buffer from rank 0 once, right before the first training graph that uses it runs.
+    """Copies each parameter and buffer from rank 0 once, right before the first graph that uses it runs with gradients on.
 
     Args:
         group: the ranks.
@@ -23,19 +24,20 @@ class FirstValues:
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self._group, self._agreement = group, agreement
         self._sent: Any = WeakTensorKeyDictionary()
+        self._names: set[str] = set()  # of what was sent
 
     def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Copy those of `named` that have not been copied; every rank must call it.
+
+        A buffer that a forward has put in the place of one that was copied is this rank's own.
 
         Raises:
             RankMismatchError: ranks hold different models.
         """
         fresh = [(name, t) for name, t in named if t not in self._sent]
-        if not fresh:
-            return
-        from .parallel.flat import broadcast_from_first  # which needs what needs this
-
-        self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in fresh])
-        broadcast_from_first([t for _, t in fresh], self._group)
-        for _, tensor in fresh:
+        if any(isinstance(t, nn.Parameter) or name not in self._names for name, t in fresh):
+            self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in fresh])
+            broadcast_from_first([t for _, t in fresh], self._group)
+        for name, tensor in fresh:
+            self._names.add(name)
             self._sent[tensor] = None

@@ -8,16 +8,16 @@ import functools
 import inspect
 import logging
 import types
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from . import passes as passes_
 from ._torch import set_module_call
 from .backend import GraphCompiler, compiler_for, compiler_for_copy
+from .broadcast import broadcast_from_first
 from .config import TransformConfig
 from .pipeline import validate
 from .report import Report
@@ -69,7 +69,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
                                   [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()])
     compiler.groups.separate()
     if compiler.groups.gradients is not None:
-        _broadcast(tensors.values(), compiler.groups.gradients)
+        broadcast_from_first(tensors.values(), compiler.groups.gradients)
     if config.level.half_parameters:
         _halve_parameters(model, config)
     made = _build(type(model), dict(model.__dict__), config, compiler)
@@ -106,19 +106,6 @@ def _check_model(model: nn.Module, config: TransformConfig) -> None:
 
 def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Copy the group's first rank's `tensors` to all, one broadcast a dtype and device."""
-    source = dist.get_global_rank(group, 0)
-    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for members in by_type.values():
-        flat = torch.cat([t.reshape(-1) for t in members])
-        dist.broadcast(flat, source, group=group)
-        for tensor, part in zip(members, flat.split([t.numel() for t in members])):
-            tensor.copy_(part.view_as(tensor))
 
 
 def _halve_parameters(model: nn.Module, config: TransformConfig) -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from .._torch import process_group_store, resolve_process_group, tree_map
 from ..agreement import Agreement
+from ..broadcast import Message, broadcast_from_first
 from ..config import BucketConfig
 from ..transform import TransformedModule
 from .arguments import check_arguments, communicators, names_of
 from .checksum import check_parameters
-from .flat import Message, broadcast_from_first
 from .flat import apply_flat_dist_call as apply_flat_dist_call
 from .flat import extract_tensors as extract_tensors
 from .flat import flat_dist_call as flat_dist_call

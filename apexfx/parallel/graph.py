@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ..backend import compiler_for
+from ..broadcast import broadcast_from_first
 from ..config import BucketConfig
 from ..transform import _build, source_class
-from .flat import broadcast_from_first
 
 
 def data_parallel_copy(

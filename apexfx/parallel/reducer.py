@@ -7,9 +7,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..broadcast import broadcast_from_first
 from ..config import BucketConfig
 from ..schedule.reduce import average_tensors, reduce_gradients
-from .flat import broadcast_from_first, extract_tensors
+from .flat import extract_tensors
 
 
 class Reducer:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from apexfx.parallel import DistributedDataParallel
-from apexfx.parallel.flat import broadcast_from_first
+from apexfx.broadcast import broadcast_from_first
 from tests.distributed.collectives import recorded
 from tests.distributed.launch import run_ranks
 from tests.distributed.wrapped import SIZES, Net, backward, check_mean, data, wrapped
