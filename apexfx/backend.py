@@ -185,8 +185,9 @@ class GraphCompiler:
                    context: passes.Context) -> Callable[[Sequence[Any]], None]:
         """Return what is called with the inputs before each run with gradients."""
         first_values, sync = self.first_values, self.gradient_sync
-        if first_values is None or not context.reduce_gradients or not _needs_backward(placeholders):
+        if first_values is None or not context.reduce_gradients:
             return lambda _: None
+        counts = _needs_backward(placeholders)
         held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
         sent: list[weakref.ref[Any]] = []
 
@@ -194,7 +195,8 @@ class GraphCompiler:
             if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
                 first_values.send([(name, args[index]) for index, name in held])
                 sent[:] = [weakref.ref(args[index]) for index, _ in held]
-            sync.on_training_forward()
+            if counts:
+                sync.on_training_forward()
 
         return begin
 
@@ -222,8 +224,8 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
 
     Found by torch through the package's entry point: import nothing, write `torch.compile(model, backend="apex")`.
 
-    With `ddp`, what a training graph holds is copied from rank 0 before its first run, and every run with gradients on
-    counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`: each backward
+    With `ddp`, what a graph holds is copied from rank 0 before its first run with gradients on, and every such run of a graph
+    that trains counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`: each backward
     averages, which adds up to the same; `transform()` has it.
     """
     if mode is not None:

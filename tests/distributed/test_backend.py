@@ -75,6 +75,39 @@ def _first_ranks_values(rank, world_size, breaks):
     assert torch.equal(model.last.weight, before)
 
 
+def _frozen_graph(rank, world_size):
+    """What comes before a graph break and is not trained is to be rank 0's as well."""
+    class Frozen(Net):
+        def forward(self, x):
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.last(x)
+
+    model = Frozen(rank)
+    model.first.requires_grad_(False)
+    train(torch.compile(model, backend="apex", options=dict(OPTIONS)), rank, 2)
+    assert_equal_on_all_ranks([*model.first.parameters(), *model.last.parameters()], world_size)
+
+
+def _buffer_put_in_place_of_another(rank, world_size):
+    """A forward that makes a new buffer each time has each rank's own in it, as one that changes it in place."""
+    class Sums(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 2)
+            self.register_buffer("total", torch.full((3,), float(rank)))
+
+        def forward(self, x):
+            self.total = self.total + x.detach().sum(0)
+            return self.layer(x) + self.total.sum()
+
+    model = Sums()
+    compiled = torch.compile(model, backend="apex", options=dict(OPTIONS), dynamic=False)
+    for rows in (4, 4, 4 + rank):  # the last is compiled on one rank alone
+        compiled(torch.full((rows, 3), rank + 1.0)).sum().backward()
+    assert torch.equal(model.total, torch.full((3,), (12 + rank) * (rank + 1.0)))
+
+
 def _a_rank_that_compiles_alone(rank, world_size):
     model = Net(rank)
     compiled = torch.compile(model, backend="apex", options=dict(OPTIONS), dynamic=False)
@@ -126,8 +159,9 @@ def _other_model(rank, world_size):
 
 
 def backend(rank, world_size):
-    for case, *args in ((_first_ranks_values, False), (_first_ranks_values, True), (_a_rank_that_compiles_alone,),
-                        (_one_code_for_many_layers,), (_skipped_backward, False), (_skipped_backward, True), (_other_model,)):
+    for case, *args in ((_first_ranks_values, False), (_first_ranks_values, True), (_frozen_graph,),
+                        (_buffer_put_in_place_of_another,), (_a_rank_that_compiles_alone,), (_one_code_for_many_layers,),
+                        (_skipped_backward, False), (_skipped_backward, True), (_other_model,)):
         torch._dynamo.reset()
         case(rank, world_size, *args)
         dist.barrier()
