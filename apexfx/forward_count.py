@@ -8,7 +8,6 @@ ends an accumulation: its collectives then are not those of a graph.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,8 @@ class ForwardCount:
     In each of the first `ALWAYS` backwards, before the graph runs; then in every `INTERVAL`-th, while it runs: ranks that are
     out of step stay so. Backwards are counted as they meet, whether or not they belong together: the n-th of every rank.
 
-    On CUDA nothing waits for the device: what came of a message is looked at in a later backward, when it is there.
+    On CUDA the host does not wait for the message of the backward under way, but reads it at the end of the next backward, all
+    ranks alike: were it read once it is there, one rank would raise where another goes on to its next collectives.
 
     Args:
         group: the ranks.
@@ -63,7 +63,7 @@ class ForwardCount:
         self._in_backward = False
         self._waiter = Waiter(group, f"{label}/forwards", timeout_s)
         self._message: tuple[Tensor, dist.Work, _Said] | None = None  # (greatest; on their way; ours)
-        self._late: deque[tuple[HostCopy, _Said]] = deque()
+        self._unread: tuple[HostCopy, _Said] | None = None  # of the backward before
 
     def accumulate(self) -> None:
         """Note that a backward left gradients local."""
@@ -92,7 +92,7 @@ class ForwardCount:
             numbers = to_device(said.numbers(), torch.int32, device)
             work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             self._message = numbers, work, said
-        if self._backwards <= ALWAYS and device.type == "cpu":
+        if self._backwards <= ALWAYS and not self._can_wait(device):
             self.compare()
 
     def forget(self) -> None:
@@ -105,6 +105,9 @@ class ForwardCount:
         Raises:
             RankFailureError: when the ranks differ; after it they are in step again.
         """
+        if self._unread is not None and self._unread[1].backward < self._backwards:
+            (copy, before), self._unread = self._unread, None
+            self._judge(before, copy.get(), late=True)
         if self._message is None:
             return
         (numbers, work, said), self._message = self._message, None
@@ -114,21 +117,23 @@ class ForwardCount:
             with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that holds it
                 say(self.group, self._key(said), said.words())
             raise
-        if numbers.device.type == "cuda":
-            copy = HostCopy(numbers)
-            if said.flushes:
-                copy.get()  # before its collectives meet those of a graph
-            self._late.append((copy, said))
-        elif not _agree(numbers):
-            self._raise(said, numbers, late=said.backward > ALWAYS)
-        while self._late and self._late[0][0].is_there():
-            copy, said = self._late.popleft()
-            if not _agree(copy.get()):
-                self._raise(said, copy.get(), late=True)
+        can_wait = self._can_wait(numbers.device)
+        if can_wait and not said.flushes:  # whose collectives must not meet those of a graph
+            self._unread = HostCopy(numbers), said
+        else:
+            self._judge(said, numbers, late=can_wait or said.backward > ALWAYS)
 
-    def _raise(self, said: _Said, numbers: Tensor, *, late: bool) -> None:
-        self._late.clear()
-        in_graphs = late and bool(numbers[2] != -numbers[3])
+    @staticmethod
+    def _can_wait(device: torch.device) -> bool:
+        """Whether reading a message would have the host wait for the device."""
+        return device.type == "cuda"
+
+    def _judge(self, said: _Said, numbers: Tensor, *, late: bool) -> None:
+        most, most_negated = numbers.cpu().view(2, 2).unbind(1)
+        if not torch.equal(most, -most_negated):
+            self._raise(said, in_graphs=late and bool(most[1] != -most_negated[1]), late=late)
+
+    def _raise(self, said: _Said, *, in_graphs: bool, late: bool) -> None:
         timeout_s = min(self.timeout_s, _BUSY_S) if in_graphs else self.timeout_s
         everyones = exchange(self.group, self._key(said), said.words(), timeout_s)
         self.forwards += max((words["forwards"] for words in everyones if words), default=said.forwards) - said.forwards
@@ -137,14 +142,10 @@ class ForwardCount:
             text += (f"\n{ALONE} Who did not answer waits in its graph, until its process group's timeout or the end of this "
                      "process.")
         elif late:
-            text += (f"\nIt happened in one of the last {INTERVAL} backwards, whose gradients are averages over different "
+            num = INTERVAL + self._backwards - said.backward
+            text += (f"\nIt happened in one of the last {num} backwards, whose gradients are averages over different "
                      "steps: go back to a checkpoint.")
         raise RankFailureError(text)
 
     def _key(self, said: _Said) -> str:
         return f"apexfx/{self.label}/forwards{said.backward}"
-
-
-def _agree(numbers: Tensor) -> bool:
-    most, most_negated = numbers[0::2], numbers[1::2]
-    return torch.equal(most, -most_negated)

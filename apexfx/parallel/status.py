@@ -114,9 +114,6 @@ class HostCopy:
         else:
             self._values = tensor.clone()
 
-    def is_there(self) -> bool:
-        return self._there is None or self._there.query()
-
     def get(self) -> Tensor:
         """Return the values, once they are there."""
         if self._there is not None:

@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import apexfx
+from apexfx.forward_count import ALWAYS, INTERVAL, ForwardCount
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from apexfx.parallel.consensus import Consensus
 from tests.distributed.faults import Net, explode, train
@@ -115,3 +117,34 @@ def late_status(rank, world_size):
 
 def test_late_status():
     run_ranks(late_status, 3)
+
+
+def _in_a_graph(rank, world_size):
+    """All ranks raise at the end of the backward after the one that compared, in the first ones and later."""
+    model = apexfx.transform(Net(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(timeout_s=20))
+    train(model, rank, 2)
+    if rank == 1:
+        model(torch.ones(2, 3))  # and no backward
+    train(model, rank)
+    with pytest.raises(RankFailureError, match="(?s)rank 1: 4 forwards so far.*A rank skipped.*one of the last 9 backwards"):
+        train(model, rank)
+    train(model, rank, ALWAYS - 3)  # one more than are compared each by itself
+    if rank == 1:
+        model(torch.ones(2, 3))
+    train(model, rank, INTERVAL - 1)
+    with pytest.raises(RankFailureError, match="A rank skipped"):
+        train(model, rank)
+    with model.no_sync():
+        train(model, rank)
+    model(torch.full((2, 3), rank + 1.0)).sum().backward()
+    train(model, rank, 2 * INTERVAL)
+    assert (model.b.bias.grad == 2).all()
+
+
+def late_counts(rank, world_size):
+    ForwardCount._can_wait = staticmethod(lambda device: True)
+    _in_a_graph(rank, world_size)
+
+
+def test_late_counts():
+    run_ranks(late_counts, 3)
