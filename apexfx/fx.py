@@ -32,6 +32,11 @@ def set_value(node: fx.Node, val: Any) -> None:
     node.meta["example_value"] = val
 
 
+def size_hint(size: Any) -> int:
+    """Return `size`, of a dynamic one what it was when the graph was captured; 0 of one that depends on data."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     """Return the fake mode under which the values of `graph` were made, or None when it holds no fake tensor."""
     for node in graph.nodes:

@@ -3,6 +3,10 @@
     python benchmarks/ops_norm.py                      eager, and compiled by Inductor; one row a shape and dtype
     python benchmarks/ops_norm.py --write              also write apexfx/passes/fuse_norm_table.py
     python benchmarks/ops_norm.py --device cuda --json out.json
+    python benchmarks/ops_norm.py --inner inductor --op layer_norm,rms_norm --shapes 64x64,512x256
+
+The passes leave alone what is smaller than the smallest shape of the table, since the kernels lose there (the last line
+shows it); batch norm still wins on smaller images, so its limit is `SMALLEST_IMAGE`.
 
 What is measured in eager mode is also among the rows of benchmarks/ops.py (`rows`).
 
@@ -34,6 +38,7 @@ from apexfx.ops.sync_batch_norm import sync_batch_norm
 
 SHAPES = ((4096, 768), (8192, 1024), (512, 4096))
 IMAGES = ((16, 32, 24, 24), (32, 64, 56, 56), (32, 256, 14, 14), (32, 1024, 7, 7))  # of batch norm, channels_last
+SMALLEST_IMAGE = (4, 16, 12, 12)  # ratio to Inductor, CPU: float32 1.19, bfloat16 1.21; of (4, 16, 8, 8) 1.01, 1.00
 DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 EPS = 1e-5
 MARGIN = 1.05  # a kernel that wins by less than this on average is not worth a node that nothing fuses with
@@ -168,6 +173,11 @@ def measure(
     return Measurement(op, inner, device, str(dtype).removeprefix("torch."), shape, kernel_s, torch_s)
 
 
+def smallest_shape(op: str) -> tuple[int, ...]:
+    """Return the shape below which the passes leave `op` to the inner compiler."""
+    return SMALLEST_IMAGE if op == "batch_norm" else min(SHAPES, key=math.prod)
+
+
 def table_source(rows: list[Measurement], old: dict, clock: str) -> str:
     """Return the source of the pass's table: the old entries, with those measured now in their place."""
     entries = dict(old)
@@ -184,13 +194,19 @@ def table_source(rows: list[Measurement], old: dict, clock: str) -> str:
         "(op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio",
         f"time(torch) / time(apexfx), forward and backward, shapes {', '.join(map(str, SHAPES))};",
         f"batch_norm with add and ReLU: {', '.join(map(str, IMAGES))}, channels_last.",
-        "A combination that is not here was not measured, and is left to the inner compiler.",
+        "A combination that is not here was not measured, and is left to the inner compiler. So is an input of fewer",
+        "elements than LEAST_ELEMENTS, those of the smallest shape above; of batch_norm, of a smaller image on which",
+        f"it still wins, {SMALLEST_IMAGE}.",
         '"""',
         "",
         "from __future__ import annotations",
         "",
         f"MARGIN = {MARGIN}  # the mean must reach this for the kernel to be worth a node that nothing fuses with",
         f"FLOOR = {FLOOR}  # and the smallest this",
+        "",
+        "LEAST_ELEMENTS: dict[str, int] = {",
+        *(f'    "{op}": {math.prod(smallest_shape(op))},' for op in sorted(OPS)),
+        "}",
         "",
         "RATIO: dict[tuple[str, str, str, str], tuple[float, float]] = {",
         *lines,
@@ -207,10 +223,14 @@ def main() -> None:
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))
     parser.add_argument("--inner", default="eager,inductor")
     parser.add_argument("--op", default=",".join(OPS))
+    parser.add_argument("--shapes", help="in place of the table's, as 64x64,512x256")
     parser.add_argument("--seconds", type=float, default=1.0, help="a row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", action="store_true", help="update the pass's table")
     arguments = parser.parse_args()
+    if arguments.shapes and arguments.write:
+        parser.error("--write measures the table's own shapes: leave --shapes out")
+    given = [tuple(map(int, shape.split("x"))) for shape in (arguments.shapes or "").split(",") if shape]
     torch.set_num_threads(arguments.threads)
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
     rows = []
@@ -218,7 +238,7 @@ def main() -> None:
     for inner in arguments.inner.split(","):
         for op in arguments.op.split(","):
             for dtype in DTYPES[arguments.device]:
-                for shape in IMAGES if op == "batch_norm" else SHAPES:
+                for shape in given or (IMAGES if op == "batch_norm" else SHAPES):
                     row = measure(op, inner, arguments.device, dtype, shape, arguments.seconds, clock)
                     rows.append(row)
                     print(f"{inner:9}{op:18}{row.dtype:10}{shape!s:18}{1e3 * row.kernel_s:11.3f}"

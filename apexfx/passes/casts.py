@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..fx import call, module_path, source_line, value
+from ..fx import call, module_path, size_hint, source_line, value
 from ..printed_names import users_name
 from ..printing import short_dtype
 from .op_names import canonical_name
@@ -59,10 +60,7 @@ def dtype_of(node: Any) -> torch.dtype | None:
 
 def num_bytes(val: Tensor, dtype: torch.dtype) -> int:
     """Return the size of `val` in `dtype`; a dynamic dimension counts as it was at capture, or as 0 when unknown."""
-    numel = 1
-    for size in val.shape:
-        numel *= size if isinstance(size, int) else int(size.node.hint or 0)
-    return numel * dtype.itemsize
+    return math.prod(map(size_hint, val.shape)) * dtype.itemsize
 
 
 def is_inserted_cast(node: Any) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..fx import call, fake_mode, value
+from ..fx import call, fake_mode, size_hint, value
 from ..pipeline import Pass
 
 # Below, a call of oneDNN costs what its arithmetic saves: measured, (128, 128) times (128, 128) takes either as long.
@@ -53,10 +53,5 @@ class OnednnProducts(Pass):
 
     def _is_large(self, mm: fx.Node) -> bool:
         a, b = map(value, mm.args)
-        rows, inner, columns = map(_size, (*a.shape, b.shape[1]))
+        rows, inner, columns = map(size_hint, (*a.shape, b.shape[1]))
         return a.dtype == torch.float32 and a.device.type == "cpu" and 2 * rows * inner * columns >= self.least_flops
-
-
-def _size(size: Any) -> int:
-    """Return what a size was when the graph was captured; 0 of one that depends on data."""
-    return size if isinstance(size, int) else int(size.node.hint or 0)

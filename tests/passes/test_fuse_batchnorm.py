@@ -15,7 +15,7 @@ from apexfx import capture
 from apexfx._torch import has_kernel
 from apexfx.passes.fuse_batchnorm import FuseBatchnorm
 from apexfx.passes.fuse_norm import FuseNorm
-from apexfx.passes.fuse_norm_table import RATIO
+from apexfx.passes.fuse_norm_table import LEAST_ELEMENTS, RATIO
 from apexfx.printing import format_graph
 from apexfx.testing import assert_close
 
@@ -39,18 +39,19 @@ class Block(nn.Module):
         return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
 
 
-def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE):
+def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements={}):
     """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
     kept = []
 
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
         before = format_graph(gm)
-        pass_ = FuseBatchnorm(inner=inner, ratios=ratios)
+        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements}
+        pass_ = FuseBatchnorm(**options)
         assert pass_(gm).modified == (format_graph(gm) != before)
         gm.graph.lint()
         after = format_graph(gm)
-        assert not FuseBatchnorm(inner=inner, ratios=ratios)(gm).modified and format_graph(gm) == after  # twice is once
+        assert not FuseBatchnorm(**options)(gm).modified and format_graph(gm) == after  # twice is once
         kept[:] = [pass_, gm]
         gm.recompile()
         return gm.forward
@@ -80,8 +81,9 @@ def test_printed_graph():
     (Block(), {"ratios": {("batch_norm", "cpu", "eager", "float32"): (2.0, 0.5)}}),
     (Block(), {"ratios": {("batch_norm", "cpu", "eager", "bfloat16"): (2.0, 2.0)}}),
     (Block(), {"inner": "inductor"}),
+    (Block(), {"least_elements": {"batch_norm": 2 * 8 * 4 * 4 + 1}}),
     (nn.InstanceNorm2d(8, affine=True), {}),
-], ids=["eval", "unmeasured", "mean", "smallest", "dtype", "inner", "instance norm"])
+], ids=["eval", "unmeasured", "mean", "smallest", "dtype", "inner", "smaller", "instance norm"])
 def test_left_alone(model, options):
     pass_, gm, _ = rewrite(model, torch.randn(2, 8, 4, 4), **options)
     assert not pass_.matches and not gm.graph.find_nodes(op="call_function", target=SYNC)
@@ -121,7 +123,7 @@ def test_same_numbers(dtype, memory_format, residual):
 def test_inductor_gets_the_op_where_the_table_says_so():
     assert RATIO["batch_norm", "cpu", "inductor", "float32"] > (1.0, 1.0)
     torch.manual_seed(0)
-    model, x = Block(), torch.randn(4, 8, 6, 6)
+    model, x = Block(), torch.randn(8, 8, 12, 12)
     twin = copy.deepcopy(model)
     transformed = apexfx.transform(model, opt_level="O0")
     y, expected = transformed(x), twin(x)
@@ -132,6 +134,18 @@ def test_inductor_gets_the_op_where_the_table_says_so():
         assert_close(p.grad, q.grad)
     [entry] = [p for g in transformed.report.graphs for s in g.stages for p in s.passes if p.name == "fuse_batchnorm"]
     assert len(entry.matches) == 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_images_on_which_nothing_is_won_stay(dynamic):
+    for batch, fires in ((7, False), (8, True)):  # 8 * 8 * 12 * 12 elements are the least
+        x = torch.randn(batch, 8, 12, 12)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        pass_, gm, _ = rewrite(Block(), x, least_elements=LEAST_ELEMENTS)
+        assert len(pass_.matches) == 2 * fires
+        assert not dynamic or isinstance(next(iter(gm.graph.output_node().args[0])).meta["val"].shape[0], torch.SymInt)
+    assert FuseBatchnorm(inner="eager").options() != FuseBatchnorm(inner="eager", least_elements={}).options()
 
 
 def test_a_batch_norm_without_gradient_stays_without():
@@ -164,7 +178,8 @@ def test_torch_func_keeps_torchs_norms(transformed, shape):
     x, f = torch.randn(shape), transformed(norms)
     pass_, gm, y = rewrite(f, x)
     assert not pass_.matches
-    assert not FuseNorm(inner="eager")(gm).modified
+    ratios = {("layer_norm", "cpu", "eager", "float32"): (2.0, 2.0)}
+    assert not FuseNorm(inner="eager", ratios=ratios, least_elements={})(gm).modified
     assert_close(y, f(x), scale=16)
 
 

@@ -17,7 +17,7 @@ from apexfx.fx import graphs
 from apexfx.config import OPT_LEVELS
 from apexfx.passes.cancel_casts import CancelCasts
 from apexfx.passes.fuse_norm import FuseNorm
-from apexfx.passes.fuse_norm_table import RATIO
+from apexfx.passes.fuse_norm_table import LEAST_ELEMENTS, RATIO
 from apexfx.passes.precision import Precision
 from apexfx.pipeline import Pipeline
 from apexfx.printing import format_graph
@@ -36,18 +36,19 @@ def text(gm):
     return "\n".join(format_graph(body) for body in graphs(gm))
 
 
-def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, autocast=None):
+def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements={}, autocast=None):
     """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
     kept = []
 
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
         before = text(gm)
-        pass_ = FuseNorm(inner=inner, ratios=ratios)
+        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements}
+        pass_ = FuseNorm(**options)
         assert pass_(gm).modified == (text(gm) != before)
         gm.graph.lint()
         after = text(gm)
-        assert not FuseNorm(inner=inner, ratios=ratios)(gm).modified and text(gm) == after  # twice is once
+        assert not FuseNorm(**options)(gm).modified and text(gm) == after  # twice is once
         kept[:] = [pass_, gm]
         gm.recompile()
         return gm.forward
@@ -264,6 +265,37 @@ def test_table_decides():
     assert FuseNorm(inner="eager").options() != FuseNorm(inner="inductor").options()
 
 
+@needs_kernel
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("norm", "function"), [
+    ("layer_norm", nn.LayerNorm(4096)),
+    ("rms_norm", nn.RMSNorm(4096)),
+    ("written_rms_norm", lambda x: llama(x, torch.ones(4096))),
+])  # fmt: skip
+def test_norms_smaller_than_any_that_was_measured_stay(norm, function, dynamic):
+    for rows, fires in ((511, False), (512, True)):
+        x = draw(rows, 4096)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        _, gm, y = rewrite(function, x, least_elements=LEAST_ELEMENTS)
+        assert bool(fused(gm)) == fires
+        assert not dynamic or isinstance(next(iter(gm.graph.output_node().args[0])).meta["val"].shape[0], torch.SymInt)
+        assert_close(y, function(x))
+
+
+def test_the_least_elements_are_those_of_the_op_and_part_of_the_key():
+    x = draw(3, 8)
+    assert fused(rewrite(nn.LayerNorm(8), x, least_elements={"layer_norm": 25})[1]) == []
+    assert FuseNorm(inner="eager").options() != FuseNorm(inner="eager", least_elements={}).options()
+    assert FuseNorm(inner="eager").options() == FuseNorm(inner="eager", least_elements=LEAST_ELEMENTS).options()
+
+
+@needs_kernel
+def test_another_ops_least_elements_do_not_count():
+    _, gm, _ = rewrite(nn.LayerNorm(8), draw(3, 8), least_elements={"layer_norm": 24, "rms_norm": 25})
+    assert fused(gm) == ["apexfx.layer_norm.default"]
+
+
 def test_without_a_kernel_nothing_changes(monkeypatch):
     monkeypatch.setattr("apexfx.passes.fuse_norm.has_kernel", lambda op, key: False)
     assert fused(rewrite(nn.LayerNorm(8), draw(3, 8))[1]) == []
@@ -274,7 +306,7 @@ def test_the_table_is_well_formed():
     for (op, device, inner, dtype), (mean, smallest) in RATIO.items():
         assert op in ("batch_norm", "layer_norm", "rms_norm", "written_rms_norm") and device in ("cpu", "cuda")
         assert inner in ("eager", "inductor") and isinstance(getattr(torch, dtype), torch.dtype)
-        assert 0 < smallest <= mean
+        assert 0 < smallest <= mean and LEAST_ELEMENTS[op] > 0
 
 
 @needs_kernel
@@ -299,7 +331,7 @@ def after_o1(model, *inputs):
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
         passes = [Precision(level=OPT_LEVELS["O1"], half_dtype=torch.bfloat16, overrides={}), CancelCasts(),
-                  FuseNorm(inner="eager", ratios=EVERYWHERE)]  # fmt: skip
+                  FuseNorm(inner="eager", ratios=EVERYWHERE, least_elements={})]  # fmt: skip
         pipeline = Pipeline(passes, verify="final")
         kept[:] = [passes, gm]
         before = copy.deepcopy(gm)
