@@ -22,6 +22,8 @@ import torch
 from ops import load_rows
 from tabulate import tabulate
 
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h; set, glibc moves it no more
+
 
 def resident(field: str) -> int:
     """Return a field of this process's status in bytes: VmRSS now, VmHWM at its peak."""
@@ -56,6 +58,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed leaves the resident set: it holds live tensors alone
     rows = []
     for family, row in load_rows("cpu", arguments.only):
         taken = {name: growth(function) / 2**20 for name, function in {"ours": row.ours, **row.others}.items()}
