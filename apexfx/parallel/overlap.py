@@ -108,6 +108,7 @@ class OverlappedReducer:
         if self._end.was_dropped():
             self._forget_backward()
         self._passage.entered = True
+        self._passage.opaque |= torch.is_grad_enabled()  # create_graph=True: a backward of this one may not come through
         if self._fresh is None and self._round is None and self.layout is not None:
             self._fresh = self.layout, _fresh(self.layout)
             self._hooks.run_last()

@@ -19,7 +19,8 @@ class Passage:
 
     Attributes:
         entered: the backward under way came through the module.
-        opaque: some outputs had no tensor with a history to watch: of a type that holds its own, or nothing trainable.
+        opaque: not every backward can be told: some outputs had no tensor with a history to watch (of a type that holds its
+            own, or nothing trainable), or a backward is differentiated itself.
     """
 
     def __init__(self, on_enter: Callable[[], None]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from apexfx.parallel import RankFailureError
+from apexfx.testing import assert_close
 from tests.distributed.collectives import recorded
 from tests.distributed.launch import run_ranks
 from tests.distributed.wrapped import STATUS, backward, check_mean, local_gradients, wrapped
@@ -88,6 +91,23 @@ def _comm_hooks(rank):
         model.register_comm_hook(None, 3)
 
 
+def _penalty_alone(rank):
+    """The backward of a gradient comes through the module, though not through its output: no warning says otherwise."""
+    model, twin, x = wrapped(rank, find_unused_parameters=True)
+    model.zero_grad()
+    x.requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().sum().backward()
+    [slope] = torch.autograd.grad(twin(x).sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        if q.grad is not None:
+            dist.all_reduce(q.grad)
+            assert_close(p.grad, q.grad / dist.get_world_size())
+
+
 def _find_unused(rank):
     for allowed in (True, False):
         model, twin, x = wrapped(rank, find_unused_parameters=allowed, message_size=1, timeout_s=10)
@@ -102,7 +122,8 @@ def _find_unused(rank):
                     run(model.module).sum().backward()
         assert len(calls.buckets) == 6  # all of them on every rank, so that nobody waits
 
-CASES = (_users_hooks_come_first, _no_sync, _static_graph, _comm_hooks, _find_unused)
+
+CASES = (_users_hooks_come_first, _no_sync, _static_graph, _comm_hooks, _penalty_alone, _find_unused)
 
 
 def every_backward(rank, world_size):
