@@ -118,13 +118,15 @@ class GradientSync:
         if node is None:
             return
         members = [id(p) for p in parameters]
-        flush = self.enabled and not reduces
+        ends_accumulation = self.enabled and not reduces
         device = parameters[0].device if parameters else torch.device("cpu")
 
         def on_backward(_grads: Any) -> None:
             if self._end.was_dropped():
                 self._forget_backward()
             self._end.queue(self._end_of_backward)
+            # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
+            flush = ends_accumulation or (reduces and self.enabled and bool(self._pending))
             if self._count is not None and (reduces or flush):
                 with self._local_unless_failed():
                     self._count.send(device, flushes=flush)

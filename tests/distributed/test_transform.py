@@ -101,6 +101,19 @@ def _accumulates(rank, world_size):
     check(model, expected_gradients(reference, [x1, x2], world_size))
 
 
+def _forward_before_no_sync(rank, world_size):
+    model, reference = model_and_reference(rank)
+    x1, x2 = batches(rank, 2)
+    loss = model(x1).square().mean()
+    with model.no_sync():
+        model(x2).square().mean().backward()
+    loss.backward()
+    check(model, expected_gradients(reference, [x1, x2], world_size))
+    model.zero_grad()
+    model(x1).square().mean().backward()
+    check(model, expected_gradients(reference, [x1], world_size))
+
+
 def _two_backwards(rank, world_size):
     model, reference = model_and_reference(rank)
     x1, x2 = batches(rank, 2)
@@ -258,8 +271,8 @@ def _tied_across_a_graph_break(rank, world_size):
 
 
 CASES = [_backward_raised, _unfrozen, _shared_with_another_model, _tied_across_a_graph_break,
-         _averages, _accumulates, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs, _different_buckets,
-         _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
+         _averages, _accumulates, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs,
+         _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
 
 
 def _all(rank, world_size, names):
