@@ -14,11 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  registers autograd and fakes for _c10d_functional
-from torch import (  # 2.11, 2.13, 2.15
-    _foreach_copy_ as foreach_copy_,
-    _foreach_mul_ as foreach_mul_,
-)
+import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
+from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
+from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit  # 2.11, 2.13, 2.15
@@ -28,22 +26,19 @@ from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13, 2.15
     GradAOTOutput,
     PlainAOTInput,
 )
-from torch._inductor import (  # 2.13
-    config as inductor_config,
-    ir as inductor_ir,
-    lowering as inductor_lowering,
-)
+from torch._inductor import config as inductor_config  # 2.13
+from torch._inductor import ir as inductor_ir  # 2.13
+from torch._inductor import lowering as inductor_lowering  # 2.13
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # 2.11, 2.13, 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11, 2.13, 2.15
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir  # 2.11, 2.13, 2.15
 from torch._inductor.select_algorithm import ExternKernelChoice  # 2.13
-from torch._inductor.virtualized import V as inductor_state, ops as inductor_ops  # 2.13
+from torch._inductor.virtualized import V as inductor_state  # 2.13
+from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
-from torch.distributed.distributed_c10d import (  # 2.11, 2.13, 2.15
-    _get_process_group_store as process_group_store,
-    _resolve_process_group as resolve_process_group,
-)
+from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # 2.11, 2.13, 2.15
 from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
     free_unbacked_symbols,
     statically_known_true,

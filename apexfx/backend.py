@@ -224,9 +224,9 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
 
     Found by torch through the package's entry point: import nothing, write `torch.compile(model, backend="apex")`.
 
-    With `ddp`, what a graph holds is copied from rank 0 before its first run with gradients on, and every such run of a graph
-    that trains counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`: each backward
-    averages, which adds up to the same; `transform()` has it.
+    With `ddp`, what a graph holds is copied from rank 0 before its first run with gradients on, and every such run of a
+    graph that trains counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`:
+    each backward averages, which adds up to the same; `transform()` has it.
     """
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from ._torch import ExternKernelChoice, inductor_ir as ir, inductor_lowering as lowering, inductor_ops, inductor_state
+from ._torch import ExternKernelChoice, inductor_ops, inductor_state
+from ._torch import inductor_ir as ir
+from ._torch import inductor_lowering as lowering
 from .ops.product import product_into
 
 aten = torch.ops.aten

@@ -59,7 +59,8 @@ def markdown() -> str:
     parts += ["## The opt levels", "", tabulate([(name, level.summary) for name, level in OPT_LEVELS.items()],
                                                 headers=("level", "what it means"), tablefmt="github"), ""]
     parts += ["## The rules of O1", "",
-              "Ops by what happens to their floating arguments; everything else is left alone.", "", tabulate(list(_rule_rows()), headers=("rule", "family", "why", "ops"), tablefmt="github"), ""]
+              "Ops by what happens to their floating arguments; everything else is left alone.", "",
+              tabulate(list(_rule_rows()), headers=("rule", "family", "why", "ops"), tablefmt="github"), ""]
     return "\n".join(parts)
 
 

@@ -19,7 +19,6 @@ from ._torch import BatchNorm
 from .ops.sync_batch_norm import sync_batch_norm
 from .report import Report
 
-
 BATCH_NORMS = (BatchNorm,)  # torch.nn.SyncBatchNorm and user subclasses included
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
@@ -119,7 +118,7 @@ def _original_class(module: nn.Module) -> type[nn.Module]:
     return cls.__mro__[2] if issubclass(cls, TraceableBatchNorm) else cls
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _traceable_class(cls: type[BatchNorm]) -> type[BatchNorm]:
     return type(cls.__name__, (TraceableBatchNorm, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 

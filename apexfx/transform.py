@@ -176,7 +176,7 @@ def source_class(model: nn.Module) -> type[nn.Module]:
     return type(model).__mro__[2]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn.Module]:
     # Not traced by an outer torch.compile, which would inline the model past our backend; what it calls is compiled.
     @torch._dynamo.disable(recursive=False)

@@ -8,8 +8,9 @@ Variants take turns within one run, step by step, so that whatever else the mach
 `--steps` steps, of the slower rank. The ratio is ours over torch's in the same turn (below 1 is faster), with quartiles.
 `--launches` starts the ranks anew so many times, and gives the medians over them and the ratio of each: where
 tensors lie in memory alone moves a ratio by a few percent.
-What `--memory` prints with `--compile` is for warm compile caches: run it twice. A launch that compiles peaks about 50 MiB higher,
-torch's as well as ours (cnn: 484 MiB and 477 cold, 422 to 432 and 421 to 434 warm), since Inductor runs in the process.
+What `--memory` prints with `--compile` is for warm compile caches: run it twice. A launch that compiles peaks about
+50 MiB higher, torch's as well as ours (cnn: 484 MiB and 477 cold, 422 to 432 and 421 to 434 warm), since Inductor runs in
+the process.
 A step is forward, backward with averaging, and SGD; "no buffers" leaves out the broadcast of buffers in every forward,
 which is torch's default and not ours.
 """

@@ -25,9 +25,9 @@ import torch
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
-from rows import Row, copy_bandwidth, measure
+from rows import Row, copy_bandwidth, measure  # noqa: E402
 
-from apexfx import ops
+from apexfx import ops  # noqa: E402
 
 
 def load_rows(device: str, only: list[str]):
@@ -73,8 +73,8 @@ def main() -> int:
         old = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
         measured = {row["name"] for row in results}
         results = sorted([row for row in old if row["name"] not in measured] + results, key=lambda row: row["family"])
-        record = {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "clock": arguments.clock, "libraries": loaded,
-                  "copy_gigabytes_per_s": copy, "rows": results}  # fmt: skip
+        record = {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "clock": arguments.clock,
+                  "libraries": loaded, "copy_gigabytes_per_s": copy, "rows": results}  # fmt: skip
         arguments.json.write_text(json.dumps(record, indent=1))
     return 0
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from ._amp_state import _amp_state as _amp_state
+from ._amp_state import master_params as master_params
 from .frontend import initialize as initialize
 from .frontend import load_state_dict as load_state_dict
 from .frontend import state_dict as state_dict
@@ -17,5 +19,3 @@ from .functions import register_half_function as register_half_function
 from .functions import register_promote_function as register_promote_function
 from .handle import disable_casts as disable_casts
 from .handle import scale_loss as scale_loss
-from ._amp_state import _amp_state as _amp_state
-from ._amp_state import master_params as master_params

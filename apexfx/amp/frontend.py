@@ -44,7 +44,7 @@ def initialize(
     max_loss_scale: float | None = 2.0**24,
     *,
     dtype: torch.dtype | None = None,
-    compile: bool = False,  # noqa: A002  the keyword users look for
+    compile: bool = False,  # the keyword users look for
     inner: str = "inductor",
     agree: bool = True,
 ) -> Any:

@@ -17,7 +17,7 @@ from .scaler import LossScaler
 from .session import Session
 
 
-class scale_loss:  # noqa: N801  Apex's name of a context manager
+class scale_loss:  # Apex's name of a context manager
     """Scale `loss` for the backward pass in the body; afterwards unscale the gradients and move the scale.
 
     Gradients that were there before are kept apart, so repeated calls accumulate. Overflows skip the next step of each

@@ -127,7 +127,7 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
         optimizer.load_state_dict(optimizer.state_dict())  # state made before follows the masters' dtype
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def amp_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_amp_source_class": cls}
     return type(cls)(cls.__name__, (AmpOptimizer, cls), names)

@@ -38,7 +38,7 @@ class PredicatedStep:
         self._written = list(_tensors(optimizer, without_grad)) if tensors else []
         self._copies = [tensor.detach().clone() for tensor in self._written]
         self._host_state = {
-            parameter: {key: _frozen(value) for key, value in optimizer.state[parameter].items()} if parameter in optimizer.state else {}
+            parameter: {key: _frozen(value) for key, value in optimizer.state.get(parameter, {}).items()}
             for parameter in _parameters(optimizer)
         }
         self._host_groups = [{k: v for k, v in group.items() if _is_number(v)} for group in optimizer.param_groups]

@@ -25,7 +25,7 @@ def own_targets(rule: Rule, half: torch.dtype) -> dict[torch.dtype, torch.dtype 
     """
     if rule.kind == "half":
         return {torch.float32: half, torch.float64: None, **{other: None for other in HALVES if other != half}}
-    return {torch.float64: None, **{given: torch.float32 for given in HALVES}}
+    return {torch.float64: None, **dict.fromkeys(HALVES, torch.float32)}
 
 
 def by_argument(plan: CastPlan) -> Callable[..., Any]:

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_axpby as multi_tensor_axpby
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm as multi_tensor_l2norm
-from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm as multi_tensor_l2norm_mp
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm_scale as multi_tensor_l2norm_scale
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_scale as multi_tensor_scale
 from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
+
+multi_tensor_l2norm_mp = multi_tensor_l2norm
 
 Lists = Sequence[list[Tensor]]
 

@@ -15,7 +15,7 @@ from apexfx.amp.session import Session
 from apexfx.amp.stash import AmpOptimizerState
 
 
-class FP16_Optimizer:  # noqa: N801  Apex's name
+class FP16_Optimizer:  # Apex's name
     """Wraps `init_optimizer`, whose half parameters are replaced by float32 masters at once.
 
     Use `optimizer.backward(loss)` in place of `loss.backward()`. A step after an overflow is skipped on the device.
@@ -114,7 +114,7 @@ class FP16_Optimizer:  # noqa: N801  Apex's name
 
     # ---- one iteration ------------------------------------------------------------------------------------------------
 
-    def zero_grad(self, set_grads_to_None: bool = False) -> None:  # noqa: N803
+    def zero_grad(self, set_grads_to_None: bool = False) -> None:
         """Zero, or set to None, the gradients of masters and model."""
         self.optimizer.zero_grad(set_to_none=set_grads_to_None)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from apexfx._torch import BatchNorm
 
 
-class tofp16(nn.Module):  # noqa: N801  Apex's name
+class tofp16(nn.Module):  # Apex's name
     """Casts its input to half."""
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
@@ -21,7 +21,7 @@ class tofp16(nn.Module):  # noqa: N801  Apex's name
         return input.to(self.dtype)
 
 
-def BN_convert_float(module: nn.Module) -> nn.Module:  # noqa: N802
+def BN_convert_float(module: nn.Module) -> nn.Module:
     """Bring every affine batch norm in `module` back to float32, in place; return `module`."""
     for child in module.modules():
         if isinstance(child, BatchNorm) and child.affine:

@@ -132,7 +132,9 @@ def trailing_dims(function: str, input: Tensor, normalized_shape: int | Sequence
 
 
 # Asked once: Dynamo in torch 2.11 cannot trace the question.
-_AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(d))
+_AUTOCAST_DEVICES = frozenset(
+    d for d in ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla") if torch.amp.is_autocast_available(d)
+)
 
 
 def cast_to_autocast_dtype(input: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -12,5 +12,5 @@ from .flat import flatten as flatten
 from .flat import unflatten as unflatten
 from .LARC import LARC as LARC
 from .reducer import Reducer as Reducer
-from .waiting import RankFailureError as RankFailureError
 from .sync_batchnorm import SyncBatchNorm as SyncBatchNorm
+from .waiting import RankFailureError as RankFailureError

@@ -49,8 +49,8 @@ def _check_device(module: nn.Module, device_ids: Any, output_device: Any) -> Non
     kind = next(("cuda" if isinstance(d, int) else torch.device(d).type for d in device_ids or ()), None)
     for name, p in module.named_parameters():
         if kind is not None and p.device.type != kind:
-            raise ValueError(f"apexfx: device_ids={device_ids!r} was given and parameter {name!r} is on {p.device}; move the module "
-                             "there first, or leave device_ids out")
+            raise ValueError(f"apexfx: device_ids={device_ids!r} was given and parameter {name!r} is on {p.device}; move the "
+                             "module there first, or leave device_ids out")
 
 
 def _check_graph(module: nn.Module, given: Mapping[str, Any]) -> None:

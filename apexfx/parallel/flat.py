@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
     """Return one contiguous 1-D tensor with the elements of all `tensors`, which share a dtype and a device."""
     if not tensors:
         raise ValueError("apexfx: flatten() was given no tensors")
     odd = next((t for t in tensors if t.dtype != tensors[0].dtype or t.device != tensors[0].device), None)
     if odd is not None:
-        raise ValueError(f"apexfx: flatten() was given {tensors[0].dtype} on {tensors[0].device} and {odd.dtype} on {odd.device}; "
-                         "use split_by_type() first")
+        raise ValueError(f"apexfx: flatten() was given {tensors[0].dtype} on {tensors[0].device} and {odd.dtype} on "
+                         f"{odd.device}; use split_by_type() first")
     return torch.cat([t.reshape(-1) for t in tensors])
 
 

@@ -71,7 +71,8 @@ class Waiter:
         except RuntimeError as error:
             raise RankFailureError(
                 f"apexfx: {what} did not complete after {time.monotonic() - begin:.1f} s: another rank died, is stuck, or "
-                f"issued other collectives. Look at the logs of the other ranks; the limit is timeout_s={self.timeout_s:g}. ({error})"
+                f"issued other collectives. Look at the logs of the other ranks; the limit is timeout_s={self.timeout_s:g}. "
+                f"({error})"
             ) from error
 
     def _wait_long(self, work: dist.Work, what: str, begin: float) -> None:

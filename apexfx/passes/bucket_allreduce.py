@@ -15,7 +15,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from ..capture import Placeholder, gradients
 from ..config import BucketConfig, describe_buckets
 from ..fx import call, fake_mode, value
-from ..pipeline import Pass, PassError
+from ..pipeline import Pass
 from ..printed_names import identifier
 from ..printing import short_dtype
 from ..schedule.ddp import dim_order
@@ -202,7 +202,8 @@ class _Emitter:
             if sizes[1:] == [0]:
                 parts = [flat]
             else:
-                split = self._call(index, aten.split_with_sizes.default, (flat, sizes), like=started, name=f"bucket_{index}_parts")
+                split = self._call(index, aten.split_with_sizes.default, (flat, sizes), like=started,
+                                   name=f"bucket_{index}_parts")
                 parts = [self._call(index, operator.getitem, (split, 2 * i), like=started, name=_gradient_name(slot, flat=True))
                          for i, slot in enumerate(bucket.slots)]
             for slot, part in zip(bucket.slots, parts):

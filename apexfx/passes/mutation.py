@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
-from .._torch import below_functorch, tree_leaves
 
+from .._torch import below_functorch, tree_leaves
 from ..fx import graphs, value
 from .op_names import canonical_name
 
@@ -49,7 +49,7 @@ def argument(node: fx.Node, name: str) -> Any:
     return node.args[position] if position is not None and position < len(node.args) else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _positions(target: Callable[..., Any]) -> dict[str, int]:
     if isinstance(target, torch._ops.OpOverload):
         return {parameter.name: place for place, parameter in enumerate(target._schema.arguments)}

@@ -242,7 +242,7 @@ class Walk:
     def _evaluate(self, node: fx.Node, before: tuple[Any, Any] | None = None) -> None:
         try:
             new = evaluate(node, self.mode)
-        except Exception as error:  # noqa: BLE001  an op refuses a dtype with any error
+        except Exception as error:  # an op refuses a dtype with any error
             if before is not None:
                 self._undo(node, before)
             if not self._as_captured(node, f"it refuses the others ({type(error).__name__}): it gets {_CAPTURED}"):
@@ -262,9 +262,9 @@ class Walk:
     def _as_captured(self, node: fx.Node, reason: str) -> bool:
         """Cast every argument of `node` back to the dtype it was captured with; return whether any moved."""
         targets: list[torch.dtype | None] = []
-        for argument in tree_leaves((node.args, node.kwargs)):
-            was = self.captured.get(argument) if isinstance(argument, fx.Node) else None
-            now = dtype_of(argument)
+        for leaf in tree_leaves((node.args, node.kwargs)):
+            was = self.captured.get(leaf) if isinstance(leaf, fx.Node) else None
+            now = dtype_of(leaf)
             moved = now is not None and isinstance(was, Tensor) and was.dtype in FLOATS and was.dtype != now
             targets.append(was.dtype if moved else None)
         return self._replace(node, targets, op=op_name(node), rule="captured", reason=reason)

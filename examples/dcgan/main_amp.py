@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data import Crop, ImageFolder, Prefetcher, digits  # noqa: E402
+from data import Crop, ImageFolder, Prefetcher, digits
 
-from apexfx import amp  # noqa: E402
+from apexfx import amp
 
 
 def initialize_weights(module: nn.Module) -> None:
@@ -79,7 +79,8 @@ def main() -> None:
     g = generator(size, args.latent, args.width, channels).to(device).apply(initialize_weights)
     d = discriminator(size, args.width, channels).to(device).apply(initialize_weights)
     g_optimizer, d_optimizer = (torch.optim.Adam(m.parameters(), lr=args.lr, betas=(args.beta1, 0.999)) for m in (g, d))
-    [d, g], [d_optimizer, g_optimizer] = amp.initialize([d, g], [d_optimizer, g_optimizer], opt_level=args.opt_level, num_losses=3)
+    [d, g], [d_optimizer, g_optimizer] = amp.initialize([d, g], [d_optimizer, g_optimizer], opt_level=args.opt_level,
+                                                        num_losses=3)
     fixed = torch.randn(64, args.latent, 1, 1, device=device)
     for epoch in range(args.epochs):
         for i, (images, _) in enumerate(Prefetcher(loader, device)):
@@ -100,8 +101,8 @@ def main() -> None:
                 scaled.backward()
             g_optimizer.step()
             if i % 10 == 0:
-                print(f"epoch {epoch} step {i}/{len(loader)} discriminator {(real + fake).item():.4f} generator {fooled.item():.4f}",
-                      flush=True)
+                print(f"epoch {epoch} step {i}/{len(loader)} discriminator {(real + fake).item():.4f} "
+                      f"generator {fooled.item():.4f}", flush=True)
     if args.out:
         with torch.no_grad():
             samples = g.eval()(fixed)

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data import digits  # noqa: E402
+from data import digits
 
-from apexfx.fp16_utils import FP16_Optimizer, network_to_half  # noqa: E402
+from apexfx.fp16_utils import FP16_Optimizer, network_to_half
 
 
 def main() -> None:

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data import Crop, ImageFolder, Prefetcher, digits  # noqa: E402
+from data import Crop, ImageFolder, Prefetcher, digits
+from resnet import ARCHITECTURES, build
 
-from apexfx import amp, optimizers  # noqa: E402
-from apexfx.parallel import DistributedDataParallel, convert_syncbn_model  # noqa: E402
-from resnet import ARCHITECTURES, build  # noqa: E402
+from apexfx import amp, optimizers
+from apexfx.parallel import DistributedDataParallel, convert_syncbn_model
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -34,7 +34,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("-b", "--batch-size", type=int, default=64, help="of one process")
     parser.add_argument("--image-size", type=int, default=224)
-    parser.add_argument("--lr", type=float, default=None, help="for a global batch of 256, scaled in proportion; 0.1, and 0.8 on digits")
+    parser.add_argument("--lr", type=float, default=None,
+                        help="for a global batch of 256, scaled in proportion; 0.1, and 0.8 on digits")
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--weight-decay", type=float, default=1e-4)
     parser.add_argument("--print-freq", type=int, default=10)

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from data import digits, mnist  # noqa: E402
+from data import digits, mnist
 
-from apexfx import amp  # noqa: E402
-from apexfx.parallel import DistributedDataParallel  # noqa: E402
+from apexfx import amp
+from apexfx.parallel import DistributedDataParallel
 
 
 class Net(nn.Module):
@@ -75,7 +75,8 @@ def test(model: nn.Module, dataset: torch.utils.data.Dataset, device: torch.devi
     model.eval()
     totals = torch.zeros(2, device=device)
     for images, labels in DataLoader(torch.utils.data.Subset(dataset, range(rank, len(dataset), num_ranks)), 512):
-        totals += torch.stack(((model(images.to(device)).argmax(1) == labels.to(device)).sum(), torch.tensor(len(labels), device=device)))
+        right = (model(images.to(device)).argmax(1) == labels.to(device)).sum()
+        totals += torch.stack((right, torch.tensor(len(labels), device=device)))
     dist.all_reduce(totals)
     return (totals[0] / totals[1]).item()
 
