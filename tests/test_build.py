@@ -138,7 +138,8 @@ def test_strict_builds_fail(tmp_path):
 
 
 def test_a_build_without_torch_succeeds_and_says_so(tmp_path):
-    program = "import sys, runpy; sys.modules['torch'] = None; sys.argv = ['setup.py', '-q', 'build_ext']; runpy.run_path('setup.py')"
+    program = ("import sys, runpy; sys.modules['torch'] = None; sys.argv = ['setup.py', '-q', 'build_ext']; "
+               "runpy.run_path('setup.py')")
     status, output = run([sys.executable, "-c", program], cwd=source_tree(tmp_path))
     assert status == 0 and "torch is not importable" in output, output
 

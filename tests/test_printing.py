@@ -203,7 +203,8 @@ class TestNames:
 
     def test_forward(self):
         text = self.code(ConvNetOfOneOutput(), torch.randn(2, 3, 6, 6))
-        assert 'conv_weight_bf16: "bf16[4, 3, 3, 3]" = torch.ops.aten._to_copy.default(conv_weight, dtype = torch.bfloat16)' in text
+        cast = 'conv_weight_bf16: "bf16[4, 3, 3, 3]" = torch.ops.aten._to_copy.default(conv_weight, dtype = torch.bfloat16)'
+        assert cast in text
         assert re.search(r"torch\.conv2d\(image_bf16, conv_weight_bf16, conv_bias_bf16\b", text)
         assert not re.search(r"\b[Ll]_(self|image)_|= None$", text, re.MULTILINE)
 

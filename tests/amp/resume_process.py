@@ -1,4 +1,7 @@
-"""Train N steps from a checkpoint in a process of its own: python resume_process.py CHECKPOINT OUT FIRST STEPS LEVEL OPTIMIZER."""
+"""Train N steps from a checkpoint in a process of its own.
+
+    python resume_process.py CHECKPOINT OUT FIRST STEPS LEVEL OPTIMIZER
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ def run(checkpoint, out, first, steps, level, name):
     """Build everything afresh, load, train, and save model, optimizer, amp."""
     torch.manual_seed(first)  # other initial weights than those in the checkpoint
     model = ConvNet()
-    model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0)
+    model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level=level, loss_scale="dynamic",
+                                      verbosity=0)
     amp._amp_state.loss_scalers[0]._scale_seq_len = 3
     if checkpoint:
         saved = torch.load(checkpoint, weights_only=True)

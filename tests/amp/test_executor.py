@@ -28,7 +28,8 @@ def ones(*shape, dtype=torch.float32):
 
 HALF_OPS = {
     "linear": lambda x: F.linear(x, ones(4, 4)), "mm": lambda x: torch.mm(x, ones(4, 4)), "matmul": lambda x: x @ ones(4, 4),
-    "rmatmul": lambda x: ones(4, 4) @ x, "method": lambda x: x.matmul(ones(4, 4)), "bmm": lambda x: torch.bmm(x[None], ones(1, 4, 4)),
+    "rmatmul": lambda x: ones(4, 4) @ x, "method": lambda x: x.matmul(ones(4, 4)),
+    "bmm": lambda x: torch.bmm(x[None], ones(1, 4, 4)),
     "addmm": lambda x: torch.addmm(ones(4), x, ones(4, 4)), "einsum": lambda x: torch.einsum("ij,jk->ik", x, ones(4, 4)),
     "prelu": lambda x: F.prelu(x, ones(1)), "conv1d": lambda x: F.conv1d(x[None], ones(2, 4, 1)),
 }  # fmt: skip
@@ -67,7 +68,8 @@ def test_other_functions_keep_the_dtype(op, half):
 
 
 @pytest.mark.parametrize("op", [torch.add, torch.mul, torch.atan2, lambda a, b: a + b, lambda a, b: b - a, torch.dot,
-                                lambda a, b: torch.cat([a, b]), lambda a, b: torch.stack((a, b)), lambda a, b: torch.where(a > 0, a, b)])
+                                lambda a, b: torch.cat([a, b]), lambda a, b: torch.stack((a, b)),
+                                lambda a, b: torch.where(a > 0, a, b)])
 def test_promotion_meets_in_the_widest(op, half):
     with CastExecutor(half):
         assert op(ones(4, dtype=half), ones(4)).dtype == torch.float32
@@ -167,7 +169,8 @@ def test_recurrent_cells_use_cached_weights_repeatedly(kind):
 
 
 SHORT_WAYS = {
-    "linear": lambda a, b: F.linear(a, b, b[0]), "gelu": lambda a, b: F.gelu(a), "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0]),
+    "linear": lambda a, b: F.linear(a, b, b[0]), "gelu": lambda a, b: F.gelu(a),
+    "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0]),
     "softmax": lambda a, b: F.softmax(a, -1), "softmax dtype": lambda a, b: torch.softmax(a, -1, torch.float64),
     "attention": lambda a, b: F.scaled_dot_product_attention(a[None], a[None], b[None]),
     "add": torch.add, "sub": lambda a, b: a - b, "mul": lambda a, b: b * a, "div": lambda a, b: a / (b.abs() + 1), "lt": torch.lt,

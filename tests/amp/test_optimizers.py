@@ -215,7 +215,8 @@ def test_closures_work(make, level):
 def test_fused_sgd_without_materialized_gradients_trains_the_same():
     results = []
     for materialize in (True, False):
-        model, optimizer = made("O2", lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize))
+        make = lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize)  # noqa: E731
+        model, optimizer = made("O2", make)
         results.append(train(model, optimizer, 3))
     assert torch.equal(*results)
 
@@ -223,7 +224,7 @@ def test_fused_sgd_without_materialized_gradients_trains_the_same():
 def test_fused_sgd_without_materialized_gradients_adds_losses_of_different_scales():
     results = []
     for materialize in (True, False):
-        make = lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize)  # noqa: B023, E731
+        make = lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize)  # noqa: E731
         model, optimizer = made("O2", make, num_losses=2, loss_scale="dynamic")
         amp._amp_state.loss_scalers[1]._loss_scale = 64.0
         model.eval()

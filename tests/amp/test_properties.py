@@ -20,7 +20,8 @@ TABLE = {
     "O2": (True, "O2", HALF, False, True, True, "dynamic"),
     "O3": (True, "O3", HALF, False, False, False, 1.0),
 }
-NAMES = ("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights", "loss_scale")
+NAMES = ("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32", "master_weights",
+         "loss_scale")
 
 
 def options(opt_level="O1", **given):

@@ -74,7 +74,8 @@ def test_the_order_of_loading_does_not_matter(tmp_path, level, order):
     for names in (("model", "optimizer", "amp"), order):
         fresh_state()
         model = ConvNet()
-        model, optimizer = amp.initialize(model, OPTIMIZERS["adam"](model.parameters()), opt_level=level, loss_scale="dynamic", verbosity=0)
+        model, optimizer = amp.initialize(model, OPTIMIZERS["adam"](model.parameters()), opt_level=level,
+                                          loss_scale="dynamic", verbosity=0)
         targets = {"model": model, "optimizer": optimizer, "amp": amp}
         for name in names:
             targets[name].load_state_dict(copy.deepcopy(saved[name]))  # torch's optimizers train on in the tensors they load

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.amp.amp_cases import CountReads
 from apexfx import amp
 from apexfx.amp import host_mirror
 from apexfx.amp.scaler import LossScaler
+from tests.amp.amp_cases import CountReads
 
 
 class Automaton:
@@ -97,7 +97,8 @@ def test_initial_dynamic_scale_is_at_most_the_maximum():
 
 def test_defaults_are_those_of_apex():
     defaults = {name: p.default for name, p in inspect.signature(LossScaler).parameters.items()}
-    expected = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000, "min_loss_scale": None, "max_loss_scale": 2.0**24}
+    expected = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000, "min_loss_scale": None,
+                "max_loss_scale": 2.0**24}
     assert {name: defaults[name] for name in expected} == expected
     scaler = LossScaler("dynamic")
     for _ in range(2000):
@@ -143,7 +144,8 @@ def test_a_finite_gradient_whose_sum_overflows_is_none():
 
 @pytest.mark.parametrize("factor", [1.7, 3.0])
 def test_numbers_on_the_host_follow_the_tensors_of_a_device_to_the_bit(factor, monkeypatch):
-    options = {"init_scale": 1000.3, "scale_factor": factor, "scale_window": 2, "min_loss_scale": 3.3, "max_loss_scale": 1e5 + 0.1}
+    options = {"init_scale": 1000.3, "scale_factor": factor, "scale_window": 2, "min_loss_scale": 3.3,
+               "max_loss_scale": 1e5 + 0.1}
     chance = random.Random(0)
     flags = [torch.tensor(float(chance.random() < 0.35)) for _ in range(300)]
     grads = torch.randn(64)
@@ -210,7 +212,8 @@ def test_state_dict_adds_to_the_destination():
 
 def test_load_state_dict_applies_in_dict_order_and_ignores_the_number():
     initialized(num_losses=2)
-    amp.load_state_dict({"loss_scaler7": {"loss_scale": 4.0, "unskipped": 1}, "loss_scaler0": {"loss_scale": 8.0, "unskipped": 2}})
+    amp.load_state_dict({"loss_scaler7": {"loss_scale": 4.0, "unskipped": 1},
+                         "loss_scaler0": {"loss_scale": 8.0, "unskipped": 2}})
     assert [s.loss_scale() for s in amp._amp_state.loss_scalers] == [4.0, 8.0]
     assert [s._unskipped for s in amp._amp_state.loss_scalers] == [1, 2]
 

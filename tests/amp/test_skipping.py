@@ -10,6 +10,7 @@ import torch
 from apexfx import amp
 from tests.amp.amp_cases import OPTIMIZERS, ConvNet, CountReads, Ops, batch, fresh_state, made, train
 
+
 def everything(model, optimizer):
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.detach().clone() for p in amp.master_params(optimizer)]))
 

@@ -274,7 +274,8 @@ def run_script(*arguments, timeout=150):
 
 @pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.long)])
 def test_an_unmodified_classifier_script(level):
-    out = run_script(SCRIPTS / "classifier.py", "--opt-level", level, "--keep-batchnorm-fp32", *(["True"] if level == "O2" else ["None"]))
+    keep = "True" if level == "O2" else "None"
+    out = run_script(SCRIPTS / "classifier.py", "--opt-level", level, "--keep-batchnorm-fp32", keep)
     assert float(out.splitlines()[-1].split()[-1]) > 0.8
 
 

@@ -1,10 +1,11 @@
-"""Compile the CUDA sources of the list ops and of the norms for the CPU, through `include/`, and run the device tests' cases on them.
+"""Compile the CUDA sources of the list ops and of the norms for the CPU, and run the device tests' cases on them.
 
     python tests/cuda_emulation/emulate.py FOLDER [--every N]
 
-The sources are the real ones; a launch `kernel<<<grid, threads, ...>>>(arguments)` becomes a call, and the kernels are
-registered for the CPU (whose own library is not loaded). This says whether the kernels' index arithmetic, tables, tails,
-barriers and formulas are right, where there is no device. It says nothing about races, memory or speed.
+The sources are the real ones, compiled through `include/`; a launch `kernel<<<grid, threads, ...>>>(arguments)` becomes
+a call, and the kernels are registered for the CPU (whose own library is not loaded). This says whether the kernels' index
+arithmetic, tables, tails, barriers and formulas are right, where there is no device. It says nothing about races, memory
+or speed.
 """
 
 from __future__ import annotations

@@ -161,8 +161,9 @@ def _device(rank):
     backward(model, x)
     check_mean(model, twin, x)
     for arguments, match in (({"device_ids": [0, 1]}, "expected one device a process"),
-                             ({"device_ids": [0]}, "'a.weight' is on cpu; move the module"), ({"output_device": 1}, "output_device=1"),
-                             ({"shared_param": True}, "shared_param"), ({"broadcast_buffers": "often"}, "broadcast_buffers='often'"),
+                             ({"device_ids": [0]}, "'a.weight' is on cpu; move the module"),
+                             ({"output_device": 1}, "output_device=1"), ({"shared_param": True}, "shared_param"),
+                             ({"broadcast_buffers": "often"}, "broadcast_buffers='often'"),
                              ({"delay_allreduce": True, "num_allreduce_streams": 2}, "delay_allreduce"),
                              ({"message_size": 0}, "message_size=0")):
         with pytest.raises((ValueError, TypeError), match=match):

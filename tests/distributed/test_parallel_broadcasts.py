@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apexfx.parallel import DistributedDataParallel
 from apexfx.broadcast import broadcast_from_first
+from apexfx.parallel import DistributedDataParallel
 from tests.distributed.collectives import recorded
 from tests.distributed.launch import run_ranks
 from tests.distributed.wrapped import SIZES, Net, backward, check_mean, data, wrapped

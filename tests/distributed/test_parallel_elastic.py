@@ -1,4 +1,7 @@
-"""The elastic example: a killed and restarted run ends with the bits of an undisturbed one; damaged checkpoints are passed over."""
+"""The elastic example: a killed and restarted run ends with the bits of an undisturbed one.
+
+Damaged checkpoints are passed over.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from tests.distributed.twins import Net, backward, data, equal, loss, steps, twi
 
 def _lent(rank):
     ours, theirs = twins()
+    before = None
     for step in steps(ours, theirs, rank, 3):
         storages = [p.grad.untyped_storage() for p in ours.parameters()]
         lent = [s.nbytes() > p.grad.nbytes for s, p in zip(storages, ours.parameters())]

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.distributed.launch import run_ranks
 from torch import nn
 
 import apexfx
 from apexfx.parallel import Reducer, SyncBatchNorm, convert_syncbn_model, create_syncbn_process_group
 from apexfx.testing import assert_close
+from tests.distributed.launch import run_ranks
 
 # rows of each rank, by case: even, uneven, one rank empty, one row in all but one
 ROWS = ([3, 3, 3, 3], [1, 4, 2, 5], [3, 0, 2, 4], [1, 0, 0, 1])

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from tests.distributed.launch import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +22,7 @@ from apexfx.ops.sync_batch_norm import group_name, sync_batch_norm
 from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.printing import format_graph
 from apexfx.testing import assert_close, tolerance
+from tests.distributed.launch import run_ranks
 
 # Rows of each rank: even, uneven, one row, none.
 BATCHES = {2: ((3, 3), (5, 1), (4, 0)), 3: ((2, 2, 2), (1, 4, 2), (3, 0, 1))}

@@ -271,8 +271,8 @@ def _tied_across_a_graph_break(rank, world_size):
 
 
 CASES = [_backward_raised, _unfrozen, _shared_with_another_model, _tied_across_a_graph_break,
-         _averages, _accumulates, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame, _different_models, _different_graphs,
-         _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
+         _averages, _accumulates, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame, _different_models,
+         _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
 
 
 def _all(rank, world_size, names):

@@ -19,8 +19,8 @@ from data import ImageFolder, digits, mnist, read_idx  # noqa: E402
 
 def run(script, *arguments, processes=1):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)] if processes > 1 else []
-    done = subprocess.run([sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)], capture_output=True, text=True,
-                          timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, *launcher, str(EXAMPLES / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -70,7 +70,8 @@ def test_digits_are_split_once_and_for_all():
 
 
 def idx(path, tensor):
-    content = struct.pack(">HBB", 0, 8, tensor.dim()) + struct.pack(f">{tensor.dim()}I", *tensor.shape) + bytes(tensor.flatten().tolist())
+    header = struct.pack(">HBB", 0, 8, tensor.dim()) + struct.pack(f">{tensor.dim()}I", *tensor.shape)
+    content = header + bytes(tensor.flatten().tolist())
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 

@@ -112,7 +112,8 @@ def main() -> int:
             record["steps"].append(run(step, command, min(limit_s, left), environment))
         (RESULTS / "gpu-check.json").write_text(json.dumps(record, indent=1))
     failed = [s["step"] for s in record["steps"] if s["status"] != 0]
-    print(f"gpu-check on {name}: {len(record['steps']) - len(failed)} steps ok" + (f"; failed: {', '.join(failed)}" if failed else ""))
+    ending = f"; failed: {', '.join(failed)}" if failed else ""
+    print(f"gpu-check on {name}: {len(record['steps']) - len(failed)} steps ok{ending}")
     return 1 if failed else 0
 
 

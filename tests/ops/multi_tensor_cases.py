@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import torch
-from tests.ops.optimizer_cases import BF16, F16, F32, F64, LAYOUTS, SIZES, lay_out
 
 from apexfx.ops import multi_tensor
 from apexfx.testing import assert_close
+from tests.ops.optimizer_cases import BF16, F16, F32, F64, SIZES, lay_out
 
 DTYPES = [(a, b) for a, b in itertools.product((F32, F16, BF16), repeat=2)] + [(F64, F64)]
 

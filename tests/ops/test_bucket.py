@@ -7,10 +7,10 @@ import math
 
 import pytest
 import torch
-from tests.ops.optimizer_cases import BF16, CHUNK, F16, F32, F64, LAYOUTS, lay_out
 
 from apexfx.ops import bucket
 from apexfx.ops.bucket import flatten_bucket, unflatten_bucket
+from tests.ops.optimizer_cases import BF16, CHUNK, F16, F32, F64, LAYOUTS, lay_out
 
 SHAPES = [(5, 3), (), (2, 3, 2, 2), (0, 4), (CHUNK + 5,)]
 OFFSETS = [4, 0, CHUNK + 64, 40, 48]  # any order, with gaps

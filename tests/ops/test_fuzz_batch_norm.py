@@ -66,8 +66,9 @@ def wrong(kind: str, value: object, rng: random.Random) -> object:
     """Return something else in the place of an argument that fits."""
     if isinstance(value, Tensor) and rng.random() < 0.7:
         return rng.choice([
-            value.double(), value.half(), value.int(), value[..., None], value.reshape(-1)[:-1], value.to("meta"), value.to_sparse(),
-            value.new_empty(0), value.reshape(-1), value.new_full((), 2), torch.stack([value, value], -1)[..., 0],
+            value.double(), value.half(), value.int(), value[..., None], value.reshape(-1)[:-1], value.to("meta"),
+            value.to_sparse(), value.new_empty(0), value.reshape(-1), value.new_full((), 2),
+            torch.stack([value, value], -1)[..., 0],
         ])  # fmt: skip
     if kind == "str":
         return rng.choice(["no such group", None, 3])

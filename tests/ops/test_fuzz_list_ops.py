@@ -23,7 +23,8 @@ NAMED = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 def random_tensor(rng: random.Random) -> torch.Tensor:
     """Return a small tensor of any dtype, layout or device kind that fits on a CPU."""
     shape = rng.choice([(), (1,), (0,), (3,), (2, 3), (3, 2), (2, 2, 2, 2), (0, 3)])
-    dtype = rng.choice([torch.float32] * 6 + [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64])
+    rare = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
+    dtype = rng.choice([torch.float32] * 6 + rare)
     tensor = torch.ones(shape, dtype=dtype)
     kind = rng.randrange(12)
     if kind == 0 and tensor.dim() >= 2:

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 import torch
-from tests.ops.norm_cases import DTYPES, EPS, LAYOUTS, SIZES, compare, draw, fuzz, gradients
 
 from apexfx.ops import layer_norm as module
 from apexfx.ops.layer_norm import layer_norm
 from apexfx.testing import assert_close
+from tests.ops.norm_cases import DTYPES, EPS, LAYOUTS, SIZES, compare, draw, fuzz, gradients
 
 
 def float64(x, weight, bias):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.multi_tensor_cases import DTYPES, check_axpby, check_flags, check_l2norm, check_scale, random_list
-from tests.ops.optimizer_cases import BF16, F16, F32, F64, LAYOUTS
 
 from apexfx.ops import multi_tensor
+from tests.ops.multi_tensor_cases import DTYPES, check_axpby, check_flags, check_l2norm, check_scale, random_list
+from tests.ops.optimizer_cases import BF16, F16, F32, F64, LAYOUTS
 
 OPS = torch.ops.apexfx
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.ops.optimizer_cases import COUNTS_STEPS, DTYPES, F32, LAYOUTS, OPS, SCALARS, check, make
 
 from apexfx.ops import optimizers
 from apexfx.testing import assert_close
+from tests.ops.optimizer_cases import COUNTS_STEPS, DTYPES, F32, LAYOUTS, OPS, SCALARS, check, make
 
 SMALL = [(), (3,), (2, 3)]
 
@@ -86,7 +86,8 @@ def _torch_step(cls, params, grads, steps, **keywords):
         ("adam_", {}, torch.optim.AdamW, {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
         ("adam_", {"decoupled": False}, torch.optim.Adam, {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}),
         ("sgd_", {}, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "dampening": 0.1, "weight_decay": 0.1}),
-        ("sgd_", {"nesterov": True, "dampening": 0.0}, torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("sgd_", {"nesterov": True, "dampening": 0.0}, torch.optim.SGD,
+         {"lr": 1e-2, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
         ("sgd_", {"momentum": 0.0}, torch.optim.SGD, {"lr": 1e-2, "weight_decay": 0.1}),
         ("adagrad_", {}, torch.optim.Adagrad, {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.1}),
     ],

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from tests.ops.test_batch_norm import DTYPES, LAYOUTS, draw
 from torch.utils.checkpoint import checkpoint
 
 from apexfx._torch import aot_autograd
 from apexfx.ops.sync_batch_norm import group_name, sync_batch_norm
 from apexfx.printing import format_graph
 from apexfx.testing import assert_close
+from tests.ops.test_batch_norm import DTYPES, LAYOUTS, draw
 
 SHAPES = ((5, 7), (4, 8, 16), (3, 5, 7, 9), (2, 3, 2, 3, 4))
 

@@ -6,10 +6,10 @@ import copy
 
 import pytest
 import torch
-from tests.optimizers.optimizer_models import backward, train
 
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedSGD, clip_grad_norm_
 from apexfx.testing import assert_close
+from tests.optimizers.optimizer_models import backward, train
 
 PAIRS = {
     "adamw": (FusedAdam, {"weight_decay": 0.1}, torch.optim.AdamW, {"weight_decay": 0.1}),

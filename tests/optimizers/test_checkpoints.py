@@ -87,7 +87,8 @@ def odd_states(name):
         "no dict": (torch.zeros(5, 7), "it is Tensor, expected a dict"),
         "half of it": ({"exp_avg": state["exp_avg"]}, "it has exp_avg and lacks exp_avg_sq"),
         "another optimizer's": ({"momentum_buffer": state["exp_avg"]}, "it has momentum_buffer and lacks exp_avg, exp_avg_sq"),
-        "another list's": ({**state, "exp_avg_sq": torch.zeros(7)}, r"its exp_avg_sq is a tensor of \(7,\), expected .* \(5, 7\)"),
+        "another list's": ({**state, "exp_avg_sq": torch.zeros(7)},
+                           r"its exp_avg_sq is a tensor of \(7,\), expected .* \(5, 7\)"),
         "a number": ({**state, "exp_avg_sq": 1.0}, "its exp_avg_sq is float, expected a tensor"),
         "another list's master": ({**state, "master_param": torch.zeros(2)}, r"its master_param is a tensor of \(2,\)"),
     }[name]
@@ -135,7 +136,8 @@ def test_a_state_dict_without_a_part_raises_as_in_torch():
 def test_masters_follow_float32_training():
     """bfloat16 training with masters stays close to float32 training; without masters small updates are lost."""
     results = {}
-    for key, dtype, masters in (("wide", torch.float32, False), ("masters", torch.bfloat16, True), ("plain", torch.bfloat16, False)):
+    for key, dtype, masters in (("wide", torch.float32, False),
+                                ("masters", torch.bfloat16, True), ("plain", torch.bfloat16, False)):
         param = torch.nn.Parameter(torch.ones(1000, dtype=dtype))
         cls, _ = OPTIMIZERS["adamw"]
         optimizer = cls([param], lr=1e-4, master_weights=masters)

@@ -7,9 +7,9 @@ import pickle
 
 import pytest
 import torch
-from tests.optimizers.optimizer_models import OPTIMIZERS, backward, build, same_parameters, train
 
 from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from tests.optimizers.optimizer_models import OPTIMIZERS, backward, build, same_parameters, train
 
 ALL = pytest.mark.parametrize("name", OPTIMIZERS)
 

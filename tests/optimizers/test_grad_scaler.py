@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 import torch
-from tests.optimizers.optimizer_models import OPTIMIZERS, backward, build, same_parameters
 
 from apexfx.testing import assert_close
+from tests.optimizers.optimizer_models import OPTIMIZERS, backward, build, same_parameters
 
 
 def scaled_backward(model, scaler, seed, bad=False):

@@ -72,7 +72,7 @@ SAMPLES: dict[str, Call] = {
                            (_random(4, 4) - 0.5, _random(4, 4) - 0.5, _random(4), _random(4)), True, 1, 0.0, False,
                            False, False)
        for kind in ("tanh", "relu")},
-    "gru": call(torch.gru, batch, _random(1, 4, 4), 
+    "gru": call(torch.gru, batch, _random(1, 4, 4),
                 (_random(12, 4) - 0.5, _random(12, 4) - 0.5, _random(12), _random(12)), True, 1, 0.0, False,
                 False, False),
     "lstm_cell": call(torch.lstm_cell, x, (y, z), _random(16, 4) - 0.5, _random(16, 4) - 0.5, _random(16), _random(16)),

@@ -39,14 +39,14 @@ class Block(nn.Module):
         return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
 
 
-def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements={}):
+def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements=None):
     """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
     kept = []
 
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
         before = format_graph(gm)
-        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements}
+        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements or {}}
         pass_ = FuseBatchnorm(**options)
         assert pass_(gm).modified == (format_graph(gm) != before)
         gm.graph.lint()

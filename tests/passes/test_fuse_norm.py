@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from apexfx import capture
 from apexfx._torch import has_kernel
-from apexfx.fx import graphs
 from apexfx.config import OPT_LEVELS
+from apexfx.fx import graphs
 from apexfx.passes.cancel_casts import CancelCasts
 from apexfx.passes.fuse_norm import FuseNorm
 from apexfx.passes.fuse_norm_table import LEAST_ELEMENTS, RATIO
@@ -22,8 +22,6 @@ from apexfx.passes.precision import Precision
 from apexfx.pipeline import Pipeline
 from apexfx.printing import format_graph
 from apexfx.testing import assert_close
-
-# ruff: noqa: E501  printed graphs
 
 EVERYWHERE = {
     (op, "cpu", "eager", dtype): (2.0, 2.0)
@@ -36,14 +34,14 @@ def text(gm):
     return "\n".join(format_graph(body) for body in graphs(gm))
 
 
-def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements={}, autocast=None):
+def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements=None, autocast=None):
     """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
     kept = []
 
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
         before = text(gm)
-        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements}
+        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements or {}}
         pass_ = FuseNorm(**options)
         assert pass_(gm).modified == (text(gm) != before)
         gm.graph.lint()
@@ -257,8 +255,8 @@ def test_must_not_fire(function):
 
 def test_table_decides():
     x = draw(3, 8)
-    slow = {key: (1.04, 1.04) for key in EVERYWHERE}
-    uneven = {key: (2.0, 0.5) for key in EVERYWHERE}
+    slow = dict.fromkeys(EVERYWHERE, (1.04, 1.04))
+    uneven = dict.fromkeys(EVERYWHERE, (2.0, 0.5))
     for ratios in ({}, slow, uneven):
         assert fused(rewrite(nn.LayerNorm(8), x, ratios=ratios)[1]) == []
     assert fused(rewrite(nn.LayerNorm(8), x, inner="inductor")[1]) == []  # measured for eager only

@@ -167,7 +167,7 @@ def test_the_plan_is_the_one_that_the_eager_executor_learns(fake_world, name, nu
     planner.learn(layout, order)
     profile = analytic(load(name, 2, device="meta")[0], inputs, DEVICE)
     made = plan_for(profile, config, num_ranks)
-    expected = [{**row, "device": "meta"} for row in map(lambda b: b.to_json(), layout.plan.buckets)]
+    expected = [{**bucket.to_json(), "device": "meta"} for bucket in layout.plan.buckets]
     assert [bucket.to_json() for bucket in made.buckets] == expected
     assert len(made.buckets) > 1
 
