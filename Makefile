@@ -1,4 +1,5 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
+# make lint: ruff, by what pyproject.toml selects.
 # make lib: rebuild the compiled ops only.  make check-cuda: compile every .cu (nvcc, no device needed).
 # make gpu-check: build, test, sanitize and measure on a machine with a CUDA device (python3 with torch and pytest).
 PY    ?= python3
@@ -17,6 +18,10 @@ test: $(VENV)/.built
 
 test-long: $(VENV)/.built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
+
+lint: | $(BIN)/python
+	$(BIN)/python -m pip install -q ruff
+	$(BIN)/python -m ruff check
 
 lib: $(VENV)/.built
 	$(BIN)/python csrc/compile_ops.py
@@ -41,4 +46,4 @@ $(VENV)/.built: $(VENV)/.torch $(SRC)
 clean:
 	rm -rf $(VENV) build out *.egg-info apexfx/*.so
 
-.PHONY: all demo test test-long lib check-cuda gpu-check clean
+.PHONY: all demo test test-long lint lib check-cuda gpu-check clean
