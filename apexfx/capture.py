@@ -18,6 +18,9 @@ _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 # `_parameters['w']`, or `__dict__['_parameters']['w']` of a module that forward changes.
 _FQN_PART = re.compile(r"_(modules|parameters|buffers)(?:'\])?\['([^']*)'\]")
 
+# Frames of this package between the user's forward and the op: a traceable batch norm, the call of a module of torch's own.
+_OWN_FRAMES = re.compile(r'^  File "[^"]*/apexfx/(?:runtime|traceable)\.py", line .*\n(?:    .*\n?)*', re.MULTILINE)
+
 
 @dataclass(frozen=True)
 class Placeholder:
@@ -58,7 +61,7 @@ class Gradient:
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Placeholder, ...]:
-    """Tag the placeholders of a Dynamo graph and copy every node's example value to `meta["val"]`.
+    """Tag the placeholders of a Dynamo graph, copy example values to `meta["val"]`, leave the user's frames in the traces.
 
     Returns the placeholders in order. Must run first: a copy of the graph loses where its inputs came from.
     """
@@ -68,6 +71,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Placeho
                 node.meta["val"] = node.meta["example_value"]
             elif node.op in ("call_function", "call_method"):
                 node.meta.setdefault("val", None)  # returns nothing: torch._C._set_grad_enabled
+            if node.stack_trace:
+                node.stack_trace = _OWN_FRAMES.sub("", node.stack_trace)
     placeholders = []
     for index, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
         source = getattr(node, "_dynamo_source", None)

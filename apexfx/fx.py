@@ -7,7 +7,6 @@ copies it over, and `set_value` keeps both, because AOTAutograd's cache refuses 
 from __future__ import annotations
 
 import contextlib
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -203,7 +202,7 @@ def source_line(node: fx.Node) -> str:
     """Return "file.py:12" for the user's line that made `node`, or "" when unknown."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     for line in reversed(trace):
-        if line.lstrip().startswith("File ") and not re.search(r"/apexfx/(traceable|transform)\.py", line):
+        if line.lstrip().startswith("File "):
             path, _, rest = line.partition('"')[2].partition('", line ')
             return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return ""

@@ -16,8 +16,7 @@ _WORD = re.compile(r"(?<![.\w])[A-Za-z_]\w*")
 _FILE = re.compile(r"(^\s*# File: )(.+?)(?=:\d+ in )")
 _ALIAS = re.compile(r"\s*(\w+) = (\w+)")
 _RELEASES = re.compile(r";  (?:[A-Za-z_]\w* = )+None$", re.MULTILINE)
-# transform() calling a module of torch's own (in runtime.py); casts at the graph's entry.
-_NOISE = ("code: return function(module, *inputs, **named_inputs)", "# No stacktrace found for following nodes")
+_NO_TRACE = "# No stacktrace found for following nodes"  # of casts at the entry, and of modules of torch's own
 _TAKEN = ("self", "torch", "device", "inf", "nan", "pytree", "fx_pytree", "NoneType")
 # What AOTAutograd says of its graphs' inputs and outputs.
 _DESCRIPTION = re.compile(r"  # (None|(?:\w+AOT(?:Input|Output)|SavedForBackwards\w*)\(.*\))$", re.MULTILINE)
@@ -51,7 +50,7 @@ def in_users_names(source: str, graph: fx.Graph, input_names: Sequence[str] = ()
         alias = _ALIAS.fullmatch(line)
         if alias and renamed.get(alias[1], alias[1]) == renamed.get(alias[2]):
             continue  # `l_x_ = L_x_`
-        if any(noise in line for noise in _NOISE) or (not line.strip() and lines and lines[-1].endswith("):")):
+        if _NO_TRACE in line or (not line.strip() and lines and lines[-1].endswith("):")):
             continue
         if line.lstrip().startswith("#"):
             lines.append(_FILE.sub(lambda m: m[1] + _short(m[2]), line))

@@ -140,7 +140,7 @@ def with_private_code(function: Any) -> Any:
         own.__qualname__ = function.__qualname__  # no __wrapped__: Dynamo would follow it to the shared code object
         return own
 
-    def forward(module: Any, *inputs: Any, **named_inputs: Any) -> Any:  # printed_names.py knows this line
+    def forward(module: Any, *inputs: Any, **named_inputs: Any) -> Any:
         return function(module, *inputs, **named_inputs)
 
     return _with_own_code(forward)

@@ -220,6 +220,12 @@ class TestNames:
         assert '_0_weight: "f32[3, 4]"' in text and 'inputs_0: "f32[2, 4]"' in text
         assert "named_inputs" not in text and "  # File" not in text
 
+    def test_batch_norms_show_the_users_line(self):
+        text = self.code(ConvNetOfOneOutput(), torch.randn(2, 3, 6, 6), stage="backward") + self.code(
+            ConvNetOfOneOutput(), torch.randn(2, 3, 6, 6))
+        assert "batch_norm" in text and "test_printing.py:" in text
+        assert "traceable.py" not in text and "runtime.py" not in text
+
     def test_casts_at_the_entry_have_no_line_of_their_own(self):
         compiled = torch.compile(nn.Sequential(nn.Linear(4, 3)), backend="apex", options={"opt_level": "O2", "inner": "eager"})
         compiled(torch.randn(2, 4))
