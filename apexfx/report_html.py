@@ -35,11 +35,12 @@ table.diff { width: 100%; table-layout: fixed; } table.diff td { padding: 0 .4re
 td.removed { background: #fde8e8; } td.added { background: #e4f5e7; } td.gap { color: #888; text-align: center; }
 .half { border-left: 4px solid #e69f00; } .float { border-left: 4px solid #0072b2; } .collective { border-left: 4px solid #b5338a; }
 .warning { color: #a02020; } summary { cursor: pointer; padding: .25rem 0; }
-.bar { display: flex; height: 1.1rem; min-width: 24rem; } .bar div { background: #7fa8d1; border-right: 1px solid #fff; min-width: 1px; }
+.bar { display: flex; height: 1.1rem; min-width: 20rem; }
+td.short, td.number { white-space: nowrap; } .bar div { background: #7fa8d1; border-right: 1px solid #fff; min-width: 1px; }
 </style></head><body>
 <h1>apexfx report: {{ options }}</h1>
-<p>{{ report.graphs | length }} graphs. In the graphs a cast is marked <span class="half">&nbsp;to half</span>,
-<span class="float">&nbsp;to float</span>, and a collective <span class="collective">&nbsp;so</span>; the pointer over a cast shows
+<p>{{ report.graphs | length }} graph{{ "s" if report.graphs | length != 1 }}. Marked in them: a cast <span class="half">&nbsp;to half</span>, a cast
+<span class="float">&nbsp;to float</span>, a <span class="collective">&nbsp;collective</span>; the pointer over a cast shows
 its rule and reason.</p>
 <table class="rows"><tr><th class="number">graph</th><th>stage</th><th>pass</th><th class="number">matches</th>
 <th class="number">nodes</th><th>ops</th><th class="number">ms</th></tr>
@@ -60,12 +61,12 @@ its rule and reason.</p>
 {% for graph, plan in plans %}<h2>Bucket plan of graph {{ graph.index }}</h2>
 <p>{{ plan.buckets | length }} allreduces, {{ size(plan.total_bytes) }} a step, {{ plan.world_size }} ranks, layout {{ plan.layout }}</p>
 <table class="rows"><tr><th class="number">bucket</th><th>gradients, as they lie in the buffer</th><th class="number">bytes</th>
-<th>dtype</th><th>divide before, after</th><th>start after</th><th>wait before</th></tr>
+<th>dtype</th><th>divide pre / post</th><th>start after</th><th>wait before</th></tr>
 {% for bucket in plan.buckets %}<tr><td class="number">{{ loop.index0 }}</td><td><div class="bar">
 {% for name, share, bytes in slots(bucket) %}<div style="flex: {{ share }}" title="{{ name }}: {{ size(bytes) }}"></div>{% endfor %}</div>
 {{ bucket.parameters | join(", ") }}</td><td class="number">{{ size(bucket.total_bytes) }}</td>
-<td>{{ bucket.dtype }}</td><td>{{ bucket.predivide }}, {{ bucket.postdivide }}</td>
-<td class="code">{{ bucket.start_after or bucket.start }}</td><td class="code">{{ bucket.wait_before or "" }}</td></tr>
+<td class="short">{{ bucket.dtypes() }}</td><td class="short">{{ "%g / %g" | format(bucket.predivide, bucket.postdivide) }}</td>
+<td class="short"><code>{{ bucket.start_after or bucket.start }}</code></td><td class="short"><code>{{ bucket.wait_before or "" }}</code></td></tr>
 {% endfor %}</table>{% endfor %}
 {% for row in rows %}<h2 id="{{ row.anchor }}">Graph {{ row.graph.index }}, {{ row.stage.stage }}: {{ row.entry.name }}</h2>
 {% for number, text in places(row.entry.matches)[:12] %}<div class="code">{{ number }} &times; {{ text }}</div>{% endfor %}

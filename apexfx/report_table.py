@@ -117,7 +117,6 @@ def _backward_remark(graph: GraphReport) -> list[str]:
         return [f"graph {graph.index}: the backward came from the compile cache, so its passes did not run again; "
                 "their rows are the record kept from when they did"]
     if graph.training and graph.backward is None:
-        return [f"graph {graph.index}: no backward yet; its passes run at the first loss.backward() or "
-                "model.capture(*inputs). After one: it came from the compile cache and its record is gone; "
-                "TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it afresh"]
+        return [f"graph {graph.index}: no backward was compiled; the first loss.backward() does it, with its passes. If one ran, "
+                "the compile cache held it without a record: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it afresh"]
     return []

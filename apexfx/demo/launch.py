@@ -106,6 +106,8 @@ def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
     for result in (ranks, eager):
         print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}   "
               f"{result.seconds:5.1f} s")
+    print("  (what is shown is that the results agree: on so small a network two processes that share the cores,\n"
+          "  bfloat16 without hardware for it and the first call's capture make O2 the slower one here)")
     print(f"\n{seconds:.0f} s in all; under {out}/: graphs, report.html, report.json, bucket_plan.json, casts.txt, "
           "loss.svg")
     if good and close:
