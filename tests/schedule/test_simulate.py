@@ -128,7 +128,7 @@ COSTS = st.builds(Costs, st.floats(0, 1), st.builds(Line, st.floats(0, 1), st.fl
                   st.floats(0.2, 1))
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(PROFILES, COSTS, st.integers(1, 4096), st.integers(1, 400))
 def test_every_prediction_adds_up(profile, costs, num_ranks, message_size):
     config = BucketConfig(message_size=message_size)
