@@ -21,7 +21,8 @@
 #ifdef __CUDACC__
 #define APEXFX_HD __host__ __device__ __forceinline__
 #else
-#define APEXFX_HD inline __attribute__((always_inline))
+#define APEXFX_INLINE __attribute__((always_inline))  // of a lambda: goes after its parameters
+#define APEXFX_HD inline APEXFX_INLINE
 #endif
 
 // Compiles a function for AVX-512, AVX2 and plain x86-64 and picks one when the library is loaded, so that one wheel

@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "chunks.h"
 #include "vector.h"
 
 namespace apexfx {

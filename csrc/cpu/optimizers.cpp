@@ -2,6 +2,7 @@
 // Each is one pass over its operands, except that LAMB and NovoGrad need a norm of every tensor before they can write.
 #include "../optimizer_ops.h"
 
+#include "stream.h"
 #include "sums.h"
 #include "walk.h"
 
@@ -11,7 +12,7 @@ namespace {
 // Loops over a block. The float ones are compiled for AVX-512, AVX2 and plain x86-64; float64 tensors are rare.
 APEXFX_CLONES void adam_loop(float* __restrict__ p, const float* __restrict__ g, float* __restrict__ m,
                              float* __restrict__ v, int64_t n, AdamScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) adam_update(p[i], m[i], v[i], g[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { adam_update(p[i], m[i], v[i], g[i], s); }, p, g, m, v);
 }
 void adam_loop(double* p, const double* g, double* m, double* v, int64_t n, AdamScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) adam_update(p[i], m[i], v[i], g[i], s);
@@ -19,7 +20,7 @@ void adam_loop(double* p, const double* g, double* m, double* v, int64_t n, Adam
 
 APEXFX_CLONES void moments_loop(const float* __restrict__ p, const float* __restrict__ g, float* __restrict__ m,
                                 float* __restrict__ v, int64_t n, AdamScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) adam_moments(p[i], m[i], v[i], g[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { adam_moments(p[i], m[i], v[i], g[i], s); }, p, g, m, v);
 }
 void moments_loop(const double* p, const double* g, double* m, double* v, int64_t n, AdamScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) adam_moments(p[i], m[i], v[i], g[i], s);
@@ -36,14 +37,14 @@ void direction_loop(const double* p, const double* m, const double* v, double* o
 
 APEXFX_CLONES void descend_loop(float* __restrict__ p, const float* __restrict__ m, const float* __restrict__ v,
                                 float rate, int64_t n, AdamScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) p[i] = p[i] - rate * adam_direction(p[i], m[i], v[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { p[i] = p[i] - rate * adam_direction(p[i], m[i], v[i], s); }, p, m, v);
 }
 void descend_loop(double* p, const double* m, const double* v, double rate, int64_t n, AdamScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) p[i] = p[i] - rate * adam_direction(p[i], m[i], v[i], s);
 }
 
 APEXFX_CLONES void sgd_loop(float* __restrict__ p, const float* __restrict__ g, int64_t n, SgdScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) sgd_update(p[i], g[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { sgd_update(p[i], g[i], s); }, p, g);
 }
 void sgd_loop(double* p, const double* g, int64_t n, SgdScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) sgd_update(p[i], g[i], s);
@@ -51,7 +52,7 @@ void sgd_loop(double* p, const double* g, int64_t n, SgdScalars<double> s) {
 
 APEXFX_CLONES void momentum_loop(float* __restrict__ p, const float* __restrict__ g, float* __restrict__ b, int64_t n,
                                  SgdScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) sgd_momentum_update<float, false>(p[i], b[i], g[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { sgd_momentum_update<float, false>(p[i], b[i], g[i], s); }, p, g, b);
 }
 void momentum_loop(double* p, const double* g, double* b, int64_t n, SgdScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) sgd_momentum_update<double, false>(p[i], b[i], g[i], s);
@@ -59,7 +60,7 @@ void momentum_loop(double* p, const double* g, double* b, int64_t n, SgdScalars<
 
 APEXFX_CLONES void first_momentum_loop(float* __restrict__ p, const float* __restrict__ g, float* __restrict__ b,
                                        int64_t n, SgdScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) sgd_momentum_update<float, true>(p[i], b[i], g[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { sgd_momentum_update<float, true>(p[i], b[i], g[i], s); }, p, g, b);
 }
 void first_momentum_loop(double* p, const double* g, double* b, int64_t n, SgdScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) sgd_momentum_update<double, true>(p[i], b[i], g[i], s);
@@ -67,7 +68,7 @@ void first_momentum_loop(double* p, const double* g, double* b, int64_t n, SgdSc
 
 APEXFX_CLONES void adagrad_loop(float* __restrict__ p, const float* __restrict__ g, float* __restrict__ h, int64_t n,
                                 AdagradScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) adagrad_update(p[i], h[i], g[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { adagrad_update(p[i], h[i], g[i], s); }, p, g, h);
 }
 void adagrad_loop(double* p, const double* g, double* h, int64_t n, AdagradScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) adagrad_update(p[i], h[i], g[i], s);
@@ -75,7 +76,7 @@ void adagrad_loop(double* p, const double* g, double* h, int64_t n, AdagradScala
 
 APEXFX_CLONES void novograd_loop(float* __restrict__ p, const float* __restrict__ g, float* __restrict__ m, int64_t n,
                                  NovogradScalars<float> s) {
-  for (int64_t i = 0; i < n; ++i) novograd_update(p[i], m[i], g[i], s);
+  stream(n, [=](int64_t i) APEXFX_INLINE { novograd_update(p[i], m[i], g[i], s); }, p, g, m);
 }
 void novograd_loop(double* p, const double* g, double* m, int64_t n, NovogradScalars<double> s) {
   for (int64_t i = 0; i < n; ++i) novograd_update(p[i], m[i], g[i], s);

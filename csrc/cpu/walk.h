@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../tensor_lists.h"
+#include "chunks.h"
 #include "vector.h"
 
 namespace apexfx {
