@@ -16,6 +16,7 @@ import torch
 
 from . import show
 from .data import NUM_TRAIN
+from .loss_chart import loss_chart
 from .train import Options, Result, train_float32
 
 REQUIRED_ACCURACY = 0.97
@@ -97,7 +98,8 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
-    (out / "loss.svg").write_text(show.loss_curves([(r.name, r.losses) for r in (ranks, eager)]))
+    (out / "loss.svg").write_text(loss_chart("Training loss on handwritten digits, mean of each epoch",
+                                             [(r.name, r.losses) for r in (ranks, eager)]))
     good = ranks.accuracy >= REQUIRED_ACCURACY
     close = ranks.accuracy >= eager.accuracy - ALLOWED_LOSS
     show.write_json({"ranks": asdict(ranks), "float32": asdict(eager), "passed": good and close}, out / "summary.json")

@@ -1,10 +1,10 @@
-"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, part of backward, files, a picture."""
+"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, part of backward, files."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,47 +74,3 @@ def write(report: Report, out: Path) -> None:
 def write_json(data: Any, path: Path) -> None:
     """Write `data` to `path`, one value a line."""
     path.write_text(json.dumps(data, indent=1) + "\n")
-
-
-_SIZE = (640, 400)
-_MARGIN = (60, 30, 20, 50)  # left, top, right, bottom
-_COLOURS = ("#1f6fb4", "#d1495b", "#3a7d44")
-
-
-def loss_curves(curves: Sequence[tuple[str, Sequence[float]]]) -> str:
-    """Return an SVG picture of loss over epochs, one line a training.
-
-    Args:
-        curves: (name, loss of each epoch).
-    """
-    left, top, right, bottom = _MARGIN
-    width, height = _SIZE[0] - left - right, _SIZE[1] - top - bottom
-    highest = max(max(losses) for _, losses in curves) or 1.0
-    epochs = max(len(losses) for _, losses in curves)
-
-    def at(epoch: int, loss: float) -> str:
-        x = left + width * (epoch / max(epochs - 1, 1))
-        return f"{x:.1f},{top + height * (1 - loss / highest):.1f}"
-
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{_SIZE[0]}" height="{_SIZE[1]}" '
-             'font-family="sans-serif" font-size="13">', '<rect width="100%" height="100%" fill="white"/>']
-    for step in range(5):
-        loss = highest * step / 4
-        y = top + height * (1 - step / 4)
-        parts.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + width}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{loss:.2f}</text>')
-    for epoch in range(0, epochs, max(1, epochs // 10)):
-        x = at(epoch, 0).partition(",")[0]
-        parts.append(f'<text x="{x}" y="{top + height + 18}" text-anchor="middle">{epoch + 1}</text>')
-    parts.append(f'<text x="{left + width / 2}" y="{_SIZE[1] - 10}" text-anchor="middle">epoch</text>')
-    parts.append(f'<text x="{left}" y="{top - 12}">training loss</text>')
-    for number, (name, losses) in enumerate(curves):
-        colour = _COLOURS[number % len(_COLOURS)]
-        points = " ".join(at(epoch, loss) for epoch, loss in enumerate(losses))
-        dash = ' stroke-dasharray="7 4"' if number else ""
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2.5"{dash}/>')
-        y = top + 20 + 20 * number
-        parts.append(f'<line x1="{left + width - 210}" y1="{y - 4}" x2="{left + width - 180}" y2="{y - 4}" '
-                     f'stroke="{colour}" stroke-width="2.5"{dash}/>')
-        parts.append(f'<text x="{left + width - 172}" y="{y}">{name}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
