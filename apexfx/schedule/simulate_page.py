@@ -56,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="take the buckets from the backward graph that transform() makes, captured in a fake process "
                              "group of the most ranks, rather than from the eager executor's rule")
     parser.add_argument("--share", type=_positive(float), default=5.0, metavar="PERCENT",
-                        help="of a step that exposed gradient communication may take, for the break-even of accumulation "
-                             "(default: %(default)s)")
+                        help="of a step that exposed allreduces of gradients may take; the column micro-batches says how "
+                             "many the step needs for that (default: %(default)s)")
     parser.add_argument("--trace", metavar="FILE",
                         help="write the step at the most ranks for chrome://tracing or perfetto")
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
@@ -106,13 +106,18 @@ def page(given: argparse.Namespace) -> str:
         predictions[-1].timeline.to_chrome_trace(given.trace, name=f"{given.model} on {given.ranks[-1]} ranks")
     if given.json:
         _write(given, profile, predictions, choices, micro_batches)
-    rows = [_row(*row) for row in zip(predictions, choices, micro_batches)]
+    synchronizes = profile != profile.without_sync()
+    rows = [_row(*row, synchronizes) for row in zip(predictions, choices, micro_batches)]
     headers = ("ranks", "step ms", "compute ms", "copies ms", "allreduce ms", "exposed ms", "exposed", "SyncBN tax ms",
-               "efficiency", "best bucket MiB", "step there ms", f"micro-batches to {given.share:g} %")
+               "efficiency", "best bucket MiB", "step there ms", "micro- batches")
     title = (f"{given.model}: {profile.num_bytes / 2**20:.1f} MiB of gradients in {len(profile.gradients)}, "
              f"{len(predictions[0].buckets)} buckets; {profile.source}; {where}")
     table = tabulate(rows, headers=[header.replace(" ", "\n", 1) for header in headers], disable_numparse=True)
-    return "\n".join([title, "", table, "", *_pictures(predictions)])
+    none = f"warning: --sync-bn was given, and {given.model} runs no batch norm: there is nothing to synchronize"
+    notes = [none] if given.sync_bn and not synchronizes else []
+    explained = ("micro-batches: how many a step needs, all but the last inside no_sync(), so that exposed allreduces of "
+                 f"gradients take at most {given.share:g} % of it")
+    return "\n".join([title, *notes, "", table, "", explained, "", *_pictures(predictions)])
 
 
 def _network(given: argparse.Namespace) -> tuple[Network, str]:
@@ -148,11 +153,12 @@ def _predict(given: argparse.Namespace, profile: Profile, network: Network, conf
             for num_ranks in given.ranks]
 
 
-def _row(made: Prediction, choices: list[BucketChoice], micro_batches: int) -> tuple[str, ...]:
+def _row(made: Prediction, choices: list[BucketChoice], micro_batches: int, synchronizes: bool) -> tuple[str, ...]:
     best = choices[0]
+    tax = f"{1e3 * made.sync_tax_s:.2f}" if synchronizes else "-"
     return (f"{made.num_ranks}", *(f"{1e3 * s:.2f}" for s in (made.step_s, made.compute_s, made.bookkeeping_s,
                                                              made.communication_s, made.exposed_s)),
-            f"{100 * made.exposed_s / made.step_s:.1f} %", f"{1e3 * made.sync_tax_s:.2f}", f"{100 * made.efficiency:.1f} %",
+            f"{100 * made.exposed_s / made.step_s:.1f} %", tax, f"{100 * made.efficiency:.1f} %",
             f"{best.mib:.2f}", f"{1e3 * best.step_s:.2f}", f"{micro_batches}")
 
 

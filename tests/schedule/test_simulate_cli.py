@@ -85,6 +85,26 @@ def test_a_fake_world_needs_a_process_without_a_group():
     assert not dist.is_initialized()
 
 
+def tax(out):
+    """Return the SyncBN tax of the row of 8 ranks, and the warnings."""
+    row = next(line for line in out.splitlines() if line.startswith("8 "))
+    return row.split()[8], [line for line in out.splitlines() if line.startswith("warning")]
+
+
+def test_a_model_without_batch_norm_has_none_to_synchronize(capsys):
+    asked = "warning: --sync-bn was given, and mlp runs no batch norm: there is nothing to synchronize"
+    assert tax(run(capsys, "--model", "mlp", "--ranks", "8", "--sync-bn")[1]) == ("-", [asked])
+    assert tax(run(capsys, "--model", "cnn", "--ranks", "8")[1]) == ("-", [])
+    number, warnings = tax(run(capsys, "--model", "cnn", "--ranks", "8", "--sync-bn")[1])
+    assert float(number) > 0 and not warnings
+
+
+def test_the_number_of_micro_batches_is_explained(capsys):
+    out = run(capsys, "--model", "mlp", "--ranks", "8", "--share", "2.5")[1]
+    [line] = [line for line in out.splitlines() if line.startswith("micro-batches: ")]
+    assert "no_sync()" in line and line.endswith("at most 2.5 % of it")
+
+
 def test_a_network_of_your_own(capsys):
     fast = run(capsys, "--model", "mlp", "--ranks", "16", "--latency-us", "1", "--bandwidth", "100")[1]
     slow = run(capsys, "--model", "mlp", "--ranks", "16", "--latency-us", "1", "--bandwidth", "0.1", "--ranks-per-node", "8")[1]
