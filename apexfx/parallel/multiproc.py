@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     log_dir = given.log_dir or Path(tempfile.mkdtemp(prefix="apexfx-logs-"))
     log_dir.mkdir(parents=True, exist_ok=True)
     if given.world_size > 1:
-        print(f"multiproc: ranks 1 to {given.world_size - 1} write to {log_dir}", file=sys.stderr, flush=True)
+        others = "rank 1 writes" if given.world_size == 2 else f"ranks 1 to {given.world_size - 1} write"
+        print(f"multiproc: {others} to {log_dir}", file=sys.stderr, flush=True)
     try:
         torchrun(command(given, log_dir))
     except ChildFailedError as error:

@@ -43,6 +43,15 @@ def test_success(tmp_path):
     assert done.returncode == 0 and "rank 0 of 2 has ['--epochs', '3']" in done.stdout
 
 
+@pytest.mark.parametrize("world_size, says", [
+    (1, ""), (2, "multiproc: rank 1 writes to LOGS\n"), (3, "multiproc: ranks 1 to 2 write to LOGS\n"),
+])  # fmt: skip
+def test_where_the_other_ranks_write(tmp_path, capsys, monkeypatch, world_size, says):
+    monkeypatch.setattr(multiproc, "torchrun", lambda command: None)
+    assert multiproc.main(["--world-size", str(world_size), "--log-dir", str(tmp_path), __file__]) == 0
+    assert capsys.readouterr().err.replace(str(tmp_path), "LOGS") == says
+
+
 def test_bad_arguments(tmp_path, capsys):
     with pytest.raises(SystemExit) as error:
         multiproc.main(["--world-size", "0", __file__])
