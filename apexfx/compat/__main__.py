@@ -11,13 +11,29 @@ from .install import SHIM, install
 from .names import resolve
 
 USAGE = "usage: python -m apexfx.compat [-m MODULE | SCRIPT] [ARGS...]"
+HELP = f"""{USAGE}
+
+Run a script written for NVIDIA Apex, unchanged: in it and in the processes it starts, `import apex`, `amp_C` and
+`apex_C` give apexfx's modules of those names. Where NVIDIA's Apex with amp is installed, that one is used; where it is
+installed without amp, what it lost is added.
+
+  SCRIPT     a Python file to run as the main program
+  -m MODULE  a module to run so; apex.parallel.multiproc is one
+  ARGS       its own arguments
+
+What Apex has and apexfx does not raises an error that names what to use instead.
+exit status: the script's; 2 for wrong arguments
+"""
 
 
 def main(arguments: list[str]) -> int:
     """Run what the command line names as the main program, with Apex's names in place for it and its children."""
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
-        print(USAGE, file=sys.stdout if arguments and arguments[0] != "-m" else sys.stderr)
-        return 0 if arguments and arguments[0] != "-m" else 2
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(HELP, end="")
+        return 0
+    if not arguments or arguments == ["-m"]:
+        print(USAGE, file=sys.stderr)
+        return 2
     if arguments[0] != "-m" and not Path(arguments[0]).exists():
         print(f"python -m apexfx.compat: can't open {arguments[0]!r}: no such file", file=sys.stderr)
         return 2
