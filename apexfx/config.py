@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,8 @@ INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("off", "final", "each")
 LAYOUTS = ("reverse", "ddp")
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+_Config = TypeVar("_Config")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,32 @@ OPT_LEVELS: dict[str, OptLevel] = {
 }
 
 
+def _names_the_nearest(cls: type[_Config]) -> type[_Config]:
+    """Have a dataclass refuse an unknown keyword with the nearest known one."""
+    init = cls.__init__
+
+    @functools.wraps(init)
+    def __init__(self: Any, *given: Any, **options: Any) -> None:
+        for key in options:
+            if message := _unknown(key, cls):
+                raise TypeError(f"apexfx: {cls.__name__}: {message}")
+        init(self, *given, **options)
+
+    cls.__init__ = __init__
+    return cls
+
+
+def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+    """Say what is wrong with `key` as an option of the dataclass `cls`; "" where nothing is."""
+    known = [f.name for f in dataclasses.fields(cls)]
+    if key in known:
+        return ""
+    near = difflib.get_close_matches(str(key), known, n=1)
+    hint = elsewhere.get(key, f"; did you mean {near[0]!r}?" if near else ".")
+    return f"unknown option {key!r}{hint} Known options: {', '.join(known)}"
+
+
+@_names_the_nearest
 @dataclass(frozen=True)
 class BucketConfig:
     """How gradients are grouped and averaged across ranks.
@@ -193,12 +223,9 @@ class TransformConfig:
             ValueError: for an unknown key, with the nearest known one.
         """
         options = dict(options or {})
-        known = [f.name for f in dataclasses.fields(cls)]
         for key in options:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = _ELSEWHERE.get(key, f"; did you mean {near[0]!r}?" if near else ".")
-                raise ValueError(f"apexfx: unknown option {key!r}{hint} Known options: {', '.join(known)}")
+            if message := _unknown(key, cls, _ELSEWHERE):
+                raise ValueError(f"apexfx: {message}")
         return cls(**options)
 
     def __getstate__(self) -> dict[str, Any]:

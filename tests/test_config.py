@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import pickle
 
 import pytest
@@ -21,6 +23,17 @@ def test_unknown_option_names_the_nearest():
         TransformConfig.from_options({"optlevel": "O1"})
     with pytest.raises(ValueError, match="unknown option 'loss_scale': the graphs hold no loss scaling, which apexfx.amp"):
         TransformConfig.from_options({"loss_scale": "dynamic"})
+
+
+def test_a_misspelled_bucket_option_names_the_nearest():
+    with pytest.raises(TypeError, match="BucketConfig: unknown option 'mesage_size'; did you mean 'message_size'"):
+        BucketConfig(mesage_size=1000)
+    with pytest.raises(TypeError, match="BucketConfig: unknown option 'x'. Known options: message_size, layout"):
+        dataclasses.replace(BucketConfig(), x=1)
+    with pytest.raises(TypeError, match="positional argument"):
+        BucketConfig(*range(20))
+    assert str(inspect.signature(BucketConfig)).startswith("(message_size: 'int | None' = None, layout")
+    assert pickle.loads(pickle.dumps(BucketConfig(message_size=7))) == BucketConfig(7)
 
 
 @pytest.mark.parametrize(
