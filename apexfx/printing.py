@@ -35,6 +35,7 @@ _ALWAYS = ("torch", "device", "inf", "nan")
 # A line an argument, so that four hundred parameters stay readable and a diff stays small.
 _LAYOUT = {"expanded_def": True} if "expanded_def" in inspect.signature(fx.Graph.python_code).parameters else {}
 _MAX_SHOWN_ELEMENTS = 64
+_TRAILING = re.compile(r"[ \t]+$", re.MULTILINE)  # torch's blank lines between nodes are indented
 
 
 def short_dtype(dtype: torch.dtype) -> str:
@@ -64,7 +65,7 @@ def to_python(gm: fx.GraphModule, *, header: str = "") -> str:
     if "torch.ops.apexfx." in text or _WRAP in text:
         prelude.append("import apexfx.printing")
     prelude += [line for name, line in imports.items() if name not in _IMPORTS and name in used]
-    return comment + "\n".join(prelude) + "\n\n\n" + text
+    return comment + "\n".join(prelude) + "\n\n\n" + _TRAILING.sub("", text)
 
 
 _WRAP = "apexfx.printing.as_graph_module"
@@ -128,10 +129,10 @@ def _constant(held: Any) -> str:
 
 
 def comparable(text: str) -> list[str]:
-    """Return the lines of a graph's Python without what every edit changes: header and imports."""
-    lines = text.splitlines()
+    """Return the lines of a graph's Python, for reading: without header and imports, which every edit changes."""
+    lines = shorten_hashes(text).splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith("class ")), 0)
-    return [line.rstrip() for line in lines[start:]]
+    return lines[start:]
 
 
 def shorten_hashes(text: str) -> str:

@@ -168,6 +168,22 @@ def test_comparable_lines_ignore_what_every_edit_changes():
     assert any("torch.relu(neg)" in line for line in printing.comparable(first))
 
 
+def test_no_line_ends_in_blanks():
+    for _, text, _, _ in collect(ConvNet(), torch.randn(2, 3, 6, 6)).values():
+        assert "\n\n" in text and not re.search(r"[ \t]$", text, re.MULTILINE)
+
+
+def test_a_group_s_long_name_is_short_where_it_is_read_and_whole_where_it_runs():
+    name = "4a2ad14e7181d5235b64cf37fcd715cb5ce5c8e7"
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", name)))
+    text = printing.to_python(fx.GraphModule(nn.Module(), graph))
+    assert f"'{name}'" in text
+    assert any("'sum', '4a2ad14')" in line for line in printing.comparable(text))
+    assert not any(name in line for line in printing.comparable(text))
+
+
 class TestFormatGraph(TestCase):
     def graph(self):
         graph = fx.Graph()

@@ -282,3 +282,14 @@ def test_casts_are_marked_in_the_page(tmp_path):
     text = (tmp_path / "report.html").read_text()
     assert text.count("linear: layers.0.weight f32 to bf16, 1.0 KiB; rule half: tensor cores (model.py:3)") == 2
     assert 'class="code half"' in text
+
+
+def test_a_group_s_long_name_is_short_in_diffs_and_whole_in_the_graph(tmp_path):
+    report, name = make_report(Softsign(), depth=2), "4a2ad14e7181d5235b64cf37fcd715cb5ce5c8e7"
+    entry = report.graphs[0].forward.passes[-1]
+    entry.code = entry.code.replace("        return ", f"        group = '{name}'\n        return ")
+    report.to_html(tmp_path / "report.html")
+    diff, whole = (tmp_path / "report.html").read_text().split("the whole graph after it")
+    assert "group = &#39;4a2ad14&#39;" in diff and name not in diff
+    assert f"group = &#39;{name}&#39;" in whole
+    assert "+        group = '4a2ad14'" in str(report.diff(entry.name))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..printing import comparable, shorten_hashes
+from ..printing import comparable
 from ..report import Report
 
 _WIDTH = 150
@@ -44,7 +44,7 @@ def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:
     for index in sorted(kept)[:most]:
         if previous is not None and index > previous + 1:
             shown.append(f"    ... {index - previous - 1} lines")
-        line = shorten_hashes(lines[index])
+        line = lines[index]
         shown.append("    " + (line if len(line) <= _WIDTH else line[: _WIDTH - 4] + " ..."))
         previous = index
     if len(kept) > most:
