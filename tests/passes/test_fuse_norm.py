@@ -1,4 +1,4 @@
-"""fuse_norm: the printed graph, every spelling it finds, what it must leave alone, the table, and numbers."""
+"""fuse_norm: the printed graph, every spelling it finds, what it must leave alone, and numbers."""
 
 from __future__ import annotations
 
@@ -12,65 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from apexfx import capture
-from apexfx._torch import has_kernel
 from apexfx.config import OPT_LEVELS
-from apexfx.fx import graphs
 from apexfx.passes.cancel_casts import CancelCasts
 from apexfx.passes.fuse_norm import FuseNorm
-from apexfx.passes.fuse_norm_table import LEAST_ELEMENTS, RATIO
 from apexfx.passes.precision import Precision
 from apexfx.pipeline import Pipeline
 from apexfx.printing import format_graph
 from apexfx.testing import assert_close
-
-EVERYWHERE = {
-    (op, "cpu", "eager", dtype): (2.0, 2.0)
-    for op in ("layer_norm", "rms_norm", "written_rms_norm") for dtype in ("float32", "bfloat16", "float16")
-}
-needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::rms_norm", "CPU"), reason="the compiled CPU ops are not built")
-
-
-def text(gm):
-    return "\n".join(format_graph(body) for body in graphs(gm))
-
-
-def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements=None, autocast=None):
-    """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
-    kept = []
-
-    def backend(gm, example_inputs):
-        capture.annotate(gm, example_inputs)
-        before = text(gm)
-        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements or {}}
-        pass_ = FuseNorm(**options)
-        assert pass_(gm).modified == (text(gm) != before)
-        gm.graph.lint()
-        after = text(gm)
-        assert not FuseNorm(**options)(gm).modified and text(gm) == after  # twice is once
-        kept[:] = [pass_, gm]
-        gm.recompile()
-        return gm.forward
-
-    torch._dynamo.reset()
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
-        result = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
-    return *kept, result
-
-
-def fused(gm):
-    return [str(n.target) for body in graphs(gm) for n in body.graph.nodes if "apexfx" in str(n.target)]
-
-
-def draw(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
-
-
-def llama(x, weight, eps=1e-6):
-    """transformers' LlamaRMSNorm."""
-    dtype = x.dtype
-    x = x.to(torch.float32)
-    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * x.to(dtype)
+from tests.passes.norm_graphs import EVERYWHERE, draw, fused, llama, needs_kernel, rewrite
 
 
 def t5(x, weight, eps=1e-6):
@@ -251,60 +200,6 @@ def test_must_not_fire(function):
     pass_, gm, y = rewrite(function, x, w)
     assert fused(gm) == [] and pass_.matches == []
     assert torch.equal(y, function(x, w))
-
-
-def test_table_decides():
-    x = draw(3, 8)
-    slow = dict.fromkeys(EVERYWHERE, (1.04, 1.04))
-    uneven = dict.fromkeys(EVERYWHERE, (2.0, 0.5))
-    for ratios in ({}, slow, uneven):
-        assert fused(rewrite(nn.LayerNorm(8), x, ratios=ratios)[1]) == []
-    assert fused(rewrite(nn.LayerNorm(8), x, inner="inductor")[1]) == []  # measured for eager only
-    assert FuseNorm(inner="eager").options() != FuseNorm(inner="inductor").options()
-
-
-@needs_kernel
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize(("norm", "function"), [
-    ("layer_norm", nn.LayerNorm(4096)),
-    ("rms_norm", nn.RMSNorm(4096)),
-    ("written_rms_norm", lambda x: llama(x, torch.ones(4096))),
-])  # fmt: skip
-def test_norms_smaller_than_any_that_was_measured_stay(norm, function, dynamic):
-    for rows, fires in ((511, False), (512, True)):
-        x = draw(rows, 4096)
-        if dynamic:
-            torch._dynamo.mark_dynamic(x, 0)
-        _, gm, y = rewrite(function, x, least_elements=LEAST_ELEMENTS)
-        assert bool(fused(gm)) == fires
-        assert not dynamic or isinstance(next(iter(gm.graph.output_node().args[0])).meta["val"].shape[0], torch.SymInt)
-        assert_close(y, function(x))
-
-
-def test_the_least_elements_are_those_of_the_op_and_part_of_the_key():
-    x = draw(3, 8)
-    assert fused(rewrite(nn.LayerNorm(8), x, least_elements={"layer_norm": 25})[1]) == []
-    assert FuseNorm(inner="eager").options() != FuseNorm(inner="eager", least_elements={}).options()
-    assert FuseNorm(inner="eager").options() == FuseNorm(inner="eager", least_elements=LEAST_ELEMENTS).options()
-
-
-@needs_kernel
-def test_another_ops_least_elements_do_not_count():
-    _, gm, _ = rewrite(nn.LayerNorm(8), draw(3, 8), least_elements={"layer_norm": 24, "rms_norm": 25})
-    assert fused(gm) == ["apexfx.layer_norm.default"]
-
-
-def test_without_a_kernel_nothing_changes(monkeypatch):
-    monkeypatch.setattr("apexfx.passes.fuse_norm.has_kernel", lambda op, key: False)
-    assert fused(rewrite(nn.LayerNorm(8), draw(3, 8))[1]) == []
-
-
-def test_the_table_is_well_formed():
-    assert RATIO
-    for (op, device, inner, dtype), (mean, smallest) in RATIO.items():
-        assert op in ("batch_norm", "layer_norm", "rms_norm", "written_rms_norm") and device in ("cpu", "cuda")
-        assert inner in ("eager", "inductor") and isinstance(getattr(torch, dtype), torch.dtype)
-        assert 0 < smallest <= mean and LEAST_ELEMENTS[op] > 0
 
 
 @needs_kernel

@@ -1,0 +1,61 @@
+"""Runs fuse_norm over what Dynamo captures: a table that fires everywhere, inputs, and a norm as users write it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from apexfx import capture
+from apexfx._torch import has_kernel
+from apexfx.fx import graphs
+from apexfx.passes.fuse_norm import FuseNorm
+from apexfx.printing import format_graph
+
+EVERYWHERE = {
+    (op, "cpu", "eager", dtype): (2.0, 2.0)
+    for op in ("layer_norm", "rms_norm", "written_rms_norm") for dtype in ("float32", "bfloat16", "float16")
+}
+needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::rms_norm", "CPU"), reason="the compiled CPU ops are not built")
+
+
+def text(gm):
+    return "\n".join(format_graph(body) for body in graphs(gm))
+
+
+def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements=None, autocast=None):
+    """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
+    kept = []
+
+    def backend(gm, example_inputs):
+        capture.annotate(gm, example_inputs)
+        before = text(gm)
+        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements or {}}
+        pass_ = FuseNorm(**options)
+        assert pass_(gm).modified == (text(gm) != before)
+        gm.graph.lint()
+        after = text(gm)
+        assert not FuseNorm(**options)(gm).modified and text(gm) == after  # twice is once
+        kept[:] = [pass_, gm]
+        gm.recompile()
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        result = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    return *kept, result
+
+
+def fused(gm):
+    return [str(n.target) for body in graphs(gm) for n in body.graph.nodes if "apexfx" in str(n.target)]
+
+
+def draw(*shape, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def llama(x, weight, eps=1e-6):
+    """transformers' LlamaRMSNorm."""
+    dtype = x.dtype
+    x = x.to(torch.float32)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * x.to(dtype)
