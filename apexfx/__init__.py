@@ -19,6 +19,7 @@ from .transform import transform as transform
 __version__ = "0.1.0"
 
 _SUBPACKAGES = ("amp", "compat", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
+_MODULES = ("fx", "ops", "schedule")  # for passes of one's own, the ops by themselves, and steps on paper
 
 
 def __getattr__(name: str) -> Any:  # Apex's packages, when they are reached for: the graphs need none of them
@@ -27,5 +28,6 @@ def __getattr__(name: str) -> Any:  # Apex's packages, when they are reached for
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_SUBPACKAGES})
+def __dir__() -> list[str]:  # what is promised; every other module can be imported all the same
+    ours = [name for name, item in globals().items() if getattr(item, "__module__", "").partition(".")[0] == __name__]
+    return sorted({*(name for name in ours if not name.startswith("_")), *_SUBPACKAGES, *_MODULES, "__version__"})

@@ -4,11 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
-import pickle
-import subprocess
-import sys
-import threading
 
 import pytest
 import torch
@@ -16,35 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
-
-
-class Net(nn.Module):
-    """Convolutions, batch norms, a keyword argument, a tied, a frozen and an unused parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
-        self.bn = nn.BatchNorm2d(8)
-        self.block = nn.Sequential(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU())
-        self.up = nn.Linear(8, 8)
-        self.down = nn.Linear(8, 8)
-        self.down.weight = self.up.weight
-        self.head = nn.Linear(8, 10)
-        self.head.bias.requires_grad_(False)
-        self.unused = nn.Linear(2, 2)
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x, *, scale=1.0):
-        x = self.dropout(self.block(F.relu(self.bn(self.conv(x)))).mean((2, 3)))
-        return self.head(self.down(self.up(x))) * scale
-
-
-def images(n=4):
-    return torch.randn(n, 3, 8, 8)
-
-
-def transformed(model, **options):
-    return apexfx.transform(model, **{"opt_level": "O0", "inner": "eager", "verify": "each", **options})
+from tests.transform_models import Net, images, transformed
 
 
 def gradients(model):
@@ -128,65 +95,6 @@ def test_source_is_left_as_it_was():
     assert source(images()).shape == (4, 10)
 
 
-def test_deepcopy_is_independent(pair):
-    model, _ = pair
-    x = images()
-    model(x)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.conv.weight.zero_()
-    assert model.conv.weight.abs().sum() > 0
-    assert isinstance(other, Net) and other.report is not model.report
-    assert not torch.equal(other.eval()(x), model.eval()(x))
-
-
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
-def test_pickles(pair, how):
-    model, _ = pair
-    x = images()
-    expected = model.eval()(x)
-    if how == "pickle":
-        loaded = pickle.loads(pickle.dumps(model))
-    else:
-        torch.save(model, file := io.BytesIO())
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-    assert torch.equal(loaded(x), expected) and len(loaded.report.graphs) == 1
-
-
-class Locked(nn.Linear):
-    """Holds what cannot be copied, and says so the way Python asks for."""
-
-    def __init__(self):
-        super().__init__(2, 2)
-        self.lock = threading.Lock()
-
-    def __getstate__(self):
-        return {k: v for k, v in super().__getstate__().items() if k != "lock"}
-
-    def __setstate__(self, state):
-        super().__setstate__(state)
-        self.lock = threading.Lock()
-
-
-def test_a_class_with_its_own_state_is_copied_its_own_way():
-    model = transformed(Locked())
-    x = torch.randn(3, 2)
-    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(x), model(x)) and other.lock is not model.lock
-
-
-def test_to_double_and_load_state_dict_reach_the_graphs(pair):
-    model, reference = pair
-    model(images())
-    other = Net()
-    model.load_state_dict(other.state_dict())
-    x = images()
-    assert torch.equal(model.eval()(x), other.eval()(x))
-    model.double()
-    assert model(x.double()).dtype == torch.float64
-
-
 def test_hooks_on_the_model_fire(pair):
     model, _ = pair
     seen = []
@@ -250,60 +158,6 @@ def test_a_transformed_model_inside_a_compiled_function(pair):
     assert len(model.report.graphs) == 1
 
 
-@pytest.mark.parametrize(
-    ("wrap", "error", "message"),
-    [
-        (lambda m: "model", TypeError, "expected a torch.nn.Module"),
-        (transformed, ValueError, "transformed already"),
-        (torch.compile, ValueError, "not the result of torch.compile"),
-        (lambda m: nn.DataParallel(m), ValueError, "the model is wrapped in DataParallel"),
-        (lambda m: nn.Sequential(nn.DataParallel(m)), ValueError, "submodule '0' is wrapped in DataParallel"),
-        (lambda m: nn.Sequential(m, transformed(m)), ValueError, "submodule '1' is transformed already"),
-        (lambda m: nn.LazyLinear(3), ValueError, "has no shape yet"),
-    ],
-)
-def test_models_that_cannot_be_transformed(wrap, error, message):
-    with pytest.raises(error, match=message):
-        transformed(wrap(nn.Linear(2, 2)))
-
-
-def test_nothing_to_rewrite_is_said(caplog):
-    model = transformed(nn.ReLU(), opt_level="O1")
-    model(torch.randn(3))
-    assert "precision rewrote nothing" in caplog.text
-    with pytest.raises(apexfx.PassError, match="precision.*rewrote nothing"):
-        transformed(nn.ReLU(), opt_level="O1", fullgraph=True)(torch.randn(3))
-
-
-def test_sync_bn_on_one_process_is_said():
-    model = transformed(nn.BatchNorm1d(2), sync_bn=True)
-    model(torch.randn(3, 2))
-    assert "without a process group" in str(model.report)
-
-
-def test_cuda_graphs_are_refused_off_cuda():
-    with pytest.raises(ValueError, match="inner='cudagraphs' was given for a model that is not on CUDA"):
-        transformed(nn.Linear(2, 2), inner="cudagraphs")(torch.randn(3, 2))
-
-
-def test_a_dtype_the_device_cannot_do(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    from apexfx.transform import _can_compute
-
-    assert not _can_compute(torch.device("cuda"), torch.bfloat16)
-    assert _can_compute(torch.device("cuda"), torch.float16) and _can_compute(torch.device("cpu"), torch.bfloat16)
-
-
-def test_a_failed_transform_leaves_the_model():
-    source = Net()
-    before = {name: (p.dtype, id(p)) for name, p in source.named_parameters()}
-    with pytest.raises(ValueError, match="skip names 'precison', which is no pass; did you mean 'precision'"):
-        apexfx.transform(source, opt_level="O3", skip=("precison",))
-    with pytest.raises(ValueError, match="precision={'conv': 'flot32'} was given, expected torch.float32"):
-        apexfx.transform(source, opt_level="O3", precision={"conv": "flot32"})
-    assert {name: (p.dtype, id(p)) for name, p in source.named_parameters()} == before
-
-
 def test_o3_halves_the_parameters_in_place():
     source = Net()
     weight = source.conv.weight
@@ -337,11 +191,3 @@ def test_the_signature_shows_options_and_defaults():
     parameters = inspect.signature(apexfx.transform).parameters
     assert list(parameters)[:2] == ["model", "opt_level"] and parameters["opt_level"].default == "O1"
     assert all(p.kind == p.KEYWORD_ONLY for name, p in parameters.items() if name != "model")
-
-
-def test_apex_s_packages_are_found_when_they_are_reached_for():
-    code = "import sys, apexfx; assert 'apexfx.amp' not in sys.modules; apexfx.amp.initialize; apexfx.parallel.Reducer"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert {"amp", "parallel", "transform"} <= set(dir(apexfx))
-    with pytest.raises(AttributeError, match="has no attribute 'apm'"):
-        getattr(apexfx, "apm")  # noqa: B009  a name that no checker knows

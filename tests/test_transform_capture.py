@@ -11,7 +11,7 @@ from torch import nn
 
 from apexfx.testing import assert_close
 from tests.backward_graphs import TwoGraphs
-from tests.test_transform import transformed
+from tests.transform_models import transformed
 
 
 def test_many_models_of_one_class():

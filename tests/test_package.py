@@ -1,0 +1,31 @@
+"""The package's own names: what is shown, what is found, and what importing it leaves alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import apexfx
+
+
+def test_apex_s_packages_are_found_when_they_are_reached_for():
+    code = "import sys, apexfx; assert 'apexfx.amp' not in sys.modules; apexfx.amp.initialize; apexfx.parallel.Reducer"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'apm'"):
+        getattr(apexfx, "apm")  # noqa: B009  a name that no checker knows
+
+
+def test_only_what_is_promised_is_shown():
+    assert [name for name in dir(apexfx) if not name.startswith("__")] == [
+        "BucketConfig", "BucketPlan", "Match", "Pass", "PassError", "RankMismatchError", "Report",
+        "UnsynchronizedGradientError", "amp", "compat", "fp16_utils", "fx", "last_report", "multi_tensor_apply",
+        "normalization", "ops", "optimizers", "parallel", "schedule", "transform",
+    ]  # fmt: skip
+    assert all(getattr(apexfx, name) is not None for name in dir(apexfx)) and "__version__" in dir(apexfx)
+
+
+def test_what_is_not_shown_can_be_imported():
+    code = "import apexfx.config, apexfx.passes.precision as p; from apexfx import backend, config; config.BucketConfig; p"
+    subprocess.run([sys.executable, "-c", code], check=True)
