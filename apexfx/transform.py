@@ -19,6 +19,7 @@ from ._torch import set_module_call
 from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .broadcast import broadcast_from_first
 from .config import TransformConfig
+from .passes.precision_rules import HALVES
 from .pipeline import validate
 from .report import Report
 from .runtime import Runtime, with_private_code
@@ -57,9 +58,13 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     """
     config = TransformConfig.from_options(options)
     _check_model(model, config)
+    casts_below = _check_amp(model, config)
     validate(config.passes)
     passes_.check_names(config)
     compiler = compiler_for(config)
+    if casts_below:
+        compiler.report.note(casts_below)
+        log.info(casts_below)
     if config.buckets is not None:
         check_options(config.buckets, dict(model.named_parameters(remove_duplicate=False)),
                       dist.get_world_size(compiler.groups.gradients))
@@ -102,6 +107,29 @@ def _check_model(model: nn.Module, config: TransformConfig) -> None:
     if config.opt_level != "O0" and not _can_compute(device, config.half_dtype(device)):
         raise ValueError(f"apexfx: {device} cannot compute in dtype={config.half_dtype(device)}, which {config.opt_level} "
                          "uses; give dtype=torch.float16, or opt_level='O0'")
+
+
+def _check_amp(model: nn.Module, config: TransformConfig) -> str:
+    """Refuse a model that `amp.initialize` has cast, or casts as it runs, where that would decide about precision twice.
+
+    Returns:
+        What is to be said of casts that stay, below the passes asked for; "" for none.
+    """
+    for name, module in model.named_modules():
+        patch = module.__dict__.get("_amp_forward")  # amp/models.py
+        if patch is None:
+            continue
+        where = f"submodule {name!r}" if name else "the model"
+        if patch.executor is not None:
+            raise ValueError(f"apexfx: {where} was given to amp.initialize, which casts each of its calls in eager mode, so no "
+                             "graph of it can be captured. Pass compile=True to amp.initialize, or let transform() alone decide")
+        if patch.inputs in HALVES:
+            if config.opt_level != "O0":
+                raise ValueError(f"apexfx: {where} was given to amp.initialize, which has cast it to {patch.inputs}; "
+                                 f"opt_level={config.opt_level!r} would cast on top of that. Pass compile=True to "
+                                 "amp.initialize, or opt_level='O0' here for the other passes, or let transform() alone decide")
+            return f"apexfx: {where} was given to amp.initialize: its casts to {patch.inputs} are part of the captured graphs"
+    return ""
 
 
 def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:

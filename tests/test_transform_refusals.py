@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import apexfx
-from tests.transform_models import Net, transformed
+from apexfx import amp
+from tests.transform_models import Net, images, transformed
 
 
 @pytest.mark.parametrize(
@@ -62,3 +63,30 @@ def test_a_failed_transform_leaves_the_model():
     with pytest.raises(ValueError, match="precision={'conv': 'flot32'} was given, expected torch.float32"):
         apexfx.transform(source, opt_level="O3", precision={"conv": "flot32"})
     assert {name: (p.dtype, id(p)) for name, p in source.named_parameters()} == before
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_casts_of_amp_and_of_transform_are_not_stacked(opt_level, inside):
+    def initialised(level):
+        model = amp.initialize(Net(), opt_level=level, verbosity=0)
+        return nn.Sequential(model) if inside else model
+
+    where = "submodule '0'" if inside else "the model"
+    with pytest.raises(ValueError, match=f"{where} was given to amp.initialize, which casts each of its calls in eager"):
+        transformed(initialised("O1"), opt_level=opt_level)
+    for level in ("O2", "O3"):
+        model = initialised(level)
+        if opt_level != "O0":
+            with pytest.raises(ValueError, match=f"has cast it to torch.bfloat16; opt_level='{opt_level}' would cast on top"):
+                transformed(model, opt_level=opt_level)
+            continue
+        model = transformed(model)
+        assert model(images()).dtype == torch.float32
+        assert any(f"{where} was given to amp.initialize: its casts to" in note for note in model.report.notes)
+
+
+def test_amp_without_casts_goes_with_any_level():
+    model = transformed(amp.initialize(Net(), opt_level="O0", verbosity=0), opt_level="O2")
+    model(images()).sum().backward()
+    assert model.report.casts() and not any("amp" in note for note in model.report.notes)

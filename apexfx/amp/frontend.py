@@ -16,7 +16,7 @@ from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
 from .handle import AmpHandle
-from .models import ForwardPatch, cast_model, check_parameters, check_wrapper, patch_forward, save_float32
+from .models import ForwardPatch, cast_model, check_parameters, check_runs_eagerly, check_wrapper, patch_forward, save_float32
 from .optimizers import process_optimizer, unwrap
 from .properties import O0 as O0
 from .properties import O1 as O1
@@ -68,7 +68,8 @@ def initialize(
         agree: share overflows among all ranks, so that all skip or none.
 
     Raises:
-        RuntimeError: an override that contradicts the level; a half model; a parallel wrapper; an optimizer given twice.
+        RuntimeError: an override that contradicts the level; a half model; a parallel wrapper; a transformed model at O1;
+            an optimizer given twice.
         TypeError: models or optimizers of the wrong kind.
     """
     _amp_state.opt_properties = Properties()
@@ -90,6 +91,9 @@ def initialize(
     overrides = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions,
                  "keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights, "loss_scale": loss_scale}
     properties = _properties(opt_level, half, overrides)
+    if properties.patch_torch_functions and not compile:
+        for model in model_list:
+            check_runs_eagerly(model)
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     session = _session(properties, half, model_list, num_losses, agree=agree)
     for model in model_list:

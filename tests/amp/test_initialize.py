@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import apexfx
 from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
 from apexfx.fp16_utils import FP16_Optimizer
@@ -95,6 +96,14 @@ def test_a_refused_model_leaves_the_others_as_they_are():
 def test_compiled_and_scripted_models_are_refused():
     with pytest.raises(TypeError, match="compile=True"):
         initialize(torch.compile(nn.Linear(2, 2), backend="eager"))
+
+
+def test_a_transformed_model_takes_no_casts_per_call():
+    model = apexfx.transform(nn.Linear(2, 2), inner="eager")
+    for given, where in ((model, "Incoming model"), (nn.Sequential(model), "Submodule '0' of the incoming model")):
+        with pytest.raises(RuntimeError, match=f"{where} was made by apexfx.transform"):
+            initialize(given, opt_level="O1")
+    assert initialize(model, opt_level="O0")(torch.randn(3, 2)).dtype == torch.float32
 
 
 def test_a_half_model_is_refused_unless_allowed():
