@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..pipeline import Pass
 from .casts import CastRow, dtype_of
 from .model_casts import cast_entries
 from .mutation import bodies
+from .op_names import canonical_name
 from .precision_policy import Policy
 from .precision_rules import HALVES
 from .precision_walk import Walk, enters_autocast
@@ -54,10 +55,11 @@ class Precision(Pass):
             raise ValueError(f"apexfx: half_dtype={half_dtype} was given, expected torch.float16 or torch.bfloat16")
         self.policy = Policy(level, half_dtype, overrides or {})
         self.rows: list[CastRow] = []
+        self.unmet: list[str] = []
 
     def begin(self) -> None:
         super().begin()
-        self.rows = []
+        self.rows, self.unmet = [], []
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         level = self.policy.level
@@ -73,11 +75,20 @@ class Precision(Pass):
             walk.changed.update(made)
         walk.rewrite(gm)
         walk.restore_outputs(gm)
-        for key in self.policy.unused():
-            near = difflib.get_close_matches(key, [module_path(node) for node in captured], n=1)
-            log.warning("apexfx: precision[%r] covers no module path and no op of this graph%s", key,
-                        f"; did you mean {near[0]!r}?" if near else "")
+        self._say_unused(captured)
         return PassResult(gm, len(self.rows) > before or walk.edited)
+
+    def _say_unused(self, nodes: Collection[fx.Node]) -> None:
+        """Warn of override keys that cover nothing, with the nearest module path or op name that would."""
+        if not (keys := self.policy.unused()):
+            return
+        paths = {path for node in nodes for path in _and_above(module_path(node))}
+        ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes if node.op.startswith("call_")}
+        for key in keys:
+            near = difflib.get_close_matches(key.removesuffix(".*"), sorted(paths | ops), n=1)
+            self.unmet.append(f"precision[{key!r}] covers no module path and no op of this graph"
+                              + (f"; did you mean {near[0]!r}?" if near else ""))
+            log.warning("apexfx: %s", self.unmet[-1])
 
     def note(self, cast: fx.Node, row: CastRow) -> None:
         """Put an inserted cast into the ledger."""
@@ -100,7 +111,7 @@ class Precision(Pass):
                 f"{', ...' if len(ops) > 6 else ''})")
 
     def artifacts(self) -> dict[str, Any]:
-        return {"casts": [row.as_json() for row in self.rows]}
+        return {"casts": [row.as_json() for row in self.rows]} | ({"unmet": self.unmet} if self.unmet else {})
 
     def options(self) -> dict[str, Any]:
         overrides = {k: [r.kind, str(r.dtype)] for k, r in self.policy.overrides.items()}
@@ -118,3 +129,10 @@ def _refuse_autocast(gm: fx.GraphModule) -> None:
             f"the model enters torch.autocast itself (node {inner[0].name!r})"
         raise ValueError(f"apexfx: {where}, and opt_level asks for casts too: every op would be cast twice. Leave the "
                          "autocast out, or use opt_level='O0'; torch.autocast(..., enabled=False) regions are fine")
+
+
+def _and_above(path: str) -> Iterator[str]:
+    """Yield a module path and those of the modules that hold it, without the root."""
+    while path:
+        yield path
+        path = path.rpartition(".")[0]

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+import apexfx
 from apexfx.testing import assert_close
 from tests.forward_graphs import precision
 from tests.passes.precision_models import Nested, run
@@ -33,11 +34,21 @@ def test_overrides(level, overrides, expected):
         assert any("override" in row["reason"] for row in recorder.casts()) or "f32" in expected
 
 
-def test_an_override_that_covers_nothing_is_named(caplog):
-    run(Nested(), torch.randn(5, 4), overrides={"decoder.*": "float32"})
-    assert "precision['decoder.*'] covers no module path and no op" in caplog.text
-    run(Nested(), torch.randn(5, 4), overrides={"encodre": "float32"})
-    assert "precision['encodre'] covers no module path and no op of this graph; did you mean 'encoder" in caplog.text
+@pytest.mark.parametrize("key, near", [
+    ("decoder.*", ""), ("encodre", "; did you mean 'encoder'?"), ("encodre.1.*", "; did you mean 'encoder.1'?"),
+    ("lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"),
+])  # fmt: skip
+def test_an_override_that_covers_nothing_is_named_with_the_nearest(caplog, key, near):
+    run(Nested(), torch.randn(5, 4), overrides={key: "float32", "head": "float32"})
+    said = f"precision[{key!r}] covers no module path and no op of this graph{near}"
+    assert [r.getMessage() for r in caplog.records if r.name == "apexfx.passes.precision"] == [f"apexfx: {said}"]
+
+
+def test_an_override_that_covers_nothing_is_in_the_report():
+    model = apexfx.transform(Nested(), opt_level="O1", dtype=torch.bfloat16, inner="eager", precision={"encodre": "float32"})
+    model(torch.randn(5, 4))
+    said = "warning: graph 0, precision['encodre'] covers no module path and no op of this graph; did you mean 'encoder'?"
+    assert said in str(model.report).splitlines()
 
 
 @pytest.mark.parametrize("overrides, error", [
