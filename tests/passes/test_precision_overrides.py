@@ -35,8 +35,8 @@ def test_overrides(level, overrides, expected):
 
 
 @pytest.mark.parametrize("key, near", [
-    ("decoder.*", ""), ("encodre", "; did you mean 'encoder'?"), ("encodre.1.*", "; did you mean 'encoder.1'?"),
-    ("lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"),
+    ("unet.*", ""), ("decoder.*", "; did you mean 'encoder'?"), ("encodre", "; did you mean 'encoder'?"),
+    ("encodre.1.*", "; did you mean 'encoder.1'?"), ("lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"),
 ])  # fmt: skip
 def test_an_override_that_covers_nothing_is_named_with_the_nearest(caplog, key, near):
     run(Nested(), torch.randn(5, 4), overrides={key: "float32", "head": "float32"})
@@ -45,7 +45,8 @@ def test_an_override_that_covers_nothing_is_named_with_the_nearest(caplog, key, 
 
 
 def test_an_override_that_covers_nothing_is_in_the_report():
-    model = apexfx.transform(Nested(), opt_level="O1", dtype=torch.bfloat16, inner="eager", precision={"encodre": "float32"})
+    options = {"opt_level": "O1", "dtype": torch.bfloat16, "inner": "eager"}
+    model = apexfx.transform(Nested(), precision={"encodre": "float32"}, **options)
     model(torch.randn(5, 4))
     said = "warning: graph 0, precision['encodre'] covers no module path and no op of this graph; did you mean 'encoder'?"
     assert said in str(model.report).splitlines()
