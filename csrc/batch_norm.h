@@ -8,6 +8,8 @@
 // left over goes into the constant.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include <limits>
 
 #include "common.h"
@@ -113,11 +115,16 @@ APEXFX_HD double moved(double old, double batch, double share) { return old + sh
 
 // ---- host: checks ---------------------------------------------------------------------------------------------------
 
-inline std::string shape_text(const Tensor& t) {
-  std::ostringstream text;
-  text << "(";
-  for (int64_t d = 0; d < t.dim(); ++d) text << t.size(d) << (d + 1 < t.dim() ? ", " : t.dim() == 1 ? ",)" : ")");
-  return text.str() + (t.dim() == 0 ? ")" : "");
+// Spelled out only where a message is written.
+struct Shape {
+  const Tensor& of;
+};
+
+inline std::ostream& operator<<(std::ostream& out, const Shape& shape) {
+  const auto sizes = shape.of.sizes();
+  out << "(";
+  for (size_t d = 0; d < sizes.size(); ++d) out << (d > 0 ? ", " : "") << sizes[d];
+  return out << (sizes.size() == 1 ? ",)" : ")");
 }
 
 // A schema lets None through where it asks for a tensor.
@@ -129,7 +136,7 @@ inline void check_input(const char* op, const Tensor& x) {
   check_defined(op, "x", x);
   check(is_floating(x.scalar_type()), op, "x is ", dtype_name(x.scalar_type()),
         "; expected float64, float32, float16 or bfloat16");
-  check(x.dim() >= 2, op, "x has shape ", shape_text(x), "; expected (N, C) or (N, C, ...)");
+  check(x.dim() >= 2, op, "x has shape ", Shape{x}, "; expected (N, C) or (N, C, ...)");
 }
 
 inline void check_vector(const char* op, const char* name, const Tensor& v, int64_t length, const Tensor& like,
@@ -137,7 +144,7 @@ inline void check_vector(const char* op, const char* name, const Tensor& v, int6
   check_defined(op, name, v);
   check(float64 ? v.scalar_type() == ScalarType::Double : is_floating(v.scalar_type()), op, name, " is ",
         dtype_name(v.scalar_type()), "; expected ", float64 ? "float64" : "a floating dtype");
-  check(v.dim() == 1 && v.size(0) == length, op, name, " has shape ", shape_text(v), "; expected (", length, ",)");
+  check(v.dim() == 1 && v.size(0) == length, op, name, " has shape ", Shape{v}, "; expected (", length, ",)");
   check(same_device(v, like), op, name, " is on another device than the first argument");
 }
 
@@ -145,14 +152,14 @@ inline void check_like(const char* op, const char* name, const Tensor& t, const 
   check_defined(op, name, t);
   check(t.scalar_type() == x.scalar_type(), op, name, " is ", dtype_name(t.scalar_type()), "; expected ",
         dtype_name(x.scalar_type()), ", the dtype of x");
-  check(same_sizes(t, x), op, name, " has shape ", shape_text(t), "; expected ", shape_text(x), ", the shape of x");
+  check(same_sizes(t, x), op, name, " has shape ", Shape{t}, "; expected ", Shape{x}, ", the shape of x");
   check(same_device(t, x), op, name, " is on another device than x");
 }
 
 inline void check_stats(const char* op, const Tensor& stats) {
   check_defined(op, "stats", stats);
   check(stats.scalar_type() == ScalarType::Double && stats.dim() == 1 && stats.size(0) % 2 == 1, op, "stats is ",
-        dtype_name(stats.scalar_type()), " of ", shape_text(stats), "; expected float64 of (2C + 1,)");
+        dtype_name(stats.scalar_type()), " of ", Shape{stats}, "; expected float64 of (2C + 1,)");
 }
 
 // x, and the vectors of C that go with it.
@@ -181,9 +188,9 @@ inline void check_running(const char* op, const Tensor& stats, const Tensor& mea
   check_running_buffers(op, stats, stats.size(0) / 2, mean, var, tracked, momentum);
 }
 
-inline std::optional<Tensor> dense(const std::optional<Tensor>& t) {
-  return t ? std::optional(torch::stable::contiguous(*t)) : t;
-}
+// Contiguous; the dispatcher, which costs as much as the kernels of a small batch norm, is asked only where it is needed.
+inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline std::optional<Tensor> dense(const std::optional<Tensor>& t) { return t ? std::optional(dense(*t)) : t; }
 
 // The vectors of C that describe a normalization.
 struct Parameters {
@@ -196,8 +203,8 @@ struct Parameters {
     check_affine(op, x, weight, bias);
     check_vector(op, "mean", mean, x.size(1), x, true);
     check_vector(op, "invstd", invstd, x.size(1), x, true);
-    mean = torch::stable::contiguous(mean);
-    invstd = torch::stable::contiguous(invstd);
+    mean = dense(mean);
+    invstd = dense(invstd);
     weight = dense(weight);
     bias = dense(bias);
   }
@@ -245,12 +252,21 @@ class Walk {
 
   Tensor alike(const Tensor& t) const {
     if (same_strides(t, x_)) return t;
-    Tensor copy = torch::stable::empty_like(x_);
+    Tensor copy = output();
     return torch::stable::copy_(copy, t);
   }
 
   // The memory to write a result into, and that result as the caller gets it: with the strides of empty_like(x).
-  Tensor output() const { return torch::stable::empty_like(x_); }
+  Tensor output() const {
+    int32_t dtype, device, index;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(x_.get(), &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(x_.get(), &device));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(x_.get(), &index));
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(x_.dim(), x_.sizes().data(), x_.strides().data(), dtype, device,
+                                                    index, &handle));
+    return Tensor(handle);
+  }
   Tensor finish(const Tensor& result) const {
     if (same_strides(original_, x_)) return result;
     Tensor y = torch::stable::empty_like(original_);

@@ -46,8 +46,8 @@ std::tuple<Tensor, Tensor> global_stats(const Tensor& stats, double eps) {
   check_stats("bn_global_stats", stats);
   check(eps >= 0, "bn_global_stats", "eps is ", eps, "; expected a number that is not negative");
   const int64_t channels = stats.size(0) / 2;
-  const Tensor dense = torch::stable::contiguous(stats);
-  const double* s = dense.const_data_ptr<double>();
+  const Tensor given = dense(stats);
+  const double* s = given.const_data_ptr<double>();
   Tensor mean = new_vector(channels, ScalarType::Double), invstd = new_vector(channels, ScalarType::Double);
   channel_moments(s[0], s + 1, s + 1 + channels, eps, mean.mutable_data_ptr<double>(),
                   invstd.mutable_data_ptr<double>(), channels);
@@ -58,11 +58,11 @@ std::tuple<Tensor, Tensor> running_stats(const Tensor& stats, const Tensor& mean
                                          std::optional<double> momentum) {
   check_running("bn_running_stats", stats, mean, var, tracked, momentum);
   const int64_t channels = stats.size(0) / 2;
-  const Tensor dense = torch::stable::contiguous(stats);
+  const Tensor given = dense(stats);
   Tensor new_mean = new_vector(channels, mean.scalar_type()), new_var = new_vector(channels, var.scalar_type());
   torch::stable::copy_(new_mean, mean);
   torch::stable::copy_(new_var, var);
-  move_running(dense.const_data_ptr<double>(), channels, tracked, momentum, new_mean, new_var);
+  move_running(given.const_data_ptr<double>(), channels, tracked, momentum, new_mean, new_var);
   return {new_mean, new_var};
 }
 
@@ -115,12 +115,12 @@ Tensor backward_elementwise(const Tensor& grad, const Tensor& x, const Tensor& m
   check_vector(op, "count", count, 1, x, true);
   if (x.numel() == 0) return torch::stable::empty_like(x);
   const Walk walk(x);
-  const Tensor g = walk.alike(grad), dense_sums = torch::stable::contiguous(sums);
+  const Tensor g = walk.alike(grad), given = dense(sums);
   Tensor dx = on_huge_pages(walk.output());
   dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
     using E = decltype(element);
     const ChannelConstants<E> constants(parameters, repeat_of(walk.layout()), relu,
-                                        dense_sums.const_data_ptr<double>(), *count.const_data_ptr<double>());
+                                        given.const_data_ptr<double>(), *count.const_data_ptr<double>());
     gradient_all<E>(walk.layout(), constants, static_cast<const E*>(g.const_data_ptr()),
                     static_cast<const E*>(walk.x().const_data_ptr()), static_cast<E*>(dx.mutable_data_ptr()));
   });

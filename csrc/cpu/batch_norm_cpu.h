@@ -2,8 +2,6 @@
 // the channels. Work is cut into pieces by the sizes alone, so results do not depend on the number of threads.
 #pragma once
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
 #include "batch_norm_loops.h"
 #include "vector.h"
 

@@ -10,6 +10,8 @@ namespace {
 
 constexpr int64_t kCache = 512 * 1024;  // bytes of all operands that a task finds again
 
+constexpr int64_t ceil(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
 // How many channels to take together so that `operands` tensors of E stay in a cache; 0 where whole channels are too
 // large for it, or too few to share among the threads.
 template <typename E>
@@ -18,13 +20,14 @@ int64_t cached_channels(const Planes& planes, int64_t operands) {
   if (bytes > 2 * kCache) return 0;
   const int64_t threads = torch::stable::get_num_threads();
   if (planes.channels() < threads && planes.segments() > 1) return 0;
-  return std::clamp<int64_t>(kCache / bytes, 1, (planes.channels() + threads - 1) / threads);
+  const int64_t most = std::max<int64_t>(1, kCache / bytes), rounds = ceil(planes.channels(), most * threads);
+  return ceil(planes.channels(), rounds * threads);  // as many for each thread
 }
 
 // Runs f(first channel, channels) for all, `block` at a time.
 template <typename F>
 void for_channels(const Planes& planes, int64_t block, F&& f) {
-  parallel((planes.channels() + block - 1) / block, block * planes.per_channel(), [&](int64_t i) {
+  parallel(ceil(planes.channels(), block), block * planes.per_channel(), [&](int64_t i) {
     const int64_t first = i * block;
     f(first, std::min(block, planes.channels() - first));
   });
@@ -121,7 +124,7 @@ std::tuple<Tensor, Tensor> bn_forward_(const Tensor& x, Optional weight, Optiona
   check_input(op, x);
   check_running_buffers(op, x, x.size(1), running_mean, running_var, tracked, momentum);
   const auto result = forward(op, x, weight, bias, residual, eps, relu);
-  Tensor new_mean = torch::stable::contiguous(running_mean), new_var = torch::stable::contiguous(running_var);
+  Tensor new_mean = dense(running_mean), new_var = dense(running_var);
   move_running(std::get<1>(result).const_data_ptr<double>(), x.size(1), tracked, momentum, new_mean, new_var);
   if (!running_mean.is_contiguous()) torch::stable::copy_(running_mean, new_mean);
   if (!running_var.is_contiguous()) torch::stable::copy_(running_var, new_var);
@@ -150,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor&
   const int64_t channels = x.size(1);
   check_vector(op, "stats", stats, 2 * channels + 1, x, true);
   check(eps >= 0, op, "eps is ", eps, "; expected a number that is not negative");
-  const Tensor saved = torch::stable::contiguous(stats);
+  const Tensor saved = dense(stats);
   const double* s = saved.const_data_ptr<double>();
   Doubles sums(2 * channels, 0.0), mean(channels), invstd(channels);
   channel_moments(s[0], s + 1, s + 1 + channels, eps, mean.data(), invstd.data(), channels);

@@ -136,10 +136,10 @@ std::tuple<Tensor, Tensor> global_stats(const Tensor& stats, double eps) {
   const int64_t channels = stats.size(0) / 2;
   Tensor mean = torch::stable::new_empty(stats, {channels}), invstd = torch::stable::new_empty(stats, {channels});
   if (channels == 0) return {mean, invstd};
-  const Tensor dense = torch::stable::contiguous(stats);
+  const Tensor given = dense(stats);
   double *means = mean.mutable_data_ptr<double>(), *invstds = invstd.mutable_data_ptr<double>();
   global_stats_kernel<<<static_cast<unsigned>(divide_up(channels, kThreads)), kThreads, 0, current_stream(stats)>>>(
-      dense.const_data_ptr<double>(), channels, eps, means, invstds);
+      given.const_data_ptr<double>(), channels, eps, means, invstds);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return {mean, invstd};
 }
@@ -161,9 +161,9 @@ std::tuple<Tensor, Tensor> running_stats(const Tensor& stats, const Tensor& mean
   if (channels == 0) return {new_mean, new_var};
   torch::stable::copy_(new_mean, mean);
   torch::stable::copy_(new_var, var);
-  const Tensor dense = torch::stable::contiguous(stats);
+  const Tensor given = dense(stats);
   running_stats_kernel<<<static_cast<unsigned>(divide_up(channels, kThreads)), kThreads, 0, current_stream(stats)>>>(
-      dense.const_data_ptr<double>(), channels, {new_mean.mutable_data_ptr(), mean.scalar_type()},
+      given.const_data_ptr<double>(), channels, {new_mean.mutable_data_ptr(), mean.scalar_type()},
       {new_var.mutable_data_ptr(), var.scalar_type()}, momentum.value_or(0),
       momentum ? nullptr : tracked->const_data_ptr<int64_t>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
@@ -262,9 +262,9 @@ Tensor backward_elementwise(const Tensor& grad, const Tensor& x, const Tensor& m
   const DeviceGuard guard(x.get_device_index());
   const Walk walk(x);
   const Layout& layout = walk.layout();
-  const Tensor dense_grad = walk.alike(grad), dense_sums = torch::stable::contiguous(sums);
+  const Tensor dense_grad = walk.alike(grad), given = dense(sums);
   const ChannelVectors vectors =
-      vectors_of(parameters, dense_sums.const_data_ptr<double>(), count.const_data_ptr<double>());
+      vectors_of(parameters, given.const_data_ptr<double>(), count.const_data_ptr<double>());
   Tensor dx = walk.output();
   dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
     using E = decltype(element);

@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor> bn_forward_(const Tensor& x, Optional weight, Optiona
   check_forward(op, x, weight, bias, residual, eps);
   check_running_buffers(op, x, x.size(1), running_mean, running_var, tracked, momentum);
   const DeviceGuard guard(x.get_device_index());
-  Running running{torch::stable::contiguous(running_mean), torch::stable::contiguous(running_var), tracked, momentum};
+  Running running{dense(running_mean), dense(running_var), tracked, momentum};
   const auto result = forward(x, weight, bias, residual, eps, relu, &running);
   if (!running_mean.is_contiguous()) torch::stable::copy_(running_mean, running.mean);
   if (!running_var.is_contiguous()) torch::stable::copy_(running_var, running.var);
@@ -106,7 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor&
   check_vector(op, "stats", stats, 2 * x.size(1) + 1, x, true);
   check(eps >= 0, op, "eps is ", eps, "; expected a number that is not negative");
   const DeviceGuard guard(x.get_device_index());
-  Tensor saved = torch::stable::contiguous(stats);
+  Tensor saved = dense(stats);
   const Statistics s = finish_stats(saved, eps, nullptr);
   const Tensor sums = backward_reduce(grad, x, s.mean, s.invstd, weight, bias, relu);
   const Tensor count = torch::stable::narrow(saved, 0, 0, 1);
