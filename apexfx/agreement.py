@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,10 +19,35 @@ import torch.distributed as dist
 from ._torch import process_group_store
 
 _NOTHING = "nothing"
+_num_read: Counter[str] = Counter()
 
 
 class RankMismatchError(RuntimeError):
     """Ranks are about to issue different collectives, or a rank never arrived."""
+
+
+class Label:
+    """What tells one model's keys in a group's store apart: `str` gives "of/origin/n".
+
+    It is numbered when it is first read, which is at the model's first training forward at the latest. Every rank trains its
+    models in the same order, so the n-th is the same model everywhere; one that a rank makes alone, to evaluate an average
+    of the weights, say, is never read and shifts no other's number.
+
+    Args:
+        of: the name of the group, or the label of the model copied.
+        origin: how the model came about.
+    """
+
+    def __init__(self, of: str | Label, origin: str) -> None:
+        self._of, self._origin = of, origin
+        self._text = ""
+
+    def __str__(self) -> str:
+        if not self._text:
+            kind = f"{self._of}/{self._origin}"
+            _num_read[kind] += 1
+            self._text = f"{kind}/{_num_read[kind]}"
+        return self._text
 
 
 class Agreement:
@@ -32,11 +58,11 @@ class Agreement:
 
     Args:
         group: whose ranks agree.
-        label: tells apart the agreements of different models; the same on every rank.
+        label: tells apart the agreements of different models; the same on every rank. Read at the first agreement.
         timeout_s: seconds to wait for the others.
     """
 
-    def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float) -> None:
         self.group = group
         self.label = label
         self.timeout_s = timeout_s

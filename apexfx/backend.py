@@ -19,7 +19,7 @@ from torch import Tensor, fx
 
 from . import cache, capture, passes
 from ._torch import FakeTensor, active_ddp_module
-from .agreement import Agreement
+from .agreement import Agreement, Label
 from .backward_passes import BackwardPasses
 from .config import BucketConfig, TransformConfig, describe_buckets
 from .first_values import FirstValues
@@ -96,7 +96,6 @@ class GraphCompiler:
         self.agreement = agreement
         self.first_values = first_values
         self.reduce_gradients = reduce_gradients
-        self.num_copies = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         placeholders = capture.annotate(gm, example_inputs)
@@ -243,12 +242,12 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     """Return the compiler of a new model, with a new report that becomes `last_report()`.
 
     Args:
-        origin: how the model came about. Agreements of each are counted apart: one rank alone may load a model.
+        origin: how the model came about.
     """
     global _last_report
     groups = Groups(config)
     group = groups.gradients or groups.batch_norm
-    label = _next_label(group, origin) if group is not None else ""
+    label = Label(group.group_name, origin) if group is not None else ""
     compiler = _compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
@@ -264,12 +263,11 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
 
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
     """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
-    source.num_copies += 1
-    label = f"{source.agreement.label}/copy{source.num_copies}" if source.agreement is not None else ""
+    label = Label(source.agreement.label, "copy") if source.agreement is not None else ""
     return _compiler(source.config, source.groups, label)
 
 
-def _compiler(config: TransformConfig, groups: Groups, label: str, *, standalone: bool = False) -> GraphCompiler:
+def _compiler(config: TransformConfig, groups: Groups, label: str | Label, *, standalone: bool = False) -> GraphCompiler:
     buckets, group = config.buckets, groups.gradients or groups.batch_norm
     agreement = None
     # The fake process group, made for looking at graphs, has no peers to ask.
@@ -282,16 +280,6 @@ def _compiler(config: TransformConfig, groups: Groups, label: str, *, standalone
             first_values = FirstValues(groups.gradients, agreement)
     return GraphCompiler(config, report=Report(config.describe()), groups=groups, gradient_sync=sync, agreement=agreement,
                          first_values=first_values)
-
-
-_labels: dict[str, int] = {}
-
-
-def _next_label(group: dist.ProcessGroup, origin: str) -> str:
-    # Every rank builds its models in the same order, so the n-th of a group is the same model everywhere.
-    name = f"{group.group_name}/{origin}"
-    _labels[name] = _labels.get(name, 0) + 1
-    return f"{name}/{_labels[name]}"
 
 
 def last_report() -> Report:

@@ -9,6 +9,7 @@ a rank that skipped a backward: each backward sends ahead how many forwards its 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch import in_backward
+from .agreement import Label
 from .config import BucketConfig
 from .end_of_backward import EndOfBackward
 
@@ -51,11 +53,11 @@ class GradientSync:
         enabled: False inside `no_sync()`.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: BucketConfig, label: str | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: BucketConfig, label: str | Label | None = None) -> None:
         self.group = group
         self.config = config
         self.enabled = True
-        self._count = _forward_count(group, label, config.timeout_s) if label is not None else None
+        self._label = label
         self._names: dict[str, weakref.ref[nn.Parameter]] = {}
         self._hooked: set[int] = set()  # parameters, by id as below: a tied one has several names
         self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
@@ -63,6 +65,14 @@ class GradientSync:
         self._local: set[int] = set()  # those that the backward under way leaves local on purpose
         self._flush_due = False
         self._end = EndOfBackward()
+
+    @functools.cached_property
+    def _count(self) -> Any:
+        if self._label is None:
+            return None
+        from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
+
+        return ForwardCount(self.group, str(self._label), self.config.timeout_s)
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
         """Hook `parameter`, unless it is hooked already or has no gradient; the name is the one errors use."""
@@ -200,12 +210,6 @@ class GradientSync:
             if (p := ref()) is not None and p.requires_grad:
                 live.setdefault(id(p), (name, p))  # a tied parameter once, by its first name
         reduce_gradients(dict(live.values()), self.config, self.group)
-
-
-def _forward_count(group: dist.ProcessGroup, label: str, timeout_s: float) -> Any:
-    from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
-
-    return ForwardCount(group, label, timeout_s)
 
 
 def _compiled_node(outputs: Any) -> Any:
