@@ -47,8 +47,8 @@ _LIBRARY.define(
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define(
-    "bn_backward(Tensor grad_output, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, float eps, bool relu) "
-    "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    "bn_backward(Tensor grad_output, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, float eps, bool relu, "
+    "bool needs_x=True) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
     tags=_ANY_STRIDES,
 )
 
@@ -84,14 +84,22 @@ def bn_forward_(
 
 
 def bn_backward(
-    grad_output: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, relu: bool
+    grad_output: Tensor,
+    x: Tensor,
+    stats: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    relu: bool,
+    needs_x: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `x`, `weight` and `bias` in their dtypes; an empty one for a parameter that is not there.
 
+    Without `needs_x` that of `x` is empty too, (0,), and half of the work is left out: for the input of a network.
     `stats` and `eps` are those of the forward. With `relu`, `grad_output` counts where the normalized value (computed
     again from `x`) is above 0; where a residual was added, mask it by `bn_relu_backward` instead.
     """
-    return torch.ops.apexfx.bn_backward(grad_output, x, stats, weight, bias, eps, relu)
+    return torch.ops.apexfx.bn_backward(grad_output, x, stats, weight, bias, eps, relu, needs_x)
 
 
 def local_batch_norm(
@@ -143,12 +151,15 @@ def _forward_in_place_reference(
 
 @torch.library.impl(_LIBRARY, "bn_backward", "CompositeExplicitAutograd")
 def _backward_reference(
-    grad_output: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, relu: bool
+    grad_output, x, stats, weight, bias, eps, relu, needs_x=True
 ) -> tuple[Tensor, Tensor, Tensor]:
     check_backward(grad_output, x, stats, weight, bias, eps)
     mean, invstd = _global_stats_reference(stats, eps)
     sums = _backward_reduce_reference(grad_output, x, mean, invstd, weight, bias, relu)
-    grad_x = _backward_elementwise_reference(grad_output, x, mean, invstd, sums, stats[:1], weight, bias, relu)
+    if needs_x:
+        grad_x = _backward_elementwise_reference(grad_output, x, mean, invstd, sums, stats[:1], weight, bias, relu)
+    else:
+        grad_x = x.new_empty(0)
     grad_bias, centered = sums.chunk(2)
     return grad_x, _of_parameter(centered * invstd, weight), _of_parameter(grad_bias, bias)
 
@@ -176,9 +187,9 @@ def _forward_in_place_fake(
 
 
 @torch.library.register_fake("apexfx::bn_backward", lib=_LIBRARY)
-def _backward_fake(grad_output, x, stats, weight, bias, eps, relu) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_fake(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
     check_backward(grad_output, x, stats, weight, bias, eps)
-    return torch.empty_like(x), *(
+    return torch.empty_like(x) if needs_x else x.new_empty(0), *(
         stats.new_empty(0) if p is None else p.new_empty(p.shape[0]) for p in (weight, bias)
     )
 
@@ -215,7 +226,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
         return (None,) * 10
     # Where the caller asks for create_graph=True: a function of its own, so that a second derivative says no.
     differentiate = _Backward.apply if torch.is_grad_enabled() else _gradients
-    grads = differentiate(grad_output, *ctx.saved_tensors, *ctx.options)
+    grads = differentiate(grad_output, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[0])
     return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), *(None,) * 6
 
 
@@ -228,10 +239,12 @@ def _gradients(
     output: Tensor | None,
     eps: float,
     relu: bool,
+    needs_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight, bias and residual."""
     grad_output = grad_output if output is None else bn_relu_backward(grad_output, output)
-    return *torch.ops.apexfx.bn_backward.default(grad_output, x, stats, weight, bias, eps, relu), grad_output
+    grads = torch.ops.apexfx.bn_backward.default(grad_output, x, stats, weight, bias, eps, relu, needs_x)
+    return *grads, grad_output
 
 
 class _Backward(torch.autograd.Function):

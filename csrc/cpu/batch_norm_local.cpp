@@ -63,7 +63,7 @@ void forward_into(const Layout& layout, ChannelConstants<E>& constants, double e
   });
 }
 
-// sums (2C) = [sum g, sum g * (x - mean)]
+// sums (2C) = [sum g, sum g * (x - mean)]; no dx where that is null
 template <typename E>
 void backward_into(const Layout& layout, ChannelConstants<E>& constants, double count, const double* mean,
                    const double* invstd, const E* grad, const E* x, E* dx, double* sums) {
@@ -74,9 +74,10 @@ void backward_into(const Layout& layout, ChannelConstants<E>& constants, double 
     constants.set_gradient(mean + first, invstd + first, total + first, centered + first, count, first, n);
   };
   const Planes planes(layout);
-  const int64_t block = layout.channels_last ? 0 : cached_channels<E>(planes, 3);
+  const int64_t block = layout.channels_last || dx == nullptr ? 0 : cached_channels<E>(planes, 3);
   if (block == 0) {
     add_gradient_sums(layout, constants, grad, x, sums);
+    if (dx == nullptr) return constants.recenter(mean, total, centered, 0, channels);
     set_gradient(0, channels);
     constants.tile();
     gradient_all(layout, constants, grad, x, dx);
@@ -146,7 +147,7 @@ Tensor parameter_gradient(const Optional& parameter, const Doubles& values) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor& x, const Tensor& stats,
-                                               Optional weight, Optional bias, double eps, bool relu) {
+                                               Optional weight, Optional bias, double eps, bool relu, bool needs_x) {
   const char* op = "bn_backward";
   check_affine(op, x, weight, bias);
   check_like(op, "grad_output", grad, x);
@@ -160,20 +161,20 @@ std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor&
   const Walk walk(x);
   const Layout& layout = walk.layout();
   const Tensor g = walk.alike(grad);
-  Tensor dx = on_huge_pages(walk.output());
+  Tensor dx = needs_x ? on_huge_pages(walk.output()) : new_vector(0, x.scalar_type());
   dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
     using E = decltype(element);
     if (x.numel() == 0) return;
-    ChannelConstants<E> constants(dense(weight), dense(bias), channels, repeat_of(layout), relu, true);
+    ChannelConstants<E> constants(dense(weight), dense(bias), channels, repeat_of(layout), relu, needs_x);
     constants.set(mean.data(), invstd.data(), 0, channels);
     constants.tile();
     backward_into<E>(layout, constants, s[0], mean.data(), invstd.data(), static_cast<const E*>(g.const_data_ptr()),
-                     static_cast<const E*>(walk.x().const_data_ptr()), static_cast<E*>(dx.mutable_data_ptr()),
-                     sums.data());
+                     static_cast<const E*>(walk.x().const_data_ptr()),
+                     needs_x ? static_cast<E*>(dx.mutable_data_ptr()) : nullptr, sums.data());
   });
   Doubles grad_weight(channels), grad_bias(sums.begin(), sums.begin() + channels);
   for (int64_t c = 0; c < channels; ++c) grad_weight[c] = sums[channels + c] * invstd[c];
-  return {walk.finish(dx), parameter_gradient(weight, grad_weight), parameter_gradient(bias, grad_bias)};
+  return {needs_x ? walk.finish(dx) : dx, parameter_gradient(weight, grad_weight), parameter_gradient(bias, grad_bias)};
 }
 
 }  // namespace

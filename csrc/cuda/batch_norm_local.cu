@@ -99,7 +99,7 @@ Tensor parameter_gradient(const Optional& parameter, const Tensor& stats) {
 }
 
 std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor& x, const Tensor& stats,
-                                               Optional weight, Optional bias, double eps, bool relu) {
+                                               Optional weight, Optional bias, double eps, bool relu, bool needs_x) {
   const char* op = "bn_backward";
   check_affine(op, x, weight, bias);
   check_like(op, "grad_output", grad, x);
@@ -110,7 +110,8 @@ std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor&
   const Statistics s = finish_stats(saved, eps, nullptr);
   const Tensor sums = backward_reduce(grad, x, s.mean, s.invstd, weight, bias, relu);
   const Tensor count = torch::stable::narrow(saved, 0, 0, 1);
-  const Tensor dx = backward_elementwise(grad, x, s.mean, s.invstd, sums, count, weight, bias, relu);
+  const Tensor dx = needs_x ? backward_elementwise(grad, x, s.mean, s.invstd, sums, count, weight, bias, relu)
+                            : torch::stable::new_empty(x, {0});
   Tensor grad_weight = parameter_gradient(weight, saved), grad_bias = parameter_gradient(bias, saved);
   if (x.size(1) > 0 && (weight || bias)) {
     parameter_gradients_kernel<<<blocks_of(x.size(1)), kThreads, 0, current_stream(x)>>>(

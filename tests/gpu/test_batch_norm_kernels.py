@@ -70,7 +70,9 @@ def test_one_op_gives_the_bits_of_its_pieces(shape, dtype, layout, device):
         assert_same_bits(bn_forward_(x, w, b, *running, None, 0.25, added, EPS, relu), got)
         assert_same_bits(running, moved)
         if added is None:
-            assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), pieces_backward(grad, x, got[1], w, b, relu))
+            want = pieces_backward(grad, x, got[1], w, b, relu)
+            assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), want)
+            assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu, False), (x.new_empty(0), *want[1:]))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

@@ -58,7 +58,7 @@ def fitting(rng: random.Random) -> dict[str, object]:
         "bias": rng.choice([None, vector()]), "relu": rng.random() < 0.5, "eps": 1e-5, "momentum": rng.choice([None, 0.1]),
         "running_mean": vector(), "running_var": vector(), "num_batches_tracked": torch.tensor(rng.randrange(1, 9)),
         "stats": torch.cat([count, total, total * 2]), "sums": draw(2 * CHANNELS, dtype=torch.float64), "count": count,
-        "group_name": "",
+        "group_name": "", "needs_x": rng.random() < 0.5,
     }  # fmt: skip
 
 

@@ -58,6 +58,7 @@ def test_same_bits_as_the_pieces(shape, dtype, layout):
         if added is None:
             want = pieces_backward(grad, x, got[1], w, b, relu)
             assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), want)
+            assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu, False), (x.new_empty(0), *want[1:]))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -76,9 +77,11 @@ def test_kernels_equal_references_and_repeat_exactly(shape, dtype, layout):
     for relu in (False, True):
         got, again = (bn_backward(grad, x, stats, weight, bias, EPS, relu) for _ in range(2))
         assert_same_bits(got, again)
+        without = module._backward_reference(grad, x, stats, weight, bias, EPS, relu, False)
         want = module._backward_reference(grad, x, stats, weight, bias, EPS, relu)
         scale = float(want[0].abs().max().clamp_min(1))
         assert_close(got[0] / scale, want[0] / scale, scale=4)
+        assert_same_bits(without, (x.new_empty(0), *want[1:]))
         for g, w in zip(got[1:], want[1:]):
             assert_averages(g, w, count, dtype)
 
@@ -141,6 +144,7 @@ def test_opcheck(shape, dtype, layout):
         (OPS.bn_forward_, (x, None, bias, *running, torch.tensor(3), None, None, EPS, False)),
         (OPS.bn_backward, (grad, x, stats, weight, bias, EPS, True)),
         (OPS.bn_backward, (grad, x, stats, None, None, EPS, False)),
+        (OPS.bn_backward, (grad, x, stats, weight, None, EPS, True, False)),
     ):
         torch.library.opcheck(op.default, arguments)
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apexfx._torch import aot_autograd
@@ -218,6 +219,44 @@ def test_frozen_input_or_parameters():
     assert_close(weight.grad, want, scale=4)
     assert x.grad is None and bias.grad is None
     assert not sync_batch_norm(x, weight.detach(), bias).requires_grad
+
+
+class Backwards(TorchDispatchMode):
+    """Keeps what every bn_backward is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.arguments = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        if function is torch.ops.apexfx.bn_backward.default:
+            self.arguments.append(arguments)
+        return function(*arguments, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("needs", [n for n in itertools.product((False, True), repeat=4) if any(n)], ids=str)
+def test_gradients_of_whatever_needs_them(needs):
+    x, grad, residual, weight, bias = draw((3, 4, 5), torch.float64)
+    tensors = [t.requires_grad_(needed) for t, needed in zip((x, weight, bias, residual), needs)]
+
+    def block(x, weight, bias, residual):
+        return sync_batch_norm(x, weight, bias, residual=residual, relu=True)
+
+    torch.autograd.gradcheck(block, tensors)
+    with Backwards() as backwards:
+        got = torch.autograd.grad(block(*tensors), [t for t in tensors if t.requires_grad], grad)
+    for arguments in backwards.arguments:
+        assert arguments[7:] == (() if needs[0] else (False,))  # a default is left out
+    everything = differentiate(block, (x, weight, bias, residual), grad)[1]
+    assert len(backwards.arguments) == 1
+    for gradient, want in zip(got, itertools.compress(everything, needs), strict=True):
+        assert torch.equal(gradient, want)
+
+
+def test_frozen_input_is_said_in_the_graph():
+    x, weight, bias = torch.randn(4, 3), torch.rand(3, requires_grad=True), torch.rand(3)
+    text = captured(lambda x: sync_batch_norm(x, weight, bias), x)["backward"]
+    assert text.count("bn_backward") == 1 and text.strip().endswith("1e-05, False, False)")  # relu, needs_x
 
 
 def test_group_name_is_empty_without_other_ranks():
