@@ -2,12 +2,15 @@
 
 A rank that skips a backward, because its loss was not finite, say, meets the others' collectives one step later: nothing
 hangs, and every gradient from then on would be an average over different steps. They compare as well whether a backward
-ends an accumulation: its collectives then are not those of a graph.
+ends an accumulation: its collectives then are not those of a graph; and whose it is: where several models train on one
+group, a backward of one may meet another's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import zlib
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,22 +24,60 @@ from .parallel.words import exchange, explain, say
 
 # A small allreduce of its own took 3 % of a 45 ms step on two gloo ranks, so later backwards are compared in turns.
 ALWAYS, INTERVAL = 16, 8
+# Of several models that take turns on a group each is compared, until one has run so many backwards in a row.
+ALONE_AFTER = 64
 _BUSY_S = 5.0  # for the words of ranks that are likely to wait in their graphs
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank says of a backward: its number, how many forwards there were, and whether it ends an accumulation."""
+    """What a rank says of a backward.
+
+    Attributes:
+        backward: its number.
+        forwards: how many there were.
+        flushes: it ends an accumulation.
+        model: whose it is.
+        first: it is compared before its graph runs, not beside it.
+    """
 
     backward: int
     forwards: int
     flushes: bool
+    model: int
+    first: bool
 
     def numbers(self) -> list[int]:
-        return [self.forwards, -self.forwards, int(self.flushes), -int(self.flushes)]
+        return [n for number in (self.forwards, int(self.flushes), self.model) for n in (number, -number)]
 
     def words(self) -> dict[str, Any]:
         return {"failed": "", "forwards": self.forwards, "accumulated": self.flushes, "unused": []}
+
+
+class _Turns:
+    """Whose backwards met on one group, in order: the same on every rank, as long as they are in step."""
+
+    def __init__(self) -> None:
+        self._last: int | None = None
+        self._seen: set[int] = set()
+        self._in_a_row = ALONE_AFTER
+
+    def alternate(self, model: int) -> bool:
+        """Note a backward of `model`; return whether models have come back after others lately."""
+        if model != self._last and model in self._seen:
+            self._in_a_row = 0
+        self._last = model
+        self._seen.add(model)
+        self._in_a_row += 1
+        return self._in_a_row <= ALONE_AFTER
+
+    def disagree(self) -> None:
+        """Note that ranks ran different models' backwards, which all of them forget."""
+        self._last, self._in_a_row = None, 0
+        self._seen.clear()
+
+
+_turns: dict[str, _Turns] = {}  # by the name of the group
 
 
 class ForwardCount:
@@ -44,6 +85,7 @@ class ForwardCount:
 
     In each of the first `ALWAYS` backwards, before the graph runs; then in every `INTERVAL`-th, while it runs: ranks that are
     out of step stay so. Backwards are counted as they meet, whether or not they belong together: the n-th of every rank.
+    Where several models take turns on the group, in every backward: out of step, the collectives of one meet another's.
 
     On CUDA the host does not wait for the message of the backward under way, but reads it at the end of the next backward, all
     ranks alike: were it read once it is there, one rank would raise where another goes on to its next collectives.
@@ -52,13 +94,16 @@ class ForwardCount:
         group: the ranks.
         label: tells this model's keys in the store apart.
         timeout_s: how long to wait for the others.
+        parameters: names that tell a reader which model it is.
 
     Attributes:
         forwards: how many synchronizing training forwards this rank has run.
     """
 
-    def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float) -> None:
-        self.group, self.label, self.timeout_s = group, label, timeout_s
+    def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, parameters: Collection[str]) -> None:
+        self.group, self.label, self.timeout_s, self.parameters = group, label, timeout_s, parameters
+        self._model = zlib.crc32(label.encode()) >> 1  # positive as an int32
+        self._turns = _turns.setdefault(group.group_name, _Turns())
         self.forwards = self._backwards = 0
         self._in_backward = False
         self._waiter = Waiter(group, f"{label}/forwards", timeout_s)
@@ -87,12 +132,13 @@ class ForwardCount:
         self._in_backward = True
         self._backwards += 1
         self._waiter.backward = self._backwards
-        if self._backwards <= ALWAYS or self._backwards % INTERVAL == 0:
-            said = _Said(self._backwards, self.forwards, flushes)
+        first = self._turns.alternate(self._model) or self._backwards <= ALWAYS
+        if first or self._backwards % INTERVAL == 0:
+            said = _Said(self._backwards, self.forwards, flushes, self._model, first)
             numbers = to_device(said.numbers(), torch.int32, device)
             work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
             self._message = numbers, work, said
-        if self._backwards <= ALWAYS and not self._can_wait(device):
+        if first and not self._can_wait(device):
             self.compare()
 
     def forget(self) -> None:
@@ -121,7 +167,7 @@ class ForwardCount:
         if can_wait and not said.flushes:  # whose collectives must not meet those of a graph
             self._unread = HostCopy(numbers), said
         else:
-            self._judge(said, numbers, late=can_wait or said.backward > ALWAYS)
+            self._judge(said, numbers, late=can_wait or not said.first)
 
     @staticmethod
     def _can_wait(device: torch.device) -> bool:
@@ -129,9 +175,12 @@ class ForwardCount:
         return device.type == "cuda"
 
     def _judge(self, said: _Said, numbers: Tensor, *, late: bool) -> None:
-        most, most_negated = numbers.cpu().view(2, 2).unbind(1)
-        if not torch.equal(most, -most_negated):
-            self._raise(said, in_graphs=late and bool(most[1] != -most_negated[1]), late=late)
+        most, least = numbers.cpu().view(3, 2).unbind(1)
+        least = -least
+        if most[2] != least[2]:
+            self._raise_of_models(said, [*most.tolist(), *least.tolist()], late=late)
+        if not torch.equal(most, least):
+            self._raise(said, in_graphs=late and bool(most[1] != least[1]), late=late)
 
     def _raise(self, said: _Said, *, in_graphs: bool, late: bool) -> None:
         timeout_s = min(self.timeout_s, _BUSY_S) if in_graphs else self.timeout_s
@@ -142,10 +191,30 @@ class ForwardCount:
             text += (f"\n{ALONE} Who did not answer waits in its graph, until its process group's timeout or the end of this "
                      "process.")
         elif late:
-            num = INTERVAL + self._backwards - said.backward
-            text += (f"\nIt happened in one of the last {num} backwards, whose gradients are averages over different "
-                     "steps: go back to a checkpoint.")
+            text += self._since(said)
         raise RankFailureError(text)
+
+    def _raise_of_models(self, said: _Said, numbers: Sequence[int], *, late: bool) -> None:
+        self._turns.disagree()
+        if not late:
+            self._backwards -= 1  # that of no rank counts: it met another model's
+        mine = f"model {self.label.partition('/')[2]} ({self._shown_parameters()}), {said.forwards} forwards so far"
+        # The ranks know no label in common, but all have these numbers.
+        everyones = exchange(self.group, f"apexfx/models/{'/'.join(map(str, numbers))}", mine, self.timeout_s)
+        lines = [f"  rank {rank}: {words or 'no answer'}" for rank, words in enumerate(everyones)]
+        raise RankFailureError("\n".join([
+            "apexfx: the ranks run the backwards of different models, so these gradients must not be used.", *lines,
+            "A rank skipped a backward, or runs them in another order. Every rank must run the same backwards in the same "
+            "order; to skip a step, skip it on all ranks, or use no_sync()." + (self._since(said) if late else "")]))
+
+    def _since(self, said: _Said) -> str:
+        num = INTERVAL + self._backwards - said.backward
+        return (f"\nIt happened in one of the last {num} backwards, whose gradients are averages over different "
+                "steps: go back to a checkpoint.")
+
+    def _shown_parameters(self) -> str:
+        names = list(self.parameters)
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _key(self, said: _Said) -> str:
         return f"apexfx/{self.label}/forwards{said.backward}"

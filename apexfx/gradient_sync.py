@@ -72,7 +72,7 @@ class GradientSync:
             return None
         from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
 
-        return ForwardCount(self.group, str(self._label), self.config.timeout_s)
+        return ForwardCount(self.group, str(self._label), self.config.timeout_s, self._names)
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
         """Hook `parameter`, unless it is hooked already or has no gradient; the name is the one errors use."""

@@ -1,0 +1,69 @@
+"""Two data-parallel models on one process group: a skipped backward of one meets a backward of the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import apexfx
+from apexfx.forward_count import ALONE_AFTER, ALWAYS, _Turns
+from apexfx.parallel import RankFailureError
+from tests.distributed.faults import Net, train
+from tests.distributed.launch import run_ranks
+
+
+def transformed(model):
+    return apexfx.transform(model, opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(timeout_s=15))
+
+
+def check_skipped(generator, critic, rank):
+    """Rank 1 skips a backward of the generator, and all are told; the step after works again."""
+    x = torch.full((2, 3), rank + 1.0)
+    losses = generator(x).sum(), critic(x).sum()
+    model = r"model transform/\d+ \(a\.weight, a\.bias, b\.weight and 1 more\), \d+ forwards so far"
+    said = f"different models, .*\n  rank 0: {model}\n  rank 1: {model}\nA rank skipped a backward, or runs them"
+    with pytest.raises(RankFailureError, match=said):
+        losses[rank].backward()
+    for _ in range(2):
+        train_both(generator, critic, rank)
+
+
+def train_both(generator, critic, rank):
+    for model in (generator, critic):
+        train(model, rank)
+        assert (model.b.bias.grad == 2).all()
+
+
+def _in_the_first_steps(rank, world_size):
+    for width in (5, 4):  # other buckets, which gloo would refuse, and the same, which it would add up
+        generator, critic = transformed(Net()), transformed(Net(width))
+        for _ in range(2):
+            train_both(generator, critic, rank)
+        check_skipped(generator, critic, rank)
+
+
+def _later(rank, world_size):
+    generator, critic = transformed(Net()), transformed(Net(5))
+    for _ in range(ALWAYS + 3):
+        train_both(generator, critic, rank)
+        train(critic, rank, 2)
+    check_skipped(generator, critic, rank)
+
+
+def _all(rank, world_size):
+    for case in (_in_the_first_steps, _later):
+        torch._dynamo.reset()
+        case(rank, world_size)
+
+
+def test_a_skipped_backward_of_one_of_two_models():
+    run_ranks(_all, 2)
+
+
+def test_a_model_that_trains_alone_is_compared_in_turns():
+    turns = _Turns()
+    assert not any(turns.alternate(model) for model in (1, 1, 1, 2, 2, 3))  # one after the other
+    assert all(turns.alternate(model) for model in (2, 3, 3, 2, 2, 2))
+    assert [turns.alternate(2) for _ in range(ALONE_AFTER)] == [True] * (ALONE_AFTER - 3) + [False] * 3
+    turns.disagree()
+    assert all(turns.alternate(2) for _ in range(ALONE_AFTER)) and not turns.alternate(2)
