@@ -105,21 +105,6 @@ inline bool same_strides(const Tensor& a, const Tensor& b) {
   return true;
 }
 
-// True where the elements fill one block of memory without gaps or overlap, in any order of dimensions.
-inline bool is_dense(const Tensor& t) {
-  if (t.is_contiguous() || t.numel() < 2) return true;
-  std::vector<std::pair<int64_t, int64_t>> dims;  // (stride, size)
-  for (int64_t d = 0; d < t.dim(); ++d)
-    if (t.size(d) > 1) dims.emplace_back(t.stride(d), t.size(d));
-  std::sort(dims.begin(), dims.end());
-  int64_t expected = 1;
-  for (auto& [stride, size] : dims) {
-    if (stride != expected) return false;
-    expected *= size;
-  }
-  return true;
-}
-
 inline Tensor new_empty_like_dtype(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype) {
   return torch::stable::new_empty(like, sizes, dtype);
 }

@@ -13,43 +13,42 @@ inline float* flag_pointer(const char* op, const Tensor& found_inf, const Tensor
 
 template <typename Backend>
 struct MultiTensorOps {
-  using Tensors = const std::vector<Tensor>&;
-
   // outputs = inputs * scale (times *scale_tensor where given)
-  static void scale(Tensors inputs, Tensors outputs, const Tensor& found_inf, double scale,
+  static void scale(ListArgument inputs, ListArgument outputs, const Tensor& found_inf, double scale,
                     std::optional<Tensor> scale_tensor) {
     const char* op = "multi_tensor_scale";
-    TensorLists lists(op);
-    lists.add("inputs", inputs, false, Dtypes::kFloating);
-    lists.add("outputs", outputs, true, Dtypes::kFloating);
+    TensorLists lists(op, {inputs, outputs});
+    lists.expect("inputs", false, Dtypes::kFloating);
+    lists.expect("outputs", true, Dtypes::kFloating);
     float* flag = flag_pointer(op, found_inf, lists);
     const float* factor = scalar_pointer(op, "scale_tensor", scale_tensor, found_inf);
     if (lists.size() > 0) Backend::scale(lists, scale, factor, flag);
   }
 
   // outputs = a x + b y; the flag looks at x (0), y (1) or both (-1)
-  static void axpby(Tensors x, Tensors y, Tensors outputs, const Tensor& found_inf, double a, double b,
+  static void axpby(ListArgument x, ListArgument y, ListArgument outputs, const Tensor& found_inf, double a, double b,
                     int64_t arg_to_check) {
     const char* op = "multi_tensor_axpby";
+    TensorLists lists(op, {x, y, outputs});
     check(arg_to_check >= -1 && arg_to_check <= 1, op, "arg_to_check is ", arg_to_check, "; expected -1, 0 or 1");
-    TensorLists lists(op);
-    lists.add("x", x, false, Dtypes::kFloating);
-    lists.add("y", y, false, Dtypes::kFloating);
-    lists.add("outputs", outputs, true, Dtypes::kFloating);
+    lists.expect("x", false, Dtypes::kFloating);
+    lists.expect("y", false, Dtypes::kFloating);
+    lists.expect("outputs", true, Dtypes::kFloating);
     float* flag = flag_pointer(op, found_inf, lists);
     if (lists.size() > 0) Backend::axpby(lists, a, b, static_cast<int>(arg_to_check), flag);
   }
 
   // (norm of all, norm of each or nothing, found_inf), of tensors * *inv_scale where given
-  static std::tuple<Tensor, Tensor, Tensor> l2norm(Tensors tensors, std::optional<Tensor> inv_scale, bool per_tensor) {
+  static std::tuple<Tensor, Tensor, Tensor> l2norm(ListArgument tensors, std::optional<Tensor> inv_scale,
+                                                   bool per_tensor) {
     const char* op = "multi_tensor_l2norm";
-    check(!tensors.empty(), op, "tensors is empty; expected at least one tensor");
-    TensorLists lists(op);
-    lists.add("tensors", tensors, false, Dtypes::kFloating);
+    TensorLists lists(op, {tensors});
+    check(lists.size() > 0, op, "tensors is empty; expected at least one tensor");
+    lists.expect("tensors", false, Dtypes::kFloating);
     const float* factor = scalar_pointer(op, "inv_scale", inv_scale, lists.first());
     Tensor norm = torch::stable::new_empty(lists.first(), {}, ScalarType::Float);
     Tensor found_inf = torch::stable::new_empty(lists.first(), {}, ScalarType::Float);
-    const int64_t count = per_tensor ? static_cast<int64_t>(tensors.size()) : 0;
+    const int64_t count = per_tensor ? static_cast<int64_t>(lists.size()) : 0;
     Tensor norms = torch::stable::new_empty(lists.first(), {count}, ScalarType::Float);
     Backend::l2norm(lists, factor, norm, per_tensor ? &norms : nullptr, found_inf);
     return {norm, norms, found_inf};

@@ -8,7 +8,6 @@
 
 namespace apexfx {
 
-using Tensors = const std::vector<Tensor>&;
 using Scalar = std::optional<Tensor>;
 
 inline DeviceScalars device_scalars(const char* op, const Tensor& like, const std::optional<Tensor>& step,
@@ -21,92 +20,96 @@ inline DeviceScalars device_scalars(const char* op, const Tensor& like, const st
 
 template <typename Backend>
 struct OptimizerOps {
-  static void adam(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors model_params,
-                   const Tensor& step, double lr, double beta1, double beta2, double eps, double weight_decay,
-                   bool decoupled, bool bias_correction, Scalar lr_tensor, Scalar grad_scale, Scalar found_inf,
-                   Scalar clip_coefficient) {
+  static void adam(ListArgument params, ListArgument grads, ListArgument exp_avgs, ListArgument exp_avg_sqs,
+                   ListArgument model_params, const Tensor& step, double lr, double beta1, double beta2, double eps,
+                   double weight_decay, bool decoupled, bool bias_correction, Scalar lr_tensor, Scalar grad_scale,
+                   Scalar found_inf, Scalar clip_coefficient) {
     const char* op = "adam_";
+    TensorLists lists(op, {params, grads, exp_avgs, exp_avg_sqs, model_params});
     check_adam(op, lr, beta1, beta2, eps, weight_decay);
-    TensorLists lists(op);
-    add_moments(lists, params, grads, exp_avgs, exp_avg_sqs, model_params);
+    expect_moments(lists);
     if (lists.size() == 0) return;
-    const auto scalars =
-        device_scalars(op, lists.first(), step, lr_tensor, grad_scale, found_inf, clip_coefficient);
+    const auto scalars = device_scalars(op, lists.first(), step, lr_tensor, grad_scale, found_inf, clip_coefficient);
     Backend::adam(lists, {lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction, true}, scalars);
   }
 
-  static void lamb(Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs, Tensors model_params,
-                   const Tensor& step, double lr, double beta1, double beta2, double eps, double weight_decay,
-                   bool decoupled, bool bias_correction, bool grad_averaging, bool use_nvlamb, Scalar lr_tensor,
-                   Scalar grad_scale, Scalar found_inf, Scalar clip_coefficient) {
+  static void lamb(ListArgument params, ListArgument grads, ListArgument exp_avgs, ListArgument exp_avg_sqs,
+                   ListArgument model_params, const Tensor& step, double lr, double beta1, double beta2, double eps,
+                   double weight_decay, bool decoupled, bool bias_correction, bool grad_averaging, bool use_nvlamb,
+                   Scalar lr_tensor, Scalar grad_scale, Scalar found_inf, Scalar clip_coefficient) {
     const char* op = "lamb_";
+    TensorLists lists(op, {params, grads, exp_avgs, exp_avg_sqs, model_params});
     check_adam(op, lr, beta1, beta2, eps, weight_decay);
-    TensorLists lists(op);
-    add_moments(lists, params, grads, exp_avgs, exp_avg_sqs, model_params);
+    expect_moments(lists);
     if (lists.size() == 0) return;
-    const auto scalars =
-        device_scalars(op, lists.first(), step, lr_tensor, grad_scale, found_inf, clip_coefficient);
+    const auto scalars = device_scalars(op, lists.first(), step, lr_tensor, grad_scale, found_inf, clip_coefficient);
     const bool adapts = use_nvlamb || weight_decay != 0.0;
     Backend::lamb(lists, {lr, beta1, beta2, eps, weight_decay, decoupled, bias_correction, grad_averaging}, adapts,
                   scalars);
   }
 
-  static void sgd(Tensors params, Tensors grads, Tensors momentum_buffers, Tensors model_params, double lr,
-                  double momentum, double dampening, double weight_decay, bool nesterov, bool wd_after_momentum,
-                  bool first_run, Scalar lr_tensor, Scalar grad_scale, Scalar found_inf, Scalar clip_coefficient) {
+  static void sgd(ListArgument params, ListArgument grads, ListArgument momentum_buffers, ListArgument model_params,
+                  double lr, double momentum, double dampening, double weight_decay, bool nesterov,
+                  bool wd_after_momentum, bool first_run, Scalar lr_tensor, Scalar grad_scale, Scalar found_inf,
+                  Scalar clip_coefficient) {
     const char* op = "sgd_";
+    TensorLists lists(op, {params, grads, momentum_buffers, model_params});
     check_not_negative(op, "lr", lr);
     check_not_negative(op, "momentum", momentum);
     check(std::isfinite(dampening), op, "dampening is ", dampening, "; expected a finite number");
     check_not_negative(op, "weight_decay", weight_decay);
-    TensorLists lists(op);
-    lists.add("params", params, true, Dtypes::kFloating);
-    lists.add("grads", grads, false, Dtypes::kFloating);
-    lists.add("momentum_buffers", momentum_buffers, true, Dtypes::kAccumulation, momentum == 0.0);
-    lists.add("model_params", model_params, true, Dtypes::kFloating, true);
+    lists.expect("params", true, Dtypes::kFloating);
+    lists.expect("grads", false, Dtypes::kFloating);
+    lists.expect("momentum_buffers", true, Dtypes::kAccumulation, momentum == 0.0);
+    lists.expect("model_params", true, Dtypes::kFloating, true);
     if (lists.size() == 0) return;
     const auto scalars =
         device_scalars(op, lists.first(), std::nullopt, lr_tensor, grad_scale, found_inf, clip_coefficient);
     Backend::sgd(lists, {lr, momentum, dampening, weight_decay, nesterov, wd_after_momentum, first_run}, scalars);
   }
 
-  static void adagrad(Tensors params, Tensors grads, Tensors sums, Tensors model_params, double lr, double eps,
-                      double weight_decay, bool decoupled, Scalar lr_tensor, Scalar grad_scale, Scalar found_inf,
-                      Scalar clip_coefficient) {
+  static void adagrad(ListArgument params, ListArgument grads, ListArgument sums, ListArgument model_params, double lr,
+                      double eps, double weight_decay, bool decoupled, Scalar lr_tensor, Scalar grad_scale,
+                      Scalar found_inf, Scalar clip_coefficient) {
     const char* op = "adagrad_";
+    TensorLists lists(op, {params, grads, sums, model_params});
     check_not_negative(op, "lr", lr);
     check_not_negative(op, "eps", eps);
     check_not_negative(op, "weight_decay", weight_decay);
-    TensorLists lists(op);
-    lists.add("params", params, true, Dtypes::kFloating);
-    lists.add("grads", grads, false, Dtypes::kFloating);
-    lists.add("sums", sums, true, Dtypes::kAccumulation);
-    lists.add("model_params", model_params, true, Dtypes::kFloating, true);
+    lists.expect("params", true, Dtypes::kFloating);
+    lists.expect("grads", false, Dtypes::kFloating);
+    lists.expect("sums", true, Dtypes::kAccumulation);
+    lists.expect("model_params", true, Dtypes::kFloating, true);
     if (lists.size() == 0) return;
     const auto scalars =
         device_scalars(op, lists.first(), std::nullopt, lr_tensor, grad_scale, found_inf, clip_coefficient);
     Backend::adagrad(lists, {lr, eps, weight_decay, decoupled}, scalars);
   }
 
-  static void novograd(Tensors params, Tensors grads, Tensors exp_avgs, Tensors norms, Tensors model_params,
-                       const Tensor& step, double lr, double beta1, double beta2, double eps, double weight_decay,
-                       bool bias_correction, bool grad_averaging, bool reg_inside_moment, int64_t norm_type,
-                       Scalar lr_tensor, Scalar grad_scale, Scalar found_inf, Scalar clip_coefficient) {
+  static void novograd(ListArgument params, ListArgument grads, ListArgument exp_avgs, ListArgument norms,
+                       ListArgument model_params, const Tensor& step, double lr, double beta1, double beta2, double eps,
+                       double weight_decay, bool bias_correction, bool grad_averaging, bool reg_inside_moment,
+                       int64_t norm_type, Scalar lr_tensor, Scalar grad_scale, Scalar found_inf, Scalar clip_coefficient) {
     const char* op = "novograd_";
+    TensorLists lists(op, {params, grads, exp_avgs, model_params});
+    const TensorList kept_norms(norms);
     check_adam(op, lr, beta1, beta2, eps, weight_decay);
     check(norm_type == 0 || norm_type == 2, op, "norm_type is ", norm_type, "; expected 2, or 0 for the max norm");
-    TensorLists lists(op);
-    lists.add("params", params, true, Dtypes::kFloating);
-    lists.add("grads", grads, false, Dtypes::kFloating);
-    lists.add("exp_avgs", exp_avgs, true, Dtypes::kAccumulation);
-    lists.add("model_params", model_params, true, Dtypes::kFloating, true);
-    check(norms.size() == params.size(), op, "norms has ", norms.size(), " tensors, params has ", params.size());
+    lists.expect("params", true, Dtypes::kFloating);
+    lists.expect("grads", false, Dtypes::kFloating);
+    lists.expect("exp_avgs", true, Dtypes::kAccumulation);
+    lists.expect("model_params", true, Dtypes::kFloating, true);
+    check(kept_norms.size() == lists.size(), op, "norms has ", kept_norms.size(), " tensors, params has ",
+          lists.size());
     if (lists.size() == 0) return;
     std::vector<float*> norm_pointers;
-    for (const Tensor& norm : norms)
-      norm_pointers.push_back(const_cast<float*>(scalar_pointer(op, "a tensor of norms", norm, lists.first())));
-    const auto scalars =
-        device_scalars(op, lists.first(), step, lr_tensor, grad_scale, found_inf, clip_coefficient);
+    for (const TensorItem& norm : kept_norms) {
+      check(norm.numel == 1 && norm.dtype == ScalarType::Float, op, "a tensor of norms must hold one float32, got ",
+            norm.numel, " of ", dtype_name(norm.dtype));
+      check(same_device(norm, lists.first_item()), op, "a tensor of norms is on another device than the tensors");
+      norm_pointers.push_back(static_cast<float*>(data_of(norm, true)));
+    }
+    const auto scalars = device_scalars(op, lists.first(), step, lr_tensor, grad_scale, found_inf, clip_coefficient);
     Backend::novograd(
         lists, norm_pointers,
         {lr, beta1, beta2, eps, weight_decay, bias_correction, grad_averaging, reg_inside_moment, norm_type == 0},
@@ -122,13 +125,12 @@ struct OptimizerOps {
     check_not_negative(op, "weight_decay", weight_decay);
   }
 
-  static void add_moments(TensorLists& lists, Tensors params, Tensors grads, Tensors exp_avgs, Tensors exp_avg_sqs,
-                          Tensors model_params) {
-    lists.add("params", params, true, Dtypes::kFloating);
-    lists.add("grads", grads, false, Dtypes::kFloating);
-    lists.add("exp_avgs", exp_avgs, true, Dtypes::kAccumulation);
-    lists.add("exp_avg_sqs", exp_avg_sqs, true, Dtypes::kAccumulation);
-    lists.add("model_params", model_params, true, Dtypes::kFloating, true);
+  static void expect_moments(TensorLists& lists) {
+    lists.expect("params", true, Dtypes::kFloating);
+    lists.expect("grads", false, Dtypes::kFloating);
+    lists.expect("exp_avgs", true, Dtypes::kAccumulation);
+    lists.expect("exp_avg_sqs", true, Dtypes::kAccumulation);
+    lists.expect("model_params", true, Dtypes::kFloating, true);
   }
 };
 

@@ -4,13 +4,13 @@
 
 #include <cmath>
 
-#include "common.h"
+#include "tensor_list.h"
 
 namespace apexfx {
 
 constexpr int kMaxOperands = 5;
 
-// One position of the lists: raw pointers in the order the lists were added (nullptr for an absent list).
+// One position of the lists: raw pointers in the order of the lists (nullptr for an absent list).
 struct Position {
   void* data[kMaxOperands] = {};
   ScalarType dtype[kMaxOperands] = {};
@@ -25,45 +25,40 @@ enum class Dtypes {
 
 class TensorLists {
  public:
-  explicit TensorLists(const char* op) : op_(op) {}
-
-  // Adds a list; the first one added fixes number, sizes and device. An empty list is allowed where `optional`.
-  void add(const char* name, const std::vector<Tensor>& tensors, bool written, Dtypes dtypes, bool optional = false) {
-    const size_t slot = lists_.size();
-    if (slot > 0 && optional && tensors.empty()) {
-      lists_.push_back(&tensors);
-      written_.push_back(written);
-      return;
-    }
-    if (slot > 0)
-      check(tensors.size() == list(0).size(), op_, name, " has ", tensors.size(), " tensors, ", first_name_, " has ",
-            list(0).size());
-    else
-      start(name, tensors);
-    for (size_t i = 0; i < tensors.size(); ++i) check_one(name, i, tensors[i], slot == 0 ? tensors[0] : list(0)[i], dtypes);
-    lists_.push_back(&tensors);
-    written_.push_back(written);
+  TensorLists(const char* op, std::initializer_list<ListArgument> arguments) : op_(op) {
+    lists_.reserve(arguments.size());
+    for (ListArgument argument : arguments) lists_.emplace_back(argument);
   }
 
-  size_t size() const { return lists_.empty() ? 0 : list(0).size(); }
-  const Tensor& first() const { return list(0)[0]; }
+  // Says what the next list is, and checks it; the first one fixes number, sizes and device. It may be empty where
+  // `optional`.
+  void expect(const char* name, bool written, Dtypes dtypes, bool optional = false) {
+    const size_t slot = written_.size();
+    const TensorList &list = lists_[slot], &first = lists_[0];
+    written_.push_back(written);
+    if (slot == 0) first_name_ = name;
+    if (slot > 0 && optional && list.empty()) return;
+    check(list.size() == first.size(), op_, name, " has ", list.size(), " tensors, ", first_name_, " has ",
+          first.size());
+    for (size_t i = 0; i < list.size(); ++i) check_one(name, i, list[i], dtypes);
+  }
+
+  size_t size() const { return lists_[0].size(); }
+  const TensorItem& first_item() const { return lists_[0][0]; }
+  Tensor first() const { return tensor_of(first_item()); }
 
   // Returns the positions; operands whose layouts disagree are replaced by contiguous copies.
   std::vector<Position> positions() {
     std::vector<Position> result(size());
     for (size_t i = 0; i < size(); ++i) {
       const bool direct = same_layout(i);
-      result[i].numel = list(0)[i].numel();
+      result[i].numel = lists_[0][i].numel;
       for (size_t slot = 0; slot < lists_.size(); ++slot) {
-        if (list(slot).empty()) continue;
-        const Tensor* operand = &list(slot)[i];
-        if (!direct && !operand->is_contiguous()) {
-          copies_.push_back(torch::stable::contiguous(*operand));
-          if (written_[slot]) write_back_.emplace_back(*operand, copies_.back());
-          operand = &copies_.back();
-        }
-        result[i].data[slot] = operand->data_ptr();
-        result[i].dtype[slot] = operand->scalar_type();
+        if (lists_[slot].empty()) continue;
+        const TensorItem& operand = lists_[slot][i];
+        result[i].dtype[slot] = operand.dtype;
+        result[i].data[slot] = direct || is_contiguous(operand) ? data_of(operand, written_[slot])
+                                                                : copy_of(tensor_of(operand), written_[slot]);
       }
     }
     return result;
@@ -75,42 +70,37 @@ class TensorLists {
   }
 
  private:
-  // What every tensor is compared with; asking a tensor costs a call into torch.
-  void start(const char* name, const std::vector<Tensor>& tensors) {
-    first_name_ = name;
-    if (!tensors.empty()) device_ = tensors[0].device();
-    for (const Tensor& t : tensors) dtypes_.push_back(t.scalar_type());
-  }
-
-  void check_one(const char* name, size_t i, const Tensor& t, const Tensor& first, Dtypes dtypes) const {
-    const ScalarType dtype = t.scalar_type(), first_dtype = lists_.empty() ? dtype : dtypes_[i];
-    const bool is_double = dtype == ScalarType::Double;
-    const bool is_low = dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
-    check(is_double || is_low || dtype == ScalarType::Float, op_, name, "[", i, "] is ", dtype_name(dtype),
+  void check_one(const char* name, size_t i, const TensorItem& t, Dtypes dtypes) const {
+    const TensorItem& first = lists_[0][i];
+    const bool is_double = t.dtype == ScalarType::Double;
+    const bool is_low = t.dtype == ScalarType::Half || t.dtype == ScalarType::BFloat16;
+    check(is_double || is_low || t.dtype == ScalarType::Float, op_, name, "[", i, "] is ", dtype_name(t.dtype),
           "; expected float32, float16, bfloat16 or float64");
-    check(t.device() == *device_, op_, name, "[", i, "] is on another device than ",
-          first_name_, "[0]");
-    if (lists_.empty()) return;
+    check(same_device(t, lists_[0][0]), op_, name, "[", i, "] is on another device than ", first_name_, "[0]");
+    if (&t == &first) return;
     check(same_sizes(t, first), op_, name, "[", i, "] does not have the sizes of ", first_name_, "[", i, "]");
-    check(is_double == (first_dtype == ScalarType::Double), op_, name, "[", i, "] is ", dtype_name(dtype), " while ",
-          first_name_, "[", i, "] is ", dtype_name(first_dtype), "; float64 goes only with float64");
-    check(dtypes == Dtypes::kFloating || !is_low, op_, name, "[", i, "] is ", dtype_name(dtype), "; expected float32");
+    check(is_double == (first.dtype == ScalarType::Double), op_, name, "[", i, "] is ", dtype_name(t.dtype), " while ",
+          first_name_, "[", i, "] is ", dtype_name(first.dtype), "; float64 goes only with float64");
+    check(dtypes == Dtypes::kFloating || !is_low, op_, name, "[", i, "] is ", dtype_name(t.dtype),
+          "; expected float32");
   }
 
   bool same_layout(size_t i) const {
-    if (!is_dense(list(0)[i])) return false;
+    if (!is_dense(lists_[0][i])) return false;
     for (size_t slot = 1; slot < lists_.size(); ++slot)
-      if (!list(slot).empty() && !same_strides(list(slot)[i], list(0)[i])) return false;
+      if (!lists_[slot].empty() && !same_strides(lists_[slot][i], lists_[0][i])) return false;
     return true;
   }
 
-  const std::vector<Tensor>& list(size_t slot) const { return *lists_[slot]; }
+  void* copy_of(const Tensor& operand, bool written) {
+    copies_.push_back(torch::stable::contiguous(operand));
+    if (written) write_back_.emplace_back(operand, copies_.back());
+    return copies_.back().data_ptr();
+  }
 
   const char* op_;
   const char* first_name_ = "";
-  std::optional<torch::stable::Device> device_;
-  std::vector<ScalarType> dtypes_;
-  std::vector<const std::vector<Tensor>*> lists_;  // the caller's
+  std::vector<TensorList> lists_;
   std::vector<bool> written_;
   std::vector<std::pair<Tensor, Tensor>> write_back_;
   std::vector<Tensor> copies_;

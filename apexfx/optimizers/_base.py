@@ -6,6 +6,7 @@ clips, updates and writes the low-precision model copy while it reads each gradi
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from apexfx.ops import multi_tensor
 
-from ._batches import Batch, Held, KeptBatch
+from ._batches import Batch, Held, KeptBatch, places_of_state
 from ._checkpoints import unwrap_state, wrapped_state
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -114,16 +116,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         params = list(chain.from_iterable(groups))
         names = [self._names(group) for group in self.param_groups]
         layouts = [[None if grad is None else grad.layout for grad in given] for given in grads]
-        facts = [names, self.master_weights, layouts, [p.dtype for p in params], [p.device for p in params]]
-        if Held(self, params, facts).is_as(self._last_held):
+        facts = [names, self.master_weights, layouts, list(map(_dtype, params)), list(map(_device, params))]
+        held = Held(self, params, facts)
+        if held.is_as(self._last_held):
             kept = zip(self._last_batches, groups, grads)
-            return [[batch.again(params, given) for batch in batches] for batches, params, given in kept]
+            return [[batch.again(params, given, held) for batch in batches] for batches, params, given in kept]
         gathered = [self._gather(group) for group in self.param_groups]
         if any(batch.first_run for batches in gathered for batch in batches):
             self._last_held = None
-        else:  # with the state just made
-            self._last_held = Held(self, params, facts).kept()
-            self._last_batches = [[KeptBatch(batch) for batch in batches] for batches in gathered]
+        else:
+            self._last_held, places = Held(self, params, facts).kept(), places_of_state(self)  # with the state just made
+            self._last_batches = [
+                [KeptBatch(batch, params, places) for batch in batches] for batches, params in zip(gathered, groups)
+            ]
         return gathered
 
     def _gather(self, group: dict[str, Any]) -> list[Batch]:

@@ -1,18 +1,14 @@
 """The tensors of one op call of a fused optimizer, and their reuse in the next step.
 
-Gathering them asks every parameter and its state a few questions, in every step. A step that holds the objects of the
-last one, compared by identity, takes over its batches and looks up the gradients only. State that was changed through
-`.data` is the same object, and is met as it now is: the op checks sizes and dtypes and follows strides in every call.
-Between steps no tensor is kept alive here.
+Gathering them asks every parameter and its state a few questions, in every step. A step with the parameters of the last
+one and state by the same names takes over its batches, and looks up gradients and state by their places. Both are met as
+they now are: the op checks sizes and dtypes and follows strides in every call. Between steps no tensor is kept alive here.
 """
 
 from __future__ import annotations
 
-import operator
-import weakref
-from collections.abc import Callable
+from array import array
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -33,30 +29,26 @@ class Batch:
     states: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
-_Reference = Callable[[], Any]
-
-
 class KeptBatch:
-    """A batch between steps: positions in the group, and weak references to the state."""
+    """A batch between steps: positions in the group, and the places of its state among the values of `Held`."""
 
-    __slots__ = ("_device", "_has_models", "_masters", "_positions", "_states")
+    __slots__ = ("_device", "_masters", "_positions", "_states")
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: Batch, params: list[Tensor], places: dict[tuple[int, str], int]) -> None:
+        owners = [id(params[i]) for i in batch.positions]
         self._device = batch.device
         self._positions = batch.positions
-        self._has_models = bool(batch.models)
-        self._masters = references(batch.params) if batch.models else []
-        self._states = {name: references(tensors) for name, tensors in batch.states.items()}
+        self._masters = [places[owner, "master_param"] for owner in owners] if batch.models else []
+        self._states = {name: [places[owner, name] for owner in owners] for name in batch.states}
 
-    def again(self, params: list[Tensor], grads: list[Tensor]) -> Batch:
-        """Return the batch of a later step; `params` and `grads` are those of the whole group."""
-        positions = self._positions
+    def again(self, params: list[Tensor], grads: list[Tensor], held: Held) -> Batch:
+        """Return the batch of a later step that holds `held`; `params` and `grads` are those of the whole group."""
+        positions, values = self._positions, held.values
         if len(grads) != len(positions):
             params, grads = [params[i] for i in positions], [grads[i] for i in positions]
-        states = {name: [tensor() for tensor in kept] for name, kept in self._states.items()}
-        masters = [tensor() for tensor in self._masters]
-        if self._has_models:
-            return Batch(self._device, False, positions, masters, grads, params, states)
+        states = {name: [values[i] for i in places] for name, places in self._states.items()}
+        if self._masters:
+            return Batch(self._device, False, positions, [values[i] for i in self._masters], grads, params, states)
         return Batch(self._device, False, positions, params, grads, [], states)
 
 
@@ -69,36 +61,32 @@ class Held:
         facts: compared by ==.
     """
 
-    __slots__ = ("_addresses", "_facts", "_references", "_values")
+    __slots__ = ("_addresses", "_facts", "_names", "values")
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[Tensor], facts: list[Any]) -> None:
-        state = optimizer.state
-        states = [values for values in state.values() if isinstance(values, dict)]
-        self._addresses = list(map(id, chain(params, state)))
-        self._values = list(chain.from_iterable(map(dict.values, states)))
-        self._references: list[_Reference] = []
+        states = [values for values in optimizer.state.values() if isinstance(values, dict)]
+        self._addresses = array("Q", map(id, chain(params, optimizer.state)))
+        self._names = list(chain.from_iterable(states))
         self._facts = facts
+        self.values = list(chain.from_iterable(map(dict.values, states)))
 
     def kept(self) -> Held:
-        """Return this, with weak references to the state."""
-        self._references, self._values = references(self._values), []
+        """Return this without its values."""
+        self.values = []
         return self
 
     def is_as(self, last: Held | None) -> bool:
-        """Return whether an earlier step held the same; `last` is kept."""
+        """Return whether an earlier step held the same, apart from the values."""
         return (
             last is not None
             and self._addresses == last._addresses
+            and self._names == last._names
             and self._facts == last._facts
-            and len(self._values) == len(last._references)
-            and all(map(operator.is_, self._values, [value() for value in last._references]))
         )
 
 
-def references(values: list[Any]) -> list[_Reference]:
-    """Return what gives each of `values`: tensors as long as they live."""
-    return [weakref.ref(value) if isinstance(value, Tensor) else partial(_itself, value) for value in values]
-
-
-def _itself(value: Any) -> Any:
-    return value
+def places_of_state(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], int]:
+    """Return the place among `Held.values` of the state by each name of each parameter (its address)."""
+    states = ((owner, values) for owner, values in optimizer.state.items() if isinstance(values, dict))
+    owned = [(id(owner), name) for owner, values in states for name in values]
+    return {key: place for place, key in enumerate(owned)}

@@ -64,9 +64,7 @@ Tensor flatten_bucket(const std::vector<Tensor>& tensors, std::vector<int64_t> o
   }
   zero_until(numel);
 
-  const std::vector<Chunk> chunks = chunks_of(numels);
-  for_each_chunk(chunks, [&](int64_t index) {
-    const Chunk& c = chunks[index];
+  Chunks(numels).for_each([&](const Chunk& c) {
     const Tensor& source = sources[c.tensor];
     convert(element(source.const_data_ptr(), source.scalar_type(), c.begin), source.scalar_type(),
             element(out, dtype, offsets[c.tensor] + c.begin), dtype, divisor, c.count);
@@ -88,9 +86,7 @@ std::vector<Tensor> unflatten_bucket(const Tensor& flat, std::vector<int64_t> of
   std::vector<Tensor> outputs;
   for (const auto& shape : shapes) outputs.push_back(new_empty_like_dtype(flat, shape, dtype));
 
-  const std::vector<Chunk> chunks = chunks_of(numels);
-  for_each_chunk(chunks, [&](int64_t index) {
-    const Chunk& c = chunks[index];
+  Chunks(numels).for_each([&](const Chunk& c) {
     convert(element(source.const_data_ptr(), source.scalar_type(), offsets[c.tensor] + c.begin), source.scalar_type(),
             element(outputs[c.tensor].mutable_data_ptr(), dtype, c.begin), dtype, divisor, c.count);
   });

@@ -20,19 +20,18 @@ bool any_non_finite(const double* x, int64_t n);
 class PartialSums {
  public:
   explicit PartialSums(const Walk& walk, bool maximum = false)
-      : walk_(walk), maximum_(maximum), partials_(walk.chunks().size(), 0.0) {}
+      : chunks_(walk.chunks()), maximum_(maximum), partials_(chunks_.size(), 0.0) {}
 
   void add(const Chunk& chunk, double value) {
-    double& partial = partials_[&chunk - walk_.chunks().data()];
+    double& partial = partials_[chunk.index];
     partial = combine(partial, value);
   }
 
   std::vector<double> per_tensor() const {
-    std::vector<double> totals(walk_.positions().size(), 0.0);
-    for (size_t i = 0; i < partials_.size(); ++i) {
-      double& total = totals[walk_.chunks()[i].tensor];
-      total = combine(total, partials_[i]);
-    }
+    std::vector<double> totals(chunks_.tensors(), 0.0);
+    for (int64_t t = 0; t < chunks_.tensors(); ++t)
+      for (int64_t i = chunks_.first_of(t); i < chunks_.first_of(t + 1); ++i)
+        totals[t] = combine(totals[t], partials_[i]);
     return totals;
   }
 
@@ -42,7 +41,7 @@ class PartialSums {
     return a != a || a > b ? a : b;  // NaN wins
   }
 
-  const Walk& walk_;
+  const Chunks& chunks_;
   bool maximum_;
   std::vector<double> partials_;
 };

@@ -10,15 +10,9 @@ namespace apexfx {
 
 class Walk {
  public:
-  explicit Walk(TensorLists& lists) : positions_(lists.positions()) {
-    std::vector<int64_t> numels;
-    numels.reserve(positions_.size());
-    for (const Position& p : positions_) numels.push_back(p.numel);
-    chunks_ = chunks_of(numels);
-  }
+  explicit Walk(TensorLists& lists) : positions_(lists.positions()), chunks_(numels_of(positions_)) {}
 
-  const std::vector<Position>& positions() const { return positions_; }
-  const std::vector<Chunk>& chunks() const { return chunks_; }
+  const Chunks& chunks() const { return chunks_; }
 
   // Calls f(chunk, values, n) for every block of every chunk; values[k] are the elements of operand k < N (nullptr
   // where absent). Operands in the bit mask `written` are stored afterwards, those in `unread` are not loaded.
@@ -26,14 +20,21 @@ class Walk {
   // float64 ones always do. f must not throw.
   template <int N, bool kWhole = false, typename F>
   void run(unsigned written, unsigned unread, F&& f) const {
-    for_each_chunk(chunks_, [&](int64_t i) {
-      const Position& position = positions_[chunks_[i].tensor];
-      if (position.dtype[0] == ScalarType::Double) run_double<N>(position, chunks_[i], f);
-      else run_float<N, kWhole>(position, chunks_[i], written, unread, f);
+    chunks_.for_each([&](const Chunk& chunk) {
+      const Position& position = positions_[chunk.tensor];
+      if (position.dtype[0] == ScalarType::Double) run_double<N>(position, chunk, f);
+      else run_float<N, kWhole>(position, chunk, written, unread, f);
     });
   }
 
  private:
+  static std::vector<int64_t> numels_of(const std::vector<Position>& positions) {
+    std::vector<int64_t> numels;
+    numels.reserve(positions.size());
+    for (const Position& position : positions) numels.push_back(position.numel);
+    return numels;
+  }
+
   template <int N, typename F>
   static void run_double(const Position& position, const Chunk& chunk, F&& f) {
     double* values[N];
@@ -68,7 +69,7 @@ class Walk {
   }
 
   std::vector<Position> positions_;
-  std::vector<Chunk> chunks_;
+  Chunks chunks_;
 };
 
 }  // namespace apexfx
