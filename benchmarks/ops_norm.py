@@ -3,6 +3,7 @@
     python benchmarks/ops_norm.py                      eager, and compiled by Inductor; one row a shape and dtype
     python benchmarks/ops_norm.py --write              also write apexfx/passes/fuse_norm_table.py
     python benchmarks/ops_norm.py --device cuda --json out.json
+    python benchmarks/ops_norm.py --write --runs a.json b.json c.json    the same, from the medians of earlier runs
     python benchmarks/ops_norm.py --inner inductor --op layer_norm,rms_norm --shapes 64x64,512x256
 
 The passes leave alone what is smaller than the smallest shape of the table, since the kernels lose there (the last line
@@ -10,10 +11,10 @@ shows it); batch norm still wins on smaller images, so its limit is `SMALLEST_IM
 
 What is measured in eager mode is also among the rows of benchmarks/ops.py (`rows`).
 
-Each pair runs interleaved in one process; a time is the median. `--clock cpu` counts the process's CPU time instead of
-the clock's, for a machine that others use: give it `--threads 1`, since idle threads spin. In the Inductor rows the norm
-stands as in a transformer, after a residual add, so that the decomposition may fuse what it can; batch norm stands before
-an add and a ReLU, as in a ResNet, in both.
+Each pair runs interleaved in one process; a time is the median. Ratios swing from process to process: the table is made
+of several (`--runs`). `--clock cpu` counts the process's CPU time instead of the clock's, for a machine that others use:
+give it `--threads 1`, since idle threads spin. In the Inductor rows the norm stands as in a transformer, after a residual
+add, so that the decomposition may fuse what it can; batch norm stands before an add and a ReLU, as in a ResNet, in both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -39,7 +40,7 @@ from apexfx.ops.sync_batch_norm import sync_batch_norm
 SHAPES = ((4096, 768), (8192, 1024), (512, 4096))
 IMAGES = ((16, 32, 24, 24), (32, 64, 56, 56), (32, 256, 14, 14), (32, 1024, 7, 7))  # of batch norm, channels_last
 SMALLEST_IMAGE = (4, 16, 12, 12)  # ratio to Inductor, CPU: float32 1.19, bfloat16 1.21; of (4, 16, 8, 8) 1.01, 1.00
-DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 EPS = 1e-5
 MARGIN = 1.05  # a kernel that wins by less than this on average is not worth a node that nothing fuses with
 FLOOR = 0.9  # nor is one that loses more than this on a shape
@@ -178,7 +179,35 @@ def smallest_shape(op: str) -> tuple[int, ...]:
     return SMALLEST_IMAGE if op == "batch_norm" else min(SHAPES, key=math.prod)
 
 
-def table_source(rows: list[Measurement], old: dict, clock: str) -> str:
+def measure_all(
+    arguments: argparse.Namespace, shapes: list[tuple[int, ...]], clock: Callable[[], float]
+) -> list[Measurement]:
+    """Measure and print what the command line asks for; `shapes` in place of the table's where there are any."""
+    rows = []
+    print(f"{'inner':9}{'op':18}{'dtype':10}{'shape':18}{'apexfx ms':>11}{'torch ms':>11}{'ratio':>7}")
+    for inner in arguments.inner.split(","):
+        for op in arguments.op.split(","):
+            for dtype in DTYPES[arguments.device]:
+                for shape in shapes or (IMAGES if op == "batch_norm" else SHAPES):
+                    row = measure(op, inner, arguments.device, dtype, shape, arguments.seconds, clock)
+                    rows.append(row)
+                    print(f"{inner:9}{op:18}{row.dtype:10}{shape!s:18}{1e3 * row.kernel_s:11.3f}"
+                          f"{1e3 * row.torch_s:11.3f}{row.ratio:7.2f}", flush=True)  # fmt: skip
+    return rows
+
+
+def medians(runs: list[Path]) -> tuple[list[Measurement], int]:
+    """Return, of all that the files hold, the measurement of the median ratio, and in how many files each is at least."""
+    same: dict[tuple[object, ...], list[Measurement]] = {}
+    for saved in (saved for run in runs for saved in json.loads(run.read_text())):
+        row = Measurement(**{field.name: saved[field.name] for field in fields(Measurement)})
+        row = replace(row, shape=tuple(row.shape))
+        same.setdefault((row.op, row.inner, row.device, row.dtype, row.shape), []).append(row)
+    middle = [sorted(rows, key=lambda row: row.ratio)[len(rows) // 2] for rows in same.values()]
+    return middle, min(map(len, same.values()))
+
+
+def table_source(rows: list[Measurement], old: dict, clock: str, processes: int) -> str:
     """Return the source of the pass's table: the old entries, with those measured now in their place."""
     entries = dict(old)
     for key in sorted({(r.op, r.device, r.inner, r.dtype) for r in rows}):
@@ -188,8 +217,8 @@ def table_source(rows: list[Measurement], old: dict, clock: str) -> str:
     return "\n".join([
         '"""Measured: how much faster the apexfx norm is than what the inner compiler makes of torch\'s; data only.',
         "",
-        f"Written by benchmarks/ops_norm.py --write; last run: {', '.join(sorted({r.op for r in rows}))} "
-        f"(torch {torch.__version__}, {torch.get_num_threads()} thread(s), {clock} time).",
+        f"Written by benchmarks/ops_norm.py --write; last run: {', '.join(sorted({r.op for r in rows}))}",
+        f"(torch {torch.__version__}, {torch.get_num_threads()} thread(s), {clock} time, {processes} process(es)).",
         "Entries that a run does not measure stay as an earlier one left them.",
         "(op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio",
         f"time(torch) / time(apexfx), forward and backward, shapes {', '.join(map(str, SHAPES))};",
@@ -227,22 +256,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1.0, help="a row")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--write", action="store_true", help="update the pass's table")
+    parser.add_argument("--runs", nargs="+", type=Path, help="files of --json: take their medians in place of measuring")
     arguments = parser.parse_args()
     if arguments.shapes and arguments.write:
         parser.error("--write measures the table's own shapes: leave --shapes out")
     given = [tuple(map(int, shape.split("x"))) for shape in (arguments.shapes or "").split(",") if shape]
     torch.set_num_threads(arguments.threads)
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
-    rows = []
-    print(f"{'inner':9}{'op':18}{'dtype':10}{'shape':18}{'apexfx ms':>11}{'torch ms':>11}{'ratio':>7}")
-    for inner in arguments.inner.split(","):
-        for op in arguments.op.split(","):
-            for dtype in DTYPES[arguments.device]:
-                for shape in given or (IMAGES if op == "batch_norm" else SHAPES):
-                    row = measure(op, inner, arguments.device, dtype, shape, arguments.seconds, clock)
-                    rows.append(row)
-                    print(f"{inner:9}{op:18}{row.dtype:10}{shape!s:18}{1e3 * row.kernel_s:11.3f}"
-                          f"{1e3 * row.torch_s:11.3f}{row.ratio:7.2f}", flush=True)  # fmt: skip
+    rows, processes = medians(arguments.runs) if arguments.runs else (measure_all(arguments, given, clock), 1)
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
     if arguments.write:
@@ -251,7 +272,7 @@ def main() -> None:
             from apexfx.passes.fuse_norm_table import RATIO
 
             old = RATIO
-        TABLE.write_text(table_source(rows, old, arguments.clock))
+        TABLE.write_text(table_source(rows, old, arguments.clock, processes))
 
 
 if __name__ == "__main__":
