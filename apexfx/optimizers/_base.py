@@ -100,7 +100,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 step = group["step"] if alone else group["step"].to(batch.device, copy=True)
                 lr, lr_tensor = self._learning_rate(group, batch.device)
                 moved = {k: v.to(batch.device, non_blocking=True) for k, v in scalars.items()}
-                self._update(group, batch, step, {"lr": lr}, {"lr_tensor": lr_tensor, **moved})
+                try:
+                    self._update(group, batch, step, {"lr": lr}, {"lr_tensor": lr_tensor, **moved})
+                except (RuntimeError, TypeError):  # gradients were dense in the steps before
+                    if any(grad.is_sparse for grad in batch.grads):
+                        raise self._sparse_error() from None
+                    raise
                 if not alone and batch is batches[-1]:
                     group["step"].copy_(step)
                 torch.autograd.graph.increment_version([*batch.params, *batch.models])
@@ -115,8 +120,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         grads = [[param.grad for param in params] for params in groups]
         params = list(chain.from_iterable(groups))
         names = [self._names(group) for group in self.param_groups]
-        layouts = [[None if grad is None else grad.layout for grad in given] for given in grads]
-        facts = [names, self.master_weights, layouts, list(map(_dtype, params)), list(map(_device, params))]
+        absent = [[grad is None for grad in given] for given in grads]
+        dtypes = list(map(_dtype, params)) if self.master_weights else []  # which of them have masters
+        facts = [names, self.master_weights, absent, dtypes, list(map(_device, params))]
         held = Held(self, params, facts)
         if held.is_as(self._last_held):
             kept = zip(self._last_batches, groups, grads)
@@ -140,9 +146,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if grad is None:
                 continue
             if grad.is_sparse:
-                raise RuntimeError(
-                    f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam"
-                )
+                raise self._sparse_error()
             state, first_run, complete = all_state[param], False, not has_masters
             for name in states:
                 complete = complete and name in state
@@ -163,6 +167,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, tensors in batch.states.items():
                 tensors.append(state[name])
         return list(batches.values())
+
+    def _sparse_error(self) -> RuntimeError:
+        return RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
 
     def _check_param(self, param: Tensor) -> None:
         if param.dtype not in _DTYPES:

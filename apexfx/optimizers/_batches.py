@@ -7,7 +7,6 @@ they now are: the op checks sizes and dtypes and follows strides in every call. 
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -65,7 +64,7 @@ class Held:
 
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[Tensor], facts: list[Any]) -> None:
         states = [values for values in optimizer.state.values() if isinstance(values, dict)]
-        self._addresses = array("Q", map(id, chain(params, optimizer.state)))
+        self._addresses = list(map(id, chain(params, optimizer.state)))
         self._names = list(chain.from_iterable(states))
         self._facts = facts
         self.values = list(chain.from_iterable(map(dict.values, states)))
