@@ -5,6 +5,7 @@ Python. `setup.py` calls this file; it can be run by itself too:
 
     python csrc/compile_ops.py                                            every .cpp, into apexfx/_C_cpu.so
     python csrc/compile_ops.py --only csrc/cpu/bucket.cpp --out /tmp/a.so  one file, into a library of your own
+    python csrc/compile_ops.py --headers torch-2.11 --out /tmp/a.so        with the headers of another torch package
     python csrc/compile_ops.py check-cuda                                 every .cu with nvcc, no device needed
 """
 
@@ -122,19 +123,18 @@ def _why_no_cuda(choice: str, torch_cuda: str | None) -> str | None:
     return None
 
 
-def _includes() -> list[str]:
-    torch_include = torch_root() / "include"
-    return [f"-I{ROOT / 'csrc'}", "-isystem", str(torch_include)]
+def _includes(package: Path | None = None) -> list[str]:
+    return [f"-I{ROOT / 'csrc'}", "-isystem", str((package or torch_root()) / "include")]
 
 
-def cpu_units(build: Path, only: list[Path] | None = None) -> list[Unit]:
-    """Return one unit for every csrc/cpu/*.cpp (or for `only`)."""
+def cpu_units(build: Path, only: list[Path] | None = None, headers: Path | None = None) -> list[Unit]:
+    """Return one unit for every csrc/cpu/*.cpp (or for `only`), with the headers of the importable torch or another."""
     cxx = find_cxx()
     if cxx is None:
         raise BuildError("no C++ compiler was found (install g++, or set CXX)")
     flags = [*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", *shlex.split(os.environ.get("CXXFLAGS", ""))]
     sources = only or sorted((ROOT / "csrc/cpu").glob("*.cpp"))
-    command = (cxx, *flags, *_includes())
+    command = (cxx, *flags, *_includes(headers))
     return [*(_unit(build, source, command) for source in sources), _signature_unit(build, command)]
 
 
@@ -271,10 +271,10 @@ def build_lock(build: Path):
         yield
 
 
-def build_cpu(target: Path, build: Path, only: list[Path] | None = None) -> None:
+def build_cpu(target: Path, build: Path, only: list[Path] | None = None, headers: Path | None = None) -> None:
     """Build the CPU library at `target`."""
     with build_lock(build):
-        units = cpu_units(build, only)
+        units = cpu_units(build, only, headers)
         compile_units(units)
         link(units, target, cuda=False)
 
@@ -296,16 +296,17 @@ def main() -> int:
     parser.add_argument("what", nargs="?", default="cpu", choices=("cpu", "cuda", "check-cuda"))
     parser.add_argument("--only", nargs="*", type=Path, help="these sources, not all")
     parser.add_argument("--out", type=Path, help="the library to write")
+    parser.add_argument("--headers", type=Path, help="a torch package to take the headers of (CPU)")
     parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="CUDA architectures, comma separated")
     arguments = parser.parse_args()
     only = [path.resolve() for path in arguments.only] if arguments.only else None
     build = ROOT / "build" / ("cpu" if arguments.what == "cpu" else "cuda")
-    if only and arguments.out:
+    if arguments.out and (only or arguments.headers):
         build = arguments.out.resolve().parent / f"{arguments.out.stem}.build"  # never the shared objects
     architectures = tuple(arguments.arch.split(","))
     try:
         if arguments.what == "cpu":
-            build_cpu((arguments.out or ROOT / "apexfx/_C_cpu.so").resolve(), build, only)
+            build_cpu((arguments.out or ROOT / "apexfx/_C_cpu.so").resolve(), build, only, arguments.headers)
         elif arguments.what == "cuda":
             build_cuda((arguments.out or ROOT / "apexfx/_C_cuda.so").resolve(), build, architectures, only)
         else:

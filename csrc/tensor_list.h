@@ -15,7 +15,7 @@ inline ScalarType dtype_of(AtenTensorHandle tensor) {
   static const int32_t float32 = aoti_torch_dtype_float32(), float64 = aoti_torch_dtype_float64(),
                        float16 = aoti_torch_dtype_float16(), bfloat16 = aoti_torch_dtype_bfloat16();
   int32_t dtype;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor, &dtype));
   return dtype == float32    ? ScalarType::Float
          : dtype == bfloat16 ? ScalarType::BFloat16
          : dtype == float16  ? ScalarType::Half
@@ -36,14 +36,14 @@ class TensorList {
   // (Delegates: from there on the destructor runs, whatever is thrown.)
   explicit TensorList(ListArgument argument) : TensorList() {
     size_t size;
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_list_size(argument.handle, &size));
+    TORCH_ERROR_CODE_CHECK(torch_list_size(argument.handle, &size));
     items_.resize(size);
     for (size_t i = 0; i < size; ++i) {
       StableIValue value;
-      STABLE_TORCH_ERROR_CODE_CHECK(torch_list_get_item(argument.handle, i, &value));
+      TORCH_ERROR_CODE_CHECK(torch_list_get_item(argument.handle, i, &value));
       items_[i].handle = torch::stable::detail::to<AtenTensorHandle>(value);
     }
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_delete_list(argument.handle));
+    TORCH_ERROR_CODE_CHECK(torch_delete_list(argument.handle));
     for (Item& item : items_) ask(item);
   }
   TensorList(TensorList&&) = default;
@@ -68,11 +68,11 @@ class TensorList {
   static void ask(Item& item) {
     int64_t *sizes, *strides;
     item.dtype = dtype_of(item.handle);
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(item.handle, &item.device_type));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(item.handle, &item.device_index));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(item.handle, &item.dim));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(item.handle, &sizes));
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(item.handle, &strides));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(item.handle, &item.device_type));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(item.handle, &item.device_index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(item.handle, &item.dim));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(item.handle, &sizes));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(item.handle, &strides));
     item.sizes = sizes;
     item.strides = strides;
     item.numel = 1;
@@ -88,17 +88,17 @@ inline void* data_of(const TensorItem& item, bool written) {
   void* writable;
   const void* readable;
   if (written) {
-    STABLE_TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(item.handle, &writable));
+    TORCH_ERROR_CODE_CHECK(torch_get_mutable_data_ptr(item.handle, &writable));
     return writable;
   }
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(item.handle, &readable));
+  TORCH_ERROR_CODE_CHECK(torch_get_const_data_ptr(item.handle, &readable));
   return const_cast<void*>(readable);
 }
 
 // The tensor with a handle of its own.
 inline Tensor tensor_of(const TensorItem& item) {
   AtenTensorHandle handle;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(item.handle, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(item.handle, &handle));
   return Tensor(handle);
 }
 
