@@ -21,7 +21,7 @@ from ._checkpoints import unwrap_state, wrapped_state
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_dtype, _device = operator.attrgetter("dtype"), operator.attrgetter("device")
+_dtype, _device, _is_sparse = map(operator.attrgetter, ("dtype", "device", "is_sparse"))
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -100,12 +100,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 step = group["step"] if alone else group["step"].to(batch.device, copy=True)
                 lr, lr_tensor = self._learning_rate(group, batch.device)
                 moved = {k: v.to(batch.device, non_blocking=True) for k, v in scalars.items()}
-                try:
-                    self._update(group, batch, step, {"lr": lr}, {"lr_tensor": lr_tensor, **moved})
-                except (RuntimeError, TypeError):  # gradients were dense in the steps before
-                    if any(grad.is_sparse for grad in batch.grads):
-                        raise self._sparse_error() from None
-                    raise
+                self._update(group, batch, step, {"lr": lr}, {"lr_tensor": lr_tensor, **moved})
                 if not alone and batch is batches[-1]:
                     group["step"].copy_(step)
                 torch.autograd.graph.increment_version([*batch.params, *batch.models])
@@ -126,7 +121,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         held = Held(self, params, facts)
         if held.is_as(self._last_held):
             kept = zip(self._last_batches, groups, grads)
-            return [[batch.again(params, given, held) for batch in batches] for batches, params, given in kept]
+            again = [[batch.again(params, given, held) for batch in batches] for batches, params, given in kept]
+            if any(map(_is_sparse, chain.from_iterable(batch.grads for batches in again for batch in batches))):
+                raise self._sparse_error()  # before any group is updated
+            return again
         gathered = [self._gather(group) for group in self.param_groups]
         if any(batch.first_run for batches in gathered for batch in batches):
             self._last_held = None

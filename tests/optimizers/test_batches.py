@@ -143,15 +143,39 @@ def test_parameters_may_be_swapped_after_steps():
     assert model[0].weight.eq(1).all()
 
 
-def test_sparse_gradients_still_raise_after_dense_ones():
-    weight = torch.nn.Parameter(torch.ones(3, 2))
-    optimizer = FusedSGD([weight], lr=0.1)
-    for _ in range(2):
-        weight.grad = torch.ones(3, 2)
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_sparse_gradients_after_dense_ones_raise_before_any_group_is_updated(max_grad_norm):
+    weights = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    optimizer = FusedSGD([{"params": [weight]} for weight in weights], lr=0.1, max_grad_norm=max_grad_norm)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.ones(3, 2)
         optimizer.step()
-    weight.grad = torch.ones(3, 2).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
+    before = [weight.detach().clone() for weight in weights]
+    weights[1].grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="FusedSGD does not support sparse gradients"):
         optimizer.step()
+    assert all(map(torch.equal, weights, before))
+    assert [group["step"].item() for group in optimizer.param_groups] == [3, 3]
+
+
+def test_state_that_moved_from_one_parameter_to_another_is_not_taken_for_the_first_ones():
+    results = []
+    for keeps in (True, False):
+        weights = [torch.nn.Parameter(torch.full((3,), float(i))) for i in range(3)]
+        optimizer = FusedSGD(weights, lr=0.1, momentum=0.9)
+        for step in range(5):
+            for weight in weights[:2]:
+                weight.grad = torch.ones(3)
+            moved, state = optimizer.state[weights[1]], optimizer.state[weights[2]]  # {} at first
+            if step == 3:
+                state.update({name: value + 1 for name, value in moved.items()})
+                moved.clear()
+            if not keeps:
+                optimizer._last_held = None
+            optimizer.step()
+        results.append(weights)
+    assert all(map(torch.equal, *results))
 
 
 def test_steps_without_any_gradient_do_nothing():
