@@ -36,9 +36,9 @@ class TensorLists {
     const size_t slot = written_.size();
     const TensorList &list = lists_[slot], &first = lists_[0];
     written_.push_back(written);
-    if (slot == 0) first_name_ = name;
+    names_.push_back(name);
     if (slot > 0 && optional && list.empty()) return;
-    check(list.size() == first.size(), op_, name, " has ", list.size(), " tensors, ", first_name_, " has ",
+    check(list.size() == first.size(), op_, name, " has ", list.size(), " tensors, ", names_[0], " has ",
           first.size());
     for (size_t i = 0; i < list.size(); ++i) check_one(name, i, list[i], dtypes);
   }
@@ -57,8 +57,10 @@ class TensorLists {
         if (lists_[slot].empty()) continue;
         const TensorItem& operand = lists_[slot][i];
         result[i].dtype[slot] = operand.dtype;
-        result[i].data[slot] = direct || is_contiguous(operand) ? data_of(operand, written_[slot])
-                                                                : copy_of(tensor_of(operand), written_[slot]);
+        result[i].data[slot] = data_of(operand, written_[slot]);
+        check(result[i].data[slot] != nullptr || operand.numel == 0, op_, names_[slot], "[", i,
+              "] has no memory; its storage was resized to nothing");
+        if (!direct && !is_contiguous(operand)) result[i].data[slot] = copy_of(tensor_of(operand), written_[slot]);
       }
     }
     return result;
@@ -76,11 +78,11 @@ class TensorLists {
     const bool is_low = t.dtype == ScalarType::Half || t.dtype == ScalarType::BFloat16;
     check(is_double || is_low || t.dtype == ScalarType::Float, op_, name, "[", i, "] is ", dtype_name(t.dtype),
           "; expected float32, float16, bfloat16 or float64");
-    check(same_device(t, lists_[0][0]), op_, name, "[", i, "] is on another device than ", first_name_, "[0]");
+    check(same_device(t, lists_[0][0]), op_, name, "[", i, "] is on another device than ", names_[0], "[0]");
     if (&t == &first) return;
-    check(same_sizes(t, first), op_, name, "[", i, "] does not have the sizes of ", first_name_, "[", i, "]");
+    check(same_sizes(t, first), op_, name, "[", i, "] does not have the sizes of ", names_[0], "[", i, "]");
     check(is_double == (first.dtype == ScalarType::Double), op_, name, "[", i, "] is ", dtype_name(t.dtype), " while ",
-          first_name_, "[", i, "] is ", dtype_name(first.dtype), "; float64 goes only with float64");
+          names_[0], "[", i, "] is ", dtype_name(first.dtype), "; float64 goes only with float64");
     check(dtypes == Dtypes::kFloating || !is_low, op_, name, "[", i, "] is ", dtype_name(t.dtype),
           "; expected float32");
   }
@@ -99,8 +101,8 @@ class TensorLists {
   }
 
   const char* op_;
-  const char* first_name_ = "";
   std::vector<TensorList> lists_;
+  std::vector<const char*> names_;
   std::vector<bool> written_;
   std::vector<std::pair<Tensor, Tensor>> write_back_;
   std::vector<Tensor> copies_;

@@ -164,6 +164,17 @@ def test_bad_arguments_raise_and_are_named(op, edit, name, implementation):
         getattr(arguments, implementation)()
 
 
+@pytest.mark.parametrize("name", ["params", "grads", "exp_avgs", "exp_avg_sqs", "model_params"])
+def test_a_tensor_whose_memory_was_given_back_raises(name):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("apexfx::adam_", "CPU"):
+        pytest.skip("torch's own arithmetic, in the reference, reads such memory")
+    arguments = make("adam_", (F32, F32, torch.bfloat16), "contiguous", {}, {}, "cpu", sizes=SMALL)
+    arguments.values[name][1].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=rf"adam_: {name}\[1\] has no memory"):
+        arguments.call()
+    assert arguments.values["step"] == 4
+
+
 def test_meta_and_cpu_do_not_mix():
     arguments = make("adam_", (F32, F32, None), "contiguous", {}, {}, "cpu", sizes=SMALL)
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
