@@ -65,7 +65,7 @@ class Held:
     def __init__(self, optimizer: torch.optim.Optimizer, params: list[Tensor], facts: list[Any]) -> None:
         states = [values for values in optimizer.state.values() if isinstance(values, dict)]
         self._addresses = list(map(id, chain(params, optimizer.state)))
-        self._names = list(chain(map(len, states), chain.from_iterable(states)))  # and how many of them each parameter has
+        self._names = list(chain(map(len, states), chain.from_iterable(states)))  # and how many are whose
         self._facts = facts
         self.values = list(chain.from_iterable(map(dict.values, states)))
 
