@@ -58,20 +58,37 @@ class KeptScratch {
 inline int64_t padded(int64_t n) { return (n + 15) & ~int64_t{15}; }
 
 // Values of any dtype as T, in place where they have it already (float64 never mixes, so double needs no conversion).
-inline const float* values(const void* data, ScalarType dtype, float* scratch, int64_t n) {
-  return load(data, dtype, scratch, n);
+// Where they are converted, the row `ahead` elements further is fetched meanwhile; 0 for none.
+inline const float* values(const void* data, ScalarType dtype, float* scratch, int64_t n, int64_t ahead = 0) {
+  if (ahead == 0 || dtype == ScalarType::Float) return load(data, dtype, scratch, n);
+  constexpr int64_t kStep = 512, kLine = 32;  // elements of 16 bits
+  for (int64_t begin = 0; begin < n; begin += kStep) {
+    const int64_t end = std::min(n, begin + kStep);
+    for (int64_t i = begin; i < end; i += kLine) __builtin_prefetch(element(data, dtype, ahead + i), 0, 2);
+    load(element(data, dtype, begin), dtype, scratch + begin, end - begin);
+  }
+  return scratch;
 }
-inline const double* values(const void* data, ScalarType, double*, int64_t) { return static_cast<const double*>(data); }
+inline const double* values(const void* data, ScalarType, double*, int64_t, int64_t = 0) {
+  return static_cast<const double*>(data);
+}
 
 inline void write(const float* in, void* out, ScalarType dtype, int64_t n) { store(in, out, dtype, n); }
 inline void write(const double* in, void* out, ScalarType, int64_t n) {
   if (in != out) std::copy(in, in + n, static_cast<double*>(out));
 }
 
-// Where a row of `dtype` is computed: in place, or in scratch and then narrowed.
-template <typename T>
-T* destination(void* out, ScalarType dtype, T* scratch) {
-  return dtype == kAccumulate<T> ? static_cast<T*>(out) : scratch;
+// Computes a row of n elements of `dtype`: at once where it is T, else block by block in scratch, which is narrowed while
+// the cache holds it. compute(begin, count, values) makes the elements from `begin`.
+template <typename T, typename F>
+void make_row(void* out, ScalarType dtype, int64_t n, F&& compute) {
+  if (dtype == kAccumulate<T>) return compute(int64_t{0}, n, static_cast<T*>(out));
+  alignas(64) T scratch[kBlock];
+  for (int64_t begin = 0; begin < n; begin += kBlock) {
+    const int64_t count = std::min(kBlock, n - begin);
+    compute(begin, count, scratch);
+    write(scratch, element(out, dtype, begin), dtype, count);
+  }
 }
 
 // A parameter as T; `absent` (one for a weight, zero for a bias) where there is none.
@@ -105,28 +122,32 @@ void forward_rows(const Tensor& x, const Forward& out, const std::optional<Tenso
   void* y_data = out.y.mutable_data_ptr();
   T* mean_data = centered ? static_cast<T*>(out.mean.mutable_data_ptr()) : nullptr;
   T* rstd_data = static_cast<T*>(out.rstd.mutable_data_ptr());
-  const auto normalize_row = [&](int64_t row, const auto* in, int64_t ahead, auto* y) {
+  const auto moments = [&](int64_t row, const auto* in) {
     const T mean = centered ? static_cast<T>(sum(in, n) / n) : T(0);
     const T rstd = static_cast<T>(1 / std::sqrt(sum_of_squares(in, mean, n) / n + eps));
-    normalize(in, ahead, mean, rstd, w.data, b.data, y, n);
     if (centered) mean_data[row] = mean;
     rstd_data[row] = rstd;
+    return std::pair(mean, rstd);
   };
   torch::stable::parallel_for(0, rows.count, grain(n), [&](int64_t begin, int64_t end) {
     if constexpr (sizeof(T) == 4)
       if (x_dtype == ScalarType::BFloat16 && y_dtype == ScalarType::BFloat16) {
-        for (int64_t row = begin; row < end; ++row)
-          normalize_row(row, static_cast<const Bf16*>(x_data) + row * n, row + 1 < end ? n : 0,
-                        static_cast<Bf16*>(y_data) + row * n);
+        for (int64_t row = begin; row < end; ++row) {
+          const Bf16* in = static_cast<const Bf16*>(x_data) + row * n;
+          const auto [mean, rstd] = moments(row, in);
+          normalize(in, row + 1 < end ? n : 0, mean, rstd, w.data, b.data, static_cast<Bf16*>(y_data) + row * n, n);
+        }
         return;
       }
-    const Scratch<T> x_scratch(x_dtype == kAccumulate<T> ? 0 : n), y_scratch(y_dtype == kAccumulate<T> ? 0 : n);
+    const Scratch<T> scratch(x_dtype == kAccumulate<T> ? 0 : n);
     for (int64_t row = begin; row < end; ++row) {
-      void* place = element(y_data, y_dtype, row * n);
-      T* y = destination(place, y_dtype, y_scratch.data());
-      normalize_row(row, values(element(x_data, x_dtype, row * n), x_dtype, x_scratch.data(), n),
-                    x_dtype == kAccumulate<T> && row + 1 < end ? n : 0, y);
-      write(y, place, y_dtype, n);
+      const int64_t ahead = row + 1 < end ? n : 0;
+      const T* in = values(element(x_data, x_dtype, row * n), x_dtype, scratch.data(), n, ahead);
+      const auto [mean, rstd] = moments(row, in);
+      make_row<T>(element(y_data, y_dtype, row * n), y_dtype, n,
+                  [&, mean = mean, rstd = rstd](int64_t from, int64_t count, T* y) {
+        normalize(in + from, x_dtype == kAccumulate<T> ? ahead : 0, mean, rstd, w.data + from, b.data + from, y, count);
+      });
     }
   });
 }
@@ -199,13 +220,24 @@ struct BackwardRows {
     converted(begin, end, partial);
   }
 
+  // The means of g and of g * h over a row.
   template <typename E>
-  void row(const RowGradient<E, T>& inputs, T rstd, E* out, T* partial) const {
+  std::pair<T, T> means(const RowGradient<E, T>& inputs) const {
     double sums[2];
     gradient_sums(inputs, sums);
-    const T mean_g = centered ? static_cast<T>(sums[0] / n) : T(0), mean_gh = static_cast<T>(sums[1] / n);
-    if (partial) gradients_row(inputs, mean_g, mean_gh, rstd, out, partial, partial + padded(n));
-    else input_gradient_row(inputs, mean_g, mean_gh, rstd, out);
+    return {centered ? static_cast<T>(sums[0] / n) : T(0), static_cast<T>(sums[1] / n)};
+  }
+
+  // `count` elements of a row from `begin`.
+  template <typename E>
+  void gradients(RowGradient<E, T> inputs, int64_t begin, int64_t count, std::pair<T, T> of, T rstd, E* out,
+                 T* partial) const {
+    inputs.grad += begin;
+    inputs.x += begin;
+    inputs.weight += begin;
+    inputs.n = count;
+    if (partial) gradients_row(inputs, of.first, of.second, rstd, out, partial + begin, partial + padded(n) + begin);
+    else input_gradient_row(inputs, of.first, of.second, rstd, out);
   }
 
   // No conversion: the loops widen and round E themselves.
@@ -217,7 +249,7 @@ struct BackwardRows {
     for (int64_t r = begin; r < end; ++r) {
       const int64_t ahead = r + 1 < end ? n : 0;
       const RowGradient<E, T> inputs{g + r * n, x + r * n, weight.data, mean ? mean[r] : T(0), rstd[r], n, ahead};
-      row(inputs, rstd[r], out + r * n, partial);
+      gradients(inputs, 0, n, means(inputs), rstd[r], out + r * n, partial);
     }
   }
 
@@ -227,23 +259,24 @@ struct BackwardRows {
     void* dx_data = dx.mutable_data_ptr();
     const T *mean = mean_data(), *rstd = rstd_data();
     const int64_t length = padded(n);
-    const Scratch<T> scratch(4 * length);
+    const Scratch<T> scratch(3 * length);
     T *g_scratch = scratch.data(), *s_scratch = g_scratch + length, *h_scratch = s_scratch + length;
     for (int64_t r = begin; r < end; ++r) {
-      const T* g = values(element(g_data, g_dtype, r * n), g_dtype, g_scratch, n);
-      const T* x = values(element(s_data, s_dtype, r * n), s_dtype, s_scratch, n);
-      const bool direct = g_dtype == kAccumulate<T> && s_dtype == kAccumulate<T> && r + 1 < end;
-      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n, direct ? n : 0};
+      const int64_t ahead = r + 1 < end ? n : 0;
+      const T* g = values(element(g_data, g_dtype, r * n), g_dtype, g_scratch, n, ahead);
+      const T* x = values(element(s_data, s_dtype, r * n), s_dtype, s_scratch, n, ahead);
+      const bool direct = g_dtype == kAccumulate<T> && s_dtype == kAccumulate<T>;
+      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n, direct ? ahead : 0};
       if (a.from_output) {
         recover(x, weight.data, bias.data, static_cast<T>(a.eps), h_scratch, n);
         inputs.x = h_scratch;
         inputs.scale = T(1);
         inputs.ahead = 0;
       }
-      void* place = element(dx_data, dx_dtype, r * n);
-      T* out = destination(place, dx_dtype, h_scratch + length);
-      row(inputs, rstd[r], out, partial);
-      write(out, place, dx_dtype, n);
+      const auto of = means(inputs);
+      make_row<T>(element(dx_data, dx_dtype, r * n), dx_dtype, n, [&](int64_t from, int64_t count, T* out) {
+        gradients(inputs, from, count, of, rstd[r], out, partial);
+      });
     }
   }
 
