@@ -18,6 +18,7 @@ import torch.distributed._functional_collectives  # registers autograd and fakes
 from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
 from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
+from torch._dynamo import symbolic_convert  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit  # 2.11, 2.13, 2.15
 from torch._dynamo.utils import count_calls  # 2.11, 2.13, 2.15
@@ -68,6 +69,18 @@ push_function_mode = torch._C._push_on_torch_function_stack
 def active_ddp_module() -> object | None:
     """Return the `DistributedDataParallel` whose forward is running, or None (2.11, 2.13, 2.15)."""
     return DistributedDataParallel._active_ddp_module
+
+
+def traced_value(source: object) -> object | None:
+    """Return what Dynamo, which is compiling a graph, found at `source`; None where that cannot be read (2.11, 2.13, 2.15)."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    if translator is None:
+        return None
+    scope = {"L": translator.output.local_scope, "G": translator.output.global_scope}
+    try:
+        return eval(source.name, scope)
+    except Exception:  # of the user's objects, or a source that only guards can read
+        return None
 
 
 def below_autograd() -> object:
@@ -225,6 +238,7 @@ __all__ = [
     "storage_users",
     "top_saved_tensor_hooks",
     "trace_structured",
+    "traced_value",
     "tree_leaves",
     "tree_map",
     "unscale_in_place",

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from . import cache, capture, passes
 from ._torch import FakeTensor, active_ddp_module
@@ -24,8 +24,9 @@ from .backward_passes import BackwardPasses
 from .config import BucketConfig, TransformConfig, describe_buckets
 from .first_values import FirstValues
 from .fx import graphs, named_argument, value
-from .gradient_sync import GradientSync
+from .gradient_sync import GradientSync, UnsynchronizedGradientError
 from .inner import INNER, traceable_rnn
+from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .report import GraphReport, Report
 from .schedule.plan import BucketPlan
@@ -76,6 +77,7 @@ class GraphCompiler:
         first_values: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known
             by its graphs alone; None where the model's owner does both.
         reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
+        index: of the model's names.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class GraphCompiler:
         agreement: Agreement | None = None,
         first_values: FirstValues | None = None,
         reduce_gradients: bool = True,
+        index: ModelIndex | None = None,
     ) -> None:
         self.config = config
         self.report = report
@@ -96,9 +99,12 @@ class GraphCompiler:
         self.agreement = agreement
         self.first_values = first_values
         self.reduce_gradients = reduce_gradients
+        self.index = index if index is not None else ModelIndex()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        placeholders = capture.annotate(gm, example_inputs)
+        placeholders = capture.annotate(gm, example_inputs, self.index)
+        if self.groups.gradients is not None and torch.is_grad_enabled():
+            self._refuse_unregistered(placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm,
                                  self.reduce_gradients and not self._averaged_by_ddp())
         schedule = passes.schedule(self.config, context)
@@ -120,6 +126,18 @@ class GraphCompiler:
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         return self._guarded(compiled, record, placeholders, described, context)
+
+    def _refuse_unregistered(self, placeholders: Sequence[capture.Placeholder], example_inputs: Sequence[Any]) -> None:
+        """Raise where a gradient would accumulate in a tensor that is neither a parameter of the model nor an argument."""
+        for p, tensor in zip(placeholders, example_inputs):
+            if p.kind == "param" or not p.requires_grad or not tensor.is_leaf or self.index.is_argument(tensor):
+                continue
+            if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
+                continue
+            raise UnsynchronizedGradientError(
+                f"apexfx: forward uses {p.source}, a tensor of shape {list(tensor.shape)} that requires a gradient and is neither "
+                "a registered parameter of the model nor an argument of this call, so nothing would average its gradient over "
+                "the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
     def _averaged_by_ddp(self) -> bool:
         if self.config.ddp and active_ddp_module() is not None:
@@ -163,6 +181,8 @@ class GraphCompiler:
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not described or agreement is None
         begin = self._beginning(placeholders, context)
+        if sync is not None:
+            sync.on_compiled()
 
         def run(*args: Any) -> Any:
             nonlocal agreed
@@ -172,10 +192,12 @@ class GraphCompiler:
             if sync is None or not torch.is_grad_enabled():
                 return compiled(*args)
             begin(args)
-            for index, name in watched:
-                sync.watch(name, args[index])
+            parameters = [args[index] for index, _ in watched]
+            for (_, name), parameter in zip(watched, parameters):
+                sync.watch(name, parameter)
             outputs = compiled(*args)
-            sync.on_forward([args[index] for index, _ in watched], outputs, reduces=context.reduce_gradients)
+            if parameters:
+                sync.on_forward(parameters, outputs, reduces=context.reduce_gradients)
             return outputs
 
         return run
@@ -274,11 +296,12 @@ def _compiler(config: TransformConfig, groups: Groups, label: str | Label, *, st
     if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
         agreement = Agreement(group, label, buckets.timeout_s if buckets is not None else BucketConfig().timeout_s)
     sync = first_values = None
+    report = Report(config.describe())
     if groups.gradients is not None:
-        sync = GradientSync(groups.gradients, buckets, agreement.label if agreement is not None else None)
+        sync = GradientSync(groups.gradients, buckets, agreement, report.note)
         if standalone and agreement is not None:
             first_values = FirstValues(groups.gradients, agreement)
-    return GraphCompiler(config, report=Report(config.describe()), groups=groups, gradient_sync=sync, agreement=agreement,
+    return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement,
                          first_values=first_values)
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from ._torch import GradAOTOutput, PlainAOTInput
-from .fx import graphs, set_value
+from .fx import MODULE_PATHS, graphs, set_value
+from .model_index import ModelIndex
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
-# `_parameters['w']`, or `__dict__['_parameters']['w']` of a module that forward changes.
-_FQN_PART = re.compile(r"_(modules|parameters|buffers)(?:'\])?\['([^']*)'\]")
+_IN_A_LOCAL = re.compile(r"^L\['\w+'\](?:\[[^\]]*\])*$")  # a local variable, or an item of one
 
 # Frames of this package between the user's forward and the op: a traceable batch norm, the call of a module of torch's own.
 _OWN_FRAMES = re.compile(r'^  File "[^"]*/apexfx/(?:runtime|traceable)\.py", line .*\n(?:    .*\n?)*', re.MULTILINE)
@@ -28,11 +28,14 @@ class Placeholder:
 
     Attributes:
         index: position among the graph's inputs; AOTAutograd refers to it by this number.
-        name: the user's name: "layer1.0.weight" for a parameter or buffer, the variable's name otherwise.
-        kind: "param", "buffer", "input" or "symint".
+        name: the name under which a parameter or buffer is registered, "layer1.0.weight"; the variable's name otherwise.
+        kind: "param", "buffer", "input" or "symint". A tensor is a parameter or buffer because the model has registered it,
+            wherever the program reached it from.
         shape, dtype, device: of a tensor; None otherwise.
         requires_grad: whether a gradient may come out for it.
         stride: of a strided tensor; None otherwise.
+        aliases: the other names of a tied parameter or buffer.
+        source: where Dynamo found it.
     """
 
     index: int
@@ -43,6 +46,13 @@ class Placeholder:
     device: torch.device | None = None
     requires_grad: bool = False
     stride: tuple[int, ...] | None = None
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+
+    @property
+    def in_a_local(self) -> bool:
+        """Whether it was reached as a local variable of the traced frame, or an item of one: arguments are."""
+        return _IN_A_LOCAL.match(self.source) is not None
 
 
 @dataclass(frozen=True)
@@ -60,11 +70,22 @@ class Gradient:
     parameter: Placeholder
 
 
-def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Placeholder, ...]:
-    """Tag the placeholders of a Dynamo graph, copy example values to `meta["val"]`, leave the user's frames in the traces.
+def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None) -> tuple[Placeholder, ...]:
+    """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.
 
-    Returns the placeholders in order. Must run first: a copy of the graph loses where its inputs came from.
+    Must run first: a copy of the graph loses where its inputs came from.
+
+    Args:
+        gm: the graph; its nodes' stack traces keep the user's frames only.
+        example_inputs: its inputs, in order; the parameters among them are the model's own tensors.
+        index: of the model's names.
+
+    Returns:
+        The inputs, in order.
     """
+    index = index if index is not None else ModelIndex()
+    nodes = gm.graph.find_nodes(op="placeholder")
+    index.refresh(filter(None, (getattr(node, "_dynamo_source", None) for node in nodes)))
     for graph_module in graphs(gm):
         for node in graph_module.graph.nodes:
             if "example_value" in node.meta:
@@ -73,10 +94,14 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Placeho
                 node.meta.setdefault("val", None)  # returns nothing: torch._C._set_grad_enabled
             if node.stack_trace:
                 node.stack_trace = _OWN_FRAMES.sub("", node.stack_trace)
+            if stack := node.meta.get("nn_module_stack"):
+                paths = {key: index.module(key, source) for key, (source, _) in stack.items()}
+                node.meta["nn_module_stack"] = {key: (paths[key][0], kind) for key, (_, kind) in stack.items()}
+                node.meta[MODULE_PATHS] = next(reversed(paths.values()))
     placeholders = []
-    for index, (node, example) in enumerate(zip(gm.graph.find_nodes(op="placeholder"), example_inputs, strict=True)):
+    for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
         source = getattr(node, "_dynamo_source", None)
-        placeholder = _placeholder(index, source.name if source is not None else node.name, example)
+        placeholder = _placeholder(position, source.name if source is not None else node.name, example, index)
         node.meta["apexfx_name"] = placeholder.name
         node.meta["apexfx_kind"] = placeholder.kind
         if "val" not in node.meta:
@@ -94,17 +119,26 @@ def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None
             node.meta["apexfx_name"], node.meta["apexfx_kind"] = placeholders[desc.idx].name, placeholders[desc.idx].kind
 
 
-def _placeholder(index: int, source: str, example: Any) -> Placeholder:
-    parts = _FQN_PART.findall(source)
-    name = ".".join(part for _, part in parts) if parts else _LOCAL.sub(r"\1", source)
+def _placeholder(position: int, source: str, example: Any, index: ModelIndex) -> Placeholder:
     if not isinstance(example, torch.Tensor):
-        return Placeholder(index, name, "symint")
-    # A Parameter that is an argument of forward is data of this call, not a part of the model.
-    is_parameter = isinstance(example, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source)
-    kind = "param" if is_parameter else "buffer" if parts and parts[-1][0] == "buffers" else "input"
+        return Placeholder(position, _LOCAL.sub(r"\1", source), "symint", source=source)
+    kind, names = _identified(source, example, index)
     stride = tuple(map(_size, example.stride())) if example.layout == torch.strided else None
-    return Placeholder(index, name, kind, tuple(map(_size, example.shape)), example.dtype, example.device,
-                       example.requires_grad, stride)
+    return Placeholder(position, names[0], kind, tuple(map(_size, example.shape)), example.dtype, example.device,
+                       example.requires_grad, stride, names[1:], source)
+
+
+def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[str, tuple[str, ...]]:
+    """Return what kind of input a tensor is, and its names."""
+    if names := index.parameter(tensor):
+        # functional_call() registers what it is given for the time of the call: it may be the result of something.
+        return ("param" if tensor.is_leaf else "input"), names
+    if names := index.buffer(tensor):
+        return "buffer", names
+    # A Parameter that is an argument is data of this call, not a part of any model.
+    if not index.has_model and isinstance(tensor, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source):
+        return "param", (index.unregistered(tensor, source),)
+    return "input", (_LOCAL.sub(r"\1", source),)
 
 
 def _size(size: Any) -> int:

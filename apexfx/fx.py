@@ -16,8 +16,9 @@ from torch import fx
 
 from ._torch import FakeTensor, FakeTensorMode, tree_leaves
 
+MODULE_PATHS = "apexfx_module_paths"  # meta key: every path of the module in which a node of a Dynamo graph was traced
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
-PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", "source_fn_stack", "seq_nr", "partitioner_tag")
+PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, "source_fn_stack", "seq_nr", "partitioner_tag")
 
 
 def value(node: Any) -> Any:
@@ -185,17 +186,12 @@ def insert_after(node: fx.Node) -> Any:
 def module_path(node: fx.Node) -> str:
     """Return the dotted path of the module in which `node` was traced, or "" at the root."""
     stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return ""
-    path = next(reversed(stack.values()))[0]
-    return _dotted(path)
+    return next(reversed(stack.values()))[0] if stack else ""
 
 
-def _dotted(path: str) -> str:
-    # Dynamo writes L['self']._modules['layer1']._modules['0'] or L['self'].layer1[0], by version and by module kind.
-    for old, new in (("._modules['", "."), ("']", ""), ("['", "."), ("[", "."), ("]", "")):
-        path = path.replace(old, new)
-    return ".".join(path.split(".")[2:]) if path.startswith("L.") else path.partition(".")[2]
+def module_paths(node: fx.Node) -> tuple[str, ...]:
+    """Return every path of the module in which a node of a captured graph was traced: several where it is registered twice."""
+    return node.meta.get(MODULE_PATHS) or (module_path(node),)
 
 
 def source_line(node: fx.Node) -> str:

@@ -1,17 +1,20 @@
-"""Watches where gradients come from, so that none is left unaveraged without a word; flushes accumulated ones.
+"""Checks in every backward that each gradient was averaged, and averages what the graphs could not.
 
-The allreduce itself is nodes in the backward graph. What a graph cannot see is a gradient computed outside of it: a
-forward that bypassed the transformed model, a frame that Dynamo left to eager. Each parameter carries one hook that
-knows whether a synchronizing backward is under way. Nor can it see that its collectives meet those of another step on
-a rank that skipped a backward: each backward sends ahead how many forwards its rank has run.
+The allreduce itself is nodes in the backward graph. What a graph cannot see is a gradient computed outside of it: by a
+forward that bypassed the transformed model, by a frame that Dynamo left to eager, by a loss that uses a parameter itself. So
+each parameter compares the gradient that autograd is about to accumulate with those that graphs have averaged in this
+backward: the same tensor, untouched, is an average. Nor can a graph see that its collectives meet those of another step on a
+rank that skipped a backward: each backward sends ahead how many forwards its rank has run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,78 +24,140 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ._torch import in_backward
-from .agreement import Label
+from .agreement import Agreement
 from .config import BucketConfig
 from .end_of_backward import EndOfBackward
 
+log = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
-class _Hook:
-    """The one hook of a parameter, and whose it is: of the model that ran forward last, where several share it."""
-
-    handle: Any
-    owner: weakref.ref[GradientSync]
-
-
-_hooks: Any = WeakTensorKeyDictionary()  # parameter -> _Hook, by identity: tensors compare elementwise
+# How many backwards after a compilation sums of averages are computed again. Shares from outside come with the program's
+# structure, so they show in the first backward.
+_NUM_CHECKED_SUMS = 2
 
 
 class UnsynchronizedGradientError(RuntimeError):
     """A gradient was computed where nothing averages it across ranks."""
 
 
+@dataclass(frozen=True)
+class _Average:
+    """What one run of a graph gave for one parameter.
+
+    Attributes:
+        address, version: of the gradient as it left the graph; autograd adds in place, or makes another tensor.
+        held: the gradient itself, where it is to be added up again.
+    """
+
+    address: int
+    version: int
+    held: Tensor | None
+
+
+class _ParameterHook:
+    """Looks at every gradient of one parameter, for all data-parallel models that hold it."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = weakref.ref(parameter)
+        self._models: list[weakref.ref[GradientSync]] = []  # the one that ran forward last comes last
+        self._partly_outside = False
+        parameter.register_hook(self._on_gradient)
+        parameter.register_post_accumulate_grad_hook(self._on_accumulated)
+
+    def belongs_to(self, model: GradientSync) -> None:
+        """Note that `model` runs forward with this parameter."""
+        if not self._models or self._models[-1]() is not model:
+            self._models = [ref for ref in self._models if ref() not in (None, model)] + [weakref.ref(model)]
+
+    def _owners(self) -> list[GradientSync]:
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    @torch.no_grad()
+    def _on_gradient(self, gradient: Tensor) -> None:
+        owners, key = self._owners(), id(self.parameter())
+        for owner in owners:
+            owner.notice_dropped_backward()
+        averages = [average for owner in owners for average in owner.averages.get(key, ())]
+        self._partly_outside = bool(averages) and not _is_sum(gradient, averages)
+
+    def _on_accumulated(self, parameter: Tensor) -> None:
+        if owners := self._owners():
+            key = id(parameter)
+            averaged = any(key in owner.averages for owner in owners)
+            owner = next((owner for owner in owners if key in owner.local), owners[-1])
+            owner.on_accumulated(key, averaged=averaged, partly_outside=self._partly_outside)
+
+
+_hooks: Any = WeakTensorKeyDictionary()  # parameter -> its hook, by identity: tensors compare elementwise
+
+
 class GradientSync:
     """The gradient side of one data-parallel model on this rank.
+
+    After a backward each parameter that received a gradient has its average over the ranks, or an error is raised before
+    anything can use it:
+
+    - A gradient that a graph averaged is left as it is.
+    - One with a further share from outside of the graphs (the loss uses the parameter itself) is averaged once more at the
+      end of the backward, and of every later one; the ranks agree on the first time.
+    - One that no graph had a part in raises `UnsynchronizedGradientError`.
+
+    Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. What `torch.autograd.grad`
+    returns is not looked at, nor is a share from outside in the gradient of a parameter that several runs of graphs use in
+    one backward, unless it is there in the first two.
 
     Args:
         group: over which gradients are reduced.
         config: the bucket options.
-        label: tells this model's keys in the store apart; None for a group without peers to compare with.
+        agreement: among the ranks; None for a group without peers to compare with.
+        note: is told, in words, what the model's report should say.
 
     Attributes:
         enabled: False inside `no_sync()`.
+        averages: of the backward under way, what graphs have averaged, by the id of the parameter.
+        local: parameters, by id, that a graph of the backward under way leaves local on purpose.
     """
 
-    def __init__(self, group: dist.ProcessGroup, config: BucketConfig, label: str | Label | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: BucketConfig, agreement: Agreement | None = None,
+                 note: Callable[[str], None] = lambda _: None) -> None:
         self.group = group
         self.config = config
         self.enabled = True
-        self._label = label
-        self._names: dict[str, weakref.ref[nn.Parameter]] = {}
-        self._hooked: set[int] = set()  # parameters, by id as below: a tied one has several names
+        self.averages: dict[int, list[_Average]] = {}
+        self.local: set[int] = set()
+        self._agreement = agreement
+        self._note = note
+        self._names: dict[int, str] = {}  # of the parameters, by id
+        self._watched: dict[int, _ParameterHook] = {}
+        self._in_graphs: set[int] = set()  # those that any graph has held
         self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
-        self._reduced: set[int] = set()  # those that the backward under way reduces in its graphs
-        self._local: set[int] = set()  # those that the backward under way leaves local on purpose
+        self._runs: Counter[int] = Counter()  # of graphs, by parameter, since the last backward
+        self._outside: set[int] = set()  # of the backward under way: no graph had a part in the gradient
+        self._partly_outside: set[int] = set()  # of the backward under way: something was added to an average
+        self._averaged_again: set[int] = set()  # those that were in it in any backward
+        self._num_sums_to_check = 0
+        self._graphs_average = False  # in the backward under way
         self._flush_due = False
         self._end = EndOfBackward()
 
     @functools.cached_property
     def _count(self) -> Any:
-        if self._label is None:
+        if self._agreement is None:
             return None
         from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
 
-        return ForwardCount(self.group, str(self._label), self.config.timeout_s, self._names)
+        return ForwardCount(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
 
     def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Hook `parameter`, unless it is hooked already or has no gradient; the name is the one errors use."""
-        if (known := self._names.get(name)) is None or known() is not parameter:
-            self._names[name] = weakref.ref(parameter)
-            self._hooked.discard(id(parameter))  # the id may be that of a parameter that is gone
-        if not parameter.requires_grad or id(parameter) in self._hooked:
-            return
-        if (old := _hooks.pop(parameter, None)) is not None:
-            old.handle.remove()
-            if (owner := old.owner()) is not None:
-                owner._hooked.discard(id(parameter))  # its next forward takes the hook back
-        me = weakref.ref(self)
-
-        def on_accumulated(p: Tensor) -> None:
-            if (sync := me()) is not None:
-                sync._on_accumulated(name, id(p))
-
-        _hooks[parameter] = _Hook(parameter.register_post_accumulate_grad_hook(on_accumulated), me)
-        self._hooked.add(id(parameter))
+        """Look at the gradients of `parameter` from now on, under the name that errors use."""
+        hook = self._watched.get(id(parameter))
+        if hook is None or hook.parameter() is not parameter:  # the id may be that of a parameter that is gone
+            self._names[id(parameter)] = name
+            if not parameter.requires_grad:
+                return
+            if (hook := _hooks.get(parameter)) is None:
+                hook = _hooks[parameter] = _ParameterHook(parameter)
+            self._watched[id(parameter)] = hook
+        hook.belongs_to(self)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -116,6 +181,10 @@ class GradientSync:
         """
         return self.enabled and not self._pending
 
+    def on_compiled(self) -> None:
+        """Note that there is a new graph: what backwards are made of may be new."""
+        self._num_sums_to_check = _NUM_CHECKED_SUMS
+
     def on_forward(self, parameters: Sequence[nn.Parameter], outputs: Any, *, reduces: bool) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
@@ -124,65 +193,128 @@ class GradientSync:
             outputs: what the graph returned; one of them leads to the graph's autograd node.
             reduces: whether the graph's backward holds the allreduce nodes.
         """
-        node = _compiled_node(outputs)
+        node, places = _compiled_node(outputs, parameters)
         if node is None:
             return
-        members = [id(p) for p in parameters]
+        keys = [id(p) for p in parameters]
+        self._in_graphs.update(keys)
+        self._runs.update(keys)
         ends_accumulation = self.enabled and not reduces
-        device = parameters[0].device if parameters else torch.device("cpu")
+        device = parameters[0].device
 
-        def on_backward(_grads: Any) -> None:
-            if self._end.was_dropped():
-                self._forget_backward()
+        def before(_grads: Any) -> None:
+            self.notice_dropped_backward()
             self._end.queue(self._end_of_backward)
             # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
             flush = ends_accumulation or (reduces and self.enabled and bool(self._pending))
             if self._count is not None and (reduces or flush):
                 with self._local_unless_failed():
                     self._count.send(device, flushes=flush)
-            (self._reduced if reduces else self._local).update(members)
+            if not reduces:
+                self.local.update(keys)
+            self._graphs_average |= reduces
             self._flush_due |= flush
 
-        node.register_prehook(on_backward)
+        def after(gradients: tuple[Tensor | None, ...], _grads: Any) -> None:
+            for place, key in places:
+                if (gradient := gradients[place]) is not None:
+                    held = gradient if self._num_sums_to_check and self._runs[key] > 1 else None
+                    average = _Average(gradient.data_ptr(), gradient._version, held)
+                    self.averages.setdefault(key, []).append(average)
+
+        node.register_prehook(before)
+        if reduces:
+            node.register_hook(after)
 
     def on_training_forward(self) -> None:
         """Count a forward of the whole model: a backward is to follow on every rank."""
         if self._count is not None and self.enabled and not in_backward():
             self._count.forwards += 1
 
-    def _on_accumulated(self, name: str, parameter: int) -> None:
-        if self._end.was_dropped():
-            self._forget_backward()
-        if parameter in self._reduced:
-            return
-        if not self.enabled or parameter in self._local:
+    def on_accumulated(self, key: int, *, averaged: bool, partly_outside: bool) -> None:
+        """Judge the gradient that a parameter has just received.
+
+        Args:
+            key: the parameter's id.
+            averaged: graphs of any model have averaged it, or a part of it.
+            partly_outside: it is not what they averaged.
+        """
+        if key in self.local or not self.enabled and (partly_outside or not averaged):
             if self._count is not None and not self._pending:
                 self._count.accumulate()
-            self._pending.add(parameter)
-            return
-        raise UnsynchronizedGradientError(
-            f"apexfx: the gradient of {name!r} was computed outside of the transformed model's graphs, so it would not be "
-            f"averaged over the {dist.get_world_size(self.group)} ranks. Call the model that transform() returned (not the "
-            "module it was made from, nor one of its methods that skips forward); see model.report for frames "
-            "that were left to eager; or run the backward inside `with model.no_sync():` if it is meant to stay local."
-        )
+            self._pending.add(key)
+        elif partly_outside:
+            self._partly_outside.add(key)
+        elif not averaged:
+            self._outside.add(key)
+            self._end.queue(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        flush = self._flush_due
+        flush, again = self._flush_due, self._graphs_average and self._partly_outside | self._averaged_again
+        outside = self._outside.copy()
         try:
             if self._count is not None:
                 with self._local_unless_failed():
                     self._count.compare()
         finally:
             self._forget_backward()
+        if outside:
+            raise UnsynchronizedGradientError(self._explain(outside))
         if flush:
             self.flush()
+        elif again:
+            self._average_again(again)
+
+    def _explain(self, outside: set[int]) -> str:
+        left_out = [name for key, name in self._names.items() if key in outside and key not in self._in_graphs]
+        bypassed = [name for key, name in self._names.items() if key in outside and key in self._in_graphs]
+        lines = [f"apexfx: the gradient of {_shown(left_out + bypassed)} was computed outside of the transformed model's graphs, "
+                 f"so it is this rank's own and not the average over {dist.get_world_size(self.group)} ranks."]
+        if left_out:
+            lines.append(f"No captured graph holds {_shown(left_out)}: a graph break left its module to eager, or it is used "
+                         "outside of the model's forward only. TORCH_LOGS=graph_breaks says where; fullgraph=True raises there.")
+        if bypassed:
+            lines.append(f"Graphs hold {_shown(bypassed)}, and none of them ran in this backward: call the model that "
+                         "transform() returned, not the module it was made from, nor one of its methods that skips forward.")
+        lines.append("A backward that is meant to stay local belongs inside `with model.no_sync():`.")
+        return "\n".join(lines)
+
+    def _average_again(self, keys: set[int]) -> None:
+        """Average the `.grad` of parameters whose gradient has a share from outside of the graphs.
+
+        Of what the graphs averaged before, an average is the same once more.
+
+        Raises:
+            RankMismatchError: not every rank has found the same parameters.
+        """
+        names = {key: name for key, name in self._names.items() if key in keys}
+        if not self.config.gradient_average:
+            raise UnsynchronizedGradientError(
+                f"apexfx: the gradient of {_shown(list(names.values()))} has a share from outside of the transformed model's "
+                "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which with "
+                "gradient_average=False cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
+        if new := [name for key, name in names.items() if key not in self._averaged_again]:
+            if self._agreement is not None:
+                self._agreement.ensure("parameters whose gradient has a share from outside of the graphs", new)
+            message = (f"apexfx: the gradient of {_shown(new)} has a share from outside of the graphs (the loss uses the "
+                       "parameter itself, or a graph break left a part of the model to eager); it is averaged once more at the "
+                       "end of each backward")
+            self._note(message)
+            log.info(message)
+        self._averaged_again |= keys
+        self._reduce(keys)
+
+    def notice_dropped_backward(self) -> None:
+        """Forget what is left of a backward that has raised."""
+        if self._end.was_dropped():
+            self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._flush_due = False
+        self._flush_due = self._graphs_average = False
         self._end.clear()
-        self._reduced.clear()
-        self._local.clear()
+        self._num_sums_to_check -= bool(self._num_sums_to_check and self.averages)
+        for found in (self.averages, self.local, self._runs, self._outside, self._partly_outside):
+            found.clear()
         if self._count is not None:
             self._count.forget()
 
@@ -201,26 +333,52 @@ class GradientSync:
             self._count.forget_local()
 
     def flush(self) -> None:
-        """Average the accumulated `.grad` of every watched parameter over the ranks, in the plan's buckets."""
+        """Average the accumulated `.grad` of every parameter over the ranks, in the plan's buckets."""
+        self._forget_local()
+        self._reduce(set(self._names))
+
+    def _reduce(self, keys: set[int]) -> None:
         from .schedule.reduce import reduce_gradients
 
-        self._forget_local()
-        live: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, ref in self._names.items():
-            if (p := ref()) is not None and p.requires_grad:
-                live.setdefault(id(p), (name, p))  # a tied parameter once, by its first name
-        reduce_gradients(dict(live.values()), self.config, self.group)
+        live = {}  # by name: of two parameters that had one name the later is in the model
+        for key, name in self._names.items():
+            hook = self._watched.get(key)
+            if key in keys and hook is not None and (p := hook.parameter()) is not None and p.requires_grad:
+                live[name] = p
+        reduce_gradients(live, self.config, self.group)
 
 
-def _compiled_node(outputs: Any) -> Any:
-    """Return the autograd node of the compiled graph that made `outputs`, or None when nothing requires grad."""
-    nodes = [o.grad_fn for o in (outputs if isinstance(outputs, (tuple, list)) else (outputs,)) if isinstance(o, Tensor)]
-    for node in nodes:
-        if node is not None and "CompiledFunction" in node.name():
-            return node
-    for node in nodes:  # an output that is a view of a graph's output is rebuilt outside of the graph
-        while node is not None and "CompiledFunction" not in node.name():
+def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
+    """Return whether `gradient` is what graphs averaged, nothing added; True of a sum that cannot be computed again."""
+    if gradient.numel() == 0:
+        return True
+    if len(averages) == 1:
+        return (gradient.data_ptr(), gradient._version) == (averages[0].address, averages[0].version)
+    terms = [average.held for average in averages]
+    if any(term is None for term in terms):
+        return True
+    # Autograd adds in the order in which the graphs have run, to the bit.
+    return torch.isclose(functools.reduce(torch.add, terms), gradient, rtol=0.0, atol=0.0, equal_nan=True).all().item()
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _compiled_node(outputs: Any, parameters: Sequence[nn.Parameter]) -> tuple[Any, list[tuple[int, int]]]:
+    """Return the autograd node of the graph that made `outputs` from `parameters`, and (place, id) of those that it leads to.
+
+    The node is found by the parameters: an output may be another graph's, passed through.
+    """
+    keys = {id(p) for p in parameters}
+    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        while node is not None:  # an output that is a view of a graph's output is rebuilt outside of the graph
+            if "CompiledFunction" in node.name():
+                leaves = [id(getattr(following, "variable", None)) for following, _ in node.next_functions]
+                places = [(place, key) for place, key in enumerate(leaves) if key in keys]
+                if places:
+                    return node, places
+                break
             node = next((n for n, _ in node.next_functions if n is not None), None)
-        if node is not None:
-            return node
-    return None
+    return None, []

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import types
-from collections.abc import Callable, Collection
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from ._torch import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config, functorch_config, tree_leaves, tree_map
 from .backend import GraphCompiler
 from .config import TransformConfig
+from .model_index import ModelIndex
 from .passes.precision_rules import HALVES
 from .report import Report
 
@@ -28,9 +30,10 @@ class Runtime:
     """The compiled forward of one transformed model, in its averaging and its local variant."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig,
-                 compiler: GraphCompiler) -> None:
+                 compiler: GraphCompiler, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
         self.config = config
         self.compiler = compiler
+        self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins)
         self.report = compiler.report
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging
@@ -39,7 +42,7 @@ class Runtime:
             for name, parameter in model.named_parameters():
                 sync.watch(name, parameter)
             variant = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
-                                    agreement=compiler.agreement, reduce_gradients=False)
+                                    agreement=compiler.agreement, reduce_gradients=False, index=self._index)
             self._local = self._compiled(_again(forward), variant)
         self._checked = self._capturing = False
         self._patch = dynamo_config.patch(_DYNAMO)
@@ -55,7 +58,7 @@ class Runtime:
         if sync is not None and trains and torch.is_grad_enabled() and not self._capturing:
             sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local
-        args, kwargs = self._in_dtype_of_parameters((args, kwargs))
+        args, kwargs = self._index.arguments = self._in_dtype_of_parameters((args, kwargs))
         try:
             with self._dynamo_settings():
                 result = run(*args, **kwargs)
@@ -68,6 +71,8 @@ class Runtime:
                 "says what it is: hold it in a buffer or give it as a tensor; for sizes pass dynamic=True; or raise "
                 "torch._dynamo.config.recompile_limit"
             ) from None
+        finally:
+            self._index.arguments = ()
         if self.config.level.half_parameters:
             result = self._cast(result, (self._half,), torch.float32)
         if not self._checked:

@@ -23,21 +23,25 @@ BATCH_NORMS = (BatchNorm,)  # torch.nn.SyncBatchNorm and user subclasses include
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> None:
+def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> dict[nn.Module, nn.Module]:
     """Replace, in `model` alone, the batch norms that need it by traceable copies, and the containers on their path by copies.
 
     Args:
         model: its `_modules` become its own; every other registry stays shared with the module it came from.
         group: over which all batch norms are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
         report: where a batch norm that runs in eager is noted.
+
+    Returns:
+        The copy of each module that was copied.
     """
-    copies: dict[int, nn.Module] = {}
+    copies: dict[nn.Module, nn.Module] = {}
     for path, module in model.named_modules():
         if path and isinstance(module, BATCH_NORMS) and _needs_copy(module, group):
-            copies[id(module)] = _rebuild(_original_class(module), {**module.__dict__, "_apexfx_path": path})
-            _configure(copies[id(module)], group, report)
+            copies[module] = _rebuild(_original_class(module), {**module.__dict__, "_apexfx_path": path})
+            _configure(copies[module], group, report)
     if copies:
         _replace_below(model, copies)
+    return copies
 
 
 def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
@@ -53,17 +57,17 @@ def _configure(module: nn.Module, group: dist.ProcessGroup | None, report: Repor
     module.__dict__["_apexfx_report"] = report
 
 
-def _replace_below(module: nn.Module, copies: dict[int, nn.Module]) -> bool:
+def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:
     """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
     children: dict[str, nn.Module | None] = {}
     changed = False
     for name, child in module._modules.items():
-        if child is not None and id(child) not in copies and child._modules:
+        if child is not None and child not in copies and child._modules:
             container = object.__new__(type(child))
             container.__dict__.update(child.__dict__)
             if _replace_below(container, copies):
-                copies[id(child)] = container
-        children[name] = copies.get(id(child), child)
+                copies[child] = container
+        children[name] = copies.get(child, child)
         changed |= children[name] is not child
     if changed:
         module.__dict__["_modules"] = children

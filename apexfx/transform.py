@@ -239,7 +239,7 @@ def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig,
     made = object.__new__(_transformed_class(cls, public))
     made.__dict__.update(state)
     own_forward = made.__dict__.pop("forward", None)
-    make_traceable(made, compiler.groups.batch_norm, compiler.report)
+    stand_ins = make_traceable(made, compiler.groups.batch_norm, compiler.report)
     forward = own_forward or types.MethodType(with_private_code(cls.forward), made)
-    made.__dict__["_apexfx"] = Runtime(made, forward, config, compiler)
+    made.__dict__["_apexfx"] = Runtime(made, forward, config, compiler, stand_ins)
     return made

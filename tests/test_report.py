@@ -97,7 +97,7 @@ def captured(depth=2):
     weights = [graph.placeholder(f"weight_{i}") for i in range(depth)]
     for i, weight in enumerate(weights):
         x = graph.call_function(aten.tanh.default, (graph.call_function(aten.mm.default, (x, weight)),))
-        x.meta["nn_module_stack"] = {"x": (f"L['self']._modules['layers']._modules['{i}']", nn.Linear)}
+        x.meta["nn_module_stack"] = {"x": (f"layers.{i}", nn.Linear)}
         x.meta["stack_trace"] = '  File "/home/me/model.py", line 12, in forward'
     graph.output((x,))
     for node in graph.nodes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from ..capture import Placeholder, gradients
 from ..config import BucketConfig, describe_buckets
 from ..fx import call, fake_mode, value
-from ..pipeline import Pass
+from ..pipeline import Pass, PassError
 from ..printed_names import identifier
 from ..printing import short_dtype
 from ..schedule.ddp import dim_order
@@ -142,9 +143,14 @@ class BucketAllreduce(Pass):
                 earlier.positions.append(gradient.position)
                 continue
             order = dim_order(parameter.shape, parameter.stride) if parameter.stride else None
-            spec = GradientSpec(parameter.name, tuple(final.shape), value(source).dtype, final.dtype, final.device, order)
+            spec = GradientSpec(parameter.name, tuple(final.shape), value(source).dtype, final.dtype, final.device, order,
+                                parameter.aliases)
             found[key] = _Reduction(spec, source, [gradient.position])
-        return list(found.values())
+        reductions = list(found.values())
+        twice = [name for name, count in Counter(r.spec.name for r in reductions).items() if count > 1]
+        if twice:
+            raise PassError(self.name, f"several gradients are named {twice}: each would be averaged as another's")
+        return reductions
 
     def _make_plan(self, specs: Sequence[GradientSpec]) -> BucketPlan:
         if self.replayed is None:

@@ -13,7 +13,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..fx import fake_mode, module_path, op_name, value
+from ..fx import fake_mode, module_paths, op_name, value
 from ..pipeline import Pass
 from .casts import CastRow, dtype_of
 from .model_casts import cast_entries
@@ -82,7 +82,7 @@ class Precision(Pass):
         """Warn of override keys that cover nothing, with the nearest module path or op name that would."""
         if not (keys := self.policy.unused()):
             return
-        paths = {path for node in nodes for path in _and_above(module_path(node))}
+        paths = {above for node in nodes for path in module_paths(node) for above in _and_above(path)}
         ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes if node.op.startswith("call_")}
         for key in keys:
             near = difflib.get_close_matches(key.removesuffix(".*"), sorted(paths | ops), n=1)

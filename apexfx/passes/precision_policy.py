@@ -11,7 +11,7 @@ from torch import fx
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..fx import module_path
+from ..fx import module_paths
 from .mutation import argument
 from .op_names import canonical_name
 from .precision_rules import HALVES, Rule, consistent, lookup
@@ -77,17 +77,17 @@ class Policy:
     def _override_of(self, node: fx.Node, name: str, base: Rule) -> Rule | None:
         found = None
         for key, rule in self.overrides.items():
-            if self._covers(key, name.rstrip("_"), module_path(node)):
+            if self._covers(key, name.rstrip("_"), module_paths(node)):
                 self.used.add(key)
                 if base.family not in _NOTHING_TO_COMPUTE or rule.kind != "dtype":
                     found = Rule(rule.kind, rule.reason, base.family, rule.dtype)
         return found
 
     @staticmethod
-    def _covers(key: str, op: str, path: str) -> bool:
-        return fnmatch.fnmatchcase(op.rpartition(".")[2], key) or bool(path) and (
-            fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(path, f"{key}.*")
-        )
+    def _covers(key: str, op: str, paths: tuple[str, ...]) -> bool:
+        patterns = (key, f"{key}.*")
+        return fnmatch.fnmatchcase(op.rpartition(".")[2], key) or any(
+            fnmatch.fnmatchcase(path, pattern) for path in filter(None, paths) for pattern in patterns)
 
     def unused(self) -> list[str]:
         """Return the override keys that covered nothing in the graphs seen so far."""

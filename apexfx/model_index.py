@@ -1,0 +1,148 @@
+"""The names under which a model has registered its tensors and modules, found by identity.
+
+Where a program reached a tensor from (a list, a helper object, a local variable after a graph break) says nothing about which
+parameter it is. That it *is* the tensor registered as "layer1.0.weight" does.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._torch import traced_value, tree_leaves
+
+# What Dynamo writes between the names of attributes and keys.
+_REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
+_ROOT = re.compile(r"^[LG](?:\['(?:kwargs|named_inputs)'\](?=\[))?\['(\w+)'\]")
+_CLOSURE = re.compile(r"\.__closure__\[(\d+)\]\.cell_contents")
+
+
+class ModelIndex:
+    """Names of tensors and modules, looked up by identity.
+
+    Args:
+        model: returns the model, or None where there is none to ask. `torch.compile()` shows a backend no model: there, each
+            module that the inputs of a graph are reached from counts as one.
+        stand_ins: the modules that run in place of others of the source model; both go by the same path.
+
+    Attributes:
+        has_model: whether a model was given: then what is not registered in it is no parameter.
+        arguments: what the model was called with, while a call is under way.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module | None] | None = None,
+                 stand_ins: Mapping[nn.Module, nn.Module] | None = None) -> None:
+        self.has_model = model is not None
+        self.arguments: Any = ()
+        self._model = model
+        self._originals = {id(new): id(old) for old, new in (stand_ins or {}).items()}
+        self._stand_ins = stand_ins  # keeps both alive, so that their ids stay theirs
+        self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._given: dict[str, weakref.ref[Tensor]] = {}  # names made of source text, each for one tensor
+        self._parameters: dict[int, list[str]] = {}
+        self._buffers: dict[int, list[str]] = {}
+        self._modules: dict[int, list[str]] = {}
+
+    def refresh(self, sources: Iterator[Any] | None = None) -> None:
+        """Read the registries anew; to be called for each graph, since a model may have changed.
+
+        Args:
+            sources: of the graph's inputs, as Dynamo tracks them; looked at where no model was given.
+        """
+        self._parameters, self._buffers, self._modules = {}, {}, {}
+        if self._model is None:
+            for source in sources or ():
+                self._find_root(source)
+        roots = [("", self._model())] if self._model is not None else [(name, ref()) for name, ref in self._roots]
+        for prefix, root in roots:
+            if root is not None:
+                self._walk(root, prefix, set())
+
+    def _walk(self, module: nn.Module, path: str, above: set[int]) -> None:
+        if id(module) in above:  # a module registered below itself
+            return
+        self._modules.setdefault(id(module), []).append(path)
+        if (original := self._originals.get(id(module))) is not None:
+            self._modules.setdefault(original, []).append(path)
+        dot = f"{path}." if path else ""
+        for names, registry in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(dot + name)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._walk(child, dot + name, above | {id(module)})
+
+    def parameter(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the names under which `tensor` is a registered parameter; a tied one has several."""
+        return tuple(self._parameters.get(id(tensor), ()))
+
+    def buffer(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the names under which `tensor` is a registered buffer."""
+        return tuple(self._buffers.get(id(tensor), ()))
+
+    def module(self, key: str, source: str) -> tuple[str, ...]:
+        """Return the paths of a module on the stack that Dynamo keeps of a node.
+
+        Args:
+            key: of the stack: the module's `id`, and "@n" for its later calls.
+            source: where it was reached from; its only name where it is not registered.
+        """
+        identity = key.partition("@")[0]
+        paths = self._modules.get(int(identity)) if identity.isdigit() else None
+        return tuple(paths) if paths else (_below_root(source),)
+
+    def is_argument(self, tensor: Tensor) -> bool:
+        """Return whether `tensor` was given to the model in the call under way."""
+        return any(tensor is leaf for leaf in tree_leaves(self.arguments))
+
+    def unregistered(self, tensor: Tensor, source: str) -> str:
+        """Return a name for a parameter that no model has registered: where it was reached from, each name for one tensor."""
+        name = text_name(source)
+        candidate, number = name, 1
+        while (owner := self._given.get(candidate)) is not None and owner() not in (tensor, None):
+            number += 1
+            candidate = f"{name}_{number}"
+        self._given[candidate] = weakref.ref(tensor)
+        return candidate
+
+    def _find_root(self, source: Any) -> None:
+        """Take in the outermost module that an input was reached from, unless it lies in one that is known."""
+        chain = [source]
+        while (base := getattr(chain[-1], "base", None)) is not None:
+            chain.append(base)
+        for link in reversed(chain):
+            found = traced_value(link)
+            if isinstance(found, nn.Module):
+                break
+        else:
+            return
+        known = [root for _, ref in self._roots if (root := ref()) is not None]
+        if any(found is module for root in known for module in root.modules()):
+            return
+        inside = set(map(id, found.modules()))
+        self._roots = [(name, ref) for name, ref in self._roots if (root := ref()) is not None and id(root) not in inside]
+        taken = {name for name, _ in self._roots}
+        name = base = text_name(link.name) if self._roots else ""
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        self._roots.append((name, weakref.ref(found)))
+
+
+def text_name(source: str) -> str:
+    """Return a readable name for what Dynamo reached from `source`: "stages.0.weight" for L['stages'][0].weight."""
+    text = _CLOSURE.sub(r".cell\1", _REGISTRIES.sub("", source))
+    text = _ROOT.sub(r"\1", text)
+    return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
+
+
+def _below_root(source: str) -> str:
+    """Return a module's path from where it was reached, without the variable that the path starts from."""
+    return text_name(source).partition(".")[2]

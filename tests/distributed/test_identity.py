@@ -1,0 +1,186 @@
+"""A gradient is averaged because its parameter is the model's, wherever the program reached it from; or an error says which is not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import apexfx
+from tests.distributed.launch import run_ranks
+
+
+class Listed(nn.Module):
+    """Registered layers of equal and different shapes, reached through a plain list, a helper and a local variable."""
+
+    class Helper:
+        def __init__(self, layer):
+            self.layer = layer
+
+    def __init__(self):
+        super().__init__()
+        self.stages = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 6)]
+        for name, layer in zip("abc", self.stages):
+            self.add_module(name, layer)
+        self.add_module("weight", nn.Linear(6, 6, bias=False))
+        self.helper = self.Helper(self.weight)
+        self.last = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for layer in self.stages:
+            x = torch.tanh(layer(x))
+        layer = self.helper.layer
+        torch._dynamo.graph_break()
+        x = layer(x)
+        layer = self.last
+        torch._dynamo.graph_break()
+        return layer(x)
+
+
+class Elsewhere(Listed):
+    """A part of a layer's gradient comes from a frame that Dynamo leaves to eager."""
+
+    @torch._dynamo.disable
+    def left_to_eager(self, x):
+        return self.a(x)
+
+    def forward(self, x):
+        return self.left_to_eager(x) + super().forward(x).sum()
+
+
+class Unregistered(Listed):
+    def __init__(self):
+        super().__init__()
+        self.loose = [nn.Parameter(torch.ones(2))]
+
+    def forward(self, x):
+        return super().forward(x) * self.loose[0]
+
+
+def square(model, x):
+    return model(x).square().mean()
+
+
+def with_decay(model, x):
+    return square(model, x) + sum(p.square().sum() for p in model.parameters())
+
+
+def with_a_layer_of_its_own(model, x):
+    return square(model, x) + (x @ model.a.weight).square().mean() + (x @ model.b.weight).square().mean()
+
+
+def two_forwards(model, x):
+    return square(model, x) + square(model, x - 1)
+
+
+def two_forwards_and_more(model, x):
+    return two_forwards(model, x) + (x @ model.a.weight).square().mean()
+
+
+LOSSES = (square, with_decay, with_a_layer_of_its_own, two_forwards, two_forwards_and_more)
+
+
+def transformed(source, **options):
+    return apexfx.transform(source, opt_level="O0", ddp=True, **options)
+
+
+def wrapped(source, **options):
+    return apexfx.parallel.DistributedDataParallel(apexfx.transform(source, opt_level="O0", **options))
+
+
+def compiled(source, **options):
+    return torch.compile(source, backend="apex", options={"opt_level": "O0", "ddp": True, **options})
+
+
+EXECUTORS = (transformed, wrapped, compiled)
+
+
+def check(model, reference, loss_of, rank, world_size, steps=3):
+    names = dict(model.named_parameters())
+    for step in range(steps):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+        model.zero_grad()
+        reference.zero_grad()
+        loss_of(getattr(model, "module", model), x).backward()
+        loss_of(reference, x).backward()
+        for name, p in reference.named_parameters():
+            mine = next(q for n, q in names.items() if n.endswith(name))
+            assert (mine.grad is None) == (p.grad is None), name
+            if p.grad is not None:
+                dist.all_reduce(p.grad)
+                torch.testing.assert_close(mine.grad, p.grad / world_size, rtol=1e-5, atol=1e-6, msg=f"{name}, step {step}")
+
+
+def gradients(rank, world_size, executors, inner):
+    for make in executors:
+        for loss_of in LOSSES:
+            torch._dynamo.reset()
+            torch.manual_seed(0)
+            source = Listed()
+            reference = copy.deepcopy(source)
+            check(make(source, inner=inner), reference, loss_of, rank, world_size)
+            dist.barrier()
+
+
+def errors(rank, world_size):
+    x = torch.full((5, 4), rank + 1.0)
+    model = transformed(Elsewhere(), inner="eager")
+    reference = copy.deepcopy(Elsewhere())
+    reference.load_state_dict(model.state_dict())
+    check(model, reference, square, rank, world_size)  # averaged once more
+    assert any("'a.weight', 'a.bias' has a share from outside" in note for note in model.report.notes)
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="forward uses L\\['self'\\].loose\\[0\\]"):
+        transformed(Unregistered(), inner="eager")(x)
+    model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(gradient_average=False))
+    square(model, x).backward()
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="(?s)'a.weight'.* has a share from outside.*gradient_average"):
+        with_a_layer_of_its_own(model, x).backward()
+
+
+def local_shares(rank, world_size):
+    """Inside no_sync() a share from outside stays local, and is averaged with the rest."""
+    model = transformed(Listed(), inner="eager")
+    reference = copy.deepcopy(Listed())
+    reference.load_state_dict(model.state_dict())
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+    early = square(model, x)
+    with model.no_sync():
+        (early + with_a_layer_of_its_own(model, x)).backward()
+    square(model, x).backward()
+    (2 * square(reference, x) + with_a_layer_of_its_own(reference, x)).backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        dist.all_reduce(q.grad)
+        torch.testing.assert_close(p.grad, q.grad / world_size, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def found_by_one_rank(rank, world_size):
+    """What only one rank adds to a gradient is an error there: the others do not come to average it."""
+    model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(timeout_s=1))
+    x = torch.full((5, 4), rank + 1.0)
+    square(model, x).backward()
+    if rank == 0:
+        with pytest.raises(apexfx.RankMismatchError, match="rank 1 of 2 has not arrived to agree on the parameters whose"):
+            with_a_layer_of_its_own(model, x).backward()
+    else:
+        square(model, x).backward()
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_every_gradient_is_the_mean(inner):
+    run_ranks(gradients, 2, EXECUTORS, inner, timeout=400)
+
+
+def test_what_is_not_averaged_is_said():
+    run_ranks(functools.partial(_each, (errors, local_shares, found_by_one_rank)), 2)
+
+
+def _each(cases, rank, world_size):
+    for case in cases:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        case(rank, world_size)
+        dist.barrier()
