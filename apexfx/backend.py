@@ -135,9 +135,9 @@ class GraphCompiler:
             if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
                 continue
             raise UnsynchronizedGradientError(
-                f"apexfx: forward uses {p.source}, a tensor of shape {list(tensor.shape)} that requires a gradient and is neither "
-                "a registered parameter of the model nor an argument of this call, so nothing would average its gradient over "
-                "the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
+                f"apexfx: forward uses {p.source}, a tensor of shape {list(tensor.shape)} that requires a gradient and is "
+                "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
+                "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
     def _averaged_by_ddp(self) -> bool:
         if self.config.ddp and active_ddp_module() is not None:

@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ._torch import traced_value, tree_leaves

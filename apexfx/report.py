@@ -184,11 +184,15 @@ class Report:
         """Return every place that a pass rewrote, in all graphs, folded to one line for equal layers."""
         if not self.graphs:
             raise RuntimeError(NO_GRAPH)
-        found = [p for graph in self.graphs for stage in graph.stages for p in stage.passes if p.name == pass_name]
-        if not found:
+        if pass_name not in self._pass_names():
             raise ValueError(f"apexfx: no pass {pass_name!r} ran; these did: {', '.join(self._pass_names()) or 'none'}")
-        return Text("\n".join(f"{count:6} x {text}" for count, text in places(m for p in found for m in p.matches))
+        return Text("\n".join(f"{count:6} x {text}" for count, text in places(self.matched(pass_name)))
                     or f"{pass_name} rewrote nothing")
+
+    def matched(self, pass_name: str) -> list[Any]:
+        """Return every `Match` of a pass, in all graphs."""
+        return [match for graph in self.graphs for stage in graph.stages for p in stage.passes if p.name == pass_name
+                for match in p.matches]
 
     def casts(self) -> CastLedger:
         """Return the cast ledger of all graphs: iterate for one row a cast, `print` for a table folded by kind.

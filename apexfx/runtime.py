@@ -18,6 +18,7 @@ from .config import TransformConfig
 from .model_index import ModelIndex
 from .passes.precision_rules import HALVES
 from .report import Report
+from .traceable import EagerBatchNorms
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ class Runtime:
                                     agreement=compiler.agreement, reduce_gradients=False, index=self._index)
             self._local = self._compiled(_again(forward), variant)
         self._checked = self._capturing = False
+        self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
+        self._num_graphs = 0  # when that was last looked at
         self._patch = dynamo_config.patch(_DYNAMO)
         self._model = model
         self._parameters = [name for name, _ in model.named_parameters()]
@@ -77,6 +80,9 @@ class Runtime:
             result = self._cast(result, (self._half,), torch.float32)
         if not self._checked:
             self._check_captured()
+        if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
+            self._num_graphs = len(self.report.graphs)
+            self._check_batch_norms()
         return result
 
     def _in_dtype_of_parameters(self, inputs: Any) -> Any:
@@ -116,6 +122,15 @@ class Runtime:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
                        "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
+            self.report.note(message)
+            log.warning(message)
+
+    def _check_batch_norms(self) -> None:
+        missed = self._eager_batch_norms.find({match.module for match in self.report.matched("sync_batchnorm")})
+        if missed and "sync_batchnorm" not in self.config.skip:
+            message = (f"apexfx: batch norm {', '.join(missed)} ran in training mode with this rank's statistics alone, in a "
+                       "frame that a graph break left to eager (TORCH_LOGS=graph_breaks says where); sync_bn=True asks for all "
+                       "ranks'. Remove the graph break, or call the module by the attribute under which it is registered")
             self.report.note(message)
             log.warning(message)
 

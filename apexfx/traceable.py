@@ -9,6 +9,7 @@ user's own module is not touched.
 from __future__ import annotations
 
 import functools
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ class TraceableBatchNorm:
         )
 
     def _note_eager(self) -> None:
+        self.__dict__["_apexfx_ran_in_eager"] = True
         message = f"batch norm {self._apexfx_path!r} was left to eager by a graph break"
         if type(self).__mro__[2].forward not in _OWN_FORWARDS:
             raise RuntimeError(
@@ -115,6 +117,35 @@ class TraceableBatchNorm:
     def __reduce_ex__(self, protocol: int) -> Any:
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_apexfx")}
         return _original, (_original_class(self), state)
+
+
+class EagerBatchNorms:
+    """Finds batch norms that ran in training mode and were not synchronized.
+
+    A frame that Dynamo leaves to eager may call the user's own module rather than the traceable copy: through a list, say. It
+    counts its batches then, and no graph holds it.
+
+    Args:
+        model: the transformed model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {path: module for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)
+                         and module.num_batches_tracked is not None and not getattr(module, "synchronizes_itself", False)}
+        self._versions = self._count()
+
+    def _count(self) -> dict[str, int]:
+        return {path: module.num_batches_tracked._version for path, module in self._modules.items()}
+
+    def find(self, synchronized: Container[str]) -> list[str]:
+        """Return the paths of those that have run since the last time.
+
+        Args:
+            synchronized: paths of those that graphs synchronize.
+        """
+        before, self._versions = self._versions, self._count()
+        return [path for path, module in self._modules.items() if before[path] != self._versions[path]
+                and path not in synchronized and "_apexfx_ran_in_eager" not in module.__dict__]
 
 
 def _original_class(module: nn.Module) -> type[nn.Module]:

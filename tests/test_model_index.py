@@ -11,6 +11,7 @@ from torch import nn
 
 import apexfx
 from apexfx.model_index import ModelIndex, text_name
+from apexfx.schedule.graph_plan import fake_world
 
 
 class Holder:
@@ -98,3 +99,32 @@ def test_a_loose_parameter_is_an_input_and_one_of_no_model_keeps_its_name():
     torch.compile(scaled, backend="apex", options={"opt_level": "O0", "inner": "eager"})(torch.randn(2, 3))
     [graph] = apexfx.last_report().graphs
     assert len(set(graph.parameters)) == 2
+
+
+class Norms(nn.Module):
+    """Batch norms registered by name and called through a list, in a graph or in a frame left to eager."""
+
+    def __init__(self, eager, momentum=0.1):
+        super().__init__()
+        self.a, self.b = nn.BatchNorm1d(3, momentum=momentum), nn.BatchNorm1d(3)
+        self.norms, self.eager = [self.a, self.b], eager
+
+    @torch._dynamo.disable
+    def in_eager(self, x):
+        return self.norms[0](x)
+
+    def forward(self, x):
+        return self.norms[1](self.in_eager(x) if self.eager else self.norms[0](x))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("eager", [False, True])
+def test_batch_norms_called_through_a_list_are_synchronized_or_named(eager, momentum, caplog):
+    with fake_world(2):
+        model = apexfx.transform(Norms(eager, momentum), opt_level="O0", inner="eager", sync_bn=True)
+        for _ in range(2):
+            model(torch.randn(4, 3))
+        synchronized = {match.module for match in model.report.matched("sync_batchnorm")}
+    missed = {"a"} if eager or momentum is None else set()
+    assert synchronized == {"a", "b"} - missed
+    assert caplog.text.count("batch norm a ran in training mode with this rank's statistics alone") == len(missed)

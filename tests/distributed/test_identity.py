@@ -1,4 +1,4 @@
-"""A gradient is averaged because its parameter is the model's, wherever the program reached it from; or an error says which is not."""
+"""A gradient is averaged because its parameter is the model's, wherever the program reached it from."""
 
 from __future__ import annotations
 
