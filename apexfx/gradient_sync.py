@@ -58,8 +58,9 @@ class _ParameterHook:
 
     def __init__(self, parameter: Tensor) -> None:
         self.parameter = weakref.ref(parameter)
+        self._key = id(parameter)
         self._models: list[weakref.ref[GradientSync]] = []  # the one that ran forward last comes last
-        self._partly_outside = False
+        self._is_averaged = self._partly_outside = False  # the gradient at hand
         parameter.register_hook(self._on_gradient)
         parameter.register_post_accumulate_grad_hook(self._on_accumulated)
 
@@ -71,20 +72,19 @@ class _ParameterHook:
     def _owners(self) -> list[GradientSync]:
         return [model for ref in self._models if (model := ref()) is not None]
 
-    @torch.no_grad()
     def _on_gradient(self, gradient: Tensor) -> None:
-        owners, key = self._owners(), id(self.parameter())
-        for owner in owners:
+        averages: list[_Average] = []
+        for owner in self._owners():
             owner.notice_dropped_backward()
-        averages = [average for owner in owners for average in owner.averages.get(key, ())]
-        self._partly_outside = bool(averages) and not _is_sum(gradient, averages)
+            averages += owner.averages.get(self._key, ())
+        self._is_averaged = bool(averages)
+        self._partly_outside = self._is_averaged and not _is_sum(gradient, averages)
 
-    def _on_accumulated(self, parameter: Tensor) -> None:
+    def _on_accumulated(self, _: Tensor) -> None:
         if owners := self._owners():
-            key = id(parameter)
-            averaged = any(key in owner.averages for owner in owners)
-            owner = next((owner for owner in owners if key in owner.local), owners[-1])
-            owner.on_accumulated(key, averaged=averaged, partly_outside=self._partly_outside)
+            owner = next((owner for owner in owners if self._key in owner.local), owners[-1])
+            if not self._is_averaged or self._partly_outside or self._key in owner.local:
+                owner.on_accumulated(self._key, averaged=self._is_averaged)
 
 
 _hooks: Any = WeakTensorKeyDictionary()  # parameter -> its hook, by identity: tensors compare elementwise
@@ -231,21 +231,20 @@ class GradientSync:
         if self._count is not None and self.enabled and not in_backward():
             self._count.forwards += 1
 
-    def on_accumulated(self, key: int, *, averaged: bool, partly_outside: bool) -> None:
-        """Judge the gradient that a parameter has just received.
+    def on_accumulated(self, key: int, *, averaged: bool) -> None:
+        """Take note of a gradient that is not what graphs have averaged.
 
         Args:
             key: the parameter's id.
-            averaged: graphs of any model have averaged it, or a part of it.
-            partly_outside: it is not what they averaged.
+            averaged: a part of it is.
         """
-        if key in self.local or not self.enabled and (partly_outside or not averaged):
+        if key in self.local or not self.enabled:
             if self._count is not None and not self._pending:
                 self._count.accumulate()
             self._pending.add(key)
-        elif partly_outside:
+        elif averaged:
             self._partly_outside.add(key)
-        elif not averaged:
+        else:
             self._outside.add(key)
             self._end.queue(self._end_of_backward)
 
@@ -357,8 +356,8 @@ def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
     terms = [average.held for average in averages]
     if any(term is None for term in terms):
         return True
-    # Autograd adds in the order in which the graphs have run, to the bit.
-    return torch.isclose(functools.reduce(torch.add, terms), gradient, rtol=0.0, atol=0.0, equal_nan=True).all().item()
+    with torch.no_grad():  # autograd adds in the order in which the graphs have run, to the bit
+        return torch.isclose(functools.reduce(torch.add, terms), gradient, rtol=0.0, atol=0.0, equal_nan=True).all().item()
 
 
 def _shown(names: Sequence[str]) -> str:
