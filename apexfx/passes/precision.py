@@ -85,7 +85,8 @@ class Precision(Pass):
         paths = {path for node in nodes for path in _and_above(module_path(node))}
         ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes if node.op.startswith("call_")}
         for key in keys:
-            near = difflib.get_close_matches(key.removesuffix(".*"), sorted(paths | ops), n=1)
+            asked = key.removesuffix(".*").removeprefix("torch.").removeprefix("F.")
+            near = difflib.get_close_matches(asked, sorted(paths | ops), n=1)
             self.unmet.append(f"precision[{key!r}] covers no module path and no op of this graph"
                               + (f"; did you mean {near[0]!r}?" if near else ""))
             log.warning("apexfx: %s", self.unmet[-1])
