@@ -153,7 +153,7 @@ class TransformedModule:
         return f"Apexfx{type(self).__name__}"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in super().__getstate__().items() if k != "_apexfx"}
+        state = {k: v for k, v in super().__getstate__().items() if not k.startswith("_apexfx")}
         state["_apexfx_config"] = self.__dict__["_apexfx"].config
         return state
 
@@ -239,7 +239,7 @@ def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig,
     made = object.__new__(_transformed_class(cls, public))
     made.__dict__.update(state)
     own_forward = made.__dict__.pop("forward", None)
-    make_traceable(made, compiler.groups.batch_norm, compiler.report)
-    forward = own_forward or types.MethodType(with_private_code(cls.forward), made)
+    source_forward = make_traceable(made, compiler.groups.batch_norm, compiler.report)
+    forward = own_forward or types.MethodType(with_private_code(source_forward), made)
     made.__dict__["_apexfx"] = Runtime(made, forward, config, compiler)
     return made
