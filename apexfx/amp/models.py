@@ -107,14 +107,15 @@ def check_wrapper(model: Any) -> None:
                         "torch.jit or torch.compile, or pass compile=True")
 
 
-def check_runs_eagerly(model: nn.Module) -> None:
-    """Raise where casts per call would meet the graphs of `apexfx.transform`, which hold their own."""
+def check_not_transformed(model: nn.Module) -> None:
+    """Raise where casts of amp would meet the graphs of `apexfx.transform`, which hold their own."""
     for name, module in model.named_modules():
         if "_apexfx" in module.__dict__:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
-            raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and O1 casts each call "
-                               "in eager mode. Give amp.initialize the module it was made from, with compile=True, or "
-                               "opt_level='O0' for the loss scale alone.")
+            raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and amp would cast on top "
+                               "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "
+                               "scale alone: amp.initialize(model, optimizer, opt_level='O0', cast_model_type=False, "
+                               "loss_scale='dynamic')")
 
 
 def _is_own_wrapper(model: nn.Module) -> bool:
