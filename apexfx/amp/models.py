@@ -157,15 +157,15 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
         patch.prepare(model)
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_float_input)
+                module.register_forward_pre_hook(_float_input, with_kwargs=True)
 
 
-def _float_input(module: nn.RNNBase, args: tuple[Any, ...]) -> Any:
-    """Bring a half input to the weights' dtype: torch compares the two before the executor sees the call."""
-    if args and isinstance(args[0], Tensor) and args[0].dtype in HALVES and module._flat_weights[0].dtype == torch.float32:
-        hidden = cast_values(args[1:], caster(torch.float32))
-        return (args[0].float(), *hidden)
-    return None
+def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
+    if module._flat_weights[0].dtype != torch.float32:
+        return None
+    cast = caster(torch.float32, only=HALVES)
+    return cast_values(args, cast), cast_values(kwargs, cast)
 
 
 @functools.cache
