@@ -15,6 +15,7 @@ from ._torch import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_confi
 from .backend import GraphCompiler
 from .config import TransformConfig
 from .passes.precision_rules import HALVES
+from .pipeline import warn_unmatched
 from .report import Report
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class Runtime:
                        "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
             self.report.note(message)
             log.warning(message)
+        warn_unmatched(self.report)
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

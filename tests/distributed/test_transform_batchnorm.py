@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -154,6 +155,28 @@ def _the_model_is_a_batch_norm(rank, world_size):
         torch.testing.assert_close(source.running_var, reference.running_var.float())
 
 
+def _after_a_graph_break(rank, world_size):
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            x = self.linear(x)
+            torch._dynamo.graph_break()
+            return self.bn(x)
+
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("apexfx").addHandler(handler)
+    model = apexfx.transform(Broken(), opt_level="O0", sync_bn=True, inner="eager")
+    model(torch.randn(3, 4))
+    logging.getLogger("apexfx").removeHandler(handler)
+    assert [len(g.forward.passes[0].matches) for g in model.report.graphs] == [0, 1]
+    assert not said and "rewrote nothing" not in str(model.report)
+
+
 def _evaluation_without_running_statistics_is_local(rank, world_size):
     for norm in (nn.BatchNorm1d, nn.SyncBatchNorm):
         source = nn.Sequential(norm(4, track_running_stats=False))
@@ -178,7 +201,7 @@ def _plain_backend(rank, world_size):
 
 
 def _all(rank, world_size):
-    for case in (_matches_full_batch, _left_to_eager, _one_value_a_rank, _the_model_is_a_batch_norm,
+    for case in (_matches_full_batch, _left_to_eager, _after_a_graph_break, _one_value_a_rank, _the_model_is_a_batch_norm,
                  _evaluation_without_running_statistics_is_local, _sync_batch_norm_modules_stay_synchronized_unasked,
                  _plain_backend):
         torch._dynamo.reset()
