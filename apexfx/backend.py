@@ -27,7 +27,7 @@ from .fx import graphs, named_argument, value
 from .gradient_sync import GradientSync, UnsynchronizedGradientError
 from .inner import INNER, traceable_rnn
 from .model_index import ModelIndex
-from .pipeline import Pipeline
+from .pipeline import Pipeline, warn_unmatched
 from .report import GraphReport, Report
 from .schedule.plan import BucketPlan
 
@@ -108,8 +108,7 @@ class GraphCompiler:
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm,
                                  self.reduce_gradients and not self._averaged_by_ddp())
         schedule = passes.schedule(self.config, context)
-        matched = {p.name for graph in self.report.graphs for p in graph.forward.passes if p.matches}
-        pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph, matched=matched)
+        pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
         forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
         record = GraphReport(len(self.report.graphs), _needs_backward(placeholders), forward,
                              parameters=tuple(p.name for p in placeholders if p.kind == "param"))
@@ -257,7 +256,9 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
         known = (options, dict(options or {}), compiler_for(config, "compile"))
         if options is not None:
             _by_options[id(options)] = known
-    return known[2](gm, example_inputs)
+    compiled = known[2](gm, example_inputs)
+    warn_unmatched(known[2].report, so_far=True)  # a graph break may be followed by graphs that have something for the pass
+    return compiled
 
 
 def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCompiler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from . import invariants, printing, verification
 from ._torch import trace_structured
 from .fx import count_ops, graphs, module_path, source_line
-from .report import PassReport, StageReport
+from .report import PassReport, Report, StageReport
 
 log = logging.getLogger(__name__)
 
@@ -98,21 +98,17 @@ class Pipeline:
         passes: the schedule, all stages together; each stage runs its own, in this order.
         verify: "off", "final" or "each".
         strict: zero matches of a rewrite that was asked for is an error, not a warning (`fullgraph=True`).
-        matched: names of passes that rewrote another graph of the same model: no warning that this one has nothing for them.
 
     Raises:
         TypeError: an entry that is not a `Pass`.
         ValueError: an unknown stage or tier, a missing requirement, a conflict.
     """
 
-    def __init__(
-        self, passes: Sequence[Pass], *, verify: str = "off", strict: bool = False, matched: Collection[str] = ()
-    ) -> None:
+    def __init__(self, passes: Sequence[Pass], *, verify: str = "off", strict: bool = False) -> None:
         validate(passes)
         self.passes = tuple(passes)
         self.verify = verify
         self.strict = strict
-        self.matched = matched
 
     def stage(self, name: str) -> tuple[Pass, ...]:
         return tuple(p for p in self.passes if p.stage == name)
@@ -165,15 +161,24 @@ class Pipeline:
 
     def _publish(self, report: PassReport) -> None:
         if report.warning:
-            message = f"apexfx: {report.name} rewrote nothing: {report.warning}"
             if self.strict:
                 raise PassError(report.name, f"rewrote nothing: {report.warning}")
-            log.log(logging.INFO if report.name in self.matched else logging.WARNING, message)
+            # Of the forward passes, whoever sees all graphs of a call says it: `warn_unmatched`.
+            log.log(logging.WARNING if report.stage == "backward" else logging.INFO,
+                    "apexfx: %s rewrote nothing in this graph: %s", report.name, report.warning)
         log.info("%s: %d matches, %d -> %d nodes, %.1f ms", report.name, len(report.matches), report.nodes_before,
                  report.nodes_after, report.ms)
         log.debug("%s", report.code)
         trace_structured("artifact", metadata_fn=lambda: {"name": f"apexfx_{report.stage}_{report.name}",
                                                           "encoding": "string"}, payload_fn=lambda: report.code)
+
+
+def warn_unmatched(report: Report, *, so_far: bool = False) -> None:
+    """Log, once each, the passes that rewrote no graph of the model; `so_far` where more graphs of it may follow."""
+    for name, why in report.unmatched().items():
+        if name not in report.warned:
+            report.warned.add(name)
+            log.warning("apexfx: %s rewrote nothing%s: %s", name, " so far" if so_far else "", why)
 
 
 def validate(passes: Sequence[Pass]) -> None:

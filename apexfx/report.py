@@ -44,7 +44,7 @@ class PassReport:
         ms: milliseconds spent in the pass itself.
         code: the graph after the pass, as runnable Python.
         artifacts: what the pass keeps beside its matches: "casts", "plan", ...
-        warning: why nothing matched, where that is a surprise.
+        warning: why nothing matched in this graph, where that is a surprise.
     """
 
     name: str
@@ -113,6 +113,7 @@ class Report:
         self.config = config
         self.graphs: list[GraphReport] = []
         self.notes: list[str] = []
+        self.warned: set[str] = set()  # passes of `unmatched()` that the log has named
 
     def add(self, graph: GraphReport) -> None:
         self.graphs.append(graph)
@@ -121,6 +122,13 @@ class Report:
         """Keep a remark that belongs to the model rather than to one pass; said once."""
         if message not in self.notes:
             self.notes.append(message)
+
+    def unmatched(self) -> dict[str, str]:
+        """Return the passes that rewrote no graph although that is a surprise, and why."""
+        entries = [entry for graph in self.graphs for stage in graph.stages for entry in stage.passes]
+        matched = {entry.name for entry in entries if entry.matches}
+        # Reversed, so that the first graph's reason is the one that stays.
+        return {entry.name: entry.warning for entry in reversed(entries) if entry.warning and entry.name not in matched}
 
     @property
     def captured_parameters(self) -> set[str]:

@@ -103,10 +103,8 @@ def _places_lines(report: Report) -> list[str]:
 
 def remarks(report: Report) -> list[str]:
     """Return warnings, where a backward came from, and notes, after an empty line; or nothing."""
-    lines = []
+    lines = [f"warning: {name} rewrote nothing: {why}" for name, why in report.unmatched().items()]
     for graph in report.graphs:
-        lines += [f"warning: graph {graph.index}, {entry.name} rewrote nothing: {entry.warning}"
-                  for stage in graph.stages for entry in stage.passes if entry.warning]
         lines += [f"warning: graph {graph.index}, {text}"
                   for stage in graph.stages for entry in stage.passes for text in entry.artifacts.get("unmet", ())]
         lines += _backward_remark(graph)

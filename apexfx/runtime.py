@@ -17,6 +17,7 @@ from .backend import GraphCompiler
 from .config import TransformConfig
 from .model_index import ModelIndex
 from .passes.precision_rules import HALVES
+from .pipeline import warn_unmatched
 from .report import Report
 from .traceable import EagerBatchNorms
 
@@ -124,6 +125,7 @@ class Runtime:
                        "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
             self.report.note(message)
             log.warning(message)
+        warn_unmatched(self.report)
 
     def _check_batch_norms(self) -> None:
         missed = self._eager_batch_norms.find({match.module for match in self.report.matched("sync_batchnorm")})

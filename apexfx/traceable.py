@@ -9,7 +9,7 @@ user's own module is not touched.
 from __future__ import annotations
 
 import functools
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -45,6 +45,20 @@ def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Re
     return copies
 
 
+def traced_forward(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> Callable[..., Any]:
+    """Return the function to trace as the forward of a transformed model, which may be such a batch norm itself.
+
+    Args:
+        model, group, report: as of `make_traceable`.
+    """
+    source = type(model).__mro__[2]  # below the class that transform() made
+    if not (isinstance(model, BATCH_NORMS) and _needs_copy(model, group)):
+        return source.forward
+    model.__dict__["_apexfx_path"] = source.__name__
+    _configure(model, group, report)
+    return TraceableBatchNorm.forward
+
+
 def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
     if getattr(module, "synchronizes_itself", False):
         return False  # apexfx.parallel.SyncBatchNorm, on its own process group
@@ -76,22 +90,26 @@ def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> boo
 
 
 class TraceableBatchNorm:
-    """Mixin for a shallow copy of a batch norm module; `_apexfx_group` names the group to synchronize over ("" for none)."""
+    """Mixin for a shallow copy of a batch norm module; `_apexfx_group` names the group to synchronize over ("" for none).
+
+    A transformed model that is a batch norm itself borrows its forward.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
+        original = type(self).__mro__[2].forward
         if not (self.training or self.running_mean is None):
-            return super().forward(input)
+            return original(self, input)
         compiling = torch.compiler.is_compiling()
         # Without running statistics eval() uses the batch's, and as in torch this rank's alone: it may evaluate alone.
         group = self._apexfx_group if self.training else ""
         if not compiling and group:
-            self._note_eager()
-        if type(self).__mro__[2].forward not in _OWN_FORWARDS:
-            return super().forward(input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
+            _note_eager(self)
+        if original not in _OWN_FORWARDS:
+            return original(self, input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
         if compiling and self.training and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
             # F.batch_norm refuses one value per channel, though the ranks together may have more.
             if not group or input.numel() != input.size(1):
-                return super().forward(input)  # stays a batch norm node, for the pass to rewrite and report
+                return original(self, input)  # stays a batch norm node, for the pass to rewrite and report
         self._check_input_dim(input)
         tracked = self.num_batches_tracked
         if self.training and tracked is not None:
@@ -103,20 +121,22 @@ class TraceableBatchNorm:
             group_name=group,
         )
 
-    def _note_eager(self) -> None:
-        self.__dict__["_apexfx_ran_in_eager"] = True
-        message = f"batch norm {self._apexfx_path!r} was left to eager by a graph break"
-        if type(self).__mro__[2].forward not in _OWN_FORWARDS:
-            raise RuntimeError(
-                f"apexfx: {message}, where {type(self).__name__}.forward would use the statistics of this rank alone; "
-                "sync_bn=True asks for all ranks'. Remove the graph break (TORCH_LOGS=graph_breaks), or let the class "
-                "keep the forward of torch.nn.BatchNorm."
-            )
-        self._apexfx_report.note(f"apexfx: {message}; it is synchronized there by the eager form of the same op")
-
     def __reduce_ex__(self, protocol: int) -> Any:
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_apexfx")}
         return _original, (_original_class(self), state)
+
+
+def _note_eager(module: nn.Module) -> None:
+    module.__dict__["_apexfx_ran_in_eager"] = True
+    message = f"batch norm {module._apexfx_path!r} was left to eager by a graph break"
+    source = type(module).__mro__[2]
+    if source.forward not in _OWN_FORWARDS:
+        raise RuntimeError(
+            f"apexfx: {message}, where {source.__name__}.forward would use the statistics of this rank alone; "
+            "sync_bn=True asks for all ranks'. Remove the graph break (TORCH_LOGS=graph_breaks), or let the class "
+            "keep the forward of torch.nn.BatchNorm."
+        )
+    module._apexfx_report.note(f"apexfx: {message}; it is synchronized there by the eager form of the same op")
 
 
 class EagerBatchNorms:

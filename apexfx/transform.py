@@ -24,7 +24,7 @@ from .pipeline import validate
 from .report import Report
 from .runtime import Runtime, with_private_code
 from .schedule.plan import check_options
-from .traceable import BATCH_NORMS, make_traceable
+from .traceable import BATCH_NORMS, make_traceable, traced_forward
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ class TransformedModule:
         return f"Apexfx{type(self).__name__}"
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in super().__getstate__().items() if k != "_apexfx"}
+        state = {k: v for k, v in super().__getstate__().items() if not k.startswith("_apexfx")}
         state["_apexfx_config"] = self.__dict__["_apexfx"].config
         return state
 
@@ -240,6 +240,7 @@ def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig,
     made.__dict__.update(state)
     own_forward = made.__dict__.pop("forward", None)
     stand_ins = make_traceable(made, compiler.groups.batch_norm, compiler.report)
-    forward = own_forward or types.MethodType(with_private_code(cls.forward), made)
-    made.__dict__["_apexfx"] = Runtime(made, forward, config, compiler, stand_ins)
+    traced = own_forward or types.MethodType(
+        with_private_code(traced_forward(made, compiler.groups.batch_norm, compiler.report)), made)
+    made.__dict__["_apexfx"] = Runtime(made, traced, config, compiler, stand_ins)
     return made

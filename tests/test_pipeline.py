@@ -84,16 +84,13 @@ def test_twice_equals_once():
     assert format_graph(gm) == once and not report.passes[0].matches
 
 
-def test_zero_matches_warns_and_raises_under_strict(caplog):
+def test_zero_matches_raise_under_strict_and_are_recorded_otherwise(caplog):
     gm, _ = captured(lambda x: x + 1, torch.randn(3))
     report = Pipeline([ScaleTwice()]).run("forward", gm)
     assert report.passes[0].warning == "there is no multiplication by two"
-    assert "scale_twice rewrote nothing: there is no multiplication by two" in caplog.text
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]  # another graph of the model may have one
     with pytest.raises(PassError, match="rewrote nothing"):
         Pipeline([ScaleTwice()], strict=True).run("forward", gm)
-    caplog.clear()
-    report = Pipeline([ScaleTwice()], matched={"scale_twice"}).run("forward", gm)  # another graph of the model had one
-    assert report.passes[0].warning and not [r for r in caplog.records if r.levelname == "WARNING"]
 
 
 def test_verify_each_names_the_pass_and_the_node():

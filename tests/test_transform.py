@@ -39,9 +39,11 @@ def test_trains_bitwise_like_the_source(pair):
         assert torch.equal(ours, theirs), name
 
 
+@pytest.mark.parametrize("root", [True, False])
 @pytest.mark.parametrize("track", [True, False])
-def test_batch_norm_with_cumulative_average(track):
-    source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, momentum=None, track_running_stats=track))
+def test_batch_norm_with_cumulative_average(track, root):
+    source = nn.BatchNorm1d(3 if root else 4, momentum=None, track_running_stats=track)
+    source = source if root else nn.Sequential(nn.Linear(3, 4), source)
     reference = copy.deepcopy(source)
     model = transformed(source, fullgraph=True)
     for _ in range(3):
@@ -50,6 +52,7 @@ def test_batch_norm_with_cumulative_average(track):
     for (name, ours), theirs in zip(model.named_buffers(), reference.buffers()):
         torch.testing.assert_close(ours, theirs, msg=name)
     torch.testing.assert_close(model.eval()(x), reference.eval()(x))
+    torch.testing.assert_close(copy.deepcopy(model.train())(x), reference.train()(x))
 
 
 def test_evaluates_like_the_source(pair):

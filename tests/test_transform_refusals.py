@@ -28,12 +28,93 @@ def test_models_that_cannot_be_transformed(wrap, error, message):
         transformed(wrap(nn.Linear(2, 2)))
 
 
+def warnings_of(caplog):
+    return [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name.startswith("apexfx")]
+
+
+class Broken(nn.Module):
+    """Two graphs: a ReLU, which no rule casts, and `last`."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.last = last
+
+    def forward(self, x):
+        x = torch.relu(x)
+        torch._dynamo.graph_break()
+        return self.last(x)
+
+
+NOTHING = "precision rewrote nothing: every op already gets the dtype its rule asks for, or has no rule (torch.relu)"
+
+
 def test_nothing_to_rewrite_is_said(caplog):
-    model = transformed(nn.ReLU(), opt_level="O1")
-    model(torch.randn(3))
-    assert "precision rewrote nothing" in caplog.text
+    model = transformed(Broken(nn.ReLU()), opt_level="O1")
+    for _ in range(2):
+        model(torch.randn(3))
+    assert warnings_of(caplog) == [f"apexfx: {NOTHING}"]
+    assert str(model.report).count("rewrote nothing") == 1 and f"warning: {NOTHING}" in str(model.report)
     with pytest.raises(apexfx.PassError, match="precision.*rewrote nothing"):
         transformed(nn.ReLU(), opt_level="O1", fullgraph=True)(torch.randn(3))
+
+
+def test_a_graph_without_anything_to_rewrite_is_no_warning_where_another_has_something(caplog):
+    model = transformed(Broken(nn.Linear(3, 3)), opt_level="O1")
+    model(torch.randn(2, 3))
+    assert len(model.report.graphs) == 2 and model.report.graphs[0].forward.passes[0].warning
+    assert not warnings_of(caplog) and "rewrote nothing" not in str(model.report)
+
+
+def test_the_backend_knows_the_graphs_so_far(caplog):
+    model = torch.compile(Broken(nn.Linear(3, 3)), backend="apex", options={"inner": "eager"})
+    for _ in range(2):
+        model(torch.randn(2, 3))
+    assert warnings_of(caplog) == [f"apexfx: {NOTHING.replace('nothing', 'nothing so far')}"]
+    assert "rewrote nothing" not in str(apexfx.last_report())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_double_parameters_are_said_to_be_left_alone(caplog, level):
+    said = ("parameters and buffers are torch.float64, which is left alone ({}); call .float() on the model first to have it "
+            "cast")
+    model = transformed(nn.Linear(3, 3).double(), opt_level=level)
+    assert model(torch.randn(2, 3, dtype=torch.float64)).dtype == torch.float64
+    nothing = f"precision rewrote nothing: 2 of 2 {said.format('weight, bias')}"
+    assert warnings_of(caplog) == [f"apexfx: {nothing}"] and f"warning: {nothing}" in str(model.report)
+
+    caplog.clear()
+    model = transformed(DoubleHead(), opt_level=level)
+    model(torch.randn(2, 3))
+    some = f"2 of 4 {said.format('head.weight, head.bias')}"
+    assert warnings_of(caplog) == [f"apexfx: {some}"] and some in str(model.report)
+    assert {p.dtype for p in model.head.parameters()} == {torch.float64}
+
+
+class DoubleHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3).double()
+
+    def forward(self, x):
+        return self.head(self.body(x).double())
+
+
+class Complex(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.phase, self.linear = nn.Parameter(torch.ones(3, dtype=torch.complex64)), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear((x * self.phase).abs())
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_complex_parameters_are_said_to_be_left_alone_by_a_half_model(caplog, level):
+    model = transformed(Complex(), opt_level=level, verify="off")
+    model(torch.randn(2, 3))
+    said = "1 of 3 parameters and buffers are torch.complex64, which is left alone (phase)"
+    assert warnings_of(caplog) == ([f"apexfx: {said}"] if level != "O1" else [])
+    assert (said in str(model.report)) is (level != "O1") and model.phase.dtype == torch.complex64
 
 
 def test_sync_bn_on_one_process_is_said():

@@ -16,7 +16,7 @@ from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
 from .handle import AmpHandle
-from .models import ForwardPatch, cast_model, check_parameters, check_runs_eagerly, check_wrapper, patch_forward, save_float32
+from .models import ForwardPatch, cast_model, check_not_transformed, check_parameters, check_wrapper, patch_forward, save_float32
 from .optimizers import process_optimizer, unwrap
 from .properties import O0 as O0
 from .properties import O1 as O1
@@ -91,9 +91,9 @@ def initialize(
     overrides = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions,
                  "keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights, "loss_scale": loss_scale}
     properties = _properties(opt_level, half, overrides)
-    if properties.patch_torch_functions and not compile:
+    if (properties.patch_torch_functions or properties.cast_model_type) and not compile:
         for model in model_list:
-            check_runs_eagerly(model)
+            check_not_transformed(model)
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale
     session = _session(properties, half, model_list, num_losses, agree=agree)
     for model in model_list:

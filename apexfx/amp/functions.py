@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from apexfx.passes.op_names import canonical_name, is_foreign
-from apexfx.passes.precision_rules import Rule
+from apexfx.passes.precision_rules import HALVES, Rule
 
 from ._amp_state import _amp_state
 from .cast_plan import CastPlan
@@ -128,5 +129,21 @@ def init(
         executor.print_casts()
     active = AmpHandle(executor, loss_scale=loss_scale, verbose=verbose)
     replace_registered(active, foreign)
+    _take_halves(active)
     _amp_state.handle = active.cast_everywhere()
     return active
+
+
+def _take_halves(handle: AmpHandle) -> None:
+    """Let recurrent layers with float32 weights take half inputs: torch refuses them before the executor sees the call."""
+    original = nn.RNNBase.check_input
+
+    @functools.wraps(original)
+    def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
+        weight = next(self.parameters(), input).dtype
+        if handle.is_active() and input.dtype in HALVES and weight == torch.float32:
+            input = torch.empty_like(input, dtype=weight, device="meta")  # its sizes are checked
+        original(self, input, batch_sizes)
+
+    handle._undo.append((nn.RNNBase, "check_input", original))
+    nn.RNNBase.check_input = check_input

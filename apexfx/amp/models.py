@@ -107,14 +107,15 @@ def check_wrapper(model: Any) -> None:
                         "torch.jit or torch.compile, or pass compile=True")
 
 
-def check_runs_eagerly(model: nn.Module) -> None:
-    """Raise where casts per call would meet the graphs of `apexfx.transform`, which hold their own."""
+def check_not_transformed(model: nn.Module) -> None:
+    """Raise where casts of amp would meet the graphs of `apexfx.transform`, which hold their own."""
     for name, module in model.named_modules():
         if "_apexfx" in module.__dict__:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
-            raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and O1 casts each call "
-                               "in eager mode. Give amp.initialize the module it was made from, with compile=True, or "
-                               "opt_level='O0' for the loss scale alone.")
+            raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and amp would cast on top "
+                               "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "
+                               "scale alone: amp.initialize(model, optimizer, opt_level='O0', cast_model_type=False, "
+                               "loss_scale='dynamic')")
 
 
 def _is_own_wrapper(model: nn.Module) -> bool:
@@ -156,15 +157,15 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
         patch.prepare(model)
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_float_input)
+                module.register_forward_pre_hook(_float_input, with_kwargs=True)
 
 
-def _float_input(module: nn.RNNBase, args: tuple[Any, ...]) -> Any:
-    """Bring a half input to the weights' dtype: torch compares the two before the executor sees the call."""
-    if args and isinstance(args[0], Tensor) and args[0].dtype in HALVES and module._flat_weights[0].dtype == torch.float32:
-        hidden = cast_values(args[1:], caster(torch.float32))
-        return (args[0].float(), *hidden)
-    return None
+def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
+    if module._flat_weights[0].dtype != torch.float32:
+        return None
+    cast = caster(torch.float32, only=HALVES)
+    return cast_values(args, cast), cast_values(kwargs, cast)
 
 
 @functools.cache

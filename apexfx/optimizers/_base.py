@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apexfx._torch import foreach_mul_
 from apexfx.ops import multi_tensor
 
 from ._batches import Batch, Held, KeptBatch, places_of_state
@@ -29,7 +30,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     Follows torch's conventions: closures, hooks, `state_dict` (float32 state survives, for parameters of any dtype),
     and GradScaler's `grad_scale` / `found_inf` attributes. When `grad_scale` is set and `found_inf` is not, the
-    gradients are checked here and the step is skipped on the device if one is not finite.
+    gradients are checked here and the step is skipped on the device if one is not finite. A step that was not skipped
+    leaves the gradients unscaled.
 
     After a step that needed them, `last_grad_norm` and `last_found_inf` hold the norm of all (unscaled) gradients and
     the flag, as tensors on the device.
@@ -104,6 +106,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if not alone and batch is batches[-1]:
                     group["step"].copy_(step)
                 torch.autograd.graph.increment_version([*batch.params, *batch.models])
+                if "grad_scale" in moved:  # as torch's fused optimizers do: unscaled, unless the step is skipped
+                    scale = moved["grad_scale"]
+                    foreach_mul_(batch.grads, torch.where(moved["found_inf"] != 0, torch.ones_like(scale), 1.0 / scale))
         return loss
 
     def _update(self, group, batch: Batch, step: Tensor, lr: dict[str, float], scalars: dict[str, Tensor | None]) -> None:

@@ -1,4 +1,4 @@
-"""Batch norms over this rank's batch become the op that synchronized ones use, where its kernel measured faster."""
+"""Batch norms over this process's batch become the op that synchronized ones use, where its kernel measured faster."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class FuseBatchnorm(Pass):
             fused = fuse_tails(body.graph, details)
             for node, detail in details.items():
                 new, taken = fused.get(node, (node, detail))
-                self.record(new, f"batch_norm{taken} -> apexfx.sync_batch_norm over this rank")
+                self.record(new, f"batch_norm{taken} in one fused op, over this process's batch")
             body.recompile()
         return PassResult(gm, modified)
 

@@ -56,6 +56,7 @@ class Precision(Pass):
         self.policy = Policy(level, half_dtype, overrides or {})
         self.rows: list[CastRow] = []
         self.unmet: list[str] = []
+        self.left_alone = ""
 
     def begin(self) -> None:
         super().begin()
@@ -76,6 +77,9 @@ class Precision(Pass):
         walk.rewrite(gm)
         walk.restore_outputs(gm)
         self._say_unused(captured)
+        self.left_alone = _left_alone(gm, level)
+        if self.left_alone and (self.rows or self._halved_before(gm)):  # otherwise it is why nothing was rewritten
+            self._say(self.left_alone)
         return PassResult(gm, len(self.rows) > before or walk.edited)
 
     def _say_unused(self, nodes: Collection[fx.Node]) -> None:
@@ -85,10 +89,14 @@ class Precision(Pass):
         paths = {above for node in nodes for path in module_paths(node) for above in _and_above(path)}
         ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes if node.op.startswith("call_")}
         for key in keys:
-            near = difflib.get_close_matches(key.removesuffix(".*"), sorted(paths | ops), n=1)
-            self.unmet.append(f"precision[{key!r}] covers no module path and no op of this graph"
-                              + (f"; did you mean {near[0]!r}?" if near else ""))
-            log.warning("apexfx: %s", self.unmet[-1])
+            asked = key.removesuffix(".*").removeprefix("torch.").removeprefix("F.")
+            near = difflib.get_close_matches(asked, sorted(paths | ops), n=1)
+            self._say(f"precision[{key!r}] covers no module path and no op of this graph"
+                      + (f"; did you mean {near[0]!r}?" if near else ""))
+
+    def _say(self, text: str) -> None:
+        self.unmet.append(text)
+        log.warning("apexfx: %s", text)
 
     def note(self, cast: fx.Node, row: CastRow) -> None:
         """Put an inserted cast into the ledger."""
@@ -100,8 +108,10 @@ class Precision(Pass):
         level = self.policy.level
         if not (level.patch_ops or level.cast_model):
             return None
-        if level.half_parameters and any(dtype_of(n) in HALVES for n in gm.graph.find_nodes(op="placeholder")):
-            return None  # transform() made the parameters and inputs half already
+        if self._halved_before(gm):
+            return None
+        if self.left_alone:
+            return self.left_alone
         floating = [n for n in gm.graph.nodes if n.op in ("call_function", "call_method", "placeholder")]
         floating = [n for n in floating if dtype_of(n)]
         if not floating:
@@ -110,6 +120,11 @@ class Precision(Pass):
         return (f"every op already gets the dtype its rule asks for, or has no rule ({', '.join(ops[:6])}"
                 f"{', ...' if len(ops) > 6 else ''})")
 
+    def _halved_before(self, gm: fx.GraphModule) -> bool:
+        """Return whether transform() made the parameters and inputs half already."""
+        return self.policy.level.half_parameters and any(
+            dtype_of(n) in HALVES for n in gm.graph.find_nodes(op="placeholder"))
+
     def artifacts(self) -> dict[str, Any]:
         return {"casts": [row.as_json() for row in self.rows]} | ({"unmet": self.unmet} if self.unmet else {})
 
@@ -117,6 +132,22 @@ class Precision(Pass):
         overrides = {k: [r.kind, str(r.dtype)] for k, r in self.policy.overrides.items()}
         return {"level": self.policy.level.summary, "keep_batchnorm_fp32": self.policy.level.keep_batchnorm_fp32,
                 "half": str(self.policy.half), "overrides": overrides}
+
+
+def _left_alone(gm: fx.GraphModule, level: OptLevel) -> str:
+    """Name the parameters and buffers whose dtype the level does not cast although it casts others; "" for none."""
+    held: dict[torch.dtype, list[str]] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        val = value(node)
+        if node.meta.get("apexfx_kind") in ("param", "buffer") and isinstance(val, Tensor):
+            held.setdefault(val.dtype, []).append(node.meta["apexfx_name"])
+    total, texts = sum(map(len, held.values())), []
+    for dtype, names in held.items():
+        if dtype == torch.float64 and (level.patch_ops or level.cast_model) or dtype.is_complex and level.cast_model:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            advice = "; call .float() on the model first to have it cast" if dtype == torch.float64 else ""
+            texts.append(f"{len(names)} of {total} parameters and buffers are {dtype}, which is left alone ({shown}){advice}")
+    return "; ".join(texts)
 
 
 def _refuse_autocast(gm: fx.GraphModule) -> None:

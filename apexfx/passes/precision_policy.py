@@ -11,7 +11,7 @@ from torch import fx
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..fx import module_paths
+from ..fx import module_paths, op_name
 from .mutation import argument
 from .op_names import canonical_name
 from .precision_rules import HALVES, Rule, consistent, lookup
@@ -31,7 +31,8 @@ class Policy:
         level: a row of the O0-O3 table.
         half: the half type.
         overrides: module path pattern or op name -> dtype (or its name, "half", "promote", "passthrough"). A path
-            covers the module and everything below it. Where two keys cover one op, the later one wins.
+            covers the module and everything below it. An op is named plainly ("gelu"), as torch spells it ("F.gelu"),
+            or as the cast ledger prints it. Where two keys cover one op, the later one wins.
 
     Raises:
         TypeError: a key that is no string.
@@ -77,17 +78,20 @@ class Policy:
     def _override_of(self, node: fx.Node, name: str, base: Rule) -> Rule | None:
         found = None
         for key, rule in self.overrides.items():
-            if self._covers(key, name.rstrip("_"), module_paths(node)):
+            if self._covers(key, node, name.rstrip("_")):
                 self.used.add(key)
                 if base.family not in _NOTHING_TO_COMPUTE or rule.kind != "dtype":
                     found = Rule(rule.kind, rule.reason, base.family, rule.dtype)
         return found
 
     @staticmethod
-    def _covers(key: str, op: str, paths: tuple[str, ...]) -> bool:
-        patterns = (key, f"{key}.*")
-        return fnmatch.fnmatchcase(op.rpartition(".")[2], key) or any(
-            fnmatch.fnmatchcase(path, pattern) for path in filter(None, paths) for pattern in patterns)
+    def _covers(key: str, node: fx.Node, op: str) -> bool:
+        """Return whether `key` is a pattern of the op's name, plain or as reports print it, or of a path of its module."""
+        if key.startswith(("torch.", "F.")) and canonical_name(key.rpartition(".")[2]).rstrip("_") == op:
+            return True  # in any spelling: the ledger prints F.linear, which is written in C, as torch.linear
+        names = (op.rpartition(".")[2], op_name(node), *filter(None, module_paths(node)))
+        return any(fnmatch.fnmatchcase(name, key) for name in names) or any(
+            fnmatch.fnmatchcase(path, f"{key}.*") for path in module_paths(node))
 
     def unused(self) -> list[str]:
         """Return the override keys that covered nothing in the graphs seen so far."""

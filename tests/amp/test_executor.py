@@ -142,7 +142,7 @@ def test_recurrent_layers_are_half_and_stack(kind):
     with _amp_state.session.executor:
         out, hidden = first(torch.randn(5, 3, 4))
         assert out.dtype == B and all(h.dtype == B for h in (hidden if kind is nn.LSTM else [hidden]))
-        assert second(out)[0].dtype == B  # torch compares input and weights before the cast
+        assert second(out)[0].dtype == second(input=out)[0].dtype == B  # torch compares input and weights before the cast
         packed = nn.utils.rnn.pack_padded_sequence(torch.randn(5, 3, 4), [5, 3, 1])
         assert first(packed)[0].data.dtype == B
     assert model is not None and first.weight_ih_l0.dtype == torch.float32

@@ -14,6 +14,8 @@ from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.handle import NoOpHandle
 from apexfx.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apexfx.amp.opt import OptimWrapper
+from apexfx.passes.precision_rules import HALVES
+from apexfx.testing import assert_close
 from tests.amp.amp_cases import CountReads
 
 B = torch.bfloat16
@@ -156,6 +158,25 @@ def test_init_keeps_and_forgets_casts():
     handle = amp.init(dtype=B, enable_caching=False)
     layer(ones())
     assert len(handle.cache) == 0 and not handle.has_cache
+
+
+@pytest.mark.parametrize("given", HALVES)
+@pytest.mark.parametrize("kind", [nn.RNN, nn.LSTM, nn.GRU])
+def test_init_takes_half_inputs_of_a_recurrent_layer(kind, given):
+    layer, x = kind(4, 3), torch.randn(5, 2, 4)
+    expected = layer(x.to(B).float())[0]
+    handle = amp.init(dtype=B)
+    packed = nn.utils.rnn.pack_sequence([x[:, 0].to(given), x[:3, 1].to(given)])
+    outputs = layer(x.to(given))[0], layer(input=x.to(given))[0], layer(packed)[0].data
+    with pytest.raises(RuntimeError, match="input_size. Expected 4, got 3"):
+        layer(x[..., :3].to(given))
+    handle._deactivate()
+    assert {y.dtype for y in outputs} == {B}
+    assert_close(outputs[0].float(), expected, dtype=B, scale=4)
+    outputs[0].sum().backward()
+    assert layer.weight_ih_l0.grad.dtype == torch.float32
+    with pytest.raises(ValueError, match="does not match weight dtype"):
+        layer(x.to(given))
 
 
 def test_allow_banned_is_accepted():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import warnings
 
 import pytest
@@ -98,12 +100,34 @@ def test_compiled_and_scripted_models_are_refused():
         initialize(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
-def test_a_transformed_model_takes_no_casts_per_call():
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_transformed_model_takes_no_casts_of_amp(level):
     model = apexfx.transform(nn.Linear(2, 2), inner="eager")
     for given, where in ((model, "Incoming model"), (nn.Sequential(model), "Submodule '0' of the incoming model")):
         with pytest.raises(RuntimeError, match=f"{where} was made by apexfx.transform"):
-            initialize(given, opt_level="O1")
-    assert initialize(model, opt_level="O0")(torch.randn(3, 2)).dtype == torch.float32
+            initialize(given, opt_level=level)
+
+
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_a_transformed_model_has_the_loss_scale_that_the_refusal_recommends(level):
+    model = apexfx.transform(nn.Linear(2, 2), opt_level=level, inner="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with pytest.raises(RuntimeError) as refusal:
+        initialize(model, optimizer)
+    call = re.search(r"amp\.initialize\(.*\)", str(refusal.value)).group()
+    names = {"amp": apexfx.amp, "model": model, "optimizer": optimizer}
+    same_model, same_optimizer = eval(call, names)
+    assert same_model is model and same_optimizer is optimizer
+    for factor, steps, scale in ((1.0, True, 2.0**16), (float("inf"), False, 2.0**15), (1.0, True, 2.0**15)):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        with apexfx.amp.scale_loss(model(torch.ones(3, 2)).float().sum() * factor, optimizer) as loss:
+            loss.backward()
+        optimizer.step()
+        assert torch.equal(before, model.weight) is not steps
+        assert _amp_state.loss_scalers[0].loss_scale() == scale
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(torch.ones(3, 2)), model(torch.ones(3, 2))) and twin.weight.dtype == before.dtype
 
 
 def test_a_half_model_is_refused_unless_allowed():

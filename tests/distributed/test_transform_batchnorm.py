@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 
 import pytest
 import torch
@@ -138,6 +139,44 @@ def _one_value_a_rank(rank, world_size):
     assert_close(model(whole[rank:rank + 1]), reference(whole.double())[rank:rank + 1])
 
 
+class Doubled(nn.BatchNorm1d):
+    def forward(self, input):
+        return super().forward(input) * 2
+
+
+def _the_model_is_a_batch_norm(rank, world_size):
+    whole = torch.randn(3 * world_size, 4, generator=torch.Generator().manual_seed(1))
+    for rows, source in ((1, nn.BatchNorm1d(4)), (3, nn.BatchNorm1d(4, momentum=None)), (3, nn.SyncBatchNorm(4)),
+                         (3, Doubled(4))):
+        reference = nn.BatchNorm1d(4, momentum=source.momentum).double()
+        model = apexfx.transform(source, opt_level="O0", sync_bn=True, inner="eager", fullgraph=True)
+        y = reference(whole[:rows * world_size].double()) * (2 if isinstance(source, Doubled) else 1)
+        assert_close(model(whole[rows * rank:rows * rank + rows]), y[rows * rank:rows * rank + rows])
+        torch.testing.assert_close(source.running_var, reference.running_var.float())
+
+
+def _after_a_graph_break(rank, world_size):
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            x = self.linear(x)
+            torch._dynamo.graph_break()
+            return self.bn(x)
+
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("apexfx").addHandler(handler)
+    model = apexfx.transform(Broken(), opt_level="O0", sync_bn=True, inner="eager")
+    model(torch.randn(3, 4))
+    logging.getLogger("apexfx").removeHandler(handler)
+    assert [len(g.forward.passes[0].matches) for g in model.report.graphs] == [0, 1]
+    assert not said and "rewrote nothing" not in str(model.report)
+
+
 def _evaluation_without_running_statistics_is_local(rank, world_size):
     for norm in (nn.BatchNorm1d, nn.SyncBatchNorm):
         source = nn.Sequential(norm(4, track_running_stats=False))
@@ -162,8 +201,9 @@ def _plain_backend(rank, world_size):
 
 
 def _all(rank, world_size):
-    for case in (_matches_full_batch, _left_to_eager, _one_value_a_rank, _evaluation_without_running_statistics_is_local,
-                 _sync_batch_norm_modules_stay_synchronized_unasked, _plain_backend):
+    for case in (_matches_full_batch, _left_to_eager, _after_a_graph_break, _one_value_a_rank, _the_model_is_a_batch_norm,
+                 _evaluation_without_running_statistics_is_local, _sync_batch_norm_modules_stay_synchronized_unasked,
+                 _plain_backend):
         torch._dynamo.reset()
         case(rank, world_size)
         dist.barrier()

@@ -47,6 +47,23 @@ def test_scaler_skips_and_unscales(name, unscale_first):
         assert_close(p.detach(), q.detach(), scale=4.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_scaler_step_leaves_the_gradients_as_torch_does(name, dtype):
+    model, optimizer = build(name, dtype)
+    twin = copy.deepcopy(model)
+    torchs = torch.optim.Adam(twin.parameters(), fused=True)
+    for seed, bad in enumerate((False, True, False)):
+        for m, o in ((model, optimizer), (twin, torchs)):
+            scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+            o.zero_grad()
+            scaled_backward(m, scaler, seed, bad)
+            scaler.step(o)
+        twin.load_state_dict(model.state_dict())
+        for p, q in zip(model.parameters(), twin.parameters()):
+            assert p.grad.dtype == dtype and torch.equal(p.grad, q.grad)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_grad_scale_alone_checks_by_itself(name):
     model, optimizer = build(name)

@@ -124,5 +124,22 @@ def check(name, half):
             assert_close(actual, expected, dtype=dtype, scale=4)
 
 
+def test_every_name_in_the_ledger_is_a_key_of_precision():
+    refused = set()
+    for name, (function, args, kwargs) in SAMPLES.items():
+        mixed = prepared(RULES[name].kind, (args, kwargs), torch.bfloat16)
+        try:
+            gm, _, _ = graph_of(function, *mixed)
+        except RuntimeError:
+            continue  # takes no half: there is nothing to cast
+        first = precision("O1")
+        Pipeline([first]).run("forward", gm)
+        for op in {row.op for row in first.rows} - {"output"}:
+            again = precision("O1", overrides={op: "float32"})
+            Pipeline([again]).run("forward", graph_of(function, args, kwargs)[0])
+            refused |= {op} if again.unmet else set()
+    assert not refused
+
+
 def double(a):
     return a.double() if isinstance(a, Tensor) and a.is_floating_point() else a

@@ -6,6 +6,8 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import apexfx
 from apexfx.testing import assert_close
@@ -19,6 +21,9 @@ from tests.passes.precision_models import Nested, run
     ({"encoder": torch.float32}, "f32 f32 bf16"),
     ({"encoder.1.*": "float32"}, "bf16 f32 bf16"),
     ({"linear": "float32"}, "f32 f32 f32"),
+    ({"torch.linear": "float32"}, "f32 f32 f32"),
+    ({"F.linear": "float32"}, "f32 f32 f32"),
+    ({"torch.nn.functional.linear": "float32"}, "f32 f32 f32"),
     ({"linear": "float32", "head": torch.bfloat16}, "f32 f32 bf16"),
     ({"h*d": "float16"}, "bf16 bf16 f16"),
 ])  # fmt: skip
@@ -36,12 +41,41 @@ def test_overrides(level, overrides, expected):
 
 @pytest.mark.parametrize("key, near", [
     ("unet.*", ""), ("decoder.*", "; did you mean 'encoder'?"), ("encodre", "; did you mean 'encoder'?"),
-    ("encodre.1.*", "; did you mean 'encoder.1'?"), ("lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"),
+    ("encodre.1.*", "; did you mean 'encoder.1'?"), ("lineer", "; did you mean 'linear'?"),
+    ("F.lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"),
 ])  # fmt: skip
 def test_an_override_that_covers_nothing_is_named_with_the_nearest(caplog, key, near):
     run(Nested(), torch.randn(5, 4), overrides={key: "float32", "head": "float32"})
     said = f"precision[{key!r}] covers no module path and no op of this graph{near}"
     assert [r.getMessage() for r in caplog.records if r.name == "apexfx.passes.precision"] == [f"apexfx: {said}"]
+
+
+class Ops(nn.Module):
+    """Ops in the spellings that the ledger prints: functions, operators, methods, in place, of a library."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        y = F.gelu(self.fc(x)) + F.softmax(self.fc(x), -1) + self.fc(x).softmax(-1)
+        z = self.fc(self.norm(y)) * y.exp().sum()
+        w = self.fc(z)
+        w += z
+        w.mul_(y).add_(z)
+        return torch.cat([self.fc(w), z]) @ self.fc.weight, 1.5 ** self.fc(y), self.fc(y).divide(z)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_every_op_of_a_ledger_can_be_overridden_by_that_name(level):
+    _, recorder = run(Ops(), torch.randn(4, 8), level=level)
+    names = {row["op"] for row in recorder.casts() if row["rule"] not in ("model", "output", "captured")}
+    assert names >= ({"torch.linear", "torch.gelu", "F.softmax", "operator.iadd"} if level == "O1" else set())
+    for name in names:
+        _, again = run(Ops(), torch.randn(4, 8), level=level, overrides={name: "float32"})
+        assert not any(report.artifacts.get("unmet") for report in again.reports), name
+        reasons = {row["reason"] for row in again.casts() if row["op"] == name}
+        assert reasons <= {f"override precision[{name!r}]"}
 
 
 def test_an_override_that_covers_nothing_is_in_the_report():
