@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import apexfx
 from apexfx.testing import assert_close
 from tests.backward_graphs import TwoGraphs
 from tests.transform_models import transformed
@@ -157,3 +158,17 @@ def test_hugging_face_generate_goes_through_the_graphs():
     model = transformed(source)
     assert torch.equal(model.generate(ids, **options), expected) and model.report.graphs
     assert model.config is source.config
+
+
+def test_a_graph_that_the_inner_compiler_refused_is_not_in_the_report():
+    def refuse(graph):
+        raise ZeroDivisionError("refused")
+
+    model, x = apexfx.transform(nn.Linear(3, 3), opt_level="O0", inner="inductor"), torch.randn(2, 3)
+    for _ in range(2):
+        with torch._inductor.config.patch(post_grad_custom_post_pass=refuse), pytest.raises(ZeroDivisionError, match="refused"):
+            model(x)
+        assert not model.report.graphs
+    model(x).sum().backward()
+    assert [(graph.index, graph.training) for graph in model.report.graphs] == [(0, True)]
+    assert model.report.stage("backward")

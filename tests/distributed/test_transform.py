@@ -94,7 +94,8 @@ def _accumulates(rank, world_size):
         model.zero_grad()
         model(x1).square().mean().backward()  # back to allreduce nodes
         check(model, expected_gradients(reference, [x1], world_size))
-    assert len(model.report.graphs) == 2  # the averaging variant and the local one, each once
+    assert [graph.local for graph in model.report.graphs] == [True, False]  # the local variant and the averaging one, each once
+    assert str(model.report).count("graph 0: the variant without allreduce, for no_sync()") == 1
     model.zero_grad()
     for x in (x1, x2):  # averaging every micro-batch is right too
         model(x).square().mean().backward()
