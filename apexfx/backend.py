@@ -111,8 +111,8 @@ class GraphCompiler:
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
         forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
         record = GraphReport(len(self.report.graphs), _needs_backward(placeholders), forward,
-                             parameters=tuple(p.name for p in placeholders if p.kind == "param"))
-        self.report.add(record)
+                             parameters=tuple(p.name for p in placeholders if p.kind == "param"),
+                             local=not self.reduce_gradients)
         uuid = cache.uuid(self.config.describe(), pipeline.stage("backward") + pipeline.stage("forward"), {
             "groups": self.groups.facts(), "reduce": context.reduce_gradients,
             "inputs": [[p.name, p.kind] for p in placeholders],
@@ -124,6 +124,7 @@ class GraphCompiler:
         described = self._collectives(gm, placeholders, context)
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
+        self.report.add(record)  # not before: what the inner compiler refuses never runs
         return self._guarded(compiled, record, placeholders, described, context)
 
     def _refuse_unregistered(self, placeholders: Sequence[capture.Placeholder], example_inputs: Sequence[Any]) -> None:

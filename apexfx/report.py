@@ -85,6 +85,7 @@ class GraphReport:
     Attributes:
         training: whether a backward graph belongs to it.
         parameters: names of the parameters that enter it.
+        local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`.
         load_backward: reads the backward record kept beside a compile cache entry, when no pass ran in this process.
     """
 
@@ -93,6 +94,7 @@ class GraphReport:
     forward: StageReport
     backward: StageReport | None = None
     parameters: tuple[str, ...] = ()
+    local: bool = False
     load_backward: Callable[[], StageReport | None] | None = None
 
     @property
@@ -245,7 +247,8 @@ class Report:
         """Return everything as JSON-able values, and write it to `path` where one is given."""
         data = {
             "version": FORMAT_VERSION, "config": self.config, "notes": list(self.notes),
-            "graphs": [{"index": g.index, "training": g.training, "parameters": list(g.parameters),
+            "graphs": [{"index": g.index, "training": g.training, "local": g.local,
+                        "parameters": list(g.parameters),
                         "stages": [stage_to_json(stage) for stage in g.stages]} for g in self.graphs],
         }
         if path is not None:

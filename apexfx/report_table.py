@@ -107,6 +107,8 @@ def remarks(report: Report) -> list[str]:
     for graph in report.graphs:
         lines += [f"warning: graph {graph.index}, {text}"
                   for stage in graph.stages for entry in stage.passes for text in entry.artifacts.get("unmet", ())]
+        if graph.local:
+            lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
         lines += _backward_remark(graph)
     lines += [f"note: {note}" for note in report.notes]
     return ["", *lines] if lines else []

@@ -94,7 +94,8 @@ def _accumulates(rank, world_size):
         model.zero_grad()
         model(x1).square().mean().backward()  # back to allreduce nodes
         check(model, expected_gradients(reference, [x1], world_size))
-    assert len(model.report.graphs) == 2  # the averaging variant and the local one, each once
+    assert [graph.local for graph in model.report.graphs] == [True, False]  # the local variant and the averaging one, each once
+    assert str(model.report).count("graph 0: the variant without allreduce, for no_sync()") == 1
     model.zero_grad()
     for x in (x1, x2):  # averaging every micro-batch is right too
         model(x).square().mean().backward()
@@ -270,9 +271,25 @@ def _tied_across_a_graph_break(rank, world_size):
         model(x, tied=False).square().mean().backward()
 
 
+def _recompile_limit(rank, world_size):
+    source = Net()
+    model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager", dynamic=False)
+    [x] = batches(rank, 1)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        with torch.no_grad():
+            for n in range(2, 6):
+                many = x[:1].expand(n, *x.shape[1:])
+                assert torch.equal(model.eval()(many), source.eval()(many))  # from the third size on, in eager
+        assert sum("now runs in eager wherever no graph fits" in note for note in model.report.notes) == 1
+        for trains in (False, True):  # either may be followed by a backward
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="would now run in eager"):
+                model.train(trains)(x)
+
+
 CASES = [_backward_raised, _unfrozen, _shared_with_another_model, _tied_across_a_graph_break,
          _averages, _accumulates, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame, _different_models,
-         _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
+         _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _recompile_limit,
+         _absent_rank]
 
 
 def _all(rank, world_size, names):
