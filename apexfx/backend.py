@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 
 from . import cache, capture, passes
-from ._torch import FakeTensor, active_ddp_module
+from ._torch import FakeTensor
 from .agreement import Agreement, Label
 from .backward_passes import BackwardPasses
 from .config import BucketConfig, TransformConfig, describe_buckets
@@ -27,6 +27,7 @@ from .fx import graphs, named_argument, value
 from .gradient_sync import GradientSync
 from .inner import INNER, traceable_rnn
 from .pipeline import Pipeline
+from .refusals import check_inputs, check_not_in_ddp
 from .report import GraphReport, Report
 from .schedule.plan import BucketPlan
 
@@ -98,9 +99,9 @@ class GraphCompiler:
         self.reduce_gradients = reduce_gradients
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        check_inputs(gm, example_inputs)
         placeholders = capture.annotate(gm, example_inputs)
-        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm,
-                                 self.reduce_gradients and not self._averaged_by_ddp())
+        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
         schedule = passes.schedule(self.config, context)
         matched = {p.name for graph in self.report.graphs for p in graph.forward.passes if p.matches}
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph, matched=matched)
@@ -120,14 +121,6 @@ class GraphCompiler:
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         return self._guarded(compiled, record, placeholders, described, context)
-
-    def _averaged_by_ddp(self) -> bool:
-        if self.config.ddp and active_ddp_module() is not None:
-            raise ValueError(
-                "apexfx: the model is wrapped in torch.nn.parallel.DistributedDataParallel, which averages the gradients "
-                "itself; with ddp=True they would be averaged twice. Leave out ddp, or do not wrap the model."
-            )
-        return False
 
     def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder],
                      context: passes.Context) -> list[Any]:
@@ -166,6 +159,8 @@ class GraphCompiler:
 
         def run(*args: Any) -> Any:
             nonlocal agreed
+            if sync is not None:
+                check_not_in_ddp()
             if not agreed:
                 agreement.ensure(f"collectives of graph {record.index}", described)
                 agreed = True

@@ -15,6 +15,7 @@ from ._torch import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_confi
 from .backend import GraphCompiler
 from .config import TransformConfig
 from .passes.precision_rules import HALVES
+from .refusals import check_call
 from .report import Report
 
 log = logging.getLogger(__name__)
@@ -44,15 +45,17 @@ class Runtime:
         self._checked = self._capturing = False
         self._patch = dynamo_config.patch(_DYNAMO)
         self._model = model
+        self._modules = list(model.named_modules())
         self._parameters = [name for name, _ in model.named_parameters()]
         self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trains: bool) -> Any:
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_call(model, self._modules)
         sync = self.compiler.gradient_sync
-        if sync is not None and trains and torch.is_grad_enabled() and not self._capturing:
+        if sync is not None and model.training and torch.is_grad_enabled() and not self._capturing:
             sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local
         args, kwargs = self._in_dtype_of_parameters((args, kwargs))

@@ -68,7 +68,7 @@ def initialize(
         agree: share overflows among all ranks, so that all skip or none.
 
     Raises:
-        RuntimeError: an override that contradicts the level; a half model; a parallel wrapper; a transformed model at O1;
+        RuntimeError: an override that contradicts the level; a half model; a parallel wrapper; a transformed model, but at O0;
             an optimizer given twice.
         TypeError: models or optimizers of the wrong kind.
     """
@@ -91,7 +91,7 @@ def initialize(
     overrides = {"cast_model_type": cast_model_type, "patch_torch_functions": patch_torch_functions,
                  "keep_batchnorm_fp32": keep_batchnorm_fp32, "master_weights": master_weights, "loss_scale": loss_scale}
     properties = _properties(opt_level, half, overrides)
-    if properties.patch_torch_functions and not compile:
+    if (properties.patch_torch_functions or properties.cast_model_type in HALVES) and not compile:
         for model in model_list:
             check_runs_eagerly(model)
     _amp_state.min_loss_scale, _amp_state.max_loss_scale = min_loss_scale, max_loss_scale

@@ -108,13 +108,13 @@ def check_wrapper(model: Any) -> None:
 
 
 def check_runs_eagerly(model: nn.Module) -> None:
-    """Raise where casts per call would meet the graphs of `apexfx.transform`, which hold their own."""
+    """Raise where casts would meet those that the graphs of `apexfx.transform` hold."""
     for name, module in model.named_modules():
         if "_apexfx" in module.__dict__:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
-            raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and O1 casts each call "
-                               "in eager mode. Give amp.initialize the module it was made from, with compile=True, or "
-                               "opt_level='O0' for the loss scale alone.")
+            raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs decide about casts, and amp.initialize would "
+                               "too. Give amp.initialize the module it was made from, with compile=True, or opt_level='O0' for "
+                               "the loss scale alone.")
 
 
 def _is_own_wrapper(model: nn.Module) -> bool:

@@ -98,11 +98,12 @@ def test_compiled_and_scripted_models_are_refused():
         initialize(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
-def test_a_transformed_model_takes_no_casts_per_call():
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+def test_a_transformed_model_takes_no_casts(level):
     model = apexfx.transform(nn.Linear(2, 2), inner="eager")
     for given, where in ((model, "Incoming model"), (nn.Sequential(model), "Submodule '0' of the incoming model")):
         with pytest.raises(RuntimeError, match=f"{where} was made by apexfx.transform"):
-            initialize(given, opt_level="O1")
+            initialize(given, opt_level=level)
     assert initialize(model, opt_level="O0")(torch.randn(3, 2)).dtype == torch.float32
 
 

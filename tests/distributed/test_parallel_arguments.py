@@ -168,7 +168,7 @@ def _device(rank):
                              ({"message_size": 0}, "message_size=0")):
         with pytest.raises((ValueError, TypeError), match=match):
             DistributedDataParallel(Net(), **arguments)
-    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
+    with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel, which averages"):
         DistributedDataParallel(model)
     DistributedDataParallel(Net(), gradient_average_split_factor=2.0)  # ignored, as in Apex
 
