@@ -111,10 +111,13 @@ def _divides(rank):
 def _sum_accumulates(rank):
     """With gradient_average=False a second backward must not sum what was summed before once more."""
     model, twin, x = wrapped(rank, gradient_average=False)
-    model.zero_grad()
-    for _ in range(3):
-        model(x).square().sum().backward()
-    check_mean(model, twin, x, factor=3.0, scale=8)
+    backward(model, x)
+    replayed, *_ = wrapped(rank, plan=model.bucket_plan)
+    for summing in (model, replayed):
+        summing.zero_grad()
+        for _ in range(3):
+            summing(x).square().sum().backward()
+        check_mean(summing, twin, x, factor=3.0, scale=8)
 
 
 def _communicators(rank):
