@@ -20,7 +20,6 @@ from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .broadcast import broadcast_from_first
 from .config import TransformConfig
 from .passes.precision_rules import HALVES
-from .pipeline import validate
 from .refusals import COMPILES_ITSELF, check_not_averaged, check_whole
 from .report import Report
 from .runtime import Runtime, with_private_code
@@ -60,7 +59,6 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     config = TransformConfig.from_options(options)
     _check_model(model, config)
     casts_below = _check_amp(model, config)
-    validate(config.passes)
     passes_.check_names(config)
     compiler = compiler_for(config)
     if casts_below:

@@ -7,7 +7,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
 
+import apexfx
 from tests.transform_models import Net, images, transformed
 
 EXPORTS = {
@@ -58,3 +60,58 @@ def test_replicas_of_data_parallel_are_refused():
     model = transformed(Net())
     with pytest.raises(RuntimeError, match="nn.DataParallel runs copies of the model"):
         model._replicate_for_data_parallel()(images())  # what each further device gets
+
+
+class Same(apexfx.Pass):
+    """Change nothing."""
+
+    name = "same"
+
+    def call(self, gm):
+        return PassResult(gm, False)
+
+
+class Other(Same):
+    """Change nothing either, under the same name."""
+
+
+class BuiltIn(Same):
+    name = "sync_batchnorm"
+
+
+class OfStep(Same):
+    stage = "step"
+
+
+class OfBackward(Same):
+    name, stage = "of_backward", "backward"
+
+
+def by_transform(**options):
+    return transformed(Net(), **options)
+
+
+def by_compile(**options):
+    return torch.compile(Net(), backend="apex", options={"opt_level": "O0", "inner": "eager", **options})(images())
+
+
+@pytest.mark.parametrize("make", [by_transform, by_compile])
+@pytest.mark.parametrize(("passes", "skip", "message"), [
+    ((Same(), Other()), (), "two passes are named 'same'"),
+    ((Same(), Same()), ("same",), "two passes are named 'same'"),
+    ((BuiltIn(),), (), "BuiltIn is named 'sync_batchnorm', as a built-in pass is"),
+    ((BuiltIn(),), ("sync_batchnorm",), "skip= would leave out both; give it another name"),
+    ((OfStep(),), (), "stage='step', expected one of forward, backward"),
+    ((print,), (), "expected instances of apexfx.Pass"),
+])
+def test_passes_that_cannot_be_told_apart_or_never_run(make, passes, skip, message):
+    with pytest.raises(Exception, match=message):
+        make(passes=passes, skip=skip)
+
+
+def test_a_backward_pass_may_wait_for_a_backward():
+    model = transformed(Net(), passes=(Same(), OfBackward()))
+    with torch.no_grad():
+        model(images())
+    model(images()).sum().backward()
+    assert [p.name for p in model.report.graphs[-1].backward.passes] == ["of_backward"]
