@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -99,13 +99,16 @@ def functorch_is_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def is_fsdp_managed(module: torch.nn.Module) -> bool:
-    """Tell whether FSDP1 or FSDP2 was put on or around a module; FSDP1's wrapper itself is none of these (2.13)."""
-    return "_is_fsdp_managed_module" in module.__dict__
+def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
+    """Return the name of the first module on or around which FSDP1 or FSDP2 was put, itself no wrapper, or None (2.13)."""
+    for name, module in modules:
+        if "_is_fsdp_managed_module" in module.__dict__:
+            return name
+    return None
 
 
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
-    """Tell whether Dynamo read an input of its graph from a module as in `is_fsdp_managed` (2.13)."""
+    """Tell whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
     source = getattr(placeholder, "_dynamo_source", None)
     return source is not None and source.guard_source.is_fsdp_module()
 
@@ -248,6 +251,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "free_unbacked_symbols",
+    "fsdp_managed",
     "function_mode_depth",
     "functorch_config",
     "functorch_is_active",
@@ -259,7 +263,6 @@ __all__ = [
     "inductor_lowering",
     "inductor_ops",
     "inductor_state",
-    "is_fsdp_managed",
     "is_fsdp_source",
     "is_replica",
     "module_call",

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ._torch import DTensor, active_ddp_module, backend_around, backend_of, is_fsdp_managed, is_fsdp_source, is_replica
+from ._torch import DTensor, active_ddp_module, backend_around, backend_of, fsdp_managed, is_fsdp_source, is_replica
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
@@ -84,9 +84,8 @@ def _is_apex(backend: Any) -> bool:
 
 
 def _check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    for name, module in modules:
-        if is_fsdp_managed(module):
-            raise ValueError(f"apexfx: {_where(name)} is sharded by FSDP. {_WHOLE}")
+    if (name := fsdp_managed(modules)) is not None:
+        raise ValueError(f"apexfx: {_where(name)} is sharded by FSDP. {_WHOLE}")
 
 
 def _where(name: str) -> str:
