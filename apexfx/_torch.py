@@ -10,7 +10,7 @@ import functools
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
 from torch._dynamo import symbolic_convert  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
+from torch._dynamo.decorators import skip as dynamo_skip  # 2.13
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit  # 2.11, 2.13, 2.15
 from torch._dynamo.utils import count_calls  # 2.11, 2.13, 2.15
 from torch._functorch import config as functorch_config  # 2.11, 2.13, 2.15
@@ -40,6 +41,7 @@ from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # 2.11, 2.13, 2.15
+from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
     free_unbacked_symbols,
     statically_known_true,
@@ -83,6 +85,23 @@ def traced_value(source: object) -> object | None:
         return None
 
 
+@dynamo_skip
+def backend_around() -> object | None:
+    """Return the backend, as `backend_of` does, of the `torch.compile` in whose call this code runs, or None (2.13)."""
+    return _innermost(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def backend_of(module: torch.nn.Module) -> object | None:
+    """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None (2.13)."""
+    return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
+
+
+def _innermost(backend: object | None) -> object | None:
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    return backend
+
+
 def below_autograd() -> object:
     """Return a context in which ops skip autograd, and whatever is registered for it (2.11, 2.13, 2.15)."""
     return torch._C._AutoDispatchBelowAutograd()
@@ -91,6 +110,35 @@ def below_autograd() -> object:
 def functorch_is_active() -> bool:
     """Tell whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
     return torch._C._are_functorch_transforms_active()
+
+
+def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
+    """Return the name of the first module on or around which FSDP1 or FSDP2 was put, itself no wrapper, or None (2.13)."""
+    for name, module in modules:
+        if "_is_fsdp_managed_module" in module.__dict__:
+            return name
+    return None
+
+
+def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
+    """Tell whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
+    source = getattr(placeholder, "_dynamo_source", None)
+    return source is not None and source.guard_source.is_fsdp_module()
+
+
+def is_replica(module: torch.nn.Module) -> bool:
+    """Tell whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
+    return "_is_replica" in module.__dict__
+
+
+def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
+    """Have Dynamo run `function` as it is, and trace only what it calls, `reason` being said where it must not (2.13).
+
+    As `torch._dynamo.disable(recursive=False)`, whose wrapper raises in `torch.export` with a text of its own.
+    """
+    function = dynamo_skip(function)
+    function._torchdynamo_disable_msg = reason
+    return function
 
 
 def fake_store() -> object:
@@ -192,6 +240,7 @@ __all__ = [
     "BackendCompilerFailed",
     "BatchNorm",
     "CustomGraphPass",
+    "DTensor",
     "ExternKernelChoice",
     "FailOnRecompileLimitHit",
     "FakeTensor",
@@ -202,6 +251,8 @@ __all__ = [
     "TorchDispatchMode",
     "active_ddp_module",
     "aot_autograd",
+    "backend_around",
+    "backend_of",
     "below_autograd",
     "below_functorch",
     "called_module",
@@ -213,6 +264,7 @@ __all__ = [
     "foreach_copy_",
     "foreach_mul_",
     "free_unbacked_symbols",
+    "fsdp_managed",
     "function_mode_depth",
     "functorch_config",
     "functorch_is_active",
@@ -224,7 +276,10 @@ __all__ = [
     "inductor_lowering",
     "inductor_ops",
     "inductor_state",
+    "is_fsdp_source",
+    "is_replica",
     "module_call",
+    "not_traced",
     "onednn_is_wider",
     "own_call",
     "own_hooks",

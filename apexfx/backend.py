@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import cache, capture, passes
-from ._torch import FakeTensor, active_ddp_module
+from ._torch import FakeTensor
 from .agreement import Agreement, Label
 from .backward_passes import BackwardPasses
 from .config import BucketConfig, TransformConfig, describe_buckets
@@ -28,6 +28,7 @@ from .gradient_sync import GradientSync, UnsynchronizedGradientError
 from .inner import INNER, traceable_rnn
 from .model_index import ModelIndex
 from .pipeline import Pipeline, warn_unmatched
+from .refusals import check_inputs, check_not_in_ddp
 from .report import GraphReport, Report
 from .schedule.plan import BucketPlan
 
@@ -102,11 +103,11 @@ class GraphCompiler:
         self.index = index if index is not None else ModelIndex()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        check_inputs(gm, example_inputs)
         placeholders = capture.annotate(gm, example_inputs, self.index)
         if self.groups.gradients is not None and torch.is_grad_enabled():
             self._refuse_unregistered(placeholders, example_inputs)
-        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm,
-                                 self.reduce_gradients and not self._averaged_by_ddp())
+        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
         schedule = passes.schedule(self.config, context)
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
         forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
@@ -138,14 +139,6 @@ class GraphCompiler:
                 f"apexfx: forward uses {p.source}, a tensor of shape {list(tensor.shape)} that requires a gradient and is "
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
-
-    def _averaged_by_ddp(self) -> bool:
-        if self.config.ddp and active_ddp_module() is not None:
-            raise ValueError(
-                "apexfx: the model is wrapped in torch.nn.parallel.DistributedDataParallel, which averages the gradients "
-                "itself; with ddp=True they would be averaged twice. Leave out ddp, or do not wrap the model."
-            )
-        return False
 
     def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder],
                      context: passes.Context) -> list[Any]:
@@ -186,6 +179,8 @@ class GraphCompiler:
 
         def run(*args: Any) -> Any:
             nonlocal agreed
+            if sync is not None:
+                check_not_in_ddp()
             if not agreed:
                 agreement.ensure(f"collectives of graph {record.index}", described)
                 agreed = True

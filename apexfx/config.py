@@ -92,7 +92,8 @@ class BucketConfig:
         gradient_average: divide by the number of ranks; False leaves the sum.
         gradient_predivide_factor: divide by this before the allreduce, and by world size / this after it.
         comm_dtype: reduce in this dtype, whatever the gradient's.
-        plan: a `BucketPlan`, or the path of one saved as JSON, replayed instead of being computed.
+        plan: a `BucketPlan`, or the path of one saved as JSON, replayed instead of being computed. It decides what the
+            options above would, so none of them may be given with it.
         timeout_s: seconds to wait for the other ranks to agree before raising.
     """
 
@@ -129,6 +130,11 @@ class BucketConfig:
                     and self.comm_dtype.is_floating_point, "a floating torch.dtype or None")
             if self.allreduce_always_fp32 and self.comm_dtype != torch.float32:
                 raise ValueError(f"apexfx: allreduce_always_fp32=True contradicts comm_dtype={self.comm_dtype}")
+        given = [f.name for f in dataclasses.fields(self)
+                 if f.name not in ("plan", "timeout_s") and getattr(self, f.name) != f.default]
+        if self.plan is not None and given:
+            raise ValueError(f"apexfx: a plan is replayed as it is, and decides about {', '.join(given)} too; leave "
+                             f"{'it' if len(given) == 1 else 'them'} out, or make a new plan with them by leaving out plan=")
 
 
 # Options of Apex's amp.initialize that are none of transform().

@@ -287,11 +287,11 @@ class GradientSync:
             RankMismatchError: not every rank has found the same parameters.
         """
         names = {key: name for key, name in self._names.items() if key in keys}
-        if not self.config.gradient_average:
+        if not self._averages():
             raise UnsynchronizedGradientError(
                 f"apexfx: the gradient of {_shown(list(names.values()))} has a share from outside of the transformed model's "
-                "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which with "
-                "gradient_average=False cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
+                "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which without "
+                "gradient_average cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
         if new := [name for key, name in names.items() if key not in self._averaged_again]:
             if self._agreement is not None:
                 self._agreement.ensure("parameters whose gradient has a share from outside of the graphs", new)
@@ -302,6 +302,12 @@ class GradientSync:
             log.info(message)
         self._averaged_again |= keys
         self._reduce(keys)
+
+    def _averages(self) -> bool:
+        from .schedule.plan import given_plan
+
+        plan = given_plan(self.config)
+        return self.config.gradient_average if plan is None else plan.averages
 
     def notice_dropped_backward(self) -> None:
         """Forget what is left of a backward that has raised."""

@@ -18,7 +18,7 @@ from .report import PassReport, Report, StageReport
 
 log = logging.getLogger(__name__)
 
-STAGES = ("forward", "backward", "step")
+STAGES = ("forward", "backward")
 NUMERIC_TIERS = ("bitwise", "reassociates", "changes_dtype")
 
 
@@ -49,7 +49,7 @@ class Pass(PassBase):
 
     Attributes:
         name: the pass's name in reports, `skip=` and errors; also its file's name.
-        stage: "forward" (the Dynamo graph), "backward" (AOTAutograd's) or "step".
+        stage: "forward" (the Dynamo graph) or "backward" (AOTAutograd's).
         numeric: "bitwise", "reassociates" or "changes_dtype"; enforced by `verify="each"`.
         provides, needs, conflicts: tags, checked over the whole schedule before anything runs.
 
@@ -101,7 +101,7 @@ class Pipeline:
 
     Raises:
         TypeError: an entry that is not a `Pass`.
-        ValueError: an unknown stage or tier, a missing requirement, a conflict.
+        ValueError: an unknown stage or tier, a name given twice, a missing requirement, a conflict.
     """
 
     def __init__(self, passes: Sequence[Pass], *, verify: str = "off", strict: bool = False) -> None:
@@ -117,7 +117,7 @@ class Pipeline:
         """Run the passes of `stage` over `gm` in place and report each.
 
         Args:
-            stage: "forward", "backward" or "step".
+            stage: "forward" or "backward".
             gm: every node has its value in `meta["val"]`.
             inputs: makes the real inputs of `gm`, needed by `verify="each"`.
         """
@@ -184,11 +184,16 @@ def warn_unmatched(report: Report, *, so_far: bool = False) -> None:
 def validate(passes: Sequence[Pass]) -> None:
     """Refuse a schedule that cannot work, before anything runs."""
     provided: set[str] = set()
+    names: set[str] = set()
     for pass_ in passes:
         if not isinstance(pass_, Pass):
             raise TypeError(f"apexfx: passes= holds {pass_!r} ({type(pass_).__name__}), expected instances of apexfx.Pass")
         if not pass_.name:
             raise ValueError(f"apexfx: {type(pass_).__name__} has no name; set the class attribute `name`")
+        if pass_.name in names:
+            raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "
+                             "attribute `name` of its own")
+        names.add(pass_.name)
         if type(pass_).call is Pass.call:
             raise TypeError(f"apexfx: pass {pass_.name!r} has nothing to run; define call(self, gm) -> PassResult in "
                             f"{type(pass_).__name__}")

@@ -144,8 +144,8 @@ class Report:
             RuntimeError: before the graph exists.
             ValueError: for an unknown stage.
         """
-        if stage not in ("forward", "backward", "step"):
-            raise ValueError(f"apexfx: stage={stage!r} was given, expected 'forward', 'backward' or 'step'")
+        if stage not in ("forward", "backward"):
+            raise ValueError(f"apexfx: stage={stage!r} was given, expected 'forward' or 'backward'")
         if not self.graphs:
             raise RuntimeError(NO_GRAPH)
         found = next((s for s in self._graph(graph).stages if s.stage == stage), None)

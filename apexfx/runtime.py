@@ -28,6 +28,7 @@ from .config import TransformConfig
 from .model_index import ModelIndex
 from .passes.precision_rules import HALVES
 from .pipeline import warn_unmatched
+from .refusals import check_call
 from .report import Report
 from .traceable import EagerBatchNorms
 
@@ -63,14 +64,16 @@ class Runtime:
         self._num_graphs = 0  # when that was last looked at
         self._patch = dynamo_config.patch(_DYNAMO)
         self._model = model
+        self._modules = list(model.named_modules())
         self._parameters = [name for name, _ in model.named_parameters()]
         self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, trains: bool) -> Any:
-        sync = self.compiler.gradient_sync
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_call(model, self._modules)
+        sync, trains = self.compiler.gradient_sync, model.training
         if sync is not None and trains and torch.is_grad_enabled() and not self._capturing:
             sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local

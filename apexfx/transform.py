@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
-from ._torch import set_module_call
+from ._torch import not_traced, set_module_call
 from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .broadcast import broadcast_from_first
 from .config import TransformConfig
 from .passes.precision_rules import HALVES
-from .pipeline import validate
+from .refusals import COMPILES_ITSELF, check_not_averaged, check_whole
 from .report import Report
 from .runtime import Runtime, with_private_code
 from .schedule.plan import check_options
@@ -59,7 +59,6 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     config = TransformConfig.from_options(options)
     _check_model(model, config)
     casts_below = _check_amp(model, config)
-    validate(config.passes)
     passes_.check_names(config)
     compiler = compiler_for(config)
     if casts_below:
@@ -94,15 +93,11 @@ def _check_model(model: nn.Module, config: TransformConfig) -> None:
     if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
         raise ValueError("apexfx: transform() compiles by itself; give it the module, not the result of torch.compile()")
     for name, module in model.named_modules():
-        where = f"submodule {name!r}" if name else "the model"
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; "
-                             "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
         if isinstance(module, TransformedModule):
+            where = f"submodule {name!r}" if name else "the model"
             raise ValueError(f"apexfx: {where} is transformed already; transform the module it was made from, with all options")
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ValueError(f"apexfx: parameter {name!r} has no shape yet; run the lazy module once before transform()")
+    check_not_averaged(model, "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
+    check_whole(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     if config.opt_level != "O0" and not _can_compute(device, config.half_dtype(device)):
         raise ValueError(f"apexfx: {device} cannot compute in dtype={config.half_dtype(device)}, which {config.opt_level} "
@@ -169,6 +164,10 @@ class TransformedModule:
         return made
 
 
+    def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
+        raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
+
+
 class Inspection:
     """The public attributes of a transformed model; one that the model has itself already stays the model's."""
 
@@ -206,11 +205,12 @@ def source_class(model: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn.Module]:
-    # Not traced by an outer torch.compile, which would inline the model past our backend; what it calls is compiled.
-    @torch._dynamo.disable(recursive=False)
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_apexfx"].call(args, kwargs, trains=self.training)
+        return self.__dict__["_apexfx"].call(self, args, kwargs)
+
+    # An outer torch.compile would inline the model past our backend; what it calls is compiled.
+    forward = not_traced(forward, COMPILES_ITSELF)
 
     names = {name: Inspection.__dict__[name] for name in public}
     body = {"__module__": cls.__module__, "__qualname__": f"Apexfx{cls.__qualname__}", "forward": forward, **names}

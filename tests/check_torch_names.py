@@ -20,6 +20,10 @@ SETTINGS = {
     "torch/_dynamo/config.py": ("allow_rnn", "allow_unspec_int_on_nn_module", "fail_on_recompile_limit_hit", "recompile_limit"),
     "torch/_functorch/config.py": ("force_non_lazy_backward_lowering",),
     "torch/nn/parallel/distributed.py": ("_active_ddp_module",),
+    "torch/nn/modules/module.py": ("_is_replica",),
+    "torch/_dynamo/convert_frame.py": ("_torchdynamo_orig_backend",),
+    "torch/distributed/fsdp/_dynamo_utils.py": ("_is_fsdp_managed_module",),
+    "torch/distributed/fsdp/_fully_shard/_fully_shard.py": ("_is_fsdp_managed_module",),
 }
 
 
@@ -63,7 +67,7 @@ def missing(torch: Torch) -> list[str]:
             lines.append(f"{module}.{name}")
     for file, names in SETTINGS.items():
         text = torch.read(file) if torch.has(file) else ""
-        lines += [f"{file}: {name}" for name in names if not re.search(rf"^\s*{name}\b\s*[:=]", text, re.M)]
+        lines += [f"{file}: {name}" for name in names if not re.search(rf"(?:^\s*|\.){name}\b\s*[:=]", text, re.M)]
     return lines
 
 

@@ -81,11 +81,17 @@ def test_impossible_combination(options, message):
         ({"comm_dtype": torch.bfloat16, "allreduce_always_fp32": True}, ValueError, "contradicts"),
         ({"timeout_s": True}, TypeError, "timeout_s=True"),
         ({"trigger_params": "head.weight"}, TypeError, "list or tuple of names"),
+        *[({"plan": "plan.json", name: value}, ValueError, f"is replayed as it is, and decides about {name} too; leave it out")
+          for name, value in (("message_size", 5), ("layout", "ddp"), ("bucket_cap_mb", 1.0), ("delay_allreduce", True),
+                              ("trigger_params", ("a",)), ("allreduce_always_fp32", True), ("gradient_average", False),
+                              ("gradient_predivide_factor", 2.0), ("comm_dtype", torch.float32))],
+        ({"plan": "plan.json", "layout": "ddp", "message_size": 5}, ValueError, "about message_size, layout too; leave them out"),
     ],
 )
 def test_bucket_options(options, error, message):
     with pytest.raises(error, match=message):
         BucketConfig(**options)
+    BucketConfig(plan="plan.json", timeout_s=5.0)
 
 
 def test_keep_batchnorm_fp32_overrides_the_level():

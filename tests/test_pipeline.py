@@ -149,16 +149,18 @@ def test_stale_values_are_found_by_verify_final():
 
 def test_contracts_are_checked_before_anything_runs():
     class Needy(ScaleTwice):
+        name = "needy"
         needs = ("casts",)
 
     class Provider(ScaleTwice):
         provides = ("casts",)
 
     class Hostile(ScaleTwice):
+        name = "hostile"
         conflicts = ("casts",)
 
     class Nowhere(ScaleTwice):
-        stage = "sideways"
+        stage = "step"
 
     class Vague(ScaleTwice):
         numeric = "roughly"
@@ -168,7 +170,7 @@ def test_contracts_are_checked_before_anything_runs():
     validate([Provider(), Needy()])
     with pytest.raises(ValueError, match="conflicts with"):
         validate([Provider(), Hostile()])
-    with pytest.raises(ValueError, match="stage='sideways', expected one of forward, backward, step"):
+    with pytest.raises(ValueError, match="stage='step', expected one of forward, backward"):
         validate([Nowhere()])
     with pytest.raises(ValueError, match="numeric='roughly'"):
         validate([Vague()])

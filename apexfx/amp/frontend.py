@@ -68,7 +68,7 @@ def initialize(
         agree: share overflows among all ranks, so that all skip or none.
 
     Raises:
-        RuntimeError: an override that contradicts the level; a half model; a parallel wrapper; a transformed model at O1;
+        RuntimeError: an override that contradicts the level; a half model; a parallel wrapper; a transformed model, but at O0;
             an optimizer given twice.
         TypeError: models or optimizers of the wrong kind.
     """

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..refusals import check_not_averaged, check_whole
 from ..transform import TransformedModule
 
 
@@ -17,9 +18,8 @@ def check_arguments(given: Mapping[str, Any], buffer_policies: Sequence[Any]) ->
     module = given["module"]
     if not isinstance(module, nn.Module):
         raise TypeError(f"apexfx: module is a {type(module).__name__}, expected a torch.nn.Module")
-    if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or type(module).__name__ == type(
-            given["self"]).__name__:
-        raise ValueError(f"apexfx: the module is wrapped in {type(module).__name__} already, which averages gradients itself")
+    check_not_averaged(module, "give DistributedDataParallel the inner module")
+    check_whole(module)
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("apexfx: DistributedDataParallel needs a process group; call torch.distributed.init_process_group() "
                          "first (under torchrun)")
@@ -28,17 +28,12 @@ def check_arguments(given: Mapping[str, Any], buffer_policies: Sequence[Any]) ->
     if given["delay_allreduce"] and (given["allreduce_trigger_params"] or given["num_allreduce_streams"] > 1):
         raise ValueError("apexfx: delay_allreduce leaves nothing to overlap; it cannot be combined with "
                          "allreduce_trigger_params or num_allreduce_streams > 1")
-    if given["delay_allreduce"] and given["plan"] is not None:
-        raise ValueError("apexfx: delay_allreduce reduces whatever gradients there are; it cannot follow a plan")
     _check_device(module, given["device_ids"], given["output_device"])
     policy = given["broadcast_buffers"]
     if not any(policy is known or (isinstance(policy, str) and policy == known) for known in buffer_policies):
         raise ValueError(f"apexfx: broadcast_buffers={policy!r} was given, expected one of {buffer_policies}")
     if isinstance(module, TransformedModule):
         _check_graph(module, given)
-    for name, p in module.named_parameters():
-        if isinstance(p, nn.parameter.UninitializedParameter):
-            raise ValueError(f"apexfx: parameter {name!r} has no shape yet; run the lazy module once first")
 
 
 def _check_device(module: nn.Module, device_ids: Any, output_device: Any) -> None:
@@ -60,9 +55,6 @@ def _check_graph(module: nn.Module, given: Mapping[str, Any]) -> None:
                              "leave it out")
     if given["num_allreduce_streams"] > 1:
         raise ValueError("apexfx: a transformed module reduces over one communicator; leave out num_allreduce_streams")
-    if module.__dict__["_apexfx"].config.ddp:
-        raise ValueError("apexfx: this module was transformed with ddp already and averages its gradients; leave out one of "
-                         "transform(ddp=) and DistributedDataParallel")
 
 
 def names_of(module: nn.Module, parameters: Sequence[nn.Parameter] | None) -> tuple[str, ...]:

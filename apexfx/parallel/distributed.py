@@ -15,6 +15,7 @@ from .._torch import process_group_store, resolve_process_group, tree_map
 from ..agreement import Agreement
 from ..broadcast import Message, broadcast_from_first
 from ..config import BucketConfig
+from ..refusals import check_whole
 from ..transform import TransformedModule
 from .arguments import check_arguments, communicators, names_of
 from .checksum import check_parameters
@@ -85,6 +86,8 @@ class DistributedDataParallel(nn.Module):
         RankMismatchError: ranks hold different models.
         RankFailureError: in backward, on every rank: see above.
     """
+
+    averages_gradients = True
 
     def __init__(
         self,
@@ -197,7 +200,8 @@ class DistributedDataParallel(nn.Module):
         """Return what hangs on the module now."""
         if self._tree is None or self._tree.module is not self.module:
             self._tree = ModuleTree(self.module)
-        self._tree.refresh()
+        if self._tree.refresh():
+            check_whole(self.module)
         return self._tree
 
     def _synchronize_state(self, tree: ModuleTree) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 from ..config import BucketConfig
 from ..schedule import ddp
 from ..schedule.bucket_buffer import BucketBuffer
-from ..schedule.plan import BucketPlan, GradientSpec, plan_buckets
+from ..schedule.plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 from . import status
 
 LARGE_BYTES = 2**16  # of a gradient that is laid out by itself, while it is in cache, rather than with the rest of its bucket
@@ -115,9 +114,8 @@ class Planner:
         """Return the layout before any backward: in the module's order."""
         names, parameters = [n for n, _ in named], [p for _, p in named]
         specs = [self._spec(n, p) for n, p in named if p.numel()]
-        given = self.config.plan
-        if given is not None:
-            plan = BucketPlan.load(given) if isinstance(given, (str, Path)) else given
+        plan = given = given_plan(self.config)
+        if plan is not None:
             plan.check(specs, world_size=dist.get_world_size(self.group))
             plan = dataclasses.replace(plan, group_name=self.group.group_name)
         elif self.config.layout == "ddp":
@@ -126,7 +124,7 @@ class Planner:
             plan = self._plan(specs)
         fixed = given is not None or self.config.delay_allreduce
         fixed |= self.config.layout == "ddp" and self.find_unused and not self.static
-        return Layout(names, parameters, plan, fixed, self._may_carry_status())
+        return Layout(names, parameters, plan, fixed, self._may_carry_status(plan))
 
     def learn_first(self, layout: Layout, order: Sequence[int], extra: Mapping[int, int], used: Sequence[bool] | None) -> None:
         """Rebuild the buckets of `layout` after its first backward, in the first rank's order, which it broadcasts.
@@ -170,8 +168,8 @@ class Planner:
             specs = [self._spec(n, p) for n, p, u in zip(layout.names, layout.parameters, used) if u and p.numel()]
             layout.use(self._plan(specs))
 
-    def _may_carry_status(self) -> bool:
-        bitwise = self.config.layout == "ddp" and dist.get_world_size(self.group) > 2
+    def _may_carry_status(self, plan: BucketPlan) -> bool:
+        bitwise = plan.layout == "ddp" and dist.get_world_size(self.group) > 2
         return not (bitwise or self.config.delay_allreduce or self.static)
 
     def _ddp_first(self, specs: Sequence[GradientSpec]) -> list[list[GradientSpec]]:

@@ -27,17 +27,18 @@ class ModuleTree:
         self._seen: list[Any] = []  # held, so that no identity is used twice
         self._identities: list[int] = []
 
-    def refresh(self) -> None:
-        """Walk again if a module, parameter or buffer was added, removed or replaced."""
+    def refresh(self) -> bool:
+        """Walk again if a module, parameter or buffer was added, removed or replaced; return whether it did."""
         seen = list(chain.from_iterable(map(dict.values, self._registries)))
         if self._registries and list(map(id, seen)) == self._identities:
-            return
+            return False
         self.num_walks += 1
         modules = list(self.module.modules())
         self._registries = [registry for m in modules for registry in (m._modules, m._parameters, m._buffers)]
         self._seen = list(chain.from_iterable(map(dict.values, self._registries)))
         self._identities = list(map(id, self._seen))
         self.parameters, self.buffers = list(self.module.parameters()), list(self.module.buffers())
+        return True
 
     def active(self) -> tuple[int, ...]:
         """Return the identities of the parameters that take gradients."""

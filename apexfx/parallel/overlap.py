@@ -18,6 +18,7 @@ from .._torch import in_backward
 from ..agreement import Agreement
 from ..end_of_backward import EndOfBackward
 from ..gradient_sync import UnsynchronizedGradientError
+from ..schedule.plan import given_plan
 from .consensus import Consensus
 from .hooks import ParameterHooks
 from .layout import Layout, Planner
@@ -58,7 +59,9 @@ class OverlappedReducer:
         self._passage = Passage(self._enter)
         self._warned = False
         # Reducing an accumulated gradient as a whole averages right, but sums (or rounds) what was reduced before twice.
-        separate = not self.config.gradient_average or self.config.comm_dtype is not None
+        given = given_plan(self.config)
+        separate = not given.averages_exactly if given is not None else (
+            not self.config.gradient_average or self.config.comm_dtype is not None)
         self._sums = SeparateSums() if separate else None
         self._waiter = Waiter(planner.group, label, self.config.timeout_s)
         self.sender = Sender(options, self._waiter, self._sums)

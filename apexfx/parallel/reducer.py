@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..broadcast import broadcast_from_first
 from ..config import BucketConfig
+from ..refusals import check_not_averaged, check_whole
 from ..schedule.reduce import average_tensors, reduce_gradients
 from .flat import extract_tensors
 
@@ -35,6 +36,8 @@ class Reducer:
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self.grads: list[Tensor] = []
         if self.module is not None:
+            check_not_averaged(self.module, "give Reducer the inner module")
+            check_whole(self.module)
             broadcast_from_first(self.module.parameters(), self.process_group)
         else:
             extract_tensors(module_or_grads_list, self.grads)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from .._torch import onednn_is_wider
 from ..capture import Placeholder
 from ..config import TransformConfig
-from ..pipeline import Pass
+from ..pipeline import Pass, validate
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
 from .flatten_relu import FlattenRelu
@@ -120,7 +120,7 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
     """Return the passes for one graph in order: the table's, less `skip=`, then the user's `passes=`.
 
     Raises:
-        ValueError: `skip=` names a pass that does not exist.
+        ValueError: see `check_names`.
     """
     check_names(config)
     built = [row.build(config, context) for row in TABLE if row.pass_type.name not in config.skip]
@@ -128,8 +128,14 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
 
 
 def check_names(config: TransformConfig) -> None:
-    """Refuse names in `skip=` that no pass has, and what `precision=` cannot mean."""
-    known = [row.pass_type.name for row in TABLE] + [getattr(p, "name", "") for p in config.passes]
+    """Refuse passes of one name, names in `skip=` that no pass has, and what `precision=` cannot mean."""
+    validate(config.passes)
+    built_in = [row.pass_type.name for row in TABLE]
+    for pass_ in config.passes:
+        if pass_.name in built_in:
+            raise ValueError(f"apexfx: {type(pass_).__name__} is named {pass_.name!r}, as a built-in pass is, and skip= would "
+                             "leave out both; give it another name")
+    known = built_in + [p.name for p in config.passes]
     for name in config.skip:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -135,7 +135,7 @@ class BucketAllreduce(Pass):
                 )
             if final.numel() == 0:
                 continue
-            source = gradient.node if self.config.allreduce_always_fp32 else _before_upcast(gradient.node)
+            source = gradient.node if self._takes_upcast(parameter.name) else _before_upcast(gradient.node)
             key = (source, final.dtype)
             if key in found:
                 earlier = found[key]
@@ -151,6 +151,13 @@ class BucketAllreduce(Pass):
         if twice:
             raise PassError(self.name, f"several gradients are named {twice}: each would be averaged as another's")
         return reductions
+
+    def _takes_upcast(self, name: str) -> bool:
+        """Whether the gradient enters its buffer behind an upcast that the graph may hold."""
+        if self.replayed is None:
+            return self.config.allreduce_always_fp32
+        return any(name in (slot.parameter, *slot.shared_with) and bucket.dtype == bucket.output_dtype
+                   for bucket in self.replayed.buckets for slot in bucket.slots)
 
     def _make_plan(self, specs: Sequence[GradientSpec]) -> BucketPlan:
         if self.replayed is None:

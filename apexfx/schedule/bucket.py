@@ -107,15 +107,19 @@ class Bucket:
         """What gradients must have in common to share a bucket."""
         return (self.dtype, self.reduce_dtype, self.output_dtype, self.device, self.predivide, self.postdivide, self.start)
 
+    @property
+    def _alignment(self) -> int:
+        """Elements to whose multiples slots are aligned: on the wire and in what leaves, whose elements may be wider."""
+        return max(1, ALIGNMENT_BYTES // min(self.reduce_dtype.itemsize, self.output_dtype.itemsize))
+
     def holding(self, slots: Iterable[Slot], *, packed: bool) -> Bucket:
         """Return a bucket of this kind with other slots, laid out anew.
 
         Args:
             packed: one right behind the other, as torch DDP does; otherwise every slot starts at a multiple of 16 bytes.
         """
-        # Aligned in the buffer on the wire and in the one that leaves, whose elements may be wider or narrower.
         itemsize = self.reduce_dtype.itemsize
-        step = 1 if packed else max(1, ALIGNMENT_BYTES // min(itemsize, self.output_dtype.itemsize))
+        step = 1 if packed else self._alignment
         placed, end = [], 0
         for slot in slots:
             placed.append(dataclasses.replace(slot, offset_bytes=end * itemsize))
@@ -124,17 +128,37 @@ class Bucket:
                                    window_flops=None)
 
     def check(self, index: int) -> None:
-        """Raise `ValueError` where this bucket, number `index` of an edited plan, makes no sense."""
+        """Raise `ValueError` where this bucket, number `index` of a plan, makes no sense."""
+        where = f"apexfx: bucket {index} of the plan"
         for name in ("predivide", "postdivide"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"apexfx: bucket {index} of the plan has {name}={getattr(self, name)!r}, expected a positive "
-                                 "number")
+            divisor = getattr(self, name)
+            if not isinstance(divisor, (int, float)) or not 0 < divisor < math.inf:
+                raise ValueError(f"{where} has {name}={divisor!r}, expected a positive number")
         if self.start not in ("ready", "end"):
-            raise ValueError(f"apexfx: bucket {index} of the plan has start={self.start!r}, expected 'ready' or 'end'")
-        for slot, padding in zip(self.slots, self.padding()):
-            if padding < 0 or slot.offset_bytes % self.reduce_dtype.itemsize or self.slots[0].offset_bytes:
-                raise ValueError(f"apexfx: bucket {index} of the plan has no room for {slot.parameter!r} at offset_bytes="
-                                 f"{slot.offset_bytes}; slots must follow each other from 0 to total_bytes={self.total_bytes}")
+            raise ValueError(f"{where} has start={self.start!r}, expected 'ready' or 'end'")
+        for name in ("dtype", "reduce_dtype", "output_dtype"):
+            if not isinstance(getattr(self, name), torch.dtype):
+                raise ValueError(f"{where} has {name}={getattr(self, name)!r}, expected the name of a dtype")
+        if not self.slots:
+            raise ValueError(f"{where} holds no gradient; leave it out")
+        itemsize = self.reduce_dtype.itemsize
+        for slot in self.slots:
+            if any(not isinstance(n, int) or n < 0 for n in (slot.offset_bytes, *slot.shape)) or slot.offset_bytes % itemsize:
+                raise ValueError(f"{where} holds {slot.parameter!r} of shape {list(slot.shape)} at offset_bytes="
+                                 f"{slot.offset_bytes!r}, expected sizes, and a multiple of {itemsize} bytes")
+            if slot.dim_order is not None and sorted(slot.dim_order) != list(range(len(slot.shape))):
+                raise ValueError(f"{where} holds {slot.parameter!r} of shape {list(slot.shape)} with dim_order="
+                                 f"{list(slot.dim_order)}, expected every dimension once")
+        if not isinstance(self.total_bytes, int) or self.total_bytes % itemsize:
+            raise ValueError(f"{where} has total_bytes={self.total_bytes!r}, expected a multiple of {itemsize} bytes")
+        padding = self.padding()
+        for slot, num in zip(self.slots, padding):
+            if num < 0 or self.slots[0].offset_bytes:
+                raise ValueError(f"{where} has no room for {slot.parameter!r} at offset_bytes={slot.offset_bytes}; slots must "
+                                 f"follow each other from 0 to total_bytes={self.total_bytes}")
+        if sum(padding) > len(self.slots) * (self._alignment - 1):
+            raise ValueError(f"{where} has total_bytes={self.total_bytes}, of which {sum(padding) * itemsize} hold no gradient; "
+                             "set total_bytes to the end of the last slot and move the slots together, or use plan.regroup(...)")
 
     def dtypes(self) -> str:
         """Return "bfloat16 > float32": as the gradients come, as they travel, as they leave."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import math
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,19 +30,32 @@ _ADVICE = "make a new plan by leaving BucketConfig(plan=) out once"
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """The buckets of one backward graph, in the order in which every rank issues them.
+    """The buckets of one backward graph, in the order in which every rank issues them; checked whenever one is made.
 
     Attributes:
         buckets: in order.
         world_size: ranks the divisors were made for.
         layout: "reverse", "ddp" or "edited".
         group_name: the process group's.
+
+    Raises:
+        ValueError: slots that overlap, sizes that do not add up, a parameter in two places.
     """
 
     buckets: tuple[Bucket, ...]
     world_size: int
     layout: str = "reverse"
     group_name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.world_size, int) or self.world_size < 1:
+            raise ValueError(f"apexfx: the bucket plan has world_size={self.world_size!r}, expected a number of ranks")
+        for index, bucket in enumerate(self.buckets):
+            bucket.check(index)
+        names = [name for bucket in self.buckets for slot in bucket.slots for name in (slot.parameter, *slot.shared_with)]
+        if len(set(names)) < len(names):
+            twice = next(name for name, num in Counter(names).items() if num > 1)
+            raise ValueError(f"apexfx: the bucket plan holds {twice!r} twice; a gradient is averaged in one place")
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -52,6 +66,16 @@ class BucketPlan:
     def total_bytes(self) -> int:
         """Bytes a rank contributes each step."""
         return sum(bucket.total_bytes for bucket in self.buckets)
+
+    @property
+    def averages(self) -> bool:
+        """Whether every gradient is divided by the number of ranks."""
+        return all(math.isclose(bucket.predivide * bucket.postdivide, self.world_size) for bucket in self.buckets)
+
+    @property
+    def averages_exactly(self) -> bool:
+        """Whether every gradient is divided by the number of ranks and travels in its own dtype."""
+        return self.averages and all(bucket.reduce_dtype == bucket.dtype for bucket in self.buckets)
 
     def check(self, specs: Sequence[GradientSpec], *, world_size: int | None = None, others: Container[str] = ()) -> None:
         """Raise `ValueError` naming the first parameter for which this plan was not made.
@@ -139,20 +163,17 @@ class BucketPlan:
         """Read what `to_json` wrote.
 
         Raises:
-            ValueError: another version, a missing field, slots that overlap.
+            ValueError: another version, a missing field, what no plan may have.
         """
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
             given = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise ValueError(f"apexfx: a bucket plan of version {given!r} was given, expected {FORMAT_VERSION}")
         try:
             buckets = tuple(map(Bucket.from_json, data["buckets"]))
-            plan = cls(buckets, data["world_size"], data["layout"], data["group"])
+            return cls(buckets, data["world_size"], data["layout"], data["group"])
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"apexfx: malformed bucket plan ({type(error).__name__}: {error}); "
                              "see BucketPlan.to_json() for the fields") from error
-        for index, bucket in enumerate(buckets):
-            bucket.check(index)
-        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, one value a line so that it can be edited by hand."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from ..config import BucketConfig
 from .bucket_buffer import BucketBuffer
-from .plan import BucketPlan, GradientSpec, plan_buckets
+from .plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 
 
 def reduce_gradients(
@@ -25,7 +26,7 @@ def reduce_gradients(
 
     Args:
         parameters: by name, in the same order on every rank.
-        config: the bucket options; `plan` is not looked at.
+        config: the bucket options; of a `plan` only the divisors: other gradients of the same parameters may come now.
         group: the ranks.
         used: which parameters have a gradient on any rank, where that is known already.
 
@@ -42,9 +43,22 @@ def reduce_gradients(
         if p.grad.layout != torch.strided:
             raise ValueError(sparse_message(name, p.grad))
     specs = [GradientSpec(name, tuple(p.shape), p.grad.dtype, p.grad.dtype, p.grad.device) for name, p in live.items()]
-    plan = plan_buckets(specs, config, dist.get_world_size(group), group.group_name)
+    plan = _plan(specs, config, group)
     run_plan(plan, {name: p.grad for name, p in live.items()}, group)
     return plan
+
+
+def _plan(specs: Sequence[GradientSpec], config: BucketConfig, group: dist.ProcessGroup) -> BucketPlan:
+    given = given_plan(config)
+    divisors = {name: {"predivide": bucket.predivide, "postdivide": bucket.postdivide} for bucket in given.buckets
+                for slot in bucket.slots for name in (slot.parameter, *slot.shared_with)} if given is not None else {}
+    alike: dict[Any, list[GradientSpec]] = {}
+    for spec in specs:
+        alike.setdefault(tuple(divisors.get(spec.name, {}).items()), []).append(spec)
+    world_size = dist.get_world_size(group)
+    buckets = [dataclasses.replace(bucket, **dict(divide)) for divide, members in alike.items()
+               for bucket in plan_buckets(members, config, world_size, group.group_name).buckets]
+    return BucketPlan(tuple(buckets), world_size, config.layout, group.group_name)
 
 
 def sparse_message(name: str, grad: Tensor) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,7 @@ def parity(rank, world_size, name, config, *, warm_up=0, replay=False):
         step(ddp, ddp.module, batch(name, seed=100 * index + rank))
     model.load_state_dict(ddp.module.state_dict())
     if replay:
-        config = dataclasses.replace(config, plan=plan_from_ddp(ddp))
+        config = BucketConfig(plan=plan_from_ddp(ddp))
     recorder = Recorder(passes_for(config))
     compiled = torch.compile(model, backend=recorder, fullgraph=True)
     for index in range(warm_up, warm_up + 3):

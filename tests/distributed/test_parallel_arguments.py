@@ -111,10 +111,13 @@ def _divides(rank):
 def _sum_accumulates(rank):
     """With gradient_average=False a second backward must not sum what was summed before once more."""
     model, twin, x = wrapped(rank, gradient_average=False)
-    model.zero_grad()
-    for _ in range(3):
-        model(x).square().sum().backward()
-    check_mean(model, twin, x, factor=3.0, scale=8)
+    backward(model, x)
+    replayed, *_ = wrapped(rank, plan=model.bucket_plan)
+    for summing in (model, replayed):
+        summing.zero_grad()
+        for _ in range(3):
+            summing(x).square().sum().backward()
+        check_mean(summing, twin, x, factor=3.0, scale=8)
 
 
 def _communicators(rank):
@@ -168,7 +171,7 @@ def _device(rank):
                              ({"message_size": 0}, "message_size=0")):
         with pytest.raises((ValueError, TypeError), match=match):
             DistributedDataParallel(Net(), **arguments)
-    with pytest.raises(ValueError, match="wrapped in DistributedDataParallel already"):
+    with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel, which averages"):
         DistributedDataParallel(model)
     DistributedDataParallel(Net(), gradient_average_split_factor=2.0)  # ignored, as in Apex
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import time
 
 import pytest
@@ -100,6 +101,20 @@ def _accumulates(rank, world_size):
     for x in (x1, x2):  # averaging every micro-batch is right too
         model(x).square().mean().backward()
     check(model, expected_gradients(reference, [x1, x2], world_size))
+
+
+def _accumulates_by_a_plan(rank, world_size):
+    """What is accumulated is divided as the plan divides, here not at all."""
+    steps = batches(rank, 3)
+    model, _ = model_and_reference(rank, ddp=dataclasses.replace(SMALL, gradient_average=False))
+    model(steps[0]).sum().backward()
+    model, reference = model_and_reference(rank, ddp=apexfx.BucketConfig(plan=model.report.buckets(), timeout_s=20))
+    with model.no_sync():
+        for x in steps[:2]:
+            model(x).square().mean().backward()
+    model(steps[2]).square().mean().backward()
+    expected = expected_gradients(reference, steps, world_size)
+    check(model, {name: grad if grad is None else world_size * grad for name, grad in expected.items()})
 
 
 def _forward_before_no_sync(rank, world_size):
@@ -287,8 +302,9 @@ def _recompile_limit(rank, world_size):
 
 
 CASES = [_backward_raised, _unfrozen, _shared_with_another_model, _tied_across_a_graph_break,
-         _averages, _accumulates, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame, _different_models,
-         _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _recompile_limit,
+         _averages, _accumulates, _accumulates_by_a_plan, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame,
+         _different_models, _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies,
+         _recompile_limit,
          _absent_rank]
 
 

@@ -46,7 +46,8 @@ def check_local(model, *inputs, loss=None, num_graphs=1, **options):
     out = torch.compile(reference, backend="aot_eager")(*inputs)
     (loss or (lambda o: o.float().square().mean()))(out).backward()
     torch._dynamo.reset()
-    recorder = rewritten(model, *inputs, loss=loss, gradient_average=False, fullgraph=num_graphs == 1, **options)
+    sums = {} if "plan" in options else {"gradient_average": False}  # which a plan decides
+    recorder = rewritten(model, *inputs, loss=loss, fullgraph=num_graphs == 1, **sums, **options)
     assert len(recorder.backward) == num_graphs
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         if theirs.grad is None:

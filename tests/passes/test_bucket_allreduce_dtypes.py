@@ -46,6 +46,15 @@ def test_dtype_on_the_wire_of_half_gradients(options, wire):
     assert {dtype for dtype, _ in issued(recorder.backward[0])} == {wire}
 
 
+@pytest.mark.parametrize("options", [{}, {"allreduce_always_fp32": True}, {"comm_dtype": F32}])
+def test_a_replayed_plan_decides_in_which_dtype_a_gradient_enters_its_buffer(options):
+    model, x = HalfCompute(), torch.randn(4, 5)
+    made = rewritten(model, x, **options)
+    torch._dynamo.reset()
+    replayed = rewritten(model, x, plan=made.passes[0].plan)
+    assert replayed.passes[0].plan == made.passes[0].plan and issued(replayed.backward[0]) == issued(made.backward[0])
+
+
 @pytest.mark.parametrize(("options", "wire"), [({}, BF16), ({"allreduce_always_fp32": True}, F32)])
 def test_half_parameters_get_half_gradients(options, wire):
     model = two_layers().bfloat16()

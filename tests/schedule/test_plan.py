@@ -259,8 +259,8 @@ def test_an_edited_file_is_checked_when_it_is_read(tmp_path):
 
     def edited(**change):
         data = plan_buckets(specs_of(2), BucketConfig(), 2).to_json()
-        data["buckets"][0] |= change.pop("bucket", {})
         data["buckets"][0]["slots"][1] |= change.pop("slot", {})
+        data["buckets"][0] |= change.pop("bucket", {})
         path.write_text(json.dumps(data | change))
         return BucketPlan.load(path)
 
@@ -275,11 +275,35 @@ def test_an_edited_file_is_checked_when_it_is_read(tmp_path):
         edited(bucket={"predivide": 0})
     with pytest.raises(ValueError, match="start='soon'"):
         edited(bucket={"start": "soon"})
+    for wrong, message in (
+        ({"bucket": {"total_bytes": 192}}, "total_bytes=192, of which 112 hold no gradient; set total_bytes to the end"),
+        ({"bucket": {"total_bytes": 80}}, "no room for 'p0' at offset_bytes=48"),
+        ({"bucket": {"total_bytes": 97}}, "total_bytes=97, expected a multiple of 4 bytes"),
+        ({"bucket": {"total_bytes": "96"}}, "total_bytes='96', expected"),
+        ({"bucket": {"dtype": "nn"}}, "dtype=<module"), ({"bucket": {"postdivide": "2"}}, "postdivide='2'"),
+        ({"bucket": {"predivide": math.inf}}, "predivide=inf"), ({"bucket": {"slots": []}}, "holds no gradient; leave it out"),
+        ({"slot": {"offset_bytes": -16}}, "offset_bytes=-16, expected sizes"), ({"slot": {"offset_bytes": 50}}, "multiple of 4"),
+        ({"slot": {"offset_bytes": 64}}, "no room for 'p0' at offset_bytes=64"), ({"slot": {"shape": [40]}}, "no room for 'p0'"),
+        ({"slot": {"shape": [1]}}, "of which 52 hold no gradient"), ({"slot": {"dim_order": [1]}}, "every dimension once"),
+        ({"slot": {"parameter": "p1"}}, "holds 'p1' twice"), ({"slot": {"shared_with": ["p1"]}}, "holds 'p1' twice"),
+        ({"world_size": 0}, "world_size=0, expected a number of ranks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            edited(**wrong)
     path.write_text("{")
     with pytest.raises(ValueError, match="plan.json is not JSON"):
         BucketPlan.load(path)
     with pytest.raises(ValueError, match=r"none.json' cannot be read \(No such file or directory\); give plan= a file"):
         BucketPlan.load(tmp_path / "none.json")
+
+
+def test_a_plan_edited_in_code_is_checked_too():
+    plan = plan_buckets(specs_of(), BucketConfig(), 2)
+    bucket = plan.buckets[0]
+    for buckets in ([dataclasses.replace(bucket, total_bytes=2 * bucket.total_bytes)],
+                    [dataclasses.replace(bucket, slots=bucket.slots[:3])], [bucket, bucket]):
+        with pytest.raises(ValueError, match="hold no gradient|holds 'p5' twice"):
+            dataclasses.replace(plan, buckets=tuple(buckets))
 
 
 def test_print():

@@ -1,0 +1,117 @@
+"""What is done to a transformed model afterwards, and does not go together with it: one sentence each, in one process."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
+
+import apexfx
+from tests.transform_models import Net, images, transformed
+
+EXPORTS = {
+    "export": lambda m, x: torch.export.export(m, (x,)),
+    "strict export": lambda m, x: torch.export.export(m, (x,), strict=True),
+    "trace": lambda m, x: torch.jit.trace(m, (x,)),
+    "script": lambda m, x: torch.jit.script(m),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("export", EXPORTS)
+@pytest.mark.parametrize("ran", [False, True])
+def test_a_transformed_model_is_not_exported(export, ran):
+    source, x = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3)
+    model = transformed(source)
+    if ran:
+        model(x)
+    for given in (model, nn.Sequential(model)):
+        with pytest.raises(Exception, match="cannot be exported; export the module that it was made from"):
+            EXPORTS[export](given, x)
+    exported = torch.export.export(source, (x,)).module()
+    assert torch.equal(exported(x), model(x))  # and the source is, with the parameters of the transformed model
+
+
+@pytest.mark.parametrize("outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
+def test_an_outer_compile_goes_around_the_transformed_model(outer):
+    model, x = transformed(Net(), opt_level="O1"), images()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        compiled = torch.compile(outer(model), backend="eager")
+        for _ in range(2):
+            compiled(x).sum().backward()
+    assert len(model.report.graphs) == 1 and model.report.casts()
+
+
+@pytest.mark.parametrize("outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
+@pytest.mark.parametrize("ran", [False, True])
+def test_options_of_an_outer_compile_are_not_lost(outer, ran):
+    model, x = transformed(Net()), images()
+    if ran:
+        model(x)
+    with pytest.raises(ValueError, match="is transformed already, so its options would not reach it"):
+        torch.compile(outer(model), backend="apex", options={"opt_level": "O2", "inner": "eager"})(x)
+
+
+def test_replicas_of_data_parallel_are_refused():
+    model = transformed(Net())
+    with pytest.raises(RuntimeError, match="nn.DataParallel runs copies of the model"):
+        model._replicate_for_data_parallel()(images())  # what each further device gets
+
+
+class Same(apexfx.Pass):
+    """Change nothing."""
+
+    name = "same"
+
+    def call(self, gm):
+        return PassResult(gm, False)
+
+
+class Other(Same):
+    """Change nothing either, under the same name."""
+
+
+class BuiltIn(Same):
+    name = "sync_batchnorm"
+
+
+class OfStep(Same):
+    stage = "step"
+
+
+class OfBackward(Same):
+    name, stage = "of_backward", "backward"
+
+
+def by_transform(**options):
+    return transformed(Net(), **options)
+
+
+def by_compile(**options):
+    return torch.compile(Net(), backend="apex", options={"opt_level": "O0", "inner": "eager", **options})(images())
+
+
+@pytest.mark.parametrize("make", [by_transform, by_compile])
+@pytest.mark.parametrize(("passes", "skip", "message"), [
+    ((Same(), Other()), (), "two passes are named 'same'"),
+    ((Same(), Same()), ("same",), "two passes are named 'same'"),
+    ((BuiltIn(),), (), "BuiltIn is named 'sync_batchnorm', as a built-in pass is"),
+    ((BuiltIn(),), ("sync_batchnorm",), "skip= would leave out both; give it another name"),
+    ((OfStep(),), (), "stage='step', expected one of forward, backward"),
+    ((print,), (), "expected instances of apexfx.Pass"),
+])
+def test_passes_that_cannot_be_told_apart_or_never_run(make, passes, skip, message):
+    with pytest.raises(Exception, match=message):
+        make(passes=passes, skip=skip)
+
+
+def test_a_backward_pass_may_wait_for_a_backward():
+    model = transformed(Net(), passes=(Same(), OfBackward()))
+    with torch.no_grad():
+        model(images())
+    model(images()).sum().backward()
+    assert [p.name for p in model.report.graphs[-1].backward.passes] == ["of_backward"]
