@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import traceback
 import types
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._torch import BackendCompilerFailed, FailOnRecompileLimitHit, dynamo_config, functorch_config, tree_leaves, tree_map
+from ._torch import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    dynamo_config,
+    functorch_config,
+    run_cached_graphs,
+    tree_leaves,
+    tree_map,
+)
 from .backend import GraphCompiler
 from .config import TransformConfig
 from .passes.precision_rules import HALVES
@@ -33,6 +43,8 @@ class Runtime:
         self.config = config
         self.compiler = compiler
         self.report = compiler.report
+        self._forward = forward
+        self._cached_only: Callable[..., Any] | None = None  # compiles nothing: once the recompile limit was met
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging
         sync = compiler.gradient_sync
@@ -56,24 +68,43 @@ class Runtime:
         if sync is not None and trains and torch.is_grad_enabled() and not self._capturing:
             sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local
+        if self._cached_only is not None and not self._asks_for_passes(trains):
+            run = self._cached_only
         args, kwargs = self._in_dtype_of_parameters((args, kwargs))
         try:
             with self._dynamo_settings():
                 result = run(*args, **kwargs)
         except BackendCompilerFailed as error:
             raise error.inner_exception from None  # ours, said once and with its own type
-        except FailOnRecompileLimitHit:
-            raise FailOnRecompileLimitHit(
+        except FailOnRecompileLimitHit as error:
+            message = (
                 f"apexfx: forward was compiled {dynamo_config.recompile_limit} times, each for other values of something that "
-                "keeps changing, and would now run in eager, without the passes. The warning above, or TORCH_LOGS=recompiles, "
+                "keeps changing, and {}. The warning above, or TORCH_LOGS=recompiles, "
                 "says what it is: hold it in a buffer or give it as a tensor; for sizes pass dynamic=True; or raise "
                 "torch._dynamo.config.recompile_limit"
-            ) from None
+            )
+            if self._asks_for_passes(trains) or _has_begun(error):
+                raise FailOnRecompileLimitHit(message.format("would now run in eager, without the passes")) from None
+            self._warn(message.format("now runs in eager wherever no graph fits: nothing that was asked for is lost"))
+            self._cached_only = run_cached_graphs(self._forward)
+            result = self._cached_only(*args, **kwargs)
         if self.config.level.half_parameters:
             result = self._cast(result, (self._half,), torch.float32)
         if not self._checked:
             self._check_captured()
         return result
+
+    def _asks_for_passes(self, trains: bool) -> bool:
+        """Whether a call in eager would miss a cast, an average or a pass of the user's."""
+        config = self.config
+        casts = config.opt_level != "O0" or config.precision or any(p.dtype in HALVES for p in self._model.parameters())
+        shares = (config.ddp or config.sync_bn) and (trains or torch.is_grad_enabled())
+        return bool(casts or shares or config.passes or config.fullgraph)
+
+    def _warn(self, message: str) -> None:
+        if message not in self.report.notes:
+            self.report.note(message)
+            log.warning(message)
 
     def _in_dtype_of_parameters(self, inputs: Any) -> Any:
         """Return the inputs for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
@@ -112,8 +143,7 @@ class Runtime:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
                        "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
-            self.report.note(message)
-            log.warning(message)
+            self._warn(message)
         warn_unmatched(self.report)
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
@@ -129,6 +159,12 @@ class Runtime:
                 for buffer, old in buffers:
                     buffer.copy_(old)
         return self.report
+
+
+def _has_begun(error: Exception) -> bool:
+    """Whether a part of the forward ran before Dynamo raised `error`, so that running it again would do that part twice."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not all("_dynamo" in Path(name).parts for name in frames[1:])  # the first is the call itself
 
 
 def with_private_code(function: Any) -> Any:

@@ -271,9 +271,25 @@ def _tied_across_a_graph_break(rank, world_size):
         model(x, tied=False).square().mean().backward()
 
 
+def _recompile_limit(rank, world_size):
+    source = Net()
+    model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager", dynamic=False)
+    [x] = batches(rank, 1)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        with torch.no_grad():
+            for n in range(2, 6):
+                many = x[:1].expand(n, *x.shape[1:])
+                assert torch.equal(model.eval()(many), source.eval()(many))  # from the third size on, in eager
+        assert sum("now runs in eager wherever no graph fits" in note for note in model.report.notes) == 1
+        for trains in (False, True):  # either may be followed by a backward
+            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="would now run in eager"):
+                model.train(trains)(x)
+
+
 CASES = [_backward_raised, _unfrozen, _shared_with_another_model, _tied_across_a_graph_break,
          _averages, _accumulates, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame, _different_models,
-         _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _absent_rank]
+         _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies, _recompile_limit,
+         _absent_rank]
 
 
 def _all(rank, world_size, names):
