@@ -18,6 +18,7 @@ import torch.distributed._functional_collectives  # registers autograd and fakes
 from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
 from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
+from torch._dynamo import run as run_cached_graphs  # 2.13
 from torch._dynamo import symbolic_convert  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.decorators import skip as dynamo_skip  # 2.13
@@ -288,6 +289,7 @@ __all__ = [
     "push_function_mode",
     "registered_ops",
     "resolve_process_group",
+    "run_cached_graphs",
     "set_module_call",
     "statically_known_true",
     "storage_users",

@@ -253,7 +253,8 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
         if options is not None:
             _by_options[id(options)] = known
     compiled = known[2](gm, example_inputs)
-    warn_unmatched(known[2].report, so_far=True)  # a graph break may be followed by graphs that have something for the pass
+    # A graph break may be followed by graphs that have something for the pass; without options each has its own report.
+    warn_unmatched(known[2].report, " so far" if options else " in this graph")
     return compiled
 
 

@@ -173,12 +173,12 @@ class Pipeline:
                                                           "encoding": "string"}, payload_fn=lambda: report.code)
 
 
-def warn_unmatched(report: Report, *, so_far: bool = False) -> None:
-    """Log, once each, the passes that rewrote no graph of the model; `so_far` where more graphs of it may follow."""
+def warn_unmatched(report: Report, where: str = "") -> None:
+    """Log, once each, the passes that rewrote no graph of the report; `where` limits the claim where the model has others."""
     for name, why in report.unmatched().items():
         if name not in report.warned:
             report.warned.add(name)
-            log.warning("apexfx: %s rewrote nothing%s: %s", name, " so far" if so_far else "", why)
+            log.warning("apexfx: %s rewrote nothing%s: %s", name, where, why)
 
 
 def validate(passes: Sequence[Pass]) -> None:
