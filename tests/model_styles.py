@@ -172,7 +172,10 @@ WRAPPERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "in eager": in_eager,
     "without gradient": without_gradient,
 }
-RARE = {"in eager": 0.25, "without gradient": 0.5}  # of which no graph averages anything: an error, which is no proof
+BREAKS = ("break before", "break after", "twice around a break", "locals after a break", "in eager")
+# What no graph averages is an error at best, and an error proves little: how much of it is kept.
+RARE = {"in eager": 0.25, "without gradient": 0.5}
+BREAKS_IN_CHECKPOINTS = 0.1  # Dynamo leaves them to eager, and the frame around them
 
 
 class Wrapper(nn.Module):
@@ -278,13 +281,15 @@ class Builder:
         self.width_in = self.width
         self.names = self.choose.choice(NAMES)
         self.linears: list[nn.Linear] = []
+        self.in_checkpoint = False
 
     def pick(self, table: Any) -> str:
-        key = self.choose.choice(list(table))
-        while self.choose.random() > RARE.get(key, 1.0):
+        while True:
             key = self.choose.choice(list(table))
-        self.traits.add(key)
-        return key
+            share = BREAKS_IN_CHECKPOINTS if self.in_checkpoint and key in BREAKS else RARE.get(key, 1.0)
+            if self.choose.random() < share:
+                self.traits.add(key)
+                return key
 
     def leaf(self) -> tuple[nn.Module, str]:
         if self.choose.random() < 0.4:
@@ -304,13 +309,15 @@ class Builder:
         if draw > 0.65:
             return self.leaf()
         kind = self.pick(WRAPPERS)
+        outside, self.in_checkpoint = self.in_checkpoint, self.in_checkpoint or kind == "checkpoint"
         # A functional_call of what has two names leaves it without parameters: torch puts the last replacement back.
         made, words = self.leaf() if depth or kind.startswith("functional") else self.part(depth + 1)
+        self.in_checkpoint = outside
         return Wrapper(WRAPPERS[kind], made), f"{kind}({words})"
 
     def chain(self, depth: int, num: int | None = None) -> tuple[Chain, str]:
         kind = self.pick(CHAINS)
-        made = [self.part(depth) for _ in range(num or self.choose.randint(1, 3))]
+        made = [self.part(depth) for _ in range(num or self.choose.randint(1, 2))]
         built = chain(kind, self.names, [part for part, _ in made])
         words = [text for _, text in made]
         if self.choose.random() < 0.1:
@@ -387,7 +394,7 @@ def make(seed: int) -> Style:
     _, words = builder.model()
     choose = random.Random(-seed - 1)
     kind = choose.choices(list(LOSSES), (0.9, 0.05, 0.05))[0]
-    sizes = (5, 5, 5) if choose.random() < 0.85 else (5, 4, 6)
+    sizes = (5, 5, 5) if choose.random() < 0.9 else (5, 4, 6)
     traits = frozenset(builder.traits | ({kind} if kind != "plain" else set()) | ({"sizes change"} if sizes[1] != 5 else set()))
 
     def model() -> nn.Module:
