@@ -121,6 +121,7 @@ SAME_WIDTH: dict[str, Callable[[int], nn.Module]] = {
     "custom function": CustomFunction,
     "layer norm": nn.LayerNorm,
     "batch norm": nn.BatchNorm1d,
+    "batch norm without momentum": functools.partial(nn.BatchNorm1d, momentum=None),
 }
 
 
@@ -241,8 +242,9 @@ NAMES = (("stage0", "stage1", "stage2", "stage3"), ("a", "b", "c", "d"), ("weigh
 class Chain(nn.Module):
     """Runs its parts one after the other."""
 
-    def __init__(self, kind: str, names: tuple[str, ...], parts: list[nn.Module]) -> None:
+    def __init__(self, kind: str, names: tuple[str, ...], parts: list[nn.Module], loop: bool) -> None:
         super().__init__()
+        self.loop = loop
         keep, self.reach = CHAINS[kind]
         self.names = names[:len(parts)]
         if kind not in REGISTERED_AS_KEPT:
@@ -258,13 +260,19 @@ class Chain(nn.Module):
         return self.kept[:]
 
     def forward(self, x: Tensor) -> Tensor:
-        for run in self.reach(self):
-            x = torch.tanh(run(x))
-        return x
+        if self.loop:
+            for run in self.reach(self):
+                x = torch.tanh(run(x))
+            return x
+        first, *others = self.reach(self)
+        x = torch.tanh(first(x))
+        if others:
+            x = torch.tanh(others[0](x))
+        return torch.tanh(others[1](x)) if len(others) > 1 else x
 
 
-def chain(kind: str, names: tuple[str, ...], parts: list[nn.Module]) -> Chain:
-    return type("Chain", (Chain,), {})(kind, names, parts)  # a class of its own: for class attributes
+def chain(kind: str, names: tuple[str, ...], parts: list[nn.Module], *, loop: bool) -> Chain:
+    return type("Chain", (Chain,), {})(kind, names, parts, loop)  # a class of its own: for class attributes
 
 
 # ---- a model ---------------------------------------------------------------------------------------------------------------
@@ -318,8 +326,9 @@ class Builder:
     def chain(self, depth: int, num: int | None = None) -> tuple[Chain, str]:
         kind = self.pick(CHAINS)
         made = [self.part(depth) for _ in range(num or self.choose.randint(1, 2))]
-        built = chain(kind, self.names, [part for part, _ in made])
-        words = [text for _, text in made]
+        loop = self.choose.random() < 0.2  # which Dynamo leaves to eager where a part breaks the graph
+        built = chain(kind, self.names, [part for part, _ in made], loop=loop)
+        words = ["loop:"] * loop + [text for _, text in made]
         if self.choose.random() < 0.1:
             built.add_module("never_called", nn.Linear(self.width, self.width))
             self.traits.add("unused")
@@ -358,10 +367,10 @@ class Builder:
 class Head(nn.Module):
     def __init__(self, body: nn.Module, head: nn.Linear, embed: nn.Embedding | None) -> None:
         super().__init__()
-        self.embed, self.body, self.linear = embed, body, head
+        self.embed, self.body, self.head = embed, body, head
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.body(self.embed(x) if self.embed is not None else x))
+        return self.head(self.body(self.embed(x) if self.embed is not None else x))
 
 
 # ---- the loss --------------------------------------------------------------------------------------------------------------
@@ -382,7 +391,7 @@ def with_l2(model: nn.Module, output: Tensor) -> Tensor:
 
 def with_logits(model: nn.Module, output: Tensor) -> Tensor:
     """Reach a parameter outside of the forward, in a term that differs among ranks."""
-    return plain(model, F.linear(output.float(), parameter(model, "linear.weight").float().t()))
+    return plain(model, F.linear(output.float(), parameter(model, "head.weight").float().t()))
 
 
 LOSSES = {"plain": plain, "l2 in the loss": with_l2, "logits in the loss": with_logits}
