@@ -39,10 +39,11 @@ class Observer(TorchDispatchMode):
             name = self._names.get(tensor.untyped_storage().data_ptr())
             if name is None:
                 continue
+            entered = self.seen.setdefault(name, [])
             if len(given) == 1:  # a cast, a view, twice the weight
                 self._names.update((t.untyped_storage().data_ptr(), name) for t in made)
             else:
-                self.seen.setdefault(name, []).append((str(op), tensor.dtype))
+                entered.append((str(op), tensor.dtype))
         return out
 
 
@@ -80,45 +81,45 @@ def path_of(style, model):
     return random.Random(style.seed).choice(paths)
 
 
-def check_override(monkeypatch, seed):
+def check(monkeypatch, seed):
     style, level = make(seed), ("O1", "O2")[seed % 2]
-    path = path_of(style, style.model())
-    before, _ = observed(monkeypatch, style, style.model(), opt_level=level)
+    source = style.model()
+    path = path_of(style, source)
+    before, report = observed(monkeypatch, style, style.model(), opt_level=level)
     after, _ = observed(monkeypatch, style, style.model(), opt_level=level, precision={path: "float32"})
     where = f"seed {seed}, {level}, precision of {path}: {style.description}"
+    check_casts(style, source, before, report, where)
     assert before.keys() == after.keys(), where
     for name in before:
         if name.startswith(f"{path}."):
-            assert {dtype for _, dtype in after[name]} == {torch.float32}, f"{name}: {after[name]}; {where}"
-        else:
-            assert after[name] == before[name], f"{name}: {before[name]} -> {after[name]}; {where}"
+            assert after[name] == [(op, torch.float32) for op, _ in before[name]], f"{name}: {after[name]}; {where}"
+        else:  # what promotes follows its other input, which the override has made float32
+            assert fixed(after[name]) == fixed(before[name]), f"{name}: {before[name]} -> {after[name]}; {where}"
 
 
-def check_casts(monkeypatch, seed):
+def fixed(entered):
+    return [row for row in entered if row[0] not in ("aten.mul.Tensor", "aten.add.Tensor")]
+
+
+def check_casts(style, source, entered, report, where):
     """Every linear layer that ran computes in half, or the report knows that no graph holds it, and says so."""
-    style = make(seed)
-    seen, report = observed(monkeypatch, style, style.model(), opt_level="O2")
-    source = style.model()
     source(style.batch(0, 0)).sum().backward()
     used = {name for name, p in source.named_parameters() if p.grad is not None}
-    where = f"seed {seed}: {style.description}"
-    assert seen.keys() <= report.captured_parameters, where
-    if left_to_eager := used - seen.keys():
+    assert entered.keys() <= report.captured_parameters, where
+    if left_to_eager := used - entered.keys():
         assert not left_to_eager & report.captured_parameters and any("no captured graph" in n for n in report.notes), where
-    for name, entered in seen.items():
-        for op, dtype in entered:
+    for name, rows in entered.items():
+        for op, dtype in rows:
             assert "addmm" not in op or dtype == torch.bfloat16, f"{name} computes in {dtype}; {where}"
 
 
-@pytest.mark.parametrize("check", [check_override, check_casts])
-def test_precision(check, monkeypatch):
-    for seed in range(20):
+def test_an_override_reaches_its_module(monkeypatch):
+    for seed in range(16):
         check(monkeypatch, seed)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("check", [check_override, check_casts])
-@pytest.mark.parametrize("first", range(1000, 1300, 50))
-def test_precision_of_many(check, first, monkeypatch):
-    for seed in range(first, first + 50):
+@pytest.mark.parametrize("first", range(1000, 1240, 40))
+def test_an_override_reaches_its_module_in_many(first, monkeypatch):
+    for seed in range(first, first + 40):
         check(monkeypatch, seed)
