@@ -403,7 +403,7 @@ def make(seed: int) -> Style:
     _, words = builder.model()
     choose = random.Random(-seed - 1)
     kind = choose.choices(list(LOSSES), (0.9, 0.05, 0.05))[0]
-    sizes = (5, 5, 5) if choose.random() < 0.9 else (5, 4, 6)
+    sizes = (5, 5, 5) if choose.random() < 0.95 else (5, 4, 6)
     traits = frozenset(builder.traits | ({kind} if kind != "plain" else set()) | ({"sizes change"} if sizes[1] != 5 else set()))
 
     def model() -> nn.Module:

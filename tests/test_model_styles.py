@@ -16,7 +16,6 @@ from apexfx._torch import TorchDispatchMode, tree_leaves
 from apexfx.inner import INNER
 from tests.model_styles import make
 
-
 # Their parameters are used by others; an embedding only looks up, which is no arithmetic.
 NOT_CALLED = (nn.ParameterList, nn.ParameterDict, nn.ModuleList, nn.ModuleDict, nn.Embedding)
 
