@@ -175,7 +175,7 @@ WRAPPERS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 BREAKS = ("break before", "break after", "twice around a break", "locals after a break", "in eager")
 # What no graph averages is an error at best, and an error proves little: how much of it is kept.
-RARE = {"in eager": 0.25, "without gradient": 0.5}
+RARE = {"in eager": 0.25, "without gradient": 0.5, "batch norm without momentum": 0.25}
 BREAKS_IN_CHECKPOINTS = 0.1  # Dynamo leaves them to eager, and the frame around them
 
 
@@ -326,7 +326,7 @@ class Builder:
     def chain(self, depth: int, num: int | None = None) -> tuple[Chain, str]:
         kind = self.pick(CHAINS)
         made = [self.part(depth) for _ in range(num or self.choose.randint(1, 2))]
-        loop = self.choose.random() < 0.2  # which Dynamo leaves to eager where a part breaks the graph
+        loop = self.choose.random() < 0.1  # which Dynamo leaves to eager where a part breaks the graph
         built = chain(kind, self.names, [part for part, _ in made], loop=loop)
         words = ["loop:"] * loop + [text for _, text in made]
         if self.choose.random() < 0.1:
