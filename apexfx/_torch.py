@@ -74,6 +74,26 @@ def active_ddp_module() -> object | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def compiled_module() -> torch.nn.Module | None:
+    """Return the outermost module that the `torch.compile` now compiling a graph has called, or None (2.13)."""
+    frame, found = sys._getframe(), None
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        names = frame.f_code.co_varnames
+        first = frame.f_locals.get(names[0]) if names else None
+        if isinstance(first, torch.nn.Module) and not isinstance(first, torch.fx.GraphModule):
+            found = first
+        frame = frame.f_back
+    return found if frame is not None else None
+
+
+def traced_module() -> torch.nn.Module | None:
+    """Return the module whose method is the frame that Dynamo is compiling, or None (2.11, 2.13, 2.15)."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    names = translator.output.root_tx.f_code.co_varnames if translator is not None else ()
+    first = translator.output.local_scope.get(names[0]) if names else None
+    return first if isinstance(first, torch.nn.Module) else None
+
+
 def traced_value(source: object) -> object | None:
     """Return what Dynamo, which is compiling a graph, found at `source`; None where that cannot be read (2.11, 2.13, 2.15)."""
     translator = getattr(symbolic_convert.tls, "current_tx", None)
@@ -259,6 +279,7 @@ __all__ = [
     "called_module",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_module",
     "count_calls",
     "dynamo_config",
     "fake_store",
@@ -295,6 +316,7 @@ __all__ = [
     "storage_users",
     "top_saved_tensor_hooks",
     "trace_structured",
+    "traced_module",
     "traced_value",
     "tree_leaves",
     "tree_map",

@@ -105,13 +105,15 @@ class GraphCompiler:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         check_inputs(gm, example_inputs)
         placeholders = capture.annotate(gm, example_inputs, self.index)
-        if self.groups.gradients is not None and torch.is_grad_enabled():
+        records = capture.records_gradients(gm)
+        trains = records and any(p.requires_grad for p in placeholders)
+        if self.groups.gradients is not None and trains:
             self._refuse_unregistered(placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
         schedule = passes.schedule(self.config, context)
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
         forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
-        record = GraphReport(len(self.report.graphs), _needs_backward(placeholders), forward,
+        record = GraphReport(len(self.report.graphs), trains, forward,
                              parameters=tuple(p.name for p in placeholders if p.kind == "param"),
                              local=not self.reduce_gradients)
         uuid = cache.uuid(self.config.describe(), pipeline.stage("backward") + pipeline.stage("forward"), {
@@ -122,11 +124,11 @@ class GraphCompiler:
         if key is not None:
             record.load_backward = functools.partial(cache.load_stage, key)
         backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
-        described = self._collectives(gm, placeholders, context)
+        described = self._collectives(gm, placeholders, reduces=trains and context.reduce_gradients)
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, described, context)
+        return self._guarded(compiled, record, placeholders, described, context, records=records)
 
     def _refuse_unregistered(self, placeholders: Sequence[capture.Placeholder], example_inputs: Sequence[Any]) -> None:
         """Raise where a gradient would accumulate in a tensor that is neither a parameter of the model nor an argument."""
@@ -140,8 +142,7 @@ class GraphCompiler:
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
-    def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder],
-                     context: passes.Context) -> list[Any]:
+    def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder], *, reduces: bool) -> list[Any]:
         """Describe, in order, everything this graph will communicate, from what every rank can derive alone."""
         rows: list[Any] = []
         for graph in graphs(gm):
@@ -149,7 +150,7 @@ class GraphCompiler:
                 if node.target is torch.ops.apexfx.sync_batch_norm.default and named_argument(node, "group_name"):
                     channels = value(node.args[0]).shape[1]
                     rows.append(["sync_batch_norm", int(channels), named_argument(node, "group_name")])
-        if context.reduce_gradients and self.groups.gradients is not None and _needs_backward(placeholders):
+        if reduces and self.groups.gradients is not None:
             rows.append(self._bucket_options())
             rows += [[p.name, list(p.shape or ()), str(p.dtype)] for p in placeholders
                      if p.kind == "param" and p.requires_grad]
@@ -166,16 +167,18 @@ class GraphCompiler:
         return {name: given[name] for name in names} | options
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[capture.Placeholder],
-                 described: list[Any], context: passes.Context) -> Callable[..., Any]:
+                 described: list[Any], context: passes.Context, *, records: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each."""
         sync, agreement = self.gradient_sync, self.agreement
         if sync is None and (agreement is None or not described):
             return compiled
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not described or agreement is None
-        begin = self._beginning(placeholders, context)
+        begin = self._beginning(record, placeholders, context)
         if sync is not None:
             sync.on_compiled()
+            for name, parameter in self.index.parameters():
+                sync.watch(name, parameter)  # those that no graph will hold, too
 
         def run(*args: Any) -> Any:
             nonlocal agreed
@@ -184,7 +187,7 @@ class GraphCompiler:
             if not agreed:
                 agreement.ensure(f"collectives of graph {record.index}", described)
                 agreed = True
-            if sync is None or not torch.is_grad_enabled():
+            if sync is None or not records:
                 return compiled(*args)
             begin(args)
             parameters = [args[index] for index, _ in watched]
@@ -197,13 +200,12 @@ class GraphCompiler:
 
         return run
 
-    def _beginning(self, placeholders: Sequence[capture.Placeholder],
+    def _beginning(self, record: GraphReport, placeholders: Sequence[capture.Placeholder],
                    context: passes.Context) -> Callable[[Sequence[Any]], None]:
         """Return what is called with the inputs before each run with gradients."""
         first_values, sync = self.first_values, self.gradient_sync
         if first_values is None or not context.reduce_gradients:
             return lambda _: None
-        counts = _needs_backward(placeholders)
         held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
         sent: list[weakref.ref[Any]] = []
 
@@ -211,14 +213,10 @@ class GraphCompiler:
             if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
                 first_values.send([(name, args[index]) for index, name in held])
                 sent[:] = [weakref.ref(args[index]) for index, _ in held]
-            if counts:
+            if record.training:
                 sync.on_training_forward()
 
         return begin
-
-
-def _needs_backward(placeholders: Sequence[capture.Placeholder]) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in placeholders)
 
 
 def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:

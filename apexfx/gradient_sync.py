@@ -72,7 +72,10 @@ class _ParameterHook:
     def _owners(self) -> list[GradientSync]:
         return [model for ref in self._models if (model := ref()) is not None]
 
-    def _on_gradient(self, gradient: Tensor) -> None:
+    def _on_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # a graph has none for this parameter, and autograd says so
+            self._is_averaged, self._partly_outside = True, False
+            return
         averages: list[_Average] = []
         for owner in self._owners():
             owner.notice_dropped_backward()
@@ -274,7 +277,8 @@ class GradientSync:
                          "outside of the model's forward only. TORCH_LOGS=graph_breaks says where; fullgraph=True raises there.")
         if bypassed:
             lines.append(f"Graphs hold {_shown(bypassed)}, and none of them ran in this backward: call the model that "
-                         "transform() returned, not the module it was made from, nor one of its methods that skips forward.")
+                         "transform() returned, not the module it was made from, nor one of its methods that skips forward; "
+                         "or a graph break in a loop has made Dynamo leave the code to eager (TORCH_LOGS=graph_breaks).")
         lines.append("A backward that is meant to stay local belongs inside `with model.no_sync():`.")
         return "\n".join(lines)
 
