@@ -204,12 +204,14 @@ class GradientSync:
         """Average the accumulated `.grad` of every watched parameter over the ranks, in the plan's buckets."""
         from .schedule.reduce import reduce_gradients
 
-        self._forget_local()
         live: dict[int, tuple[str, nn.Parameter]] = {}
         for name, ref in self._names.items():
             if (p := ref()) is not None and p.requires_grad:
                 live.setdefault(id(p), (name, p))  # a tied parameter once, by its first name
-        reduce_gradients(dict(live.values()), self.config, self.group)
+        try:
+            reduce_gradients(dict(live.values()), self.config, self.group)
+        finally:
+            self._forget_local()
 
 
 def _compiled_node(outputs: Any) -> Any:
