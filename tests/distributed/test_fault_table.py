@@ -24,6 +24,7 @@ from torch import nn
 import apexfx
 from apexfx import RankMismatchError
 from apexfx._torch import process_group_timeout
+from apexfx.forward_count import ALWAYS
 from apexfx.parallel import DistributedDataParallel, RankFailureError, create_syncbn_process_group
 from apexfx.parallel.arguments import communicators
 from tests.distributed.faults import Net, explode, train, train_past_a_nan
@@ -87,9 +88,10 @@ def _lost_rank(rank, world_size, executor, fault, folder):
     # One of the two limits decides; the other is far away.
     group = dist.new_group(timeout=timedelta(seconds=600))
     model = data_parallel(executor, Net(), group)
-    for _ in range(3):
+    for _ in range(ALWAYS + 1):  # the next one compares nothing before its graph runs
         step(model, rank)
-    with told(folder, case, rank, RankFailureError, "(?s)rank [02] (waited|lost).*nothing was heard of rank 1", 2 * LIMIT_S):
+    match = "(?s)rank [02] (waited|lost).*the allreduce of .* in backward 18.*nothing was heard of rank 1"
+    with told(folder, case, rank, RankFailureError, match, 2 * LIMIT_S):
         step(model, rank, fault if rank == 1 else None)
     sys.exit()
 
