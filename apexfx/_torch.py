@@ -11,6 +11,7 @@ import operator
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
+from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # 2.11, 2.13, 2.15
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
@@ -189,6 +191,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
+    """Return how long a collective of a group may take unless it is told otherwise; torch's default if unknown (2.13)."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    return min((backend.options._timeout for backend in backends if getattr(backend, "options", None) is not None),
+               default=torch.distributed.distributed_c10d.default_pg_timeout)
+
+
+def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
+    """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
+    _unregister_process_group(name)
+    _register_process_group(name, group)
+
+
 def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
     """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
     return parameter._post_accumulate_grad_hooks
@@ -307,7 +322,9 @@ __all__ = [
     "own_hooks",
     "pop_function_mode",
     "process_group_store",
+    "process_group_timeout",
     "push_function_mode",
+    "register_process_group",
     "registered_ops",
     "resolve_process_group",
     "run_cached_graphs",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import cache, capture, passes
-from ._torch import FakeTensor
+from ._torch import FakeTensor, process_group_timeout
 from .agreement import Agreement, Label
 from .backward_passes import BackwardPasses
 from .config import BucketConfig, TransformConfig, describe_buckets
@@ -31,23 +31,31 @@ from .pipeline import Pipeline, warn_unmatched
 from .refusals import check_inputs, check_not_in_ddp
 from .report import GraphReport, Report
 from .schedule.plan import BucketPlan
+from .watchdog import watched
 
 log = logging.getLogger(__name__)
 
 
 class Groups:
-    """The process groups of one model: `gradients` for buckets, `batch_norm` for statistics; None where not used."""
+    """The process groups of one model: the user's, and what graphs communicate over; None where not used.
+
+    Attributes:
+        user: whose ranks they are.
+        gradients, batch_norm: for buckets, for statistics.
+    """
 
     def __init__(self, config: TransformConfig) -> None:
+        self.user: dist.ProcessGroup | None = None
         self.gradients: dist.ProcessGroup | None = None
         self.batch_norm: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
             return
-        group = config.process_group or dist.group.WORLD
+        self.user = config.process_group or dist.group.WORLD
+        timeout_s = (config.buckets or BucketConfig()).timeout_s
         if config.ddp:
-            self.gradients = group
+            self.gradients = watched(self.user, "gradients", timeout_s)
         if config.sync_bn:
-            self.batch_norm = group
+            self.batch_norm = watched(self.user, "batch_norm", timeout_s)
 
     def separate(self) -> None:
         """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
@@ -56,7 +64,7 @@ class Groups:
         """
         if self.batch_norm is not None and self.batch_norm is self.gradients:
             ranks = dist.get_process_group_ranks(self.gradients)
-            self.batch_norm = dist.new_group(ranks, use_local_synchronization=True)
+            self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)
 
     def facts(self) -> dict[str, Any]:
         """Name and size of each group: part of every cache key."""
@@ -264,8 +272,7 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     """
     global _last_report
     groups = Groups(config)
-    group = groups.gradients or groups.batch_norm
-    label = Label(group.group_name, origin) if group is not None else ""
+    label = Label(groups.user.group_name, origin) if groups.user is not None else ""
     compiler = _compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
@@ -286,7 +293,7 @@ def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
 
 
 def _compiler(config: TransformConfig, groups: Groups, label: str | Label, *, standalone: bool = False) -> GraphCompiler:
-    buckets, group = config.buckets, groups.gradients or groups.batch_norm
+    buckets, group = config.buckets, groups.user
     agreement = None
     # The fake process group, made for looking at graphs, has no peers to ask.
     if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
