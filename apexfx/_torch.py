@@ -24,6 +24,8 @@ from torch._dynamo import symbolic_convert  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.decorators import skip as dynamo_skip  # 2.13
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit  # 2.11, 2.13, 2.15
+from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13, 2.15
+from torch._dynamo.source import LocalSource  # 2.11, 2.13, 2.15
 from torch._dynamo.utils import count_calls  # 2.11, 2.13, 2.15
 from torch._functorch import config as functorch_config  # 2.11, 2.13, 2.15
 from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13, 2.15
@@ -88,12 +90,20 @@ def compiled_module() -> torch.nn.Module | None:
     return found if frame is not None else None
 
 
-def traced_module() -> torch.nn.Module | None:
-    """Return the module whose method is the frame that Dynamo is compiling, or None (2.11, 2.13, 2.15)."""
+def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
+    """Return the module whose method is the frame that Dynamo is compiling, or None (2.11, 2.13, 2.15).
+
+    Args:
+        guard: have Dynamo compile the frame anew for another module of the same class.
+    """
     translator = getattr(symbolic_convert.tls, "current_tx", None)
     names = translator.output.root_tx.f_code.co_varnames if translator is not None else ()
     first = translator.output.local_scope.get(names[0]) if names else None
-    return first if isinstance(first, torch.nn.Module) else None
+    if not isinstance(first, torch.nn.Module):
+        return None
+    if guard:
+        install_guard(LocalSource(names[0], is_input=True).make_guard(GuardBuilder.ID_MATCH))
+    return first
 
 
 def traced_value(source: object) -> object | None:

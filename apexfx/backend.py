@@ -112,7 +112,7 @@ class GraphCompiler:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         check_inputs(gm, example_inputs)
-        placeholders = capture.annotate(gm, example_inputs, self.index)
+        placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision))
         records = capture.records_gradients(gm)
         trains = records and any(p.requires_grad for p in placeholders)
         if self.groups.gradients is not None and trains:
@@ -177,9 +177,8 @@ class GraphCompiler:
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[capture.Placeholder],
                  described: list[Any], context: passes.Context, *, records: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each."""
-        sync, agreement = self.gradient_sync, self.agreement
-        if sync is None and (agreement is None or not described):
-            return compiled
+        sync, agreement, ran = self.gradient_sync, self.agreement, self.index.ran
+        held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not described or agreement is None
         begin = self._beginning(record, placeholders, context)
@@ -190,6 +189,7 @@ class GraphCompiler:
 
         def run(*args: Any) -> Any:
             nonlocal agreed
+            ran.update([id(args[index]) for index in held])  # Dynamo may run one graph with several layers of one class
             if sync is not None:
                 check_not_in_ddp()
             if not agreed:

@@ -70,7 +70,8 @@ class Gradient:
     parameter: Placeholder
 
 
-def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None) -> tuple[Placeholder, ...]:
+def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,
+             by_module: bool = False) -> tuple[Placeholder, ...]:
     """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.
 
     Must run first: a copy of the graph loses where its inputs came from.
@@ -79,6 +80,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
         gm: the graph; its nodes' stack traces keep the user's frames only.
         example_inputs: its inputs, in order; the parameters among them are the model's own tensors.
         index: of the model's names.
+        by_module: what is done to the graph depends on the module that it belongs to: no other may run it. Dynamo would share
+            the graph of a frame of its own among all layers of a class.
 
     Returns:
         The inputs, in order.
@@ -86,7 +89,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
     index = index if index is not None else ModelIndex()
     nodes = gm.graph.find_nodes(op="placeholder")
     index.refresh(filter(None, (getattr(node, "_dynamo_source", None) for node in nodes)))
-    frame = index.frame()  # in which a node without a module was traced
+    frame = index.frame(guard=by_module)  # in which a node without a module was traced
     for graph_module in graphs(gm):
         for node in graph_module.graph.nodes:
             if "example_value" in node.meta:

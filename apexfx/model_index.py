@@ -32,12 +32,14 @@ class ModelIndex:
     Attributes:
         has_model: whether a model was given: then what is not registered in it is no parameter.
         arguments: what the model was called with, while a call is under way.
+        ran: ids of the parameters and buffers that compiled graphs have run with.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None] | None = None,
                  stand_ins: Mapping[nn.Module, nn.Module] | None = None) -> None:
         self.has_model = model is not None
         self.arguments: Any = ()
+        self.ran: set[int] = set()
         self._model = model
         self._originals = {id(new): id(old) for old, new in (stand_ins or {}).items()}
         self._stand_ins = stand_ins  # keeps both alive, so that their ids stay theirs
@@ -103,9 +105,9 @@ class ModelIndex:
         paths = self._modules.get(int(identity)) if identity.isdigit() else None
         return tuple(paths) if paths else (_below_root(source),)
 
-    def frame(self) -> tuple[str, ...]:
-        """Return the paths of the module whose method Dynamo is compiling."""
-        return tuple(self._modules.get(id(traced_module()), ("",)))
+    def frame(self, *, guard: bool) -> tuple[str, ...]:
+        """Return the paths of the module whose method Dynamo is compiling; with `guard`, for this module alone."""
+        return tuple(self._modules.get(id(traced_module(guard=guard)), ("",)))
 
     def is_argument(self, tensor: Tensor) -> bool:
         """Return whether `tensor` was given to the model in the call under way."""

@@ -65,7 +65,6 @@ class Runtime:
         self._patch = dynamo_config.patch(_DYNAMO)
         self._model = model
         self._modules = list(model.named_modules())
-        self._parameters = [name for name, _ in model.named_parameters()]
         self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
@@ -152,7 +151,7 @@ class Runtime:
                 "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed. "
                 "TORCH_LOGS=graph_breaks,recompiles says why; fullgraph=True raises at the place."
             )
-        missing = [name for name in self._parameters if name not in self.report.captured_parameters]
+        missing = [name for name, p in self._model.named_parameters() if id(p) not in self._index.ran]
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
@@ -161,7 +160,7 @@ class Runtime:
         warn_unmatched(self.report)
 
     def _check_batch_norms(self) -> None:
-        missed = self._eager_batch_norms.find({match.module for match in self.report.matched("sync_batchnorm")})
+        missed = self._eager_batch_norms.find(self._index.ran)
         if missed and "sync_batchnorm" not in self.config.skip:
             message = (f"apexfx: batch norm {', '.join(missed)} ran in training mode with this rank's statistics alone, in a "
                        "frame that a graph break left to eager (TORCH_LOGS=graph_breaks says where); sync_bn=True asks for all "

@@ -157,15 +157,15 @@ class EagerBatchNorms:
     def _count(self) -> dict[str, int]:
         return {path: module.num_batches_tracked._version for path, module in self._modules.items()}
 
-    def find(self, synchronized: Container[str]) -> list[str]:
+    def find(self, in_graphs: Container[int]) -> list[str]:
         """Return the paths of those that have run since the last time.
 
         Args:
-            synchronized: paths of those that graphs synchronize.
+            in_graphs: ids of the buffers that graphs, which synchronize, have run with.
         """
         before, self._versions = self._versions, self._count()
         return [path for path, module in self._modules.items() if before[path] != self._versions[path]
-                and path not in synchronized and "_apexfx_ran_in_eager" not in module.__dict__]
+                and id(module.num_batches_tracked) not in in_graphs and "_apexfx_ran_in_eager" not in module.__dict__]
 
 
 def _original_class(module: nn.Module) -> type[nn.Module]:
