@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -187,19 +187,18 @@ def warn_unmatched(report: Report, where: str = "") -> None:
             log.warning("apexfx: %s", text)
 
 
-def validate(passes: Sequence[Pass]) -> None:
-    """Refuse a schedule that cannot work, before anything runs."""
-    provided: set[str] = set()
-    names: set[str] = set()
+def validate(passes: Sequence[Pass], provided: Collection[str] = ()) -> None:
+    """Refuse a schedule that cannot work, before anything runs.
+
+    Args:
+        provided: tags of passes that may run before these.
+    """
+    earlier: set[str] = set()
     for pass_ in passes:
         if not isinstance(pass_, Pass):
             raise TypeError(f"apexfx: passes= holds {pass_!r} ({type(pass_).__name__}), expected instances of apexfx.Pass")
         if not pass_.name:
             raise ValueError(f"apexfx: {type(pass_).__name__} has no name; set the class attribute `name`")
-        if pass_.name in names:
-            raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "
-                             "attribute `name` of its own")
-        names.add(pass_.name)
         if type(pass_).call is Pass.call:
             raise TypeError(f"apexfx: pass {pass_.name!r} has nothing to run; define call(self, gm) -> PassResult in "
                             f"{type(pass_).__name__}")
@@ -208,12 +207,12 @@ def validate(passes: Sequence[Pass]) -> None:
         if pass_.numeric not in NUMERIC_TIERS:
             raise ValueError(f"apexfx: pass {pass_.name!r} has numeric={pass_.numeric!r}, "
                              f"expected one of {', '.join(NUMERIC_TIERS)}")
-        if missing := set(pass_.needs) - provided:
+        if missing := set(pass_.needs) - earlier.union(provided):
             raise ValueError(f"apexfx: pass {pass_.name!r} needs {sorted(missing)}, which no earlier pass provides")
-        if clash := set(pass_.conflicts) & provided:
+        if clash := set(pass_.conflicts) & earlier:
             raise ValueError(f"apexfx: pass {pass_.name!r} conflicts with {sorted(clash)}, provided by an earlier pass; "
                              "leave one of them out with skip=")
-        provided |= set(pass_.provides)
+        earlier |= set(pass_.provides)
 
 
 def _num_nodes(gm: fx.GraphModule) -> int:

@@ -109,6 +109,17 @@ def test_passes_that_cannot_be_told_apart_or_never_run(make, passes, skip, messa
         make(passes=passes, skip=skip)
 
 
+def test_a_pass_may_need_a_built_in_one():
+    class AfterCasts(Same):
+        name, needs = "after_casts", ("precision",)
+
+    model = transformed(Net(), passes=(AfterCasts(),))
+    model(images())
+    assert model.report.graphs[0].forward.passes[-1].name == "after_casts"
+    with pytest.raises(ValueError, match="'after_casts' needs \\['precision'\\], which no earlier pass provides"):
+        transformed(Net(), passes=(AfterCasts(),), skip=("precision",))
+
+
 def test_a_backward_pass_may_wait_for_a_backward():
     model = transformed(Net(), passes=(Same(), OfBackward()))
     with torch.no_grad():

@@ -129,12 +129,15 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
 
 def check_names(config: TransformConfig) -> None:
     """Refuse passes of one name, names in `skip=` that no pass has, and what `precision=` cannot mean."""
-    validate(config.passes)
     built_in = [row.pass_type.name for row in TABLE]
-    for pass_ in config.passes:
+    validate(config.passes, {tag for row in TABLE for tag in row.pass_type.provides if row.pass_type.name not in config.skip})
+    for place, pass_ in enumerate(config.passes):
         if pass_.name in built_in:
             raise ValueError(f"apexfx: {type(pass_).__name__} is named {pass_.name!r}, as a built-in pass is, and skip= would "
                              "leave out both; give it another name")
+        if any(pass_.name == earlier.name for earlier in config.passes[:place]):
+            raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "
+                             "attribute `name` of its own")
     known = built_in + [p.name for p in config.passes]
     for name in config.skip:
         if name not in known:
