@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch._dynamo.decorators import skip as dynamo_skip  # 2.13
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit  # 2.11, 2.13, 2.15
 from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13, 2.15
 from torch._dynamo.source import LocalSource  # 2.11, 2.13, 2.15
-from torch._dynamo.utils import count_calls  # 2.11, 2.13, 2.15
+from torch._dynamo.utils import count_calls, counters  # 2.11, 2.13, 2.15
 from torch._functorch import config as functorch_config  # 2.11, 2.13, 2.15
 from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13, 2.15
     GradAOTOutput,
@@ -88,6 +88,11 @@ def compiled_module() -> torch.nn.Module | None:
             found = first
         frame = frame.f_back
     return found if frame is not None else None
+
+
+def graph_breaks() -> Counter[str]:
+    """Return how often Dynamo has broken a graph in this process, by reason (2.11, 2.13, 2.15)."""
+    return Counter(counters["graph_break"])
 
 
 def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
@@ -315,6 +320,7 @@ __all__ = [
     "function_mode_depth",
     "functorch_config",
     "functorch_is_active",
+    "graph_breaks",
     "has_kernel",
     "in_backward",
     "inductor_cache_dir",

@@ -7,6 +7,7 @@ import logging
 import traceback
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from ._torch import (
     FailOnRecompileLimitHit,
     dynamo_config,
     functorch_config,
+    graph_breaks,
     run_cached_graphs,
     tree_leaves,
     tree_map,
@@ -79,6 +81,7 @@ class Runtime:
         if self._cached_only is not None and not self._asks_for_passes(trains):
             run = self._cached_only
         args, kwargs = self._index.arguments = self._in_dtype_of_parameters((args, kwargs))
+        breaks = graph_breaks() if not self._checked else None
         try:
             with self._dynamo_settings():
                 result = run(*args, **kwargs)
@@ -100,8 +103,8 @@ class Runtime:
             self._index.arguments = ()
         if self.config.level.half_parameters:
             result = self._cast(result, (self._half,), torch.float32)
-        if not self._checked:
-            self._check_captured()
+        if breaks is not None:
+            self._check_captured(graph_breaks() - breaks)
         if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
             self._num_graphs = len(self.report.graphs)
             self._check_batch_norms()
@@ -143,9 +146,17 @@ class Runtime:
             return contextlib.nullcontext()
         return self._patch
 
-    def _check_captured(self) -> None:
-        """Compare what was captured with the module tree: nothing asked for is left to eager without a word."""
+    def _check_captured(self, breaks: Counter[str]) -> None:
+        """Compare what was captured with the module tree: nothing asked for is left to eager without a word.
+
+        Args:
+            breaks: of graphs in the first call, by reason.
+        """
         self._checked = True
+        if breaks:
+            reasons = ", ".join(f"{reason.splitlines()[0]} ({count})" for reason, count in breaks.items())
+            self.report.note(f"apexfx: Dynamo broke the graph {breaks.total()} times: {reasons}. What runs between the graphs is "
+                             "out of reach of the passes; TORCH_LOGS=graph_breaks says where")
         if not self.report.graphs:
             raise RuntimeError(
                 "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed. "

@@ -155,3 +155,5 @@ def test_a_frame_of_its_own_is_its_module():
     model(torch.randn(2, 3))
     assert {cast.tensor for cast in model.report.casts() if cast.tensor.endswith("weight")} == {"0.a.weight", "1.weight"}
     assert {cast.module for cast in model.report.casts()} >= {"0.a", "1"}
+    [note] = model.report.notes
+    assert note.startswith("apexfx: Dynamo broke the graph 1 times: Call to `torch._dynamo.graph_break()` (1). What runs between")
