@@ -53,7 +53,7 @@ class _Average:
     held: Tensor | None
 
 
-class _ParameterHook:
+class ParameterHook:
     """Looks at every gradient of one parameter, for all data-parallel models that hold it."""
 
     def __init__(self, parameter: Tensor) -> None:
@@ -130,7 +130,7 @@ class GradientSync:
         self._agreement = agreement
         self._note = note
         self._names: dict[int, str] = {}  # of the parameters, by id
-        self._watched: dict[int, _ParameterHook] = {}
+        self._watched: dict[int, ParameterHook] = {}
         self._in_graphs: set[int] = set()  # those that any graph has held
         self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
         self._runs: Counter[int] = Counter()  # of graphs, by parameter, since the last backward
@@ -158,7 +158,7 @@ class GradientSync:
             if not parameter.requires_grad:
                 return
             if (hook := _hooks.get(parameter)) is None:
-                hook = _hooks[parameter] = _ParameterHook(parameter)
+                hook = _hooks[parameter] = ParameterHook(parameter)
             self._watched[id(parameter)] = hook
         hook.belongs_to(self)
 
@@ -218,16 +218,16 @@ class GradientSync:
             self._graphs_average |= reduces
             self._flush_due |= flush
 
-        def after(gradients: tuple[Tensor | None, ...], _grads: Any) -> None:
-            for place, key in places:
-                if (gradient := gradients[place]) is not None:
-                    held = gradient if self._num_sums_to_check and self._runs[key] > 1 else None
-                    average = _Average(gradient.data_ptr(), gradient._version, held)
-                    self.averages.setdefault(key, []).append(average)
-
         node.register_prehook(before)
         if reduces:
-            node.register_hook(after)
+            node.register_hook(lambda gradients, _: self.note_averages(places, gradients))
+
+    def note_averages(self, places: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
+        """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
+        for place, key in places:
+            if (gradient := gradients[place]) is not None:
+                held = gradient if self._num_sums_to_check and self._runs[key] > 1 else None
+                self.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), gradient._version, held))
 
     def on_training_forward(self) -> None:
         """Count a forward of the whole model: a backward is to follow on every rank."""

@@ -1,0 +1,85 @@
+"""What it costs to check in every backward that each gradient was averaged: its share of a training step.
+
+    python benchmarks/gradient_check.py
+
+Two gloo ranks train the models of `benchmarks/ddp.py` with `transform(ddp=True)` under Inductor. A clock runs whenever a part
+of the check does: when a graph's gradients are noted, when autograd hands one to a parameter, when it has been accumulated.
+The share is of the same step, so what else the machine does hits both; medians and quartiles over the steps. The clock's own
+time counts as the check's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from ddp import MODELS, stepper
+from tabulate import tabulate
+
+import apexfx
+from apexfx import gradient_sync
+
+spent = 0.0
+
+
+def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        global spent
+        begin = time.perf_counter()
+        try:
+            return function(*args)
+        finally:
+            spent += time.perf_counter() - begin
+
+    return run
+
+
+def measure(rank: int, world_size: int, store: str, num_steps: int) -> None:
+    global spent
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+    for owner, name in ((gradient_sync.ParameterHook, "_on_gradient"), (gradient_sync.ParameterHook, "_on_accumulated"),
+                        (gradient_sync.GradientSync, "watch"), (gradient_sync.GradientSync, "note_averages")):
+        setattr(owner, name, timed(getattr(owner, name)))
+    rows = []
+    for name, make in MODELS.items():
+        torch.manual_seed(0)
+        body, x = make()
+        step = stepper(apexfx.transform(body, opt_level="O0", ddp=True), x)
+        for _ in range(10):
+            step()
+        shares, times = [], []
+        for _ in range(num_steps):
+            dist.barrier()
+            spent, begin = 0.0, time.perf_counter()
+            step()
+            times.append(time.perf_counter() - begin)
+            shares.append(spent / times[-1])
+        low, middle, high = statistics.quantiles(shares, n=4)
+        rows.append((name, len(list(body.parameters())), f"{1e3 * statistics.median(times):.1f}", f"{100 * middle:.2f}",
+                     f"{100 * low:.2f} to {100 * high:.2f}"))
+    if rank == 0:
+        print(tabulate(rows, headers=("model", "parameters", "step ms", "check %", "quartiles")), flush=True)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=100)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (2, str(Path(folder, "store")), given.steps), nprocs=2)
+
+
+if __name__ == "__main__":
+    main()
