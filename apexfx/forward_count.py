@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .parallel.status import HostCopy, to_device
+from .host_copy import HostCopy
+from .parallel.status import to_device
 from .parallel.waiting import ALONE, RankFailureError, Waiter
 from .parallel.words import exchange, explain, say
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
-from ._torch import not_traced, set_module_call
+from ._torch import drop_compiled_call, not_traced
 from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .broadcast import broadcast_from_first
 from .config import TransformConfig
@@ -77,7 +77,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     if config.level.half_parameters:
         _halve_parameters(model, config)
     made = _build(type(model), dict(model.__dict__), config, compiler)
-    set_module_call(made, None)  # amp's or `nn.Module.compile`'s, which runs the model itself
+    drop_compiled_call(made)  # it would run the model itself
     return made
 
 

@@ -19,21 +19,18 @@ from apexfx._torch import pop_function_mode, push_function_mode
 from apexfx.passes.op_names import canonical_name
 from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
 
-from .cast_plan import FLAT, CastPlan, choose, masked, stored_numbers
+from .cast_plan import CastPlan, choose, masked, stored_numbers
 from .eager_ledger import EagerLedger
-from .quick_plans import by_argument, float_statistics, promoted_by_torch
 from .weight_cache import CASTS, WeightCache
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
 _FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
-_PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge add_ sub_ mul_ div_".split())
 
 
 class _Thread(threading.local):
     depth = 0
     disabled = 0
-    aside = False  # a layer of torch's runs whose own layers do all the casting; see `layer_calls`
 
 
 class CastExecutor(TorchFunctionMode):
@@ -123,12 +120,6 @@ class CastExecutor(TorchFunctionMode):
         if rule.kind == "passthrough" and name not in STORED_NUMBERS:
             return None
         plan: Call = CastPlan(self, name, rule)
-        if name in _PROMOTED_BY_TORCH and rule.kind in ("promote", "match_self"):
-            return promoted_by_torch(plan)
-        if rule.kind == "batch_norm":
-            return float_statistics(plan)
-        if name in FLAT and rule.kind in ("half", "float", "banned"):
-            plan = by_argument(plan)
         if name in ADDITIVE_MASKS:
             plan = masked(plan, self.half, *ADDITIVE_MASKS[name])
         return stored_numbers(plan, name) if name in STORED_NUMBERS else plan

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..host_copy import HostCopy
 from .layout import Layout
-from .status import HostCopy, Status, StatusMessage, numbers
+from .status import Status, StatusMessage, numbers
 from .waiting import RankFailureError
 from .words import exchange, explain, say
 
