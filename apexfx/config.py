@@ -18,7 +18,7 @@ from ._torch import resolve_process_group
 INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("off", "final", "each")
 LAYOUTS = ("reverse", "ddp")
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 _Config = TypeVar("_Config")
 
@@ -143,7 +143,7 @@ _ELSEWHERE = {
     "cast_model_type": ": it is called 'dtype' here.",
     "optimizers": ": an optimizer built before or after needs no change; apexfx.amp.initialize takes both.",
 }
-_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALF_DTYPES}
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class TransformConfig:
             _expect(name, getattr(self, name), isinstance(getattr(self, name), (bool, type(None))), "True, False or None")
         _expect("ddp", self.ddp, isinstance(self.ddp, (bool, BucketConfig)), "True, False or a BucketConfig")
         if self.dtype is not None:
-            _expect("dtype", self.dtype, self.dtype in HALF_DTYPES, "torch.float16, torch.bfloat16, their names or None")
+            _expect("dtype", self.dtype, self.dtype in HALVES, "torch.float16, torch.bfloat16, their names or None")
         if self.process_group is not None:
             _expect("process_group", self.process_group, isinstance(self.process_group, dist.ProcessGroup),
                     "a torch.distributed.ProcessGroup or None")

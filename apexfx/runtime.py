@@ -26,8 +26,8 @@ from ._torch import (
 from .backend import GraphCompiler
 from .config import TransformConfig
 from .model_index import ModelIndex
-from .passes.precision_rules import HALVES
 from .pipeline import warn_unmatched
+from .precision.rules import HALVES
 from .refusals import check_call
 from .report import Report
 from .traceable import EagerBatchNorms

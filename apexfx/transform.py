@@ -19,7 +19,7 @@ from ._torch import drop_compiled_call, not_traced
 from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .broadcast import broadcast_from_first
 from .config import TransformConfig
-from .passes.precision_rules import HALVES
+from .precision.rules import HALVES
 from .refusals import COMPILES_ITSELF, check_not_averaged, check_whole
 from .report import Report
 from .runtime import Runtime, with_private_code

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from apexfx.passes.precision_rules import FLOATS, HALVES, Rule, decide
+from apexfx.precision.rules import FLOATS, HALVES, Rule, decide
 
 if TYPE_CHECKING:
     from .executor import CastExecutor

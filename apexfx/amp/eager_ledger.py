@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apexfx.passes.precision_rules import Rule
+from apexfx.precision.rules import Rule
 from apexfx.printing import short_dtype
 
 _LONG = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}

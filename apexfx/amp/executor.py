@@ -16,8 +16,8 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from apexfx._torch import pop_function_mode, push_function_mode
-from apexfx.passes.op_names import canonical_name
-from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
+from apexfx.precision.op_names import canonical_name
+from apexfx.precision.rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
 
 from .cast_plan import CastPlan, choose, masked, stored_numbers
 from .eager_ledger import EagerLedger

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx.passes.op_names import canonical_name, is_foreign
-from apexfx.passes.precision_rules import HALVES, Rule
+from apexfx.precision.op_names import canonical_name, is_foreign
+from apexfx.precision.rules import HALVES, Rule
 
 from ._amp_state import _amp_state
 from .cast_plan import CastPlan

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from apexfx._torch import BatchNorm
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster

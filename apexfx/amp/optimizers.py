@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apexfx.optimizers._base import FusedOptimizer
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 
 from .scaler import LossScaler, is_clear
 from .session import Session

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from apexfx.ops.multi_tensor import multi_tensor_scale
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 
 from .models import MASTER
 from .predicated_step import PredicatedStep

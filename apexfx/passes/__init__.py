@@ -14,6 +14,7 @@ from .._torch import onednn_is_wider
 from ..capture import Placeholder
 from ..config import TransformConfig
 from ..pipeline import Pass, validate
+from ..precision.policy import Policy
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
 from .flatten_relu import FlattenRelu
@@ -21,7 +22,6 @@ from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
 from .onednn_products import OnednnProducts
 from .precision import Precision
-from .precision_policy import Policy
 from .schedule_comm import ScheduleComm
 from .sync_batchnorm import SyncBatchnorm
 

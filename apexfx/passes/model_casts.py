@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from ..fx import evaluate, set_value, value
-from .casts import additive_mask, dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
+from ..precision.casts import additive_mask, dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
+from ..precision.op_names import canonical_name, is_foreign
+from ..precision.policy import Policy
+from ..precision.rules import HALVES, RULES
 from .mutation import body_of, statistics, storages, written_storages
-from .op_names import canonical_name, is_foreign
-from .precision_policy import Policy
-from .precision_rules import HALVES, RULES
 
 CAST, KEEP = "cast", "keep"
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import free_unbacked_symbols, tree_leaves, tree_map
-from ..fx import evaluate, op_name, set_value, signature, value
+from ..fx import argument, evaluate, op_name, set_value, signature, value
 from ..pipeline import PassError
-from .casts import (
+from ..precision.casts import (
     CastRow,
     additive_mask,
     dtype_of,
@@ -22,10 +22,10 @@ from .casts import (
     ledger_row,
     user_cast,
 )
-from .mutation import argument, body_of, storages, written, written_storages
-from .op_names import canonical_name, is_foreign
-from .precision_policy import Policy
-from .precision_rules import FLOATS, HALVES, STORED_NUMBERS, Rule, decide
+from ..precision.op_names import canonical_name, is_foreign
+from ..precision.policy import Policy
+from ..precision.rules import FLOATS, HALVES, STORED_NUMBERS, Rule, decide
+from .mutation import body_of, storages, written, written_storages
 
 _LARGEST = torch.finfo(torch.float32).max
 _CAPTURED = "the dtypes it was captured with"

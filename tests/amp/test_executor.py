@@ -11,7 +11,7 @@ from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.eager_ledger import EagerLedger
 from apexfx.amp.executor import CastExecutor
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 from tests.amp.amp_cases import ConvNet, batch, train
 
 B = torch.bfloat16

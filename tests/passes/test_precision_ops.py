@@ -9,9 +9,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from apexfx._torch import FakeTensorMode
 from apexfx.fx import evaluate, set_value
-from apexfx.passes.op_names import canonical_name
-from apexfx.passes.precision_rules import FLOATS, RULES
 from apexfx.pipeline import Pipeline
+from apexfx.precision.op_names import canonical_name
+from apexfx.precision.rules import FLOATS, RULES
 from apexfx.testing import assert_close
 from tests.forward_graphs import precision
 from tests.passes.op_samples import NOT_RUN, NOT_UNIQUE, SAMPLES

@@ -14,7 +14,7 @@ from ..fx import call, module_path, size_hint, source_line, value
 from ..printed_names import users_name
 from ..printing import short_dtype
 from .op_names import canonical_name
-from .precision_rules import ADDITIVE_MASKS, FLOATS
+from .rules import ADDITIVE_MASKS, FLOATS
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default

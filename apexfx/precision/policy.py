@@ -11,10 +11,9 @@ from torch import fx
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..fx import module_paths, op_name
-from .mutation import argument
+from ..fx import argument, module_paths, op_name
 from .op_names import canonical_name
-from .precision_rules import HALVES, Rule, consistent, lookup
+from .rules import HALVES, Rule, consistent, lookup
 
 _NAMED_DTYPES = {
     "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..config import HALVES
 from .op_names import is_foreign
 
 KINDS = ("half", "half_if_mixed", "float", "promote", "sequence_promote", "banned", "batch_norm", "match_self", "dtype",
          "passthrough")
-HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 
 
