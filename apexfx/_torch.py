@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -39,6 +40,7 @@ from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
+from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # 2.11, 2.13, 2.15
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
@@ -63,6 +65,26 @@ push_function_mode = torch._C._push_on_torch_function_stack
 def active_ddp_module() -> object | None:
     """Return the `DistributedDataParallel` whose forward is running, or None (2.11, 2.13, 2.15)."""
     return DistributedDataParallel._active_ddp_module
+
+
+def compiled_module() -> torch.nn.Module | None:
+    """Return the outermost module that the `torch.compile` now compiling a graph has called, or None (2.13)."""
+    frame, found = sys._getframe(), None
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        names = frame.f_code.co_varnames
+        first = frame.f_locals.get(names[0]) if names else None
+        if isinstance(first, torch.nn.Module) and not isinstance(first, torch.fx.GraphModule):
+            found = first
+        frame = frame.f_back
+    return found if frame is not None else None
+
+
+def traced_module() -> torch.nn.Module | None:
+    """Return the module whose method is the frame that Dynamo is compiling, or None (2.11, 2.13, 2.15)."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    names = translator.output.root_tx.f_code.co_varnames if translator is not None else ()
+    first = translator.output.local_scope.get(names[0]) if names else None
+    return first if isinstance(first, torch.nn.Module) else None
 
 
 def traced_value(source: object) -> object | None:
@@ -160,6 +182,19 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
+    """Return how long a collective of a group may take unless it is told otherwise; torch's default if unknown (2.13)."""
+    backends = (group._get_backend(device) for device in group._device_types)
+    return min((backend.options._timeout for backend in backends if getattr(backend, "options", None) is not None),
+               default=torch.distributed.distributed_c10d.default_pg_timeout)
+
+
+def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
+    """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
+    _unregister_process_group(name)
+    _register_process_group(name, group)
+
+
 def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
     """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
     return parameter._post_accumulate_grad_hooks
@@ -225,6 +260,7 @@ __all__ = [
     "below_functorch",
     "compile_fx",
     "compile_fx_inner",
+    "compiled_module",
     "count_calls",
     "drop_compiled_call",
     "dynamo_config",
@@ -250,7 +286,9 @@ __all__ = [
     "onednn_is_wider",
     "pop_function_mode",
     "process_group_store",
+    "process_group_timeout",
     "push_function_mode",
+    "register_process_group",
     "registered_ops",
     "resolve_process_group",
     "run_cached_graphs",
@@ -258,6 +296,7 @@ __all__ = [
     "storage_users",
     "top_saved_tensor_hooks",
     "trace_structured",
+    "traced_module",
     "traced_value",
     "tree_leaves",
     "tree_map",

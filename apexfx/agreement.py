@@ -105,8 +105,8 @@ class Agreement:
                     continue
                 raise RankMismatchError(
                     f"apexfx: after {self.timeout_s:g} s, rank {', '.join(map(str, absent))} of {world} has not arrived "
-                    f"to agree on the {what}. It failed, is still compiling, or runs another graph. Look at its log; if "
-                    "it is only slow, raise BucketConfig(timeout_s=...)."
+                    f"to agree on the {what}. It failed, is still compiling, or runs another graph (a copy of a model "
+                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...)."
                 ) from error
         return [json.loads(store.get(key)) for key in keys]
 

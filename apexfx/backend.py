@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from . import cache, capture, passes
-from ._torch import FakeTensor
+from ._torch import FakeTensor, process_group_timeout
 from .agreement import Agreement, Label
 from .backward_passes import BackwardPasses
 from .config import BucketConfig, TransformConfig, describe_buckets
@@ -31,23 +31,31 @@ from .pipeline import Pipeline, warn_unmatched
 from .refusals import check_inputs, check_not_in_ddp
 from .report import GraphReport, Report
 from .schedule.plan import BucketPlan
+from .watchdog import watched
 
 log = logging.getLogger(__name__)
 
 
 class Groups:
-    """The process groups of one model: `gradients` for buckets, `batch_norm` for statistics; None where not used."""
+    """The process groups of one model: the user's, and what graphs communicate over; None where not used.
+
+    Attributes:
+        user: whose ranks they are.
+        gradients, batch_norm: for buckets, for statistics.
+    """
 
     def __init__(self, config: TransformConfig) -> None:
+        self.user: dist.ProcessGroup | None = None
         self.gradients: dist.ProcessGroup | None = None
         self.batch_norm: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized()):
+        if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
             return
-        group = config.process_group or dist.group.WORLD
+        self.user = config.process_group or dist.group.WORLD
+        timeout_s = (config.buckets or BucketConfig()).timeout_s
         if config.ddp:
-            self.gradients = group
+            self.gradients = watched(self.user, "gradients", timeout_s)
         if config.sync_bn:
-            self.batch_norm = group
+            self.batch_norm = watched(self.user, "batch_norm", timeout_s)
 
     def separate(self) -> None:
         """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
@@ -56,7 +64,7 @@ class Groups:
         """
         if self.batch_norm is not None and self.batch_norm is self.gradients:
             ranks = dist.get_process_group_ranks(self.gradients)
-            self.batch_norm = dist.new_group(ranks, use_local_synchronization=True)
+            self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)
 
     def facts(self) -> dict[str, Any]:
         """Name and size of each group: part of every cache key."""
@@ -105,13 +113,15 @@ class GraphCompiler:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         check_inputs(gm, example_inputs)
         placeholders = capture.annotate(gm, example_inputs, self.index)
-        if self.groups.gradients is not None and torch.is_grad_enabled():
+        records = capture.records_gradients(gm)
+        trains = records and any(p.requires_grad for p in placeholders)
+        if self.groups.gradients is not None and trains:
             self._refuse_unregistered(placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
         schedule = passes.schedule(self.config, context)
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
         forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
-        record = GraphReport(len(self.report.graphs), _needs_backward(placeholders), forward,
+        record = GraphReport(len(self.report.graphs), trains, forward,
                              parameters=tuple(p.name for p in placeholders if p.kind == "param"),
                              local=not self.reduce_gradients)
         uuid = cache.uuid(self.config.describe(), pipeline.stage("backward") + pipeline.stage("forward"), {
@@ -122,11 +132,11 @@ class GraphCompiler:
         if key is not None:
             record.load_backward = functools.partial(cache.load_stage, key)
         backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
-        described = self._collectives(gm, placeholders, context)
+        described = self._collectives(gm, placeholders, reduces=trains and context.reduce_gradients)
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, described, context)
+        return self._guarded(compiled, record, placeholders, described, context, records=records)
 
     def _refuse_unregistered(self, placeholders: Sequence[capture.Placeholder], example_inputs: Sequence[Any]) -> None:
         """Raise where a gradient would accumulate in a tensor that is neither a parameter of the model nor an argument."""
@@ -140,8 +150,7 @@ class GraphCompiler:
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
-    def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder],
-                     context: passes.Context) -> list[Any]:
+    def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder], *, reduces: bool) -> list[Any]:
         """Describe, in order, everything this graph will communicate, from what every rank can derive alone."""
         rows: list[Any] = []
         for graph in graphs(gm):
@@ -149,7 +158,7 @@ class GraphCompiler:
                 if node.target is torch.ops.apexfx.sync_batch_norm.default and named_argument(node, "group_name"):
                     channels = value(node.args[0]).shape[1]
                     rows.append(["sync_batch_norm", int(channels), named_argument(node, "group_name")])
-        if context.reduce_gradients and self.groups.gradients is not None and _needs_backward(placeholders):
+        if reduces and self.groups.gradients is not None:
             rows.append(self._bucket_options())
             rows += [[p.name, list(p.shape or ()), str(p.dtype)] for p in placeholders
                      if p.kind == "param" and p.requires_grad]
@@ -166,16 +175,18 @@ class GraphCompiler:
         return {name: given[name] for name in names} | options
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[capture.Placeholder],
-                 described: list[Any], context: passes.Context) -> Callable[..., Any]:
+                 described: list[Any], context: passes.Context, *, records: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each."""
         sync, agreement = self.gradient_sync, self.agreement
         if sync is None and (agreement is None or not described):
             return compiled
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not described or agreement is None
-        begin = self._beginning(placeholders, context)
+        begin = self._beginning(record, placeholders, context)
         if sync is not None:
             sync.on_compiled()
+            for name, parameter in self.index.parameters():
+                sync.watch(name, parameter)  # those that no graph will hold, too
 
         def run(*args: Any) -> Any:
             nonlocal agreed
@@ -184,7 +195,7 @@ class GraphCompiler:
             if not agreed:
                 agreement.ensure(f"collectives of graph {record.index}", described)
                 agreed = True
-            if sync is None or not torch.is_grad_enabled():
+            if sync is None or not records:
                 return compiled(*args)
             begin(args)
             parameters = [args[index] for index, _ in watched]
@@ -197,13 +208,12 @@ class GraphCompiler:
 
         return run
 
-    def _beginning(self, placeholders: Sequence[capture.Placeholder],
+    def _beginning(self, record: GraphReport, placeholders: Sequence[capture.Placeholder],
                    context: passes.Context) -> Callable[[Sequence[Any]], None]:
         """Return what is called with the inputs before each run with gradients."""
         first_values, sync = self.first_values, self.gradient_sync
         if first_values is None or not context.reduce_gradients:
             return lambda _: None
-        counts = _needs_backward(placeholders)
         held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
         sent: list[weakref.ref[Any]] = []
 
@@ -211,14 +221,10 @@ class GraphCompiler:
             if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
                 first_values.send([(name, args[index]) for index, name in held])
                 sent[:] = [weakref.ref(args[index]) for index, _ in held]
-            if counts:
+            if record.training:
                 sync.on_training_forward()
 
         return begin
-
-
-def _needs_backward(placeholders: Sequence[capture.Placeholder]) -> bool:
-    return torch.is_grad_enabled() and any(p.requires_grad for p in placeholders)
 
 
 def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
@@ -266,8 +272,7 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     """
     global _last_report
     groups = Groups(config)
-    group = groups.gradients or groups.batch_norm
-    label = Label(group.group_name, origin) if group is not None else ""
+    label = Label(groups.user.group_name, origin) if groups.user is not None else ""
     compiler = _compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
@@ -288,7 +293,7 @@ def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
 
 
 def _compiler(config: TransformConfig, groups: Groups, label: str | Label, *, standalone: bool = False) -> GraphCompiler:
-    buckets, group = config.buckets, groups.gradients or groups.batch_norm
+    buckets, group = config.buckets, groups.user
     agreement = None
     # The fake process group, made for looking at graphs, has no peers to ask.
     if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":

@@ -45,7 +45,7 @@ class Message:
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-        self.group, self._is_first = group, dist.get_rank(group) == 0
+        self.group, self._is_first = group, group.rank() == 0
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for tensor in tensors:
             by_dtype.setdefault(tensor.dtype, []).append(tensor)

@@ -86,6 +86,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
     index = index if index is not None else ModelIndex()
     nodes = gm.graph.find_nodes(op="placeholder")
     index.refresh(filter(None, (getattr(node, "_dynamo_source", None) for node in nodes)))
+    frame = index.frame()  # in which a node without a module was traced
     for graph_module in graphs(gm):
         for node in graph_module.graph.nodes:
             if "example_value" in node.meta:
@@ -94,10 +95,10 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
                 node.meta.setdefault("val", None)  # returns nothing: torch._C._set_grad_enabled
             if node.stack_trace:
                 node.stack_trace = _OWN_FRAMES.sub("", node.stack_trace)
-            if stack := node.meta.get("nn_module_stack"):
-                paths = {key: index.module(key, source) for key, (source, _) in stack.items()}
-                node.meta["nn_module_stack"] = {key: (paths[key][0], kind) for key, (_, kind) in stack.items()}
-                node.meta[MODULE_PATHS] = next(reversed(paths.values()))
+            stack = node.meta.get("nn_module_stack") or {}
+            paths = {key: index.module(key, source) for key, (source, _) in stack.items()}
+            node.meta["nn_module_stack"] = {key: (paths[key][0], kind) for key, (_, kind) in stack.items()}
+            node.meta[MODULE_PATHS] = next(reversed(paths.values()), frame)
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
         source = getattr(node, "_dynamo_source", None)
@@ -144,6 +145,12 @@ def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[s
 def _size(size: Any) -> int:
     # A dynamic batch size is no part of what the ranks must agree on; a parameter's sizes are always plain.
     return size if isinstance(size, int) else -1
+
+
+def records_gradients(gm: fx.GraphModule) -> bool:
+    """Return whether autograd records a part of this captured graph; Dynamo captures another for another gradient mode."""
+    return torch.is_grad_enabled() or any(
+        node.target is torch._C._set_grad_enabled and node.args[0] for graph in graphs(gm) for node in graph.graph.nodes)
 
 
 def is_backward(gm: fx.GraphModule) -> bool:

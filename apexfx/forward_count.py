@@ -1,14 +1,13 @@
 """Ranks compare, beside synchronizing backwards, how many forwards they have run: the graph's own collectives cannot.
 
 A rank that skips a backward, because its loss was not finite, say, meets the others' collectives one step later: nothing
-hangs, and every gradient from then on would be an average over different steps. They compare as well whether a backward
-ends an accumulation: its collectives then are not those of a graph; and whose it is: where several models train on one
-group, a backward of one may meet another's.
+hangs, and every gradient from then on would be an average over different steps. They compare as well whose a backward
+is: where several models train on one group, a backward of one may meet another's. Whether a backward ends an accumulation they
+compare in the store, before its collectives, which are not those of a graph and must not meet them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,14 @@ from torch import Tensor
 
 from .host_copy import HostCopy
 from .parallel.status import to_device
-from .parallel.waiting import ALONE, RankFailureError, Waiter
-from .parallel.words import exchange, explain, say
+from .watchdog import RankFailureError, Watchdog, WatchedGroup, disagreement, gather_answers, post
 
 # A small allreduce of its own took 3 % of a 45 ms step on two gloo ranks, so later backwards are compared in turns.
 ALWAYS, INTERVAL = 16, 8
+_MAX = dist.AllreduceOptions()
+_MAX.reduceOp, _MAX.asyncOp = dist.ReduceOp.MAX, True
 # Of several models that take turns on a group each is compared, until one has run so many backwards in a row.
 ALONE_AFTER = 64
-_BUSY_S = 5.0  # for the words of ranks that are likely to wait in their graphs
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class _Said:
     first: bool
 
     def numbers(self) -> list[int]:
-        return [n for number in (self.forwards, int(self.flushes), self.model) for n in (number, -number)]
+        return [n for number in (self.forwards, self.model) for n in (number, -number)]
 
     def words(self) -> dict[str, Any]:
         return {"failed": "", "forwards": self.forwards, "accumulated": self.flushes, "unused": []}
@@ -102,22 +101,25 @@ class ForwardCount:
     """
 
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, parameters: Collection[str]) -> None:
-        self.group, self.label, self.timeout_s, self.parameters = group, label, timeout_s, parameters
+        self.group, self.label, self.parameters = group, label, parameters
+        self._timeout_s = timeout_s
+        self._watchdog = group.watchdog if isinstance(group, WatchedGroup) else Watchdog(group, f"{label}/forwards", timeout_s)
+        self._user_group = self._watchdog.group
         self._model = zlib.crc32(label.encode()) >> 1  # positive as an int32
         self._turns = _turns.setdefault(group.group_name, _Turns())
         self.forwards = self._backwards = 0
         self._in_backward = False
-        self._waiter = Waiter(group, f"{label}/forwards", timeout_s)
         self._message: tuple[Tensor, dist.Work, _Said] | None = None  # (greatest; on their way; ours)
+        self._flush: _Said | None = None  # in the store
         self._unread: tuple[HostCopy, _Said] | None = None  # of the backward before
 
     def accumulate(self) -> None:
         """Note that a backward left gradients local."""
-        self._waiter.accumulate()
+        self._watchdog.accumulate()
 
     def forget_local(self) -> None:
         """Note that there are none any more."""
-        self._waiter.accumulates = False
+        self._watchdog.accumulates = False
 
     def send(self, device: torch.device, *, flushes: bool) -> None:
         """Send what this rank says, unless this backward has done so, or it is not its turn.
@@ -132,19 +134,23 @@ class ForwardCount:
             return
         self._in_backward = True
         self._backwards += 1
-        self._waiter.backward = self._backwards
+        self._watchdog.backward += 1
+        self._watchdog.timeout_s = self._timeout_s
         first = self._turns.alternate(self._model) or self._backwards <= ALWAYS
-        if first or self._backwards % INTERVAL == 0:
-            said = _Said(self._backwards, self.forwards, flushes, self._model, first)
+        said = _Said(self._backwards, self.forwards, flushes, self._model, first)
+        if flushes:
+            self._flush = said
+            post(self._user_group, self._key(said), said.words())
+        elif first or self._backwards % INTERVAL == 0:
             numbers = to_device(said.numbers(), torch.int32, device)
-            work = dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+            work = self.group.allreduce([numbers], _MAX)
             self._message = numbers, work, said
-        if first and not self._can_wait(device):
+        if first and not flushes and not self._can_wait(device):
             self.compare()
 
     def forget(self) -> None:
         """Leave out the comparison of a backward that is over."""
-        self._message, self._in_backward = None, False
+        self._message, self._flush, self._in_backward = None, None, False
 
     def compare(self) -> None:
         """Compare what was sent, at the latest at the end of the backward.
@@ -155,20 +161,19 @@ class ForwardCount:
         if self._unread is not None and self._unread[1].backward < self._backwards:
             (copy, before), self._unread = self._unread, None
             self._judge(before, copy.get(), late=True)
+        if self._flush is not None:
+            said, self._flush = self._flush, None
+            everyones = self._watchdog.gather(self._key(said), f"the others to end an accumulation of {self._shown_model()}")
+            if len({words["forwards"] for words in everyones}) > 1:
+                self._raise(everyones, said, late=False)
         if self._message is None:
             return
         (numbers, work, said), self._message = self._message, None
-        try:
-            self._waiter.wait(work, numbers, "the comparison of how many forwards the ranks have run")
-        except RankFailureError:
-            with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that holds it
-                say(self.group, self._key(said), said.words())
-            raise
-        can_wait = self._can_wait(numbers.device)
-        if can_wait and not said.flushes:  # whose collectives must not meet those of a graph
+        self._watchdog.wait(work, numbers, "the comparison of how many forwards the ranks have run")
+        if self._can_wait(numbers.device):
             self._unread = HostCopy(numbers), said
         else:
-            self._judge(said, numbers, late=can_wait or not said.first)
+            self._judge(said, numbers, late=not said.first)
 
     @staticmethod
     def _can_wait(device: torch.device) -> bool:
@@ -176,32 +181,26 @@ class ForwardCount:
         return device.type == "cuda"
 
     def _judge(self, said: _Said, numbers: Tensor, *, late: bool) -> None:
-        most, least = numbers.cpu().view(3, 2).unbind(1)
+        most, least = numbers.cpu().view(2, 2).unbind(1)
         least = -least
-        if most[2] != least[2]:
+        if most[1] != least[1]:
             self._raise_of_models(said, [*most.tolist(), *least.tolist()], late=late)
         if not torch.equal(most, least):
-            self._raise(said, in_graphs=late and bool(most[1] != least[1]), late=late)
+            everyones = gather_answers(self._user_group, self._key(said), said.words(), self._watchdog.timeout_s)
+            self._raise(everyones, said, late=late)
 
-    def _raise(self, said: _Said, *, in_graphs: bool, late: bool) -> None:
-        timeout_s = min(self.timeout_s, _BUSY_S) if in_graphs else self.timeout_s
-        everyones = exchange(self.group, self._key(said), said.words(), timeout_s)
+    def _raise(self, everyones: Sequence[Any], said: _Said, *, late: bool) -> None:
         self.forwards += max((words["forwards"] for words in everyones if words), default=said.forwards) - said.forwards
-        text = explain(everyones)
-        if in_graphs and ALONE not in text:
-            text += (f"\n{ALONE} Who did not answer waits in its graph, until its process group's timeout or the end of this "
-                     "process.")
-        elif late:
-            text += self._since(said)
-        raise RankFailureError(text)
+        raise RankFailureError(disagreement(everyones) + (self._since(said) if late else ""))
 
     def _raise_of_models(self, said: _Said, numbers: Sequence[int], *, late: bool) -> None:
         self._turns.disagree()
         if not late:
             self._backwards -= 1  # that of no rank counts: it met another model's
-        mine = f"model {self.label.partition('/')[2]} ({self._shown_parameters()}), {said.forwards} forwards so far"
+        mine = f"{self._shown_model()}, {said.forwards} forwards so far"
         # The ranks know no label in common, but all have these numbers.
-        everyones = exchange(self.group, f"apexfx/models/{'/'.join(map(str, numbers))}", mine, self.timeout_s)
+        everyones = gather_answers(self._user_group, f"apexfx/models/{'/'.join(map(str, numbers))}", mine,
+                                   self._watchdog.timeout_s)
         lines = [f"  rank {rank}: {words or 'no answer'}" for rank, words in enumerate(everyones)]
         raise RankFailureError("\n".join([
             "apexfx: the ranks run the backwards of different models, so these gradients must not be used.", *lines,
@@ -213,9 +212,10 @@ class ForwardCount:
         return (f"\nIt happened in one of the last {num} backwards, whose gradients are averages over different "
                 "steps: go back to a checkpoint.")
 
-    def _shown_parameters(self) -> str:
+    def _shown_model(self) -> str:
         names = list(self.parameters)
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return f"model {self.label.partition('/')[2]} ({shown})"
 
     def _key(self, said: _Said) -> str:
         return f"apexfx/{self.label}/forwards{said.backward}"

@@ -205,13 +205,13 @@ def insert_after(node: fx.Node) -> Any:
 
 def module_path(node: fx.Node) -> str:
     """Return the dotted path of the module in which `node` was traced, or "" at the root."""
-    stack = node.meta.get("nn_module_stack")
-    return next(reversed(stack.values()))[0] if stack else ""
+    return module_paths(node)[0]
 
 
 def module_paths(node: fx.Node) -> tuple[str, ...]:
-    """Return every path of the module in which a node of a captured graph was traced: several where it is registered twice."""
-    return node.meta.get(MODULE_PATHS) or (module_path(node),)
+    """Return every path of the module in which `node` was traced: in a captured graph several where it is registered twice."""
+    stack = node.meta.get("nn_module_stack")
+    return node.meta.get(MODULE_PATHS) or ((next(reversed(stack.values()))[0],) if stack else ("",))
 
 
 def source_line(node: fx.Node) -> str:

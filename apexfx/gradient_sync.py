@@ -72,7 +72,10 @@ class _ParameterHook:
     def _owners(self) -> list[GradientSync]:
         return [model for ref in self._models if (model := ref()) is not None]
 
-    def _on_gradient(self, gradient: Tensor) -> None:
+    def _on_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # a graph has none for this parameter, and autograd says so
+            self._is_averaged, self._partly_outside = True, False
+            return
         averages: list[_Average] = []
         for owner in self._owners():
             owner.notice_dropped_backward()
@@ -268,13 +271,14 @@ class GradientSync:
         left_out = [name for key, name in self._names.items() if key in outside and key not in self._in_graphs]
         bypassed = [name for key, name in self._names.items() if key in outside and key in self._in_graphs]
         lines = [f"apexfx: the gradient of {_shown(left_out + bypassed)} was computed outside of the transformed model's graphs, "
-                 f"so it is this rank's own and not the average over {dist.get_world_size(self.group)} ranks."]
+                 f"so it is this rank's own and not the average over {self.group.size()} ranks."]
         if left_out:
             lines.append(f"No captured graph holds {_shown(left_out)}: a graph break left its module to eager, or it is used "
                          "outside of the model's forward only. TORCH_LOGS=graph_breaks says where; fullgraph=True raises there.")
         if bypassed:
             lines.append(f"Graphs hold {_shown(bypassed)}, and none of them ran in this backward: call the model that "
-                         "transform() returned, not the module it was made from, nor one of its methods that skips forward.")
+                         "transform() returned, not the module it was made from, nor one of its methods that skips forward; "
+                         "or a graph break in a loop has made Dynamo leave the code to eager (TORCH_LOGS=graph_breaks).")
         lines.append("A backward that is meant to stay local belongs inside `with model.no_sync():`.")
         return "\n".join(lines)
 
@@ -339,8 +343,10 @@ class GradientSync:
 
     def flush(self) -> None:
         """Average the accumulated `.grad` of every parameter over the ranks, in the plan's buckets."""
-        self._forget_local()
-        self._reduce(set(self._names))
+        try:
+            self._reduce(set(self._names))
+        finally:
+            self._forget_local()  # not before: who waits for this rank reads that it held local gradients
 
     def _reduce(self, keys: set[int]) -> None:
         from .schedule.reduce import reduce_gradients

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._torch import traced_value, tree_leaves
+from ._torch import compiled_module, traced_module, traced_value, tree_leaves
 
 # What Dynamo writes between the names of attributes and keys.
 _REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
@@ -41,7 +41,7 @@ class ModelIndex:
         self._model = model
         self._originals = {id(new): id(old) for old, new in (stand_ins or {}).items()}
         self._stand_ins = stand_ins  # keeps both alive, so that their ids stay theirs
-        self._roots: list[tuple[str, weakref.ref[nn.Module]]] = []
+        self._roots: list[tuple[str, Callable[[], nn.Module | None]]] = []
         self._given: dict[str, weakref.ref[Tensor]] = {}  # names made of source text, each for one tensor
         self._parameters: dict[int, list[str]] = {}
         self._buffers: dict[int, list[str]] = {}
@@ -55,12 +55,15 @@ class ModelIndex:
         """
         self._parameters, self._buffers, self._modules = {}, {}, {}
         if self._model is None:
+            self._add_root(compiled_module(), "")
             for source in sources or ():
                 self._find_root(source)
-        roots = [("", self._model())] if self._model is not None else [(name, ref()) for name, ref in self._roots]
-        for prefix, root in roots:
-            if root is not None:
-                self._walk(root, prefix, set())
+        for prefix, root in self._live_roots():
+            self._walk(root, prefix, set())
+
+    def _live_roots(self) -> list[tuple[str, nn.Module]]:
+        roots = [("", self._model)] if self._model is not None else self._roots
+        return [(name, root) for name, ref in roots if (root := ref()) is not None]
 
     def _walk(self, module: nn.Module, path: str, above: set[int]) -> None:
         if id(module) in above:  # a module registered below itself
@@ -76,6 +79,10 @@ class ModelIndex:
         for name, child in module._modules.items():
             if child is not None:
                 self._walk(child, dot + name, above | {id(module)})
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of all that are registered, each once."""
+        return [named for prefix, root in self._live_roots() for named in root.named_parameters(prefix) if named[1].is_leaf]
 
     def parameter(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the names under which `tensor` is a registered parameter; a tied one has several."""
@@ -96,6 +103,10 @@ class ModelIndex:
         paths = self._modules.get(int(identity)) if identity.isdigit() else None
         return tuple(paths) if paths else (_below_root(source),)
 
+    def frame(self) -> tuple[str, ...]:
+        """Return the paths of the module whose method Dynamo is compiling."""
+        return tuple(self._modules.get(id(traced_module()), ("",)))
+
     def is_argument(self, tensor: Tensor) -> bool:
         """Return whether `tensor` was given to the model in the call under way."""
         return any(tensor is leaf for leaf in tree_leaves(self.arguments))
@@ -111,28 +122,29 @@ class ModelIndex:
         return candidate
 
     def _find_root(self, source: Any) -> None:
-        """Take in the outermost module that an input was reached from, unless it lies in one that is known."""
+        """Take in the outermost module that an input was reached from."""
         chain = [source]
         while (base := getattr(chain[-1], "base", None)) is not None:
             chain.append(base)
         for link in reversed(chain):
-            found = traced_value(link)
-            if isinstance(found, nn.Module):
-                break
-        else:
+            if isinstance(found := traced_value(link), nn.Module):
+                self._add_root(found, link.name)
+                return
+
+    def _add_root(self, module: nn.Module | None, source: str) -> None:
+        """Take in a module, unless it lies in one that is known."""
+        known = self._live_roots()
+        if module is None or any(module is below for _, root in known for below in root.modules()):
             return
-        known = [root for _, ref in self._roots if (root := ref()) is not None]
-        if any(found is module for root in known for module in root.modules()):
-            return
-        inside = set(map(id, found.modules()))
-        self._roots = [(name, ref) for name, ref in self._roots if (root := ref()) is not None and id(root) not in inside]
+        inside = set(map(id, module.modules()))
+        self._roots = [(name, weakref.ref(root)) for name, root in known if id(root) not in inside]
         taken = {name for name, _ in self._roots}
-        name = base = text_name(link.name) if self._roots else ""
+        name = base = text_name(source) if self._roots else ""
         number = 1
         while name in taken:
             number += 1
             name = f"{base}_{number}"
-        self._roots.append((name, weakref.ref(found)))
+        self._roots.append((name, weakref.ref(module)))
 
 
 def text_name(source: str) -> str:

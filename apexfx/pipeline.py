@@ -174,11 +174,17 @@ class Pipeline:
 
 
 def warn_unmatched(report: Report, where: str = "") -> None:
-    """Log, once each, the passes that rewrote no graph of the report; `where` limits the claim where the model has others."""
-    for name, why in report.unmatched().items():
-        if name not in report.warned:
-            report.warned.add(name)
-            log.warning("apexfx: %s rewrote nothing%s: %s", name, where, why)
+    """Log, once each, what was asked for and rewrote no graph of the report.
+
+    Args:
+        where: limits the claim where the model has other graphs.
+    """
+    texts = [f"{name} rewrote nothing{where}: {why}" for name, why in report.unmatched().items()]
+    texts += [f"{text}{where and f' ({where.strip()})'}" for text in report.uncovered()]
+    for text in texts:
+        if text not in report.warned:
+            report.warned.add(text)
+            log.warning("apexfx: %s", text)
 
 
 def validate(passes: Sequence[Pass]) -> None:

@@ -115,7 +115,7 @@ class Report:
         self.config = config
         self.graphs: list[GraphReport] = []
         self.notes: list[str] = []
-        self.warned: set[str] = set()  # passes of `unmatched()` that the log has named
+        self.warned: set[str] = set()  # what the log has said of `unmatched()` and `uncovered()`
 
     def add(self, graph: GraphReport) -> None:
         self.graphs.append(graph)
@@ -124,6 +124,12 @@ class Report:
         """Keep a remark that belongs to the model rather than to one pass; said once."""
         if message not in self.notes:
             self.notes.append(message)
+
+    def uncovered(self) -> list[str]:
+        """Return what is to be said of the keys of `precision=` that cover nothing in any graph."""
+        ran = [p for graph in self.graphs for p in graph.forward.passes if "casts" in p.artifacts]
+        found = [p.artifacts.get("uncovered", {}) for p in ran]
+        return [text for key, text in found[0].items() if all(key in others for others in found)] if found else []
 
     def unmatched(self) -> dict[str, str]:
         """Return the passes that rewrote no graph although that is a surprise, and why."""

@@ -104,9 +104,10 @@ def _places_lines(report: Report) -> list[str]:
 def remarks(report: Report) -> list[str]:
     """Return warnings, where a backward came from, and notes, after an empty line; or nothing."""
     lines = [f"warning: {name} rewrote nothing: {why}" for name, why in report.unmatched().items()]
+    lines += [f"warning: {text}" for text in report.uncovered()]
     for graph in report.graphs:
         lines += [f"warning: graph {graph.index}, {text}"
-                  for stage in graph.stages for entry in stage.passes for text in entry.artifacts.get("unmet", ())]
+                  for stage in graph.stages for entry in stage.passes for text in entry.artifacts.get("remarks", ())]
         if graph.local:
             lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
         lines += _backward_remark(graph)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._torch import process_group_timeout
 from ..refusals import check_not_averaged, check_whole
 from ..transform import TransformedModule
 
@@ -84,6 +85,7 @@ def communicators(
     if num == 1:
         return [group], []
     ranks = dist.get_process_group_ranks(group)
-    groups = [dist.new_group(ranks, use_local_synchronization=True) for _ in range(num)]
+    timeout = process_group_timeout(group)
+    groups = [dist.new_group(ranks, timeout, use_local_synchronization=True) for _ in range(num)]
     streams = [torch.cuda.Stream() for _ in range(num)] if torch.cuda.is_available() and dist.get_backend(group) == "nccl" else []
     return groups, streams

@@ -23,7 +23,9 @@ def check_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
         return
     sums = torch.stack([_checksum(p).to(named[0][1].device) for _, p in named])
     both = torch.cat([sums, -sums])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    group.allreduce([both], options).wait()
     largest, smallest = both.chunk(2)
     odd = (largest != -smallest).nonzero()
     if len(odd):

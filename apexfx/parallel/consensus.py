@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..host_copy import HostCopy
+from ..watchdog import RankFailureError, disagreement, gather_answers, post
 from .layout import Layout
 from .status import Status, StatusMessage, numbers
-from .waiting import RankFailureError
-from .words import exchange, explain, say
 
 
 class Consensus:
@@ -87,12 +86,12 @@ class Consensus:
         if not (status.failed or differ or self._partly_used(layout, status)):
             self._agreed = message.forwards[1]
             return
-        said = exchange(self.group, self._key(message), self._words(message, failure, layout), self.timeout_s)
+        said = gather_answers(self.group, self._key(message), self._words(message, failure, layout), self.timeout_s)
         forwards = message.forwards[1]
         self.forwards += max((words["forwards"] for words in said if words), default=forwards) - forwards
         since = ("\nThat was the backward before this one: an optimizer may have used its gradients since, the same ones on "
                  "every rank that did. Go back to a checkpoint.") if late else ""
-        raise RankFailureError(explain(said) + since)
+        raise RankFailureError(disagreement(said) + since)
 
     def _partly_used(self, layout: Layout, status: Status) -> bool:
         """Whether a parameter has a gradient where it was not expected, or has none where it was."""
@@ -106,7 +105,7 @@ class Consensus:
     def leave_words(self, message: StatusMessage, failure: str, layout: Layout) -> None:
         """Say what this rank has to say of a backward that it gives up, for peers that find out later; wait for nobody."""
         with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that holds it
-            say(self.group, self._key(message), self._words(message, failure, layout))
+            post(self.group, self._key(message), self._words(message, failure, layout))
 
     def _key(self, message: StatusMessage) -> str:
         return f"apexfx/{self.label}/status{message.backward}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import BatchNorm, resolve_process_group
+from .._torch import BatchNorm, process_group_timeout, resolve_process_group
 from .sync_batchnorm import SyncBatchNorm
 
 _ORIGINAL = "_apexfx_converted_from"  # in a converted module's __dict__: its class, and the name of its process group
@@ -95,7 +95,7 @@ def create_syncbn_process_group(group_size: int) -> dist.ProcessGroup | None:
     own = None
     for first in range(0, world_size, group_size):
         ranks = list(range(first, first + group_size))
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=process_group_timeout(dist.group.WORLD))
         if dist.get_rank() in ranks:
             own = group
     return own

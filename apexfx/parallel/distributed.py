@@ -17,6 +17,7 @@ from ..broadcast import Message, broadcast_from_first
 from ..config import BucketConfig
 from ..refusals import check_whole
 from ..transform import TransformedModule
+from ..watchdog import watched
 from .arguments import check_arguments, communicators, names_of
 from .checksum import check_parameters
 from .flat import apply_flat_dist_call as apply_flat_dist_call
@@ -152,9 +153,9 @@ class DistributedDataParallel(nn.Module):
         self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in tensors])
         self.communicators, self.streams = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
         self._reducer.options.groups, self._reducer.options.streams = self.communicators, self.streams
-        broadcast_from_first(module.parameters(), self.process_group)
+        broadcast_from_first(module.parameters(), self._state_group)
         if broadcast_buffers:
-            broadcast_from_first(module.buffers(), self.process_group)
+            broadcast_from_first(module.buffers(), self._state_group)
         self._reducer.use_parameters(self._walked().active())
 
     def _start(self) -> None:
@@ -196,6 +197,11 @@ class DistributedDataParallel(nn.Module):
         reducer.after_forward(outputs, counts=trains)
         return outputs
 
+    @property
+    def _state_group(self) -> dist.ProcessGroup:
+        """What parameters and buffers travel over."""
+        return watched(self.process_group, "module state", self.config.timeout_s)
+
     def _walked(self) -> ModuleTree:
         """Return what hangs on the module now."""
         if self._tree is None or self._tree.module is not self.module:
@@ -209,15 +215,15 @@ class DistributedDataParallel(nn.Module):
             self._broadcast_buffers(tree)
         self._num_forwards += 1
         if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
-            check_parameters(self.module, self.process_group)
+            check_parameters(self.module, self._state_group)
 
     def _broadcast_buffers(self, tree: ModuleTree) -> None:
         if self._message is not None and self._message[0] == (tree, tree.num_walks):
             self._message[1].broadcast()
         elif sum(b.nbytes for b in tree.buffers) > _KEPT_BYTES or len({b.device for b in tree.buffers}) > 1:
-            broadcast_from_first(tree.buffers, self.process_group)
+            broadcast_from_first(tree.buffers, self._state_group)
         else:
-            message = Message(tree.buffers, self.process_group)
+            message = Message(tree.buffers, self._state_group)
             self._message = (tree, tree.num_walks), message
             message.broadcast()
 

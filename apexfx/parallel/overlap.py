@@ -19,6 +19,7 @@ from ..agreement import Agreement
 from ..end_of_backward import EndOfBackward
 from ..gradient_sync import UnsynchronizedGradientError
 from ..schedule.plan import given_plan
+from ..watchdog import RankFailureError, Watchdog
 from .consensus import Consensus
 from .hooks import ParameterHooks
 from .layout import Layout, Planner
@@ -27,7 +28,6 @@ from .rounds import Round
 from .sending import Options, Sender
 from .status import Status, StatusMessage
 from .sums import SeparateSums
-from .waiting import RankFailureError, Waiter
 
 
 class OverlappedReducer:
@@ -63,8 +63,8 @@ class OverlappedReducer:
         separate = not given.averages_exactly if given is not None else (
             not self.config.gradient_average or self.config.comm_dtype is not None)
         self._sums = SeparateSums() if separate else None
-        self._waiter = Waiter(planner.group, label, self.config.timeout_s)
-        self.sender = Sender(options, self._waiter, self._sums)
+        self._watchdog = Watchdog(planner.group, label, self.config.timeout_s, recovers=True)
+        self.sender = Sender(options, self._watchdog, self._sums)
         self._hooks = ParameterHooks(self._on_accumulated, self._sums.set_aside if self._sums is not None else None)
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ class OverlappedReducer:
         # Runs once a parameter, in caches that backward has filled with other things: every line shows in the step time.
         if not self.enabled:
             self._pending.add(key)
-            self._waiter.accumulate()
+            self._watchdog.accumulate()
             return
         if self._end.was_dropped():
             self._forget_backward()
@@ -178,7 +178,7 @@ class OverlappedReducer:
         ours = self.sender.comm_hook is None
         rides = ours and layout.carries_status
         self._round = Round(layout, fresh, divides=ours, lends=self._sums is None, rides=rides, hold=hold)
-        self._waiter.backward += 1
+        self._watchdog.backward += 1
         return self._round
 
     def _checked(self, round_: Round) -> bool:
@@ -205,15 +205,15 @@ class OverlappedReducer:
         round_.works.append(self.sender.send(round_, number, (lambda: self._composed(round_)) if carries else None))
 
     def _composed(self, round_: Round) -> StatusMessage:
-        parameters, waiter = round_.layout.parameters, self._waiter
+        parameters, watchdog = round_.layout.parameters, self._watchdog
         device = parameters[0].device if parameters else torch.device("cpu")
         used = round_.used(self._pending)
-        round_.message = self._consensus.message(waiter.backward, round_.failure, waiter.accumulates, used, device)
+        round_.message = self._consensus.message(watchdog.backward, round_.failure, watchdog.accumulates, used, device)
         return round_.message
 
     def _send_status(self, round_: Round) -> None:
         if round_.message is None:
-            self._composed(round_).send(self.options.groups[0])
+            self._composed(round_).send(self.options.groups[0], self._watchdog.options)
 
     # ---- at the end of backward ---------------------------------------------------------------------------------------
 
@@ -280,13 +280,13 @@ class OverlappedReducer:
 
     def _forget_local(self) -> None:
         self._pending.clear()
-        self._waiter.accumulates = False
+        self._watchdog.accumulates = False
 
     def _status(self, round_: Round) -> Status | None:
         self._send_status(round_)
         message = round_.message
         if message.work is not None:
-            self._waiter.wait(message.work, message.tensor, "the status of this backward")
+            self._watchdog.wait(message.work, message.tensor, "the status of this backward")
         return self._consensus.check(message, round_.failure, round_.layout)
 
     @property

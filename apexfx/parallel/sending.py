@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..watchdog import Watchdog
 from .grad_bucket import CommHook, GradBucket
 from .rounds import Round
 from .status import StatusMessage
 from .sums import SeparateSums
-from .waiting import Waiter
 
 
 @dataclass
@@ -44,15 +44,15 @@ class Sender:
 
     Args:
         options: how.
-        waiter: waits for what was sent.
+        watchdog: waits for what was sent.
         sums: what is reduced one backward at a time, or None.
 
     Attributes:
         comm_hook: (state, hook) that reduces each bucket in the group's stead, or None.
     """
 
-    def __init__(self, options: Options, waiter: Waiter, sums: SeparateSums | None) -> None:
-        self.options, self.waiter, self.sums = options, waiter, sums
+    def __init__(self, options: Options, watchdog: Watchdog, sums: SeparateSums | None) -> None:
+        self.options, self.watchdog, self.sums = options, watchdog, sums
         self.comm_hook: tuple[Any, CommHook] | None = None
 
     def send(self, round_: Round, number: int, message: Callable[[], StatusMessage] | None) -> Any:
@@ -69,7 +69,7 @@ class Sender:
         if message is not None:
             message().ride(buffer.more)
         if self.comm_hook is None:
-            return buffer.all_reduce(self.options.groups[number % len(self.options.groups)])
+            return buffer.all_reduce(self.options.groups[number % len(self.options.groups)], self.watchdog.options)
         state, hook = self.comm_hook
         parameters = [layout.parameters[i] for i in layout.members[number]]
         return hook(state, GradBucket(number, buffer, parameters, number + 1 == len(layout.buffers)))
@@ -82,7 +82,7 @@ class Sender:
                 buffer.finish(_value(work).view(-1), divide=False)
                 continue
             names = layout.plan.buckets[number].parameters
-            self.waiter.wait(work, buffer.flat, f"the allreduce of bucket {number} ({names[0]} ... {names[-1]})")
+            self.watchdog.wait(work, buffer.flat, f"the allreduce of bucket {number} ({names[0]} ... {names[-1]})")
             if not self.options.streams:
                 buffer.finish()
         for stream in self.options.streams:

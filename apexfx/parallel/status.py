@@ -84,10 +84,10 @@ class StatusMessage:
         self.tensor = place
         place.copy_(self.numbers)
 
-    def send(self, group: dist.ProcessGroup) -> None:
+    def send(self, group: dist.ProcessGroup, options: dist.AllreduceOptions) -> None:
         """Travel alone."""
         self.tensor = self.numbers.to(torch.int32)
-        self.work = dist.all_reduce(self.tensor, group=group, async_op=True)
+        self.work = group.allreduce([self.tensor], options)
 
 
 def numbers(device: torch.device, forwards: int, failed: bool, accumulated: bool, used: Sequence[int]) -> Tensor:

@@ -55,12 +55,13 @@ class Precision(Pass):
             raise ValueError(f"apexfx: half_dtype={half_dtype} was given, expected torch.float16 or torch.bfloat16")
         self.policy = Policy(level, half_dtype, overrides or {})
         self.rows: list[CastRow] = []
-        self.unmet: list[str] = []
+        self.uncovered: dict[str, str] = {}
+        self.remarks: list[str] = []
         self.left_alone = ""
 
     def begin(self) -> None:
         super().begin()
-        self.rows, self.unmet = [], []
+        self.rows, self.uncovered, self.remarks = [], {}, []
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         level = self.policy.level
@@ -76,14 +77,15 @@ class Precision(Pass):
             walk.changed.update(made)
         walk.rewrite(gm)
         walk.restore_outputs(gm)
-        self._say_unused(captured)
+        self._find_uncovered(captured)
         self.left_alone = _left_alone(gm, level)
         if self.left_alone and (self.rows or self._halved_before(gm)):  # otherwise it is why nothing was rewritten
-            self._say(self.left_alone)
+            self.remarks.append(self.left_alone)
+            log.warning("apexfx: %s", self.left_alone)
         return PassResult(gm, len(self.rows) > before or walk.edited)
 
-    def _say_unused(self, nodes: Collection[fx.Node]) -> None:
-        """Warn of override keys that cover nothing, with the nearest module path or op name that would."""
+    def _find_uncovered(self, nodes: Collection[fx.Node]) -> None:
+        """Note the override keys that cover nothing here, with the nearest module path or op name that would."""
         if not (keys := self.policy.unused()):
             return
         paths = {above for node in nodes for path in module_paths(node) for above in _and_above(path)}
@@ -91,12 +93,8 @@ class Precision(Pass):
         for key in keys:
             asked = key.removesuffix(".*").removeprefix("torch.").removeprefix("F.")
             near = difflib.get_close_matches(asked, sorted(paths | ops), n=1)
-            self._say(f"precision[{key!r}] covers no module path and no op of this graph"
-                      + (f"; did you mean {near[0]!r}?" if near else ""))
-
-    def _say(self, text: str) -> None:
-        self.unmet.append(text)
-        log.warning("apexfx: %s", text)
+            self.uncovered[key] = (f"precision[{key!r}] covers no module path and no op"
+                                   + (f"; did you mean {near[0]!r}?" if near else ""))
 
     def note(self, cast: fx.Node, row: CastRow) -> None:
         """Put an inserted cast into the ledger."""
@@ -126,7 +124,8 @@ class Precision(Pass):
             dtype_of(n) in HALVES for n in gm.graph.find_nodes(op="placeholder"))
 
     def artifacts(self) -> dict[str, Any]:
-        return {"casts": [row.as_json() for row in self.rows]} | ({"unmet": self.unmet} if self.unmet else {})
+        found = {"uncovered": self.uncovered, "remarks": self.remarks}
+        return {"casts": [row.as_json() for row in self.rows]} | {name: given for name, given in found.items() if given}
 
     def options(self) -> dict[str, Any]:
         overrides = {k: [r.kind, str(r.dtype)] for k, r in self.policy.overrides.items()}

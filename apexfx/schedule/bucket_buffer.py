@@ -146,10 +146,10 @@ class BucketBuffer:
                 pieces.append(self._zeros[:gap])
         return pieces
 
-    def all_reduce(self, group: dist.ProcessGroup) -> dist.Work:
+    def all_reduce(self, group: dist.ProcessGroup, options: dist.AllreduceOptions = _ASYNC) -> dist.Work:
         """Start the sum over `group`."""
         flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
-        return group.allreduce([flat], _ASYNC)  # dist.all_reduce without the layers of checks
+        return group.allreduce([flat], options)  # dist.all_reduce without the layers of checks
 
     # ---- out -----------------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import process_group_timeout
 from ..config import BucketConfig
 from .bucket import GradientSpec
 from .bucket_buffer import BucketBuffer
@@ -60,7 +61,7 @@ class Calibration:
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        alone = dist.new_group([dist.get_rank()], process_group_timeout(self.group), use_local_synchronization=True)
         self._copies = {count: _copies(count, 16 * count) for count in (_FEW, _MANY)}
         self._trips = {num_bytes: _copies(1, num_bytes) for num_bytes in SIZES}
         self._bare = {count: _Tiny(count) for count in (_FEW, _MANY)}

@@ -97,5 +97,5 @@ def _used_anywhere(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGr
         return []
     device = next(iter(parameters.values())).device
     used = torch.tensor([p.grad is not None for p in parameters.values()], dtype=torch.int32, device=device)
-    dist.all_reduce(used, group=group)
+    group.allreduce([used]).wait()  # dist.all_reduce knows no group of our own
     return [bool(n) for n in used.tolist()]

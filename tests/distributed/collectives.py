@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from apexfx.watchdog import WatchedGroup
+
 
 @dataclass
 class Call:
@@ -42,10 +44,12 @@ class Recording(list):
 def recorded() -> Iterator[Recording]:
     """Record the collectives issued in the block, in order; they still run."""
     calls = Recording()
-    originals = {name: dist.ProcessGroup.__dict__[name] for name in ("allreduce", "broadcast")}  # as they bind
+    originals = [(cls, name, cls.__dict__[name])  # as they bind
+                 for cls in (dist.ProcessGroup, WatchedGroup) for name in ("allreduce", "broadcast")]
 
     def wrapper(name, original):
-        def call(group, tensors, opts, *args, **kwargs):
+        def call(group, tensors, opts=None, *args, **kwargs):
+            opts = opts if opts is not None else dist.AllreduceOptions()
             [tensor] = tensors
             sent = tensor.detach().clone().view(-1)
             calls.append(Call(name, tensor.dtype, tensor.numel(), group.group_name, sent, opts.asyncOp))
@@ -53,10 +57,10 @@ def recorded() -> Iterator[Recording]:
 
         return call
 
-    for name, original in originals.items():
-        setattr(dist.ProcessGroup, name, wrapper({"allreduce": "all_reduce"}.get(name, name), original))
+    for cls, name, original in originals:
+        setattr(cls, name, wrapper({"allreduce": "all_reduce"}.get(name, name), original))
     try:
         yield calls
     finally:
-        for name, original in originals.items():
-            setattr(dist.ProcessGroup, name, original)
+        for cls, name, original in originals:
+            setattr(cls, name, original)

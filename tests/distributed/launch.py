@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> None:
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, lost: Collection[int] = ()) -> None:
     """Call `fn(rank, world_size, *args)` in `world_size` processes that share a gloo process group.
 
     Args:
         fn: importable by name (spawned processes pickle it).
         timeout: seconds for all ranks together.
+        lost: ranks that are to be killed or stopped: neither waited for nor judged, and killed in the end.
 
     Raises:
         AssertionError: a rank failed (with its traceback) or did not end in time; the others are killed.
@@ -33,22 +34,22 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         for process in ranks:
             process.start()
         try:
-            _await(ranks, folder, time.monotonic() + timeout, timeout)
+            kept = {rank: process for rank, process in enumerate(ranks) if rank not in lost}
+            _await(kept, folder, time.monotonic() + timeout, timeout)
         finally:
             for process in ranks:
                 process.kill()
                 process.join()
 
 
-def _await(ranks: list[Any], folder: str, deadline: float, timeout: float) -> None:
-    while any(process.is_alive() for process in ranks):
-        if any(process.exitcode not in (None, 0) for process in ranks):
+def _await(ranks: dict[int, Any], folder: str, deadline: float, timeout: float) -> None:
+    while late := [rank for rank, process in ranks.items() if process.is_alive()]:
+        if any(process.exitcode not in (None, 0) for process in ranks.values()):
             break
         if time.monotonic() > deadline:
-            late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
             raise AssertionError(f"ranks {late} did not end within {timeout} s{_failures(folder)}")
-        next((process for process in ranks if process.is_alive()), ranks[0]).join(0.05)
-    failed = [rank for rank, process in enumerate(ranks) if process.exitcode not in (None, 0)]
+        ranks[late[0]].join(0.05)
+    failed = [rank for rank, process in ranks.items() if process.exitcode not in (None, 0)]
     if failed:
         time.sleep(0.2)  # a peer that lost its connection may be about to say why
         raise AssertionError(f"ranks {failed} failed{_failures(folder)}")
@@ -69,6 +70,8 @@ def _rank(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args:
         fn(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()
+    except SystemExit:
+        raise  # a case that looks at the end of the interpreter
     except BaseException:
         text = f"--- rank {rank} of {world_size} ---\n{traceback.format_exc()}"
         Path(folder, f"{rank}.traceback").write_text(text)

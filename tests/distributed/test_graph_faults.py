@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -136,70 +134,19 @@ def _bypassed(rank, world_size, report):
     assert (model.b.bias.grad == 2).all()
 
 
-def _stuck(rank, world_size, report):
-    group = dist.new_group(timeout=timedelta(seconds=3))
-    model = transformed(process_group=group)
-    train(model, rank)
-    if rank == 1:
-        time.sleep(6)
-    else:
-        with raises("stuck rank", report, rank, RuntimeError, "(?i)timed out|timeout", 15):
-            train(model, rank)
-
-
-def _no_sync_alone(rank, world_size, report):
-    """One rank is inside no_sync(): in the first backwards all find out before their graphs run."""
-    model = transformed(timeout_s=30)
-    train(model, rank)
-    for _ in range(2):
-        if rank == 1:
-            with model.no_sync():
-                train(model, rank, 2)
-            time.sleep(4)  # the others wait
-            with raises("no_sync alone", report, rank, RankFailureError, "rank 1: .*holds gradients from inside", 8):
-                model(torch.ones(2, 3)).sum().backward()
-        else:
-            with raises("no_sync alone", report, rank, RankFailureError, "rank 1 keeps the gradients of this", 8):
-                train(model, rank)
-        train(model, rank)
-        assert (model.b.bias.grad == 2).all()
-    if rank == 1:
-        with model.no_sync():
-            train(model, rank)
-    with raises("no_sync alone, and back", report, rank, RankFailureError, "rank 1: .*holds gradients from", 8):
-        model(torch.ones(2, 3)).sum().backward()
-    train(model, rank)
-    assert (model.b.bias.grad == 2).all()
-
-
-def _no_sync_alone_late(rank, world_size, report):
-    """Later, the rank that accumulated is told; the others wait in their graphs for what it does not send."""
-    group = dist.new_group(timeout=timedelta(seconds=8))
-    model = transformed(process_group=group)
-    train(model, rank, ALWAYS + INTERVAL - 1)
-    if rank == 1:
-        with model.no_sync():
-            train(model, rank)
-        with raises("no_sync alone, late", report, rank, RankFailureError, "(?s)rank 0: no answer.*waits in its", 7):
-            model(torch.ones(2, 3)).sum().backward()
-    else:
-        with raises("no_sync alone, late", report, rank, RuntimeError, "(?i)timed out|timeout", 15):
-            train(model, rank)
-
-
 def _killed(rank, world_size, report):
     model = transformed()
     train(model, rank)
     loss = model(torch.full((2, 3), rank + 1.0)).sum()
     if rank == 1:
         loss.register_hook(lambda _: os._exit(0))  # while the others wait in their graphs, as by SIGKILL
-    with raises("killed rank", report, rank, RuntimeError, "(?i)connection|reset|closed", 30):
+    with raises("killed rank", report, rank, RankFailureError, "lost a connection.*nothing was heard of rank 1", 10):
         loss.backward()
     os._exit(0)  # the group is broken: no barrier
 
 
 CASES = (_another_model, _skipped_backward, _skipped_late, _harmless_forwards, _several_backwards, _failed_forward,
-         _failed_backward, _not_a_number, _bypassed, _stuck, _no_sync_alone, _no_sync_alone_late, _killed)
+         _failed_backward, _not_a_number, _bypassed, _killed)
 
 
 def every_fault(rank, world_size, report):

@@ -157,6 +157,51 @@ def local_shares(rank, world_size):
         torch.testing.assert_close(p.grad, q.grad / world_size, rtol=1e-5, atol=1e-6, msg=name)
 
 
+class Switching(Listed):
+    """A frame that begins without gradients and goes on with them."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            torch._dynamo.graph_break()
+            scale = self.b(x).mean()
+        return super().forward(x) * scale
+
+
+class Detached(Listed):
+    """A layer in the graph that no gradient reaches."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.unused(x)
+        return super().forward(x) * scale.mean()
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Linear(4, 4)
+
+
+def gradients_switched_on_inside(rank, world_size):
+    for kind in (Switching, Detached):
+        model, reference = transformed(kind(), inner="eager"), kind()
+        reference.load_state_dict(model.state_dict())
+        check(model, reference, square, rank, world_size)
+
+
+def left_to_eager_in_a_compiled_model(rank, world_size):
+    """A backend is shown no model, but the modules that its graphs belong to."""
+
+    class Half(Listed):
+        @torch._dynamo.disable
+        def forward_last(self, x):
+            return self.last(x)
+
+        def forward(self, x):
+            return self.forward_last(self.weight(self.c(self.b(self.a(x)))))
+
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="No captured graph holds 'last.weight', 'last.bias'"):
+        square(compiled(Half(), inner="eager"), torch.full((5, 4), rank + 1.0)).backward()
+
+
 def found_by_one_rank(rank, world_size):
     """What only one rank adds to a gradient is an error there: the others do not come to average it."""
     model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(timeout_s=1))
@@ -175,7 +220,8 @@ def test_every_gradient_is_the_mean(inner):
 
 
 def test_what_is_not_averaged_is_said():
-    run_ranks(functools.partial(_each, (errors, local_shares, found_by_one_rank)), 2)
+    run_ranks(functools.partial(_each, (errors, local_shares, gradients_switched_on_inside, left_to_eager_in_a_compiled_model,
+                                 found_by_one_rank)), 2)
 
 
 def _each(cases, rank, world_size):

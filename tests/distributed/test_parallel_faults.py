@@ -145,10 +145,10 @@ def _stuck(rank, world_size, report):
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
-    logging.getLogger("apexfx.parallel").addHandler(handler)
-    with raises("stuck rank", report, rank, RankFailureError, "did not complete after 3.* s: another rank died, is stuck", 8):
+    logging.getLogger("apexfx").addHandler(handler)
+    with raises("stuck rank", report, rank, RankFailureError, "rank [02] waited 3.* s for the allreduce of bucket 0", 8):
         train(model, rank)
-    logging.getLogger("apexfx.parallel").removeHandler(handler)
+    logging.getLogger("apexfx").removeHandler(handler)
     [line] = lines
     Path(report, f"stuck rank, log.{rank}").write_text(line)
     assert f"rank {rank} has waited 1 s for the allreduce of bucket 0 (b.bias ... a.weight) in backward 2" in line
