@@ -7,6 +7,7 @@ fails, naming the line, when a torch release moves one of them.
 from __future__ import annotations
 
 import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
