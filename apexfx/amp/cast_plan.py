@@ -172,6 +172,8 @@ class _Recast:
         if dtype in HALVES and (tensor is self.mask or executor.any_extreme and hasattr(tensor, EXTREME)):
             source = saturated(tensor, dtype)
         cast, hit = executor.cast(source, dtype)
+        if executor.any_chosen and hasattr(cast, CHOSEN):
+            delattr(cast, CHOSEN)  # around a decorated function the executor is on: it saw a cast, but not the user's
         if executor.ledger is not None:
             executor.ledger.note(self.plan.name, self.rule, tensor, dtype, hit)
         return cast

@@ -99,7 +99,7 @@ def initialize(
     for model in model_list:
         check_parameters(model)
     if compile:
-        model_list = [_compiled(model, properties, half, inner) for model in model_list]
+        model_list = [_compiled(model, session, inner) for model in model_list]
     else:
         _prepare_models(model_list, session, cast_model_outputs)
     masters = bool(properties.master_weights) and not compile
@@ -229,16 +229,16 @@ def _prepare_models(models: list[nn.Module], session: Session, cast_outputs: tor
         patch_forward(model, patch)
 
 
-def _compiled(model: nn.Module, properties: Properties, half: torch.dtype, inner: str) -> nn.Module:
+def _compiled(model: nn.Module, session: Session, inner: str) -> nn.Module:
     from apexfx.transform import transform
 
+    properties = session.properties
     level = properties.opt_level
-    if level == "O0":
+    if level == "O0" or level == "O1" and session.executor is None:
         return transform(model, opt_level="O0", inner=inner)
     keep = properties.keep_batchnorm_fp32 if level in ("O2", "O3") else None
-    if level == "O1" and not properties.patch_torch_functions:
-        return transform(model, opt_level="O0", inner=inner)
-    return transform(model, opt_level=level, dtype=half, keep_batchnorm_fp32=keep, inner=inner)
+    rules = {} if session.executor is None else session.executor.user_rules
+    return transform(model, opt_level=level, dtype=session.half, keep_batchnorm_fp32=keep, precision=rules, inner=inner)
 
 
 def state_dict(destination: Any = None) -> Any:

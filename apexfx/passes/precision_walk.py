@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from .._torch import free_unbacked_symbols, tree_leaves, tree_map
 from ..fx import argument, evaluate, op_name, set_value, signature, value
 from ..pipeline import PassError
+from ..precision import arguments
 from ..precision.casts import (
     CastRow,
     dtype_of,
@@ -83,6 +84,7 @@ class Walk:
                 self._higher_order(node)
             else:
                 self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)
+        self.edited |= arguments.take_out(gm.graph)
 
     def restore_outputs(self, gm: fx.GraphModule) -> None:
         """Cast what the graph returns back to the dtype it was captured with."""

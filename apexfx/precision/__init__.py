@@ -2,5 +2,5 @@
 
 Read in this order: `op_names` (one name an op, however it is spelled), `rules` (the table, and what a rule does to dtypes),
 `policy` (which rule holds for a call, and what else both executors decide alike), `casts` (cast nodes, and the row of the cast
-ledger), `half_model` (a model in half except its batch norms).
+ledger), `arguments` (marks for a user's own functions), `half_model` (a model in half except its batch norms).
 """

@@ -16,6 +16,7 @@ from torch import fx
 from .._torch import tree_leaves
 from ..config import OptLevel
 from ..fx import argument, module_paths, op_name
+from . import arguments
 from .op_names import canonical_name
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RULES, STORED_NUMBERS, Rule, consistent, lookup
 
@@ -146,7 +147,8 @@ class Policy:
     def __init__(self, level: OptLevel, half: torch.dtype, overrides: Mapping[str, Any]) -> None:
         self.level = level
         self.half = half
-        self.rules = {**RULES, **{key: given for key, given in overrides.items() if isinstance(given, Rule)}}
+        marks = {name: Rule(kind, f"amp.{kind}_function") for name, kind in arguments.NAMES.items()}
+        self.rules = {**RULES, **marks, **{key: given for key, given in overrides.items() if isinstance(given, Rule)}}
         self.overrides = {key: self._override(key, given) for key, given in overrides.items() if not isinstance(given, Rule)}
         self.used: set[str] = set()
 
