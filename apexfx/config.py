@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -47,6 +47,11 @@ OPT_LEVELS: dict[str, OptLevel] = {
     "O2": OptLevel("half everywhere except batch norm; float32 parameters are the masters", False, True, True, False),
     "O3": OptLevel("half everywhere, parameters included", False, True, False, True),
 }
+
+
+def default_half(devices: Iterable[torch.device]) -> torch.dtype:
+    """Return the half type of a model on `devices` when none is asked for: float16 where one is CUDA, bfloat16 elsewhere."""
+    return torch.float16 if any(device.type == "cuda" for device in devices) else torch.bfloat16
 
 
 def _names_the_nearest(cls: type[_Config]) -> type[_Config]:
@@ -217,9 +222,9 @@ class TransformConfig:
             return self.ddp
         return BucketConfig() if self.ddp else None
 
-    def half_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the half type on `device`: the one asked for, else float16 on CUDA and bfloat16 on the CPU."""
-        return self.dtype or (torch.float16 if device.type == "cuda" else torch.bfloat16)
+    def half_dtype(self, devices: Iterable[torch.device]) -> torch.dtype:
+        """Return the half type of a model on `devices`: the one asked for, else the default."""
+        return self.dtype or default_half(devices)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> TransformConfig:

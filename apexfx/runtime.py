@@ -66,7 +66,7 @@ class Runtime:
         self._model = model
         self._modules = list(model.named_modules())
         self._parameters = [name for name, _ in model.named_parameters()]
-        self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._half = config.half_dtype(p.device for p in model.parameters())
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)

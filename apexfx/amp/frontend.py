@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apexfx.config import default_half
+from apexfx.precision.half_model import cast_model
 from apexfx.precision.rules import HALVES
 
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
 from .handle import AmpHandle
-from .models import ForwardPatch, cast_model, check_not_transformed, check_parameters, check_wrapper, patch_forward, save_float32
+from .models import ForwardPatch, check_not_transformed, check_parameters, check_wrapper, patch_forward, save_float32
 from .optimizers import process_optimizer, unwrap
 from .properties import O0 as O0
 from .properties import O1 as O1
@@ -151,8 +153,7 @@ def _half_type(dtype: torch.dtype | None, models: list[nn.Module]) -> torch.dtyp
         if dtype not in HALVES:
             raise ValueError(f"dtype={dtype!r} was given, expected torch.float16, torch.bfloat16 or None")
         return dtype
-    on_cuda = any(p.device.type == "cuda" for model in models for p in model.parameters())
-    return torch.float16 if on_cuda else torch.bfloat16
+    return default_half(p.device for model in models for p in model.parameters())
 
 
 def _properties(opt_level: str, half: torch.dtype, overrides: dict[str, Any]) -> Properties:

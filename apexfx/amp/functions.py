@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from apexfx._torch import tree_leaves, tree_map
+from apexfx.config import default_half
 from apexfx.precision.arguments import MARKS
 from apexfx.precision.op_names import canonical_name, is_foreign
 from apexfx.precision.rules import FLOATS, HALVES, Rule
@@ -148,7 +149,7 @@ def init(
         _amp_state.handle = handle
         return handle
     rules, foreign = take_registered()
-    half = dtype if dtype is not None else torch.float16 if torch.cuda.is_available() else torch.bfloat16
+    half = dtype or default_half([torch.device("cuda" if torch.cuda.is_available() else "cpu")])
     executor = CastExecutor(half, rules)
     executor.caching = enable_caching
     if verbose:

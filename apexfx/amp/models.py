@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx._torch import BatchNorm
 from apexfx.precision.rules import HALVES
 
 from ._amp_state import _amp_state, warn_or_err
@@ -106,29 +105,6 @@ def check_not_transformed(model: nn.Module) -> None:
 
 def _is_own_wrapper(model: nn.Module) -> bool:
     return type(model).__name__ == "DistributedDataParallel" and type(model).__module__.startswith("apexfx.parallel")
-
-
-def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
-    """Cast parameters, their gradients and floating buffers in place; parameters keep their identity.
-
-    `keep_batchnorm` leaves every affine batch norm as it is.
-    """
-    if not keep_batchnorm:
-        model.to(dtype)
-        return
-    for module in model.modules():
-        if isinstance(module, BatchNorm) and module.affine:
-            continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(dtype)
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
 
 
 def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:

@@ -43,11 +43,15 @@ class Context:
     reduce_gradients: bool
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are; without any, where the inputs are."""
+    def devices(self) -> list[torch.device]:
+        """Where the parameters are, in order; without any, where the inputs are."""
         tensors = [p for p in self.placeholders if p.device is not None]
-        tensors.sort(key=lambda p: p.kind != "param")
-        return tensors[0].device if tensors else torch.device("cpu")
+        return [p.device for p in tensors if p.kind == "param"] or [p.device for p in tensors]
+
+    @property
+    def device(self) -> torch.device:
+        """The first of `devices`."""
+        return next(iter(self.devices), torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def _sync_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
 
 
 def _precision(config: TransformConfig, context: Context) -> Pass | None:
-    return Precision(level=config.level, half_dtype=config.half_dtype(context.device), overrides=config.precision)
+    return Precision(level=config.level, half_dtype=config.half_dtype(context.devices), overrides=config.precision)
 
 
 def _cancel_casts(config: TransformConfig, context: Context) -> Pass | None:

@@ -21,33 +21,34 @@ aten = torch.ops.aten
 CAST = aten._to_copy.default
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CastRow:
-    """One inserted cast.
+    """One cast, as both executors write it into their ledgers.
 
     Attributes:
-        node: the cast node's name in the graph after the pass; "wrap_body_0.name" in a nested graph.
+        node: the cast node's name in the graph after the pass; "wrap_body_0.name" in a nested graph; "" in eager.
         op: the op that needed it, or "parameter", "buffer", "input", "output".
         rule: the kind of the rule that asked for it ("half", "float", ...), or "model", "output", "captured".
         reason: the rule's one line.
         source_dtype, target_dtype: as the reports print them: "f32", "bf16".
         bytes: written by the cast: elements times the size of the target dtype (as seen at capture where dynamic).
-        tensor: what is cast: a parameter's name, or the producing node's.
-        module, source: where the op is in the model and in the user's code.
+        tensor: what is cast: a parameter's name, or the producing node's; "" in eager.
+        module, source: where the op is in the model and in the user's code; "" in eager.
     """
 
-    node: str
+    node: str = ""
     op: str
     rule: str
     reason: str
     source_dtype: str
     target_dtype: str
     bytes: int
-    tensor: str
-    module: str
-    source: str
+    tensor: str = ""
+    module: str = ""
+    source: str = ""
 
     def as_json(self) -> dict[str, Any]:
+        """Return the row as a dict of JSON values."""
         return asdict(self)
 
 
