@@ -7,7 +7,6 @@ fails, naming the line, when a torch release moves one of them.
 from __future__ import annotations
 
 import functools
-import operator
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
@@ -52,12 +51,6 @@ from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
     statically_known_true,
 )
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
-from torch.nn.modules.module import (  # 2.11, 2.13, 2.15
-    _global_backward_hooks,
-    _global_backward_pre_hooks,
-    _global_forward_hooks,
-    _global_forward_pre_hooks,
-)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
@@ -67,7 +60,6 @@ from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
 top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 # The stack of torch function modes of this thread: how many are on, take the topmost off, put one on (2.11, 2.13, 2.15).
-# Not wrapped: asked at every layer.
 function_mode_depth = torch._C._len_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 push_function_mode = torch._C._push_on_torch_function_stack
@@ -235,32 +227,9 @@ def registered_ops(namespace: str) -> list[str]:
     return sorted({name for name in names if name.startswith(f"{namespace}::")})
 
 
-def module_call(module: torch.nn.Module) -> object | None:
-    """Return what `module(...)` runs instead of its hooks and forward, or None (2.11, 2.13, 2.15)."""
-    return module.__dict__.get("_compiled_call_impl")
-
-
-def set_module_call(module: torch.nn.Module, call: object | None) -> None:
-    """Have `module(...)` run `call`, as `nn.Module.compile` does; copies and pickles lose it, Dynamo ignores it."""
-    module.__dict__["_compiled_call_impl"] = call
-
-
-def called_module() -> object | None:
-    """Return the module whose call runs the function that asks, as `set_module_call` hung it there (2.11, 2.13, 2.15).
-
-    A copy of a module's `__dict__`, as in replicas of `nn.DataParallel`, runs what was hung for the original.
-    """
-    return sys._getframe(2).f_locals.get("self")
-
-
-def own_call(module: torch.nn.Module) -> Callable[..., object]:
-    """Return what runs the module's hooks and forward (2.11, 2.13, 2.15)."""
-    return module._call_impl
-
-
-# From a module's `__dict__`, the dicts of its own hooks that a call of it runs; those of all modules (2.11, 2.13, 2.15).
-own_hooks = operator.itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GLOBAL_HOOKS = (_global_forward_hooks, _global_forward_pre_hooks, _global_backward_hooks, _global_backward_pre_hooks)
+def drop_compiled_call(module: torch.nn.Module) -> None:
+    """Undo `module.compile()`: `module(...)` runs its hooks and forward (2.11, 2.13, 2.15)."""
+    module.__dict__.pop("_compiled_call_impl", None)
 
 
 @functools.cache
@@ -296,7 +265,6 @@ __all__ = [
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
-    "GLOBAL_HOOKS",
     "GradAOTOutput",
     "PlainAOTInput",
     "TorchDispatchMode",
@@ -306,11 +274,11 @@ __all__ = [
     "backend_of",
     "below_autograd",
     "below_functorch",
-    "called_module",
     "compile_fx",
     "compile_fx_inner",
     "compiled_module",
     "count_calls",
+    "drop_compiled_call",
     "dynamo_config",
     "fake_store",
     "foreach_copy_",
@@ -331,11 +299,8 @@ __all__ = [
     "inductor_state",
     "is_fsdp_source",
     "is_replica",
-    "module_call",
     "not_traced",
     "onednn_is_wider",
-    "own_call",
-    "own_hooks",
     "pop_function_mode",
     "process_group_store",
     "process_group_timeout",
@@ -344,7 +309,6 @@ __all__ = [
     "registered_ops",
     "resolve_process_group",
     "run_cached_graphs",
-    "set_module_call",
     "statically_known_true",
     "storage_users",
     "top_saved_tensor_hooks",

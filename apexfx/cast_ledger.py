@@ -9,35 +9,19 @@ from typing import Any
 from tabulate import tabulate
 
 from .folding import fold, group
+from .precision.casts import CastRow
 
 
-@dataclass(frozen=True)
-class Cast:
-    """One cast.
+@dataclass(frozen=True, kw_only=True)
+class Cast(CastRow):
+    """One cast of a report.
 
     Attributes:
         graph: index of the captured graph.
-        node: the cast node's name in the graph after the pass that made it.
-        op: the op that needed it, or "parameter", "buffer", "input", "output".
-        rule: the kind of rule that asked for it; reason: the rule's one line.
-        source_dtype, target_dtype: "f32", "bf16", ...
-        bytes: written by the cast in one step.
-        tensor: what is cast: a parameter's name, or the producing node's.
-        module, source: where the op is in the model and in the user's code.
         removed: why a later pass took the cast out again; "" for one that is still there.
     """
 
     graph: int
-    node: str
-    op: str
-    rule: str
-    reason: str
-    source_dtype: str
-    target_dtype: str
-    bytes: int
-    tensor: str
-    module: str
-    source: str
     removed: str = ""
 
 
@@ -46,7 +30,7 @@ _FIELDS = frozenset(f.name for f in fields(Cast))
 
 def cast_from_row(graph: int, row: dict[str, Any]) -> Cast:
     """Build a `Cast` from a row of a pass's "casts"."""
-    return Cast(graph, **{k: v for k, v in row.items() if k in _FIELDS})
+    return Cast(graph=graph, **{k: v for k, v in row.items() if k in _FIELDS})
 
 
 def take_out(casts: list[Cast], graph: int, row: dict[str, Any]) -> Cast:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ from ._torch import resolve_process_group
 INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("off", "final", "each")
 LAYOUTS = ("reverse", "ddp")
-HALF_DTYPES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
 
 _Config = TypeVar("_Config")
 
@@ -47,6 +47,11 @@ OPT_LEVELS: dict[str, OptLevel] = {
     "O2": OptLevel("half everywhere except batch norm; float32 parameters are the masters", False, True, True, False),
     "O3": OptLevel("half everywhere, parameters included", False, True, False, True),
 }
+
+
+def default_half(devices: Iterable[torch.device]) -> torch.dtype:
+    """Return the half type of a model on `devices` when none is asked for: float16 where one is CUDA, bfloat16 elsewhere."""
+    return torch.float16 if any(device.type == "cuda" for device in devices) else torch.bfloat16
 
 
 def _names_the_nearest(cls: type[_Config]) -> type[_Config]:
@@ -143,7 +148,7 @@ _ELSEWHERE = {
     "cast_model_type": ": it is called 'dtype' here.",
     "optimizers": ": an optimizer built before or after needs no change; apexfx.amp.initialize takes both.",
 }
-_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALF_DTYPES}
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 
 
 @dataclass(frozen=True)
@@ -176,7 +181,7 @@ class TransformConfig:
             _expect(name, getattr(self, name), isinstance(getattr(self, name), (bool, type(None))), "True, False or None")
         _expect("ddp", self.ddp, isinstance(self.ddp, (bool, BucketConfig)), "True, False or a BucketConfig")
         if self.dtype is not None:
-            _expect("dtype", self.dtype, self.dtype in HALF_DTYPES, "torch.float16, torch.bfloat16, their names or None")
+            _expect("dtype", self.dtype, self.dtype in HALVES, "torch.float16, torch.bfloat16, their names or None")
         if self.process_group is not None:
             _expect("process_group", self.process_group, isinstance(self.process_group, dist.ProcessGroup),
                     "a torch.distributed.ProcessGroup or None")
@@ -217,9 +222,9 @@ class TransformConfig:
             return self.ddp
         return BucketConfig() if self.ddp else None
 
-    def half_dtype(self, device: torch.device) -> torch.dtype:
-        """Return the half type on `device`: the one asked for, else float16 on CUDA and bfloat16 on the CPU."""
-        return self.dtype or (torch.float16 if device.type == "cuda" else torch.bfloat16)
+    def half_dtype(self, devices: Iterable[torch.device]) -> torch.dtype:
+        """Return the half type of a model on `devices`: the one asked for, else the default."""
+        return self.dtype or default_half(devices)
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any] | None) -> TransformConfig:

@@ -7,6 +7,8 @@ copies it over, and `set_value` keeps both, because AOTAutograd's cache refuses 
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -160,6 +162,24 @@ def _body_value(gm: fx.GraphModule, node: fx.Node) -> Any:
     outputs = fx.node.map_arg(body.graph.output_node().args[0], value)
     old = value(node)
     return tuple(outputs) if isinstance(old, tuple) and isinstance(outputs, (tuple, list)) else outputs
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return what the call gives for the parameter `name`, by position or by name, or None."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    position = _positions(node.target).get(name) if callable(node.target) else None
+    return node.args[position] if position is not None and position < len(node.args) else None
+
+
+@functools.cache
+def _positions(target: Callable[..., Any]) -> dict[str, int]:
+    if isinstance(target, torch._ops.OpOverload):
+        return {parameter.name: place for place, parameter in enumerate(target._schema.arguments)}
+    try:
+        return {name: place for place, name in enumerate(inspect.signature(target).parameters)}
+    except (ValueError, TypeError):  # most functions written in C publish no signature
+        return {}
 
 
 def named_argument(node: fx.Node, name: str) -> Any:

@@ -10,7 +10,7 @@ from tabulate import tabulate
 
 from . import passes
 from .config import OPT_LEVELS
-from .passes.precision_rules import RULES
+from .precision.rules import RULES
 
 _HEADING = """\
 # Passes

@@ -28,8 +28,8 @@ from ._torch import (
 from .backend import GraphCompiler
 from .config import TransformConfig
 from .model_index import ModelIndex
-from .passes.precision_rules import HALVES
 from .pipeline import warn_unmatched
+from .precision.rules import HALVES
 from .refusals import check_call
 from .report import Report
 from .traceable import EagerBatchNorms
@@ -67,7 +67,7 @@ class Runtime:
         self._patch = dynamo_config.patch(_DYNAMO)
         self._model = model
         self._modules = list(model.named_modules())
-        self._half = config.half_dtype(next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._half = config.half_dtype(p.device for p in model.parameters())
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)

@@ -15,16 +15,17 @@ import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
-from ._torch import not_traced, set_module_call
+from ._torch import drop_compiled_call, not_traced
 from .backend import GraphCompiler, compiler_for, compiler_for_copy
 from .broadcast import broadcast_from_first
 from .config import TransformConfig
-from .passes.precision_rules import HALVES
+from .precision.half_model import cast_model
+from .precision.rules import HALVES
 from .refusals import COMPILES_ITSELF, check_not_averaged, check_whole
 from .report import Report
 from .runtime import Runtime, with_private_code
 from .schedule.plan import check_options
-from .traceable import BATCH_NORMS, make_traceable, traced_forward
+from .traceable import make_traceable, traced_forward
 
 log = logging.getLogger(__name__)
 
@@ -75,9 +76,10 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     if compiler.groups.gradients is not None:
         broadcast_from_first(tensors.values(), compiler.groups.gradients)
     if config.level.half_parameters:
-        _halve_parameters(model, config)
+        cast_model(model, config.half_dtype(p.device for p in model.parameters()), only=(torch.float32,), buffers=False,
+                   keep_batchnorm=config.level.keep_batchnorm_fp32)
     made = _build(type(model), dict(model.__dict__), config, compiler)
-    set_module_call(made, None)  # amp's or `nn.Module.compile`'s, which runs the model itself
+    drop_compiled_call(made)  # it would run the model itself
     return made
 
 
@@ -99,9 +101,10 @@ def _check_model(model: nn.Module, config: TransformConfig) -> None:
     check_not_averaged(model, "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
     check_whole(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    if config.opt_level != "O0" and not _can_compute(device, config.half_dtype(device)):
-        raise ValueError(f"apexfx: {device} cannot compute in dtype={config.half_dtype(device)}, which {config.opt_level} "
-                         "uses; give dtype=torch.float16, or opt_level='O0'")
+    half = config.half_dtype(p.device for p in model.parameters())
+    if config.opt_level != "O0" and not _can_compute(device, half):
+        raise ValueError(f"apexfx: {device} cannot compute in dtype={half}, which {config.opt_level} uses; give "
+                         "dtype=torch.float16, or opt_level='O0'")
 
 
 def _check_amp(model: nn.Module, config: TransformConfig) -> str:
@@ -129,16 +132,6 @@ def _check_amp(model: nn.Module, config: TransformConfig) -> str:
 
 def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _halve_parameters(model: nn.Module, config: TransformConfig) -> None:
-    """Make the parameters half in place, keeping each Parameter object, so optimizers built before still hold it."""
-    for module in model.modules():
-        if config.level.keep_batchnorm_fp32 and isinstance(module, BATCH_NORMS):
-            continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.dtype == torch.float32:
-                parameter.data = parameter.data.to(config.half_dtype(parameter.device))
 
 
 class TransformedModule:

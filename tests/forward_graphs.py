@@ -28,7 +28,11 @@ class Recorder:
     def __call__(self, gm: fx.GraphModule, example_inputs: list[Any]) -> Any:
         capture.annotate(gm, example_inputs)
         inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in example_inputs]
-        pipeline = Pipeline(self.make_passes(), verify=self.verify)
+        passes = list(self.make_passes())
+        for i, pass_ in enumerate(passes):
+            if pass_.name in [before.name for before in passes[:i]]:
+                pass_.name += "_again"  # a pipeline wants each name once
+        pipeline = Pipeline(passes, verify=self.verify)
         self.reports += pipeline.run("forward", gm, inputs=lambda: inputs if self.verify == "each" else []).passes
         self.graphs.append(gm)
         return gm.forward

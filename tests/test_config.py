@@ -101,10 +101,10 @@ def test_keep_batchnorm_fp32_overrides_the_level():
 
 
 def test_half_dtype_follows_the_device():
-    assert TransformConfig().half_dtype(torch.device("cuda")) == torch.float16
-    assert TransformConfig().half_dtype(torch.device("cpu")) == torch.bfloat16
+    assert TransformConfig().half_dtype([torch.device("cpu"), torch.device("cuda")]) == torch.float16
+    assert TransformConfig().half_dtype([torch.device("cpu")]) == torch.bfloat16
     for given in (torch.float16, "float16"):
-        assert TransformConfig(dtype=given).half_dtype(torch.device("cpu")) == torch.float16
+        assert TransformConfig(dtype=given).half_dtype([torch.device("cpu")]) == torch.float16
 
 
 def test_pickles():

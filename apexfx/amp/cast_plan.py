@@ -1,235 +1,216 @@
-"""How one function is called under the executor: its rule, resolved once for each signature of dtypes."""
+"""How one function is called under the executor: what the policy decides, once for each signature of its arguments."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from apexfx.passes.precision_rules import FLOATS, HALVES, Rule, decide
+from apexfx.precision.policy import (
+    additive_mask,
+    asked_dtype,
+    is_choice,
+    is_extreme,
+    left_to_user,
+    limited,
+    narrow,
+    saturated,
+    stays_extreme,
+)
+from apexfx.precision.rules import FLOATS, HALVES, Rule, decide, lookup
 
 if TYPE_CHECKING:
     from .executor import CastExecutor
 
-_UNSEEN = object()
-# Sequences among the arguments of these are sizes, never tensors.
-FLAT = frozenset("""
-    linear conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d addmm baddbmm prelu gelu softmax
-    log_softmax layer_norm group_norm batch_norm exp log pow sum mean add sub mul div add_ sub_ mul_ div_ eq ne lt gt le ge
-    cross_entropy mse_loss normalize softplus scaled_dot_product_attention multi_head_attention_forward""".split())
-
-# Set on a tensor whose dtype the user's own code chose: a matmul of such tensors only stays in that dtype.
+# Set on a tensor whose dtype the user's own code chose: `policy.left_to_user`.
 CHOSEN = "_apexfx_chosen_dtype"
+# Set on a tensor that may hold limits of float32: it is cast to half within half's range.
+EXTREME = "_apexfx_extreme"
+
+_DTYPE, _WIDE = "a dtype", "a number that some half type cannot hold"  # in a signature
+_NARROWEST = torch.finfo(torch.float16).max
 
 
-def dtypes_of(values: Any, found: list[torch.dtype | None]) -> None:
-    """Append the dtype of every value, nested sequences and dicts flattened, None for what is no tensor."""
+class Decision(NamedTuple):
+    """What a signature leads to.
+
+    Attributes:
+        rule: that holds for the call.
+        targets: the dtype of each argument's cast, flattened; None where nothing is cast.
+        half: the half type that numbers must fit, or None.
+        wide: whether there is a number that some half type cannot hold.
+    """
+
+    rule: Rule
+    targets: tuple[torch.dtype | None, ...] | None
+    half: torch.dtype | None
+    wide: bool
+
+
+
+def signature(values: Any, found: list[Any]) -> None:
+    """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None."""
     for value in values:
+        kind = value.__class__
         if isinstance(value, Tensor):
             found.append(value.dtype)
-        elif value.__class__ is tuple or value.__class__ is list:
-            dtypes_of(value, found)
+        elif kind is float or kind is int:
+            found.append(None if -_NARROWEST <= value <= _NARROWEST else _WIDE)
+        elif kind is tuple or kind is list:
+            signature(value, found)
+        elif kind is torch.dtype:
+            found.append(_DTYPE)
         elif isinstance(value, dict):
-            dtypes_of(value.values(), found)
+            signature(value.values(), found)
         else:
             found.append(None)
 
 
-def tensors_in(values: Any) -> Iterator[Tensor]:
-    """Yield the floating tensors among `values`, in the order of `dtypes_of`."""
+def leaves(values: Any) -> Iterator[Any]:
+    """Yield the values in the order of `signature`."""
     for value in values:
-        if isinstance(value, Tensor):
-            if value.dtype in FLOATS:
-                yield value
-        elif isinstance(value, (tuple, list)):
-            yield from tensors_in(value)
+        if value.__class__ is tuple or value.__class__ is list:
+            yield from leaves(value)
         elif isinstance(value, dict):
-            yield from tensors_in(value.values())
+            yield from leaves(value.values())
+        else:
+            yield value
 
 
 class CastPlan:
-    """Calls one function with its floating arguments cast as its rule says.
+    """Calls one function with its floating arguments cast as its rule says, and its numbers within their range.
 
     Args:
-        executor: whose half type, cache and ledger are used.
+        executor: whose half type, rules, cache and ledger are used.
         name: the canonical name of the function.
-        rule: what holds unless the call itself says otherwise (`out=`, `inplace=True`, a dtype among the arguments).
+        rule: holds in place of the executor's.
     """
 
-    def __init__(self, executor: CastExecutor, name: str, rule: Rule) -> None:
+    def __init__(self, executor: CastExecutor, name: str, rule: Rule | None = None) -> None:
         self.executor = executor
         self.name = name
         self.rule = rule
-        self._targets: dict[tuple[Any, ...], tuple[torch.dtype | None, ...] | None] = {}
-        self._flat = name in FLAT
-        self.keeps_chosen = rule.kind == "half" or rule.family == "foreign"
+        self._decisions: dict[Any, Decision] = {}
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        if self._flat and self.executor.ledger is None and not (kwargs and ("inplace" in kwargs or "out" in kwargs)):
-            values = (*args, *kwargs.values()) if kwargs else args
-            # A dtype among the arguments changes what a rule says: it is part of the key.
-            key = tuple([a.dtype if isinstance(a, Tensor) else a if a.__class__ is torch.dtype else None for a in values])
-            targets = self._targets.get(key, _UNSEEN)
-            if targets is _UNSEEN:
-                targets = self._targets[key] = self._resolve(self.rule, key, values)
-            if targets is None or (self.keeps_chosen and self.executor.any_chosen and self._chosen(values, {})):
-                return func(*args, **kwargs) if kwargs else func(*args)
-            cast, made = self.executor.cast, {}  # one cast serves an argument given twice
-            for a, t in zip(values, targets):
-                if t is not None and id(a) not in made:
-                    made[id(a)] = cast(a, t)[0]
-            values = [a if t is None else made[id(a)] for a, t in zip(values, targets)]
-            if not kwargs:
-                return func(*values)
-            return func(*values[: len(args)], **dict(zip(kwargs, values[len(args) :])))
-        dtypes: list[torch.dtype | None] = []
-        dtypes_of(args, dtypes)
+        kinds: list[Any] = []
+        signature(args, kinds)
         if kwargs:
-            return self._with_keywords(func, args, kwargs, dtypes)
-        key = (tuple(dtypes), any(a.__class__ is torch.dtype for a in args))
-        targets = self._targets.get(key, _UNSEEN)
-        if targets is _UNSEEN:
-            targets = self._targets[key] = self._resolve(self.rule, dtypes, args)
-        if targets is None or (self.keeps_chosen and self.executor.any_chosen and self._chosen(args, {})):
-            return func(*args)
-        return func(*self.recast(args, iter(targets), self.rule, {}))
-
-    def _with_keywords(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: list[torch.dtype | None]
-    ) -> Any:
-        dtypes_of(kwargs.values(), dtypes)
-        out, in_place = kwargs.get("out") is not None, kwargs.get("inplace") is True
-        key = (tuple(dtypes), tuple(kwargs), out, in_place, any(isinstance(v, torch.dtype) for v in (*args, *kwargs.values())))
-        rule = self.executor.rule(self.name, in_place=in_place, out=out) if out or in_place else self.rule
-        try:
-            targets = self._targets[key]
-        except KeyError:
-            if out:
-                result = next(tensors_in([kwargs["out"]]), None)
-                targets = self._resolve(rule, [None if result is None else result.dtype, *dtypes], args, kwargs)
-                targets = None if targets is None else targets[1:]
-            else:
-                targets = self._resolve(rule, dtypes, args, kwargs)
-            self._targets[key] = targets
-        if targets is None or (self.keeps_chosen and self.executor.any_chosen and self._chosen(args, kwargs)):
-            return func(*args, **kwargs)
-        remaining, made = iter(targets), {}
-        args = self.recast(args, remaining, rule, made)
-        return func(*args, **dict(zip(kwargs, self.recast(kwargs.values(), remaining, rule, made))))
-
-    def _resolve(
-        self, rule: Rule, dtypes: Sequence[torch.dtype | None], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
-    ) -> tuple[torch.dtype | None, ...] | None:
-        if rule.kind in ("float", "banned") and rule.family != "foreign":
-            if any(isinstance(a, torch.dtype) for a in (*args, *(kwargs or {}).values())):
-                return None  # the call names the dtype it computes in
-        if rule.family == "foreign":
-            targets = tuple(torch.float32 if d == self.executor.half else None for d in dtypes)
+            signature(kwargs.values(), kinds)
+            key: Any = (*kinds, *kwargs, kwargs.get("inplace") is True)
         else:
-            targets = decide(rule, dtypes, self.executor.half)
-        return targets if any(targets) else None
-
-    def _chosen(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        tensors = [*tensors_in(args), *tensors_in(kwargs.values())]
-        if self.rule.family == "foreign":
-            tensors = [t for t in tensors if t.dtype == self.executor.half]
-        return bool(tensors) and all(hasattr(t, CHOSEN) for t in tensors)
-
-    def recast(self, values: Any, targets: Iterator[torch.dtype | None], rule: Rule, made: dict[int, Tensor]) -> list[Any]:
-        """Return `values` with their tensors cast to `targets`, one target a flattened value.
-
-        `made` holds the casts of this call, so that one serves an argument given twice.
-        """
-        result: list[Any] = []
-        for value in values:
-            if isinstance(value, Tensor):
-                dtype = next(targets)
-                if dtype is not None:
-                    cast = made.get(id(value))
-                    if cast is None:
-                        cast = made[id(value)] = self._cast(value, dtype, rule)
-                    value = cast
-                result.append(value)
-            elif value.__class__ is tuple or value.__class__ is list:
-                result.append(value.__class__(self.recast(value, targets, rule, made)))
-            elif isinstance(value, dict):
-                result.append(dict(zip(value, self.recast(value.values(), targets, rule, made))))
-            else:
-                next(targets)
-                result.append(value)
+            kwargs, key = {}, tuple(kinds)
+        decision = self._decisions.get(key)
+        if decision is None:
+            decision = self._decisions[key] = self._decide(kinds, kwargs)
+        rule, targets, half, wide = decision
+        if targets is not None and self.executor.any_chosen and self._is_left_to_user(rule, args, kwargs):
+            targets = None
+        if targets is not None or half is not None:
+            recast = _Recast(self, decision._replace(targets=targets), additive_mask(self.name, args, kwargs))
+            args, kwargs = recast(args), dict(zip(kwargs, recast(kwargs.values())))
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if wide or self.executor.any_extreme:
+            self.executor.follow_extremes(rule, (*args, *kwargs.values()), result)
         return result
 
-    def _cast(self, tensor: Tensor, dtype: torch.dtype, rule: Rule) -> Tensor:
-        cast, hit = self.executor.cast(tensor, dtype)
-        if self.executor.ledger is not None:
-            self.executor.ledger.note(self.name, rule, tensor, dtype, hit)
+    def _decide(self, kinds: list[Any], kwargs: dict[str, Any]) -> Decision:
+        in_place, out = kwargs.get("inplace") is True, kwargs.get("out") is not None
+        rule = self.rule
+        if rule is None:
+            rule = lookup(self.name, self.executor.rules, in_place=in_place, out=out, names_dtype=_DTYPE in kinds)
+        if rule.family == "foreign":
+            targets = tuple(torch.float32 if kind == self.executor.half else None for kind in kinds)
+        elif out:
+            result: list[Any] = []
+            signature([kwargs["out"]], result)
+            targets = decide(rule, [result[0], *kinds], self.executor.half)[1:]
+        else:
+            targets = decide(rule, kinds, self.executor.half)
+        wide = _WIDE in kinds
+        half = narrow([target or kind for target, kind in zip(targets, kinds)]) if wide and "dtype" not in kwargs else None
+        return Decision(rule, targets if any(targets) else None, half, wide)
+
+    def _is_left_to_user(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        tensors = [value for value in leaves((*args, *kwargs.values())) if isinstance(value, Tensor)]
+        if rule.family == "foreign":
+            return all(hasattr(t, CHOSEN) for t in tensors if t.dtype == self.executor.half)
+        return left_to_user(rule, [t.dtype for t in tensors], [hasattr(t, CHOSEN) for t in tensors])
+
+
+class _Recast:
+    """Goes through the arguments of one call, in the order of `signature`, and gives them as they were decided."""
+
+    def __init__(self, plan: CastPlan, decision: Decision, mask: Any) -> None:
+        self.plan, self.rule, self.half, self.mask = plan, decision.rule, decision.half, mask
+        self.targets = None if decision.targets is None else iter(decision.targets)
+        self.made: dict[int, Tensor] = {}  # one cast serves an argument given twice
+
+    def __call__(self, values: Any) -> list[Any]:
+        result: list[Any] = []
+        for value in values:
+            if value.__class__ is tuple or value.__class__ is list:
+                result.append(value.__class__(self(value)))
+            elif isinstance(value, dict):
+                result.append(dict(zip(value, self(value.values()))))
+            else:
+                result.append(self._leaf(value))
+        return result
+
+    def _leaf(self, value: Any) -> Any:
+        target = None if self.targets is None else next(self.targets)
+        if target is not None:
+            if id(value) not in self.made:
+                self.made[id(value)] = self._cast(value, target)
+            return self.made[id(value)]
+        return value if self.half is None or isinstance(value, Tensor) else limited(value, self.plan.name, self.half)
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        executor, source = self.plan.executor, tensor
+        if dtype in HALVES and (tensor is self.mask or executor.any_extreme and hasattr(tensor, EXTREME)):
+            source = saturated(tensor, dtype)
+        cast, hit = executor.cast(source, dtype)
+        if executor.any_chosen and hasattr(cast, CHOSEN):
+            delattr(cast, CHOSEN)  # around a decorated function the executor is on: it saw a cast, but not the user's
+        if executor.ledger is not None:
+            executor.ledger.note(self.plan.name, self.rule, tensor, dtype, hit)
         return cast
 
 
-def choose(executor: CastExecutor, *, views: bool = False) -> Callable[..., Any]:
-    """Return how a cast (or, with `views`, a view) is called: it marks a dtype that the user's own code chose."""
+def following(executor: CastExecutor, name: str, rule: Rule) -> Callable[..., Any]:
+    """Return how a cast or view is called: marks of its argument go to its result, and a cast may make one (`CHOSEN`)."""
+    casts = rule.family == "cast"
 
-    def cast(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
+        if not (casts or executor.any_chosen or executor.any_extreme):
+            return result
         source = args[0] if args else None
-        if not isinstance(result, Tensor) or not isinstance(source, Tensor) or result.dtype not in FLOATS:
-            return result
-        named = func is Tensor.float
-        if not named and result.dtype == source.dtype:
-            return result
-        if result is source:  # `x.float()` on a float32 tensor: the mark must not stay on x
-            result = source.view_as(source)
-        setattr(result, CHOSEN, True)
-        executor.any_chosen = True
-        return result
-
-    def view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        result = func(*args, **kwargs) if kwargs else func(*args)
-        if executor.any_chosen and args and hasattr(args[0], CHOSEN) and isinstance(result, Tensor) and result is not args[0]:
+        asked = asked_dtype(name, args, kwargs or {}) if casts else None
+        if asked is not None and isinstance(source, Tensor) and is_choice(name, source.dtype, asked):
+            if result is source:  # `x.float()` on a float32 tensor: the mark must not stay on x
+                result = source.view_as(source)
             setattr(result, CHOSEN, True)
+            executor.any_chosen = True
+        elif asked is None and executor.any_chosen and hasattr(source, CHOSEN):
+            mark(CHOSEN, result, source)
+        if executor.any_extreme:
+            executor.follow_extremes(rule, args, result)
         return result
 
-    return view if views else cast
-
-
-def stored_numbers(plan: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return `plan` for an op that stores Python numbers: those beyond a half tensor's range become its limits."""
-    kinds: Any = (int, float) if name.startswith("masked_fill") else float  # elsewhere an int may be an index
-
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        kwargs = kwargs or {}
-        present = {t.dtype for t in tensors_in((*args, *kwargs.values()))}
-        if len(present) == 1 and present <= set(HALVES) and "dtype" not in kwargs:
-            limit = torch.finfo(present.pop()).max
-
-            def limited(a: Any) -> Any:
-                number = isinstance(a, kinds) and not isinstance(a, bool) and math.isfinite(a)
-                return math.copysign(limit, a) if number and abs(a) > limit else a
-
-            args, kwargs = tuple(limited(a) for a in args), {k: limited(a) for k, a in kwargs.items()}
-        return plan(func, args, kwargs)
-
     return call
 
 
-def masked(plan: Callable[..., Any], half: torch.dtype, position: int, keyword: str) -> Callable[..., Any]:
-    """Return `plan` for an attention op: its additive mask is brought into half's range before it is cast."""
+def mark(name: str, result: Any, *but: Any) -> None:
+    """Set an attribute on the floating tensors of a result."""
+    for value in leaves([result]):
+        if isinstance(value, Tensor) and value.dtype in FLOATS and not any(value is b for b in but):
+            setattr(value, name, True)
 
-    def saturate(mask: Any) -> Any:
-        if not isinstance(mask, Tensor) or mask.dtype not in (torch.float32, torch.float64):
-            return mask
-        limits = torch.finfo(half)
-        return torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
 
-    def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-        kwargs = kwargs or {}
-        if kwargs.get(keyword) is not None:
-            kwargs = {**kwargs, keyword: saturate(kwargs[keyword])}
-        elif len(args) > position:
-            args = (*args[:position], saturate(args[position]), *args[position + 1 :])
-        return plan(func, args, kwargs)
-
-    return call
+def hands_on_extremes(rule: Rule, values: Any) -> bool:
+    """Return whether the result of a call may hold limits of float32."""
+    found = list(leaves(values))
+    return any(map(is_extreme, found)) or stays_extreme(rule) and any(hasattr(value, EXTREME) for value in found)

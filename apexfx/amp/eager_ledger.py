@@ -8,22 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apexfx.passes.precision_rules import Rule
+from apexfx.precision.casts import CastRow, num_bytes
+from apexfx.precision.rules import Rule
 from apexfx.printing import short_dtype
 
 _LONG = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 
 
-@dataclass(frozen=True)
-class EagerCast:
-    """One cast: the op that needed it, the rule and its reason, dtypes as "f32", bytes written (0 from the cache)."""
+@dataclass(frozen=True, kw_only=True)
+class EagerCast(CastRow):
+    """One cast; `cached` where the weight cache had it, which writes no bytes."""
 
-    op: str
-    rule: str
-    reason: str
-    source_dtype: str
-    target_dtype: str
-    bytes: int
     cached: bool
 
 
@@ -43,5 +38,5 @@ class EagerLedger(list[EagerCast]):
         if self.printer is not None:
             self.printer(f"{_LONG[tensor.dtype]}->{_LONG[dtype]} ({op}{', cache hit' if cached else ''})")
             return
-        written = 0 if cached else tensor.numel() * dtype.itemsize
-        self.append(EagerCast(op, rule.kind, rule.reason, short_dtype(tensor.dtype), short_dtype(dtype), written, cached))
+        self.append(EagerCast(op=op, rule=rule.kind, reason=rule.reason, source_dtype=short_dtype(tensor.dtype),
+                              target_dtype=short_dtype(dtype), bytes=0 if cached else num_bytes(tensor, dtype), cached=cached))

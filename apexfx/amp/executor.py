@@ -16,24 +16,21 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
 from apexfx._torch import pop_function_mode, push_function_mode
-from apexfx.passes.op_names import canonical_name
-from apexfx.passes.precision_rules import ADDITIVE_MASKS, HALVES, RULES, STORED_NUMBERS, Rule, lookup
+from apexfx.precision.op_names import canonical_name
+from apexfx.precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
 
-from .cast_plan import FLAT, CastPlan, choose, masked, stored_numbers
+from .cast_plan import EXTREME, CastPlan, following, hands_on_extremes, mark
 from .eager_ledger import EagerLedger
-from .quick_plans import by_argument, float_statistics, promoted_by_torch
 from .weight_cache import CASTS, WeightCache
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
-_FLOAT_CASTS = ("float", "to", "type", "half", "bfloat16", "double", "type_as")
-_PROMOTED_BY_TORCH = frozenset("add sub mul div eq ne lt gt le ge add_ sub_ mul_ div_".split())
+_FOREIGN = Rule("float", "not torch's own: it gets the dtypes it was written for", "foreign")
 
 
 class _Thread(threading.local):
     depth = 0
     disabled = 0
-    aside = False  # a layer of torch's runs whose own layers do all the casting; see `layer_calls`
 
 
 class CastExecutor(TorchFunctionMode):
@@ -54,10 +51,11 @@ class CastExecutor(TorchFunctionMode):
             raise ValueError(f"amp: the half type is {half}, expected torch.float16 or torch.bfloat16")
         self.half = half
         self.user_rules = dict(user_rules or {})
+        self.rules = {**RULES, **self.user_rules}
         self.caching = True
         self.cache = WeightCache()
         self.ledger: EagerLedger | None = None
-        self.any_chosen = False  # whether user code has chosen a dtype by hand, see `cast_plan.choose`
+        self.any_chosen = self.any_extreme = False  # whether a tensor was marked, see `cast_plan`
         self.deactivated = False
         self.ever_disabled = False  # spares every call the question
         self._plans: dict[Any, Call | None] = {}
@@ -113,30 +111,18 @@ class CastExecutor(TorchFunctionMode):
     def _plan(self, func: Any) -> Call | None:
         """Return how to call `func`, or None where it gets its arguments as they are."""
         name = canonical_name(func)
-        rule = self.rule(name)
+        rule = lookup(name, self.rules)
         if rule.family == "foreign":
-            return CastPlan(self, name, Rule("float", "not torch's own: it gets the dtypes it was written for", "foreign"))
-        if rule.family == "cast":
-            return choose(self) if name in _FLOAT_CASTS else None
-        if rule.family == "view":
-            return choose(self, views=True) if not name.endswith("_") and name not in ("attribute", "getattr") else None
-        if rule.kind == "passthrough" and name not in STORED_NUMBERS:
-            return None
-        plan: Call = CastPlan(self, name, rule)
-        if name in _PROMOTED_BY_TORCH and rule.kind in ("promote", "match_self"):
-            return promoted_by_torch(plan)
-        if rule.kind == "batch_norm":
-            return float_statistics(plan)
-        if name in FLAT and rule.kind in ("half", "float", "banned"):
-            plan = by_argument(plan)
-        if name in ADDITIVE_MASKS:
-            plan = masked(plan, self.half, *ADDITIVE_MASKS[name])
-        return stored_numbers(plan, name) if name in STORED_NUMBERS else plan
+            return CastPlan(self, name, _FOREIGN)
+        if rule.family in SAME_DATA_FAMILIES and name not in STORED_NUMBERS:
+            return following(self, name, rule)
+        return CastPlan(self, name)
 
-    def rule(self, name: str, *, in_place: bool = False, out: bool = False) -> Rule:
-        """Return the rule of the op called `name`: the user's, else the table's."""
-        found = self.user_rules.get(name)
-        return found if found is not None else lookup(name, RULES, in_place=in_place, out=out)
+    def follow_extremes(self, rule: Rule, values: Any, result: Any) -> None:
+        """Mark the result of a call where it may hold limits of float32, as an additive mask does."""
+        if hands_on_extremes(rule, values):
+            mark(EXTREME, result)
+            self.any_extreme = True
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return `tensor` in `dtype`, and whether the weight cache had it."""

@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apexfx.passes.precision_rules import HALVES
+from apexfx.config import default_half
+from apexfx.precision.half_model import cast_model
+from apexfx.precision.rules import HALVES
 
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
 from .handle import AmpHandle
-from .models import ForwardPatch, cast_model, check_not_transformed, check_parameters, check_wrapper, patch_forward, save_float32
+from .models import ForwardPatch, check_not_transformed, check_parameters, check_wrapper, patch_forward, save_float32
 from .optimizers import process_optimizer, unwrap
 from .properties import O0 as O0
 from .properties import O1 as O1
@@ -99,7 +101,7 @@ def initialize(
     for model in model_list:
         check_parameters(model)
     if compile:
-        model_list = [_compiled(model, properties, half, inner) for model in model_list]
+        model_list = [_compiled(model, session, inner) for model in model_list]
     else:
         _prepare_models(model_list, session, cast_model_outputs)
     masters = bool(properties.master_weights) and not compile
@@ -151,8 +153,7 @@ def _half_type(dtype: torch.dtype | None, models: list[nn.Module]) -> torch.dtyp
         if dtype not in HALVES:
             raise ValueError(f"dtype={dtype!r} was given, expected torch.float16, torch.bfloat16 or None")
         return dtype
-    on_cuda = any(p.device.type == "cuda" for model in models for p in model.parameters())
-    return torch.float16 if on_cuda else torch.bfloat16
+    return default_half(p.device for model in models for p in model.parameters())
 
 
 def _properties(opt_level: str, half: torch.dtype, overrides: dict[str, Any]) -> Properties:
@@ -229,16 +230,16 @@ def _prepare_models(models: list[nn.Module], session: Session, cast_outputs: tor
         patch_forward(model, patch)
 
 
-def _compiled(model: nn.Module, properties: Properties, half: torch.dtype, inner: str) -> nn.Module:
+def _compiled(model: nn.Module, session: Session, inner: str) -> nn.Module:
     from apexfx.transform import transform
 
+    properties = session.properties
     level = properties.opt_level
-    if level == "O0":
+    if level == "O0" or level == "O1" and session.executor is None:
         return transform(model, opt_level="O0", inner=inner)
     keep = properties.keep_batchnorm_fp32 if level in ("O2", "O3") else None
-    if level == "O1" and not properties.patch_torch_functions:
-        return transform(model, opt_level="O0", inner=inner)
-    return transform(model, opt_level=level, dtype=half, keep_batchnorm_fp32=keep, inner=inner)
+    rules = {} if session.executor is None else session.executor.user_rules
+    return transform(model, opt_level=level, dtype=session.half, keep_batchnorm_fp32=keep, precision=rules, inner=inner)
 
 
 def state_dict(destination: Any = None) -> Any:

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx.passes.op_names import canonical_name, is_foreign
-from apexfx.passes.precision_rules import HALVES, Rule
+from apexfx._torch import tree_leaves, tree_map
+from apexfx.config import default_half
+from apexfx.precision.arguments import MARKS
+from apexfx.precision.op_names import canonical_name, is_foreign
+from apexfx.precision.rules import FLOATS, HALVES, Rule
 
 from ._amp_state import _amp_state
 from .cast_plan import CastPlan
@@ -29,12 +32,36 @@ def _decorated(function: Function, kind: str) -> Function:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if _handle_is_active():
+                args, kwargs = _marked(kind, args, kwargs)
+            return function(*args, **kwargs)
         handle = getattr(_amp_state, "handle", None)
         if handle is None or not handle.is_active():
             return function(*args, **kwargs)
         return CastPlan(handle.executor, name, rule)(function, args, kwargs)
 
     return wrapper
+
+
+@torch.compiler.assume_constant_result
+def _handle_is_active() -> bool:
+    handle = getattr(_amp_state, "handle", None)
+    return handle is not None and handle.is_active()
+
+
+def _marked(kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a call that is being captured, marked for the precision pass; see `precision.arguments`.
+
+    What will be half is float32 still: the dtypes of this moment do not tell what to cast.
+    """
+    given = [a for a in tree_leaves((args, kwargs)) if _is_floating(a)]
+    marked = iter(MARKS[kind](*given) if given else ())
+    return tree_map(lambda a: next(marked) if _is_floating(a) else a, (args, kwargs))
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in FLOATS
 
 
 def half_function(fn: Function) -> Function:
@@ -122,7 +149,7 @@ def init(
         _amp_state.handle = handle
         return handle
     rules, foreign = take_registered()
-    half = dtype if dtype is not None else torch.float16 if torch.cuda.is_available() else torch.bfloat16
+    half = dtype or default_half([torch.device("cuda" if torch.cuda.is_available() else "cpu")])
     executor = CastExecutor(half, rules)
     executor.caching = enable_caching
     if verbose:

@@ -13,7 +13,6 @@ from ._amp_state import _amp_state
 from .executor import BackwardMode, CastExecutor
 from .optimizers import unwrap
 from .persistent_mode import PersistentMode
-from .scaler import LossScaler
 from .session import Session
 
 
@@ -245,8 +244,3 @@ class NoOpHandle:
 
     def _restore_functions(self) -> None:
         pass
-
-
-def new_scaler(loss_scale: float | str, device: torch.device | None = None) -> LossScaler:
-    """Return a scaler of the old API."""
-    return LossScaler(loss_scale, device=device)

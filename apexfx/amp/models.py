@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx._torch import BatchNorm
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
-from .short_ways import general_ways, shorten_layers
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +35,6 @@ class ForwardPatch:
         only: the output dtypes that are cast; None for every floating one.
         executor: on while the forward runs, or None.
         own_forward: a `forward` that had been set on the instance.
-        shortened: whether the model's layers have their short ways; copies and pickles have not.
     """
 
     inputs: torch.dtype | None
@@ -45,18 +42,6 @@ class ForwardPatch:
     only: tuple[torch.dtype, ...] | None
     executor: CastExecutor | None
     own_forward: Any = None
-    shortened: bool = False
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "shortened": False}
-
-    def prepare(self, model: nn.Module) -> None:
-        """Give the layers of `model` their short ways; take them from a replica of `nn.DataParallel`."""
-        if "_is_replica" in model.__dict__:
-            general_ways(model)
-        else:
-            shorten_layers(model, self.executor)
-            self.shortened = True
 
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
@@ -122,29 +107,6 @@ def _is_own_wrapper(model: nn.Module) -> bool:
     return type(model).__name__ == "DistributedDataParallel" and type(model).__module__.startswith("apexfx.parallel")
 
 
-def cast_model(model: nn.Module, dtype: torch.dtype, *, keep_batchnorm: bool) -> None:
-    """Cast parameters, their gradients and floating buffers in place; parameters keep their identity.
-
-    `keep_batchnorm` leaves every affine batch norm as it is.
-    """
-    if not keep_batchnorm:
-        model.to(dtype)
-        return
-    for module in model.modules():
-        if isinstance(module, BatchNorm) and module.affine:
-            continue
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-                if parameter.grad is not None:
-                    parameter.grad = parameter.grad.to(dtype)
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
-
-
 def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
     """Wrap the forward of `model`; a second time replaces the first wrapper."""
     earlier = model.__dict__.get(_PATCH)
@@ -154,7 +116,6 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
         model.__class__ = _patched_class(cls)
     model.__dict__[_PATCH] = patch
     if patch.executor is not None:
-        patch.prepare(model)
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_float_input, with_kwargs=True)
@@ -174,11 +135,8 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[_PATCH]
         own = patch.own_forward if patch.own_forward is not None else functools.partial(cls.forward, self)
-        if patch.executor is not None:
-            if torch.compiler.is_compiling():
-                return _call_eagerly(patch, own, args, kwargs)
-            if not patch.shortened or "_is_replica" in self.__dict__:
-                patch.prepare(self)
+        if patch.executor is not None and torch.compiler.is_compiling():
+            return _call_eagerly(patch, own, args, kwargs)
         return patch.call(own, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from apexfx.host_copy import HostCopy
+
 from ._amp_state import master_params, maybe_print
-from .host_mirror import HostMirror
 from .predicated_step import PredicatedStep
 from .scaler import LossScaler
 
@@ -31,7 +32,7 @@ class OptimWrapper:
         self._loss_scaler = [LossScaler(scale, device=device, name=str(i)) for i in range(num_loss)]
         self._found_inf: Tensor | None = None
         self._predicated = PredicatedStep()
-        self._skipped: HostMirror | None = None
+        self._skipped: HostCopy | None = None
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
@@ -83,9 +84,9 @@ class OptimWrapper:
         self._report(found_inf)
 
     def _report(self, found_inf: Tensor) -> None:
-        earlier, self._skipped = self._skipped, HostMirror(found_inf)
-        for mirror in (earlier, self._skipped):
-            if mirror is not None and mirror.ready() and any(mirror.read()):
+        earlier, self._skipped = self._skipped, HostCopy(found_inf)
+        for copy in (earlier, self._skipped):
+            if copy is not None and copy.ready() and copy.get().numpy().any():
                 maybe_print("Gradient overflow, skipping update")
         if self._skipped.ready():
             self._skipped = None

@@ -8,16 +8,16 @@ name, that the instance is moved to; so `deepcopy` and pickling keep working.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from apexfx.optimizers._base import FusedOptimizer
+from apexfx.precision.rules import HALVES
 
-from .host_mirror import is_clear
-from .lent_kernels import lend, take_back, warn_of_half_sgd
-from .scaler import LossScaler
+from .scaler import LossScaler, is_clear
 from .session import Session
 from .stash import AmpOptimizerState
 
@@ -118,13 +118,27 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
     if master_weights:
         for parameter in stash.all_fp32_from_fp32_params:
             parameter.grad = None  # as the half ones', whose masters begin without
-    warn_of_half_sgd(optimizer)
+    _warn_of_half_sgd(optimizer)
     stash.lazy_init_called = True
     optimizer.__class__ = amp_class(type(optimizer))
     optimizer._amp_stash = stash
     register_hooks(optimizer)
     if stash.all_fp16_params:
         optimizer.load_state_dict(optimizer.state_dict())  # state made before follows the masters' dtype
+
+
+def _warn_of_half_sgd(optimizer: torch.optim.Optimizer) -> None:
+    """Warn of half parameters on the CPU in torch's SGD with fused=True.
+
+    Its kernel leaves whole vectors of them as they are, and reads their momentum as if it were float32, uninitialised memory
+    past its end included (pytorch/pytorch#191763; torch up to 2.13).
+    """
+    if isinstance(optimizer, torch.optim.SGD) and any(
+        group.get("fused") and any(p.is_cpu and p.dtype in HALVES for p in group["params"]) for group in optimizer.param_groups
+    ):
+        warnings.warn("amp.initialize was given torch.optim.SGD(fused=True) with half parameters on the CPU, most of which it "
+                      "leaves as they are (https://github.com/pytorch/pytorch/issues/191763); pass fused=False or take "
+                      "apexfx.optimizers.FusedSGD", stacklevel=4)
 
 
 @functools.cache
@@ -146,14 +160,13 @@ def register_hooks(optimizer: Any) -> None:
 
 
 def _settle(optimizer: Any, *state_dict: Any) -> None:
-    take_back(optimizer)
-    optimizer._amp_stash.lent_to = None
+    _take_flag(optimizer)
     optimizer._amp_stash.predicated.settle(optimizer)
 
 
 def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     stash: AmpOptimizerState = optimizer._amp_stash
-    take_back(optimizer)
+    _take_flag(optimizer)  # of a step that raised
     stash.reconcile()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:
@@ -164,23 +177,21 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     stash.predicated.settle(optimizer)
     if stash.found_inf is None:
         return None
-    clear = is_clear(stash.found_inf)
-    if _skips_on_flag(optimizer) or lend(optimizer, stash):
-        if not clear:
-            optimizer.found_inf = stash.lent_flag = stash.found_inf
-            if _makes_state(optimizer):
-                stash.predicated.before(optimizer, tensors=False)
-    elif not clear:
-        stash.predicated.before(optimizer)
-    if clear:
+    if is_clear(stash.found_inf):
         stash.found_inf = None
+    elif _skips_on_flag(optimizer):
+        optimizer.found_inf = stash.step_flag = stash.found_inf
+        if _makes_state(optimizer):
+            stash.predicated.before(optimizer, tensors=False)
+    else:
+        stash.predicated.before(optimizer)
     return None
 
 
 def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     stash: AmpOptimizerState = optimizer._amp_stash
     found_inf, stash.found_inf = stash.found_inf, None
-    take_back(optimizer)
+    _take_flag(optimizer)
     if found_inf is not None:
         stash.predicated.after(optimizer, found_inf)
     else:
@@ -191,6 +202,14 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if stash.session is not None:
         stash.session.end_iteration()
         stash.session.report_overflows()
+
+
+def _take_flag(optimizer: Any) -> None:
+    """Take the flag off `optimizer` that `_before_step` put there; a GradScaler's stays."""
+    stash: AmpOptimizerState = optimizer._amp_stash
+    if stash.step_flag is not None and optimizer.__dict__.get("found_inf") is stash.step_flag:
+        del optimizer.found_inf
+    stash.step_flag = None
 
 
 def _skips_on_flag(optimizer: Any) -> bool:

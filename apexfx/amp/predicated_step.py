@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .host_mirror import HostMirror
+from apexfx.host_copy import HostCopy
 
 
 class PredicatedStep:
@@ -24,7 +24,7 @@ class PredicatedStep:
         self._copies: list[Tensor] = []
         self._host_state: dict[Tensor, dict[str, Any]] = {}
         self._host_groups: list[dict[str, Any]] = []
-        self._unsettled: tuple[HostMirror, Any] | None = None
+        self._unsettled: tuple[HostCopy, Any] | None = None
 
     @torch.no_grad()
     def before(self, optimizer: torch.optim.Optimizer, *, tensors: bool = True, without_grad: bool = False) -> None:
@@ -52,7 +52,7 @@ class PredicatedStep:
                 skip[tensor.device] = (found_inf != 0).to(tensor.device, non_blocking=True)
             tensor.copy_(torch.where(skip[tensor.device], copy, tensor))
         if self._changed_on_host(optimizer):
-            self._unsettled = (HostMirror(found_inf), (self._host_state, self._host_groups))
+            self._unsettled = (HostCopy(found_inf), (self._host_state, self._host_groups))
             if found_inf.device.type == "cpu":
                 self.settle(optimizer)
         self.discard()
@@ -65,9 +65,9 @@ class PredicatedStep:
         """Undo what a skipped step did on the host, if it was skipped."""
         if self._unsettled is None:
             return
-        mirror, (states, groups) = self._unsettled
+        copy, (states, groups) = self._unsettled
         self._unsettled = None
-        if not any(mirror.read()):
+        if not copy.get().numpy().any():
             return
         for parameter, state in states.items():
             if not state:

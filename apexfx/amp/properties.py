@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from apexfx.config import OPT_LEVELS
+
 from ._amp_state import warn_or_err
 
 _BEFORE_INITIALIZE: dict[str, Any] = {
@@ -99,18 +101,23 @@ _CHECKS: dict[str, Callable[[str | None, Any], Any]] = {
 
 
 class _Level:
-    """One column of the table; calling it fills in a `Properties`."""
+    """One row of the table of opt levels; calling it fills in a `Properties`."""
 
     opt_level = ""
     brief = ""
     more = ""
-    values: dict[str, Any] = {}
 
     def __call__(self, properties: Properties) -> Properties:
+        level = OPT_LEVELS[self.opt_level]
+        masters = level.cast_model and not level.half_parameters
         properties.enabled = True
         properties.opt_level = self.opt_level
-        for name, value in self.values.items():
-            setattr(properties, name, value)
+        # None at O1: its models are cast call by call.
+        properties.cast_model_type = torch.float16 if level.cast_model else None if level.patch_ops else torch.float32
+        properties.patch_torch_functions = level.patch_ops
+        properties.keep_batchnorm_fp32 = level.keep_batchnorm_fp32 if level.cast_model else None
+        properties.master_weights = None if level.patch_ops else masters
+        properties.loss_scale = "dynamic" if level.patch_ops or masters else 1.0
         return properties
 
 
@@ -118,32 +125,24 @@ class O0(_Level):
     opt_level = "O0"
     brief = "O0:  Pure FP32 training."
     more = "Your models are checked to be FP32 and run as they are: the baseline for accuracy."
-    values = {"cast_model_type": torch.float32, "patch_torch_functions": False, "keep_batchnorm_fp32": None,
-              "master_weights": False, "loss_scale": 1.0}  # fmt: skip
 
 
 class O1(_Level):
     opt_level = "O1"
     brief = "O1:  Insert automatic casts around Pytorch functions and Tensor methods."
     more = "Inside the models' forward, each function runs in the dtype its rule asks for; weights stay FP32."
-    values = {"cast_model_type": None, "patch_torch_functions": True, "keep_batchnorm_fp32": None,
-              "master_weights": None, "loss_scale": "dynamic"}  # fmt: skip
 
 
 class O2(_Level):
     opt_level = "O2"
     brief = "O2:  Half training with FP32 batchnorm and FP32 master weights."
     more = "Weights and inputs are half, batch norm is FP32, and the optimizer updates FP32 master weights."
-    values = {"cast_model_type": torch.float16, "patch_torch_functions": False, "keep_batchnorm_fp32": True,
-              "master_weights": True, "loss_scale": "dynamic"}  # fmt: skip
 
 
 class O3(_Level):
     opt_level = "O3"
     brief = "O3:  Pure half training."
     more = "Everything is half: the baseline for speed."
-    values = {"cast_model_type": torch.float16, "patch_torch_functions": False, "keep_batchnorm_fp32": False,
-              "master_weights": False, "loss_scale": 1.0}  # fmt: skip
 
 
 opt_levels: dict[str, _Level] = {"O0": O0(), "O1": O1(), "O2": O2(), "O3": O3()}

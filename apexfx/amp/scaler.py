@@ -13,12 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from apexfx._torch import unscale_in_place, update_loss_scale
+from apexfx.host_copy import HostCopy
 from apexfx.ops.multi_tensor import multi_tensor_scale
 
 from ._amp_state import maybe_print
-from .host_mirror import CLEAR, HostMirror, is_clear, is_on_host
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126: below it the reciprocal overflows and the scale would reach 0
+
+
+HOST_DEVICES = frozenset({"cpu"})  # whose memory the host reads as its own
+CLEAR = torch.zeros((), dtype=torch.float32)  # the flag of an iteration that the host knows was good; nobody writes it
+
+
+def is_on_host(device: torch.device) -> bool:
+    """Return whether a value on `device` can be read without waiting for anything."""
+    return device.type in HOST_DEVICES
+
+
+def is_clear(flag: Tensor) -> bool:
+    """Return whether the host knows already that `flag`, a float32 scalar, is 0."""
+    return flag is CLEAR or is_on_host(flag.device) and not flag.numpy()
 
 
 def _single(number: float) -> float:
@@ -68,7 +82,7 @@ class LossScaler:
         self.on_host = True
         if self.dynamic and not is_on_host(self.device):
             self._move_to_device()
-        self._overflows: deque[HostMirror] = deque()
+        self._overflows: deque[HostCopy] = deque()
         self._flag: Tensor | None = None  # the last one, where it is clear, for the next iteration
         self._factor: tuple[float, Tensor] | None = None
 
@@ -178,7 +192,7 @@ class LossScaler:
         update_loss_scale(self._scale, self._growth, found_inf, self._scale_factor, 1.0 / self._scale_factor,
                           self._scale_seq_len)
         self._keep_limits(before)
-        self._overflows.append(HostMirror(torch.stack((found_inf.reshape(()), self._scale))))
+        self._overflows.append(HostCopy(torch.stack((found_inf.reshape(()), self._scale))))
         return found_inf
 
     def _update_on_host(self, *, overflow: bool) -> None:
@@ -199,7 +213,7 @@ class LossScaler:
             moved = _single(max(moved, self._min_loss_scale or 0.0, _SMALLEST))
         self._host_scale = moved
         if overflow:
-            self._overflows.append(HostMirror(torch.tensor((1.0, moved))))
+            self._overflows.append(HostCopy(torch.tensor((1.0, moved))))
 
     def _keep_limits(self, before: Tensor) -> None:
         # A limit acts on a scale that moves towards it; one set by hand beyond a limit stays until it moves.
@@ -220,7 +234,7 @@ class LossScaler:
     def report_overflows(self, *, wait: bool = False, printer: Callable[[str], None] = maybe_print) -> None:
         """Print a line for every overflow whose flag has reached the host; with `wait`, for all."""
         while self._overflows and (wait or self._overflows[0].ready()):
-            overflow, scale = self._overflows.popleft().read()
+            overflow, scale = self._overflows.popleft().get().numpy().tolist()  # no op that waits
             if overflow:
                 printer(f"Gradient overflow.  Skipping step, loss scaler {self.name} reducing loss scale to {scale}")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from apexfx.ops.multi_tensor import multi_tensor_scale
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 
 from .models import MASTER
 from .predicated_step import PredicatedStep
@@ -36,9 +36,7 @@ class AmpOptimizerState:
         self.params_have_scaled_gradients = False
         self.found_inf: Tensor | None = None
         self.predicated = PredicatedStep()
-        self.lent: list[dict[str, Any]] = []  # groups whose fused kernel is on for the step that runs
-        self.lent_flag: Tensor | None = None  # what that step has as `optimizer.found_inf`
-        self.lent_to: list[Any] | None = None  # the facts by which that kernel was last found to be right
+        self.step_flag: Tensor | None = None  # what the step that runs has as `optimizer.found_inf`
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -213,8 +211,7 @@ class AmpOptimizerState:
     # ---- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "session": None}
-        return {**kept, "lent": [], "lent_flag": None, "lent_to": None}
+        return {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "step_flag": None, "session": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         import copy

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx._torch import BatchNorm
+from apexfx.precision.half_model import cast_model, cast_own, keeps_float32
 
 
 class tofp16(nn.Module):  # Apex's name
@@ -24,7 +24,7 @@ class tofp16(nn.Module):  # Apex's name
 def BN_convert_float(module: nn.Module) -> nn.Module:
     """Bring every affine batch norm in `module` back to float32, in place; return `module`."""
     for child in module.modules():
-        if isinstance(child, BatchNorm) and child.affine:
+        if keeps_float32(child):
             child.float()
     return module
 
@@ -36,24 +36,12 @@ def network_to_half(network: nn.Module, dtype: torch.dtype = torch.float16) -> n
 
 def convert_module(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast the module's own floating parameters, their gradients and floating buffers to `dtype`, in place."""
-    for parameter in module.parameters(recurse=False):
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(dtype)
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(dtype)
-    for name, buffer in module.named_buffers(recurse=False):
-        if buffer.is_floating_point():
-            module._buffers[name] = buffer.to(dtype)
+    cast_own(module, dtype)
 
 
 def convert_network(network: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Cast `network` to `dtype` in place, except its affine batch norms; return it."""
-    for module in network.modules():
-        if isinstance(module, BatchNorm) and module.affine:
-            continue
-        convert_module(module, dtype)
-        if isinstance(module, nn.RNNBase):
-            module.flatten_parameters()
+    cast_model(network, dtype, keep_batchnorm=True)
     return network
 
 

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..host_copy import HostCopy
 from ..watchdog import RankFailureError, disagreement, gather_answers, post
 from .layout import Layout
-from .status import HostCopy, Status, StatusMessage, numbers
+from .status import Status, StatusMessage, numbers
 
 
 class Consensus:

@@ -100,22 +100,3 @@ def numbers(device: torch.device, forwards: int, failed: bool, accumulated: bool
 def to_device(values: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `values` on `device`, without waiting for it."""
     return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
-
-
-class HostCopy:
-    """A small tensor on its way to the host, on CUDA without waiting for the device."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._there: torch.cuda.Event | None = None
-        if tensor.device.type == "cuda":
-            self._values = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-            self._there = torch.cuda.Event()
-            self._there.record(torch.cuda.current_stream(tensor.device))
-        else:
-            self._values = tensor.clone()
-
-    def get(self) -> Tensor:
-        """Return the values, once they are there."""
-        if self._there is not None:
-            self._there.synchronize()
-        return self._values

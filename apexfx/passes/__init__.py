@@ -14,6 +14,7 @@ from .._torch import onednn_is_wider
 from ..capture import Placeholder
 from ..config import TransformConfig
 from ..pipeline import Pass, validate
+from ..precision.policy import Policy
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
 from .flatten_relu import FlattenRelu
@@ -21,7 +22,6 @@ from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
 from .onednn_products import OnednnProducts
 from .precision import Precision
-from .precision_policy import Policy
 from .schedule_comm import ScheduleComm
 from .sync_batchnorm import SyncBatchnorm
 
@@ -43,11 +43,15 @@ class Context:
     reduce_gradients: bool
 
     @property
-    def device(self) -> torch.device:
-        """Where the parameters are; without any, where the inputs are."""
+    def devices(self) -> list[torch.device]:
+        """Where the parameters are, in order; without any, where the inputs are."""
         tensors = [p for p in self.placeholders if p.device is not None]
-        tensors.sort(key=lambda p: p.kind != "param")
-        return tensors[0].device if tensors else torch.device("cpu")
+        return [p.device for p in tensors if p.kind == "param"] or [p.device for p in tensors]
+
+    @property
+    def device(self) -> torch.device:
+        """The first of `devices`."""
+        return next(iter(self.devices), torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ def _sync_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
 
 
 def _precision(config: TransformConfig, context: Context) -> Pass | None:
-    return Precision(level=config.level, half_dtype=config.half_dtype(context.device), overrides=config.precision)
+    return Precision(level=config.level, half_dtype=config.half_dtype(context.devices), overrides=config.precision)
 
 
 def _cancel_casts(config: TransformConfig, context: Context) -> Pass | None:

@@ -14,8 +14,8 @@ from .._torch import statically_known_true
 from ..fx import inherit, named_argument, set_value, value
 from ..invariants import namespace
 from ..ops import sync_batch_norm  # noqa: F401  registers the op
+from ..precision.op_names import canonical_name
 from .mutation import storages, written
-from .op_names import canonical_name
 
 SYNC = torch.ops.apexfx.sync_batch_norm.default
 _SYNC_ARGUMENTS = tuple(a.name for a in SYNC._schema.arguments)

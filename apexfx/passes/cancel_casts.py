@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..fx import value
 from ..pipeline import Pass
-from .casts import dtype_of, is_inserted_cast, ledger_row, user_cast
+from ..precision.casts import dtype_of, is_inserted_cast, ledger_row, user_cast
+from ..precision.rules import FLOATS
 from .mutation import bodies, storages, written
-from .precision_rules import FLOATS
 
 # What each dtype holds exactly besides itself.
 _EXACT_IN = {

@@ -9,10 +9,10 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import FakeTensor
-from ..fx import call, fake_mode, value
+from ..fx import argument, call, fake_mode, value
 from ..pipeline import Pass
-from .mutation import argument, bodies, writes_first
-from .op_names import canonical_name
+from ..precision.op_names import canonical_name
+from .mutation import bodies, writes_first
 
 
 class FlattenRelu(Pass):

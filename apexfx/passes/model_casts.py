@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 from ..fx import evaluate, set_value, value
-from .casts import additive_mask, dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
+from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
+from ..precision.op_names import canonical_name, is_foreign
+from ..precision.policy import Policy, additive_mask
+from ..precision.rules import HALVES
 from .mutation import body_of, statistics, storages, written_storages
-from .op_names import canonical_name, is_foreign
-from .precision_policy import Policy
-from .precision_rules import HALVES, RULES
 
 CAST, KEEP = "cast", "keep"
 
@@ -71,12 +71,12 @@ def _wish(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
         inside = set().union(*(_wishes(p, policy) for o, p in zip(pair[1], inputs) if o is tensor))
         return {CAST} if inside == {CAST} else {KEEP}
     name = canonical_name(user.target)
-    rule = RULES.get(name)
+    rule = policy.rules.get(name)
     if is_foreign(name) and rule is None:
         return {KEEP}
     if rule is not None and rule.family == "view":
         return _wishes(user, policy) or {KEEP}
-    if policy.overridden(user) or tensor is additive_mask(user, name):
+    if policy.overridden(user) or tensor is additive_mask(name, user.args, user.kwargs):
         return {KEEP}  # a mask is cast where it is used, because there it is cast within half's range
     if rule is not None and rule.kind == "batch_norm" and user.args and user.args[0] is not tensor:
         return {KEEP} if policy.level.keep_batchnorm_fp32 or tensor in statistics(user) else {CAST}

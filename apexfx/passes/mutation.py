@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,8 +10,8 @@ from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .._torch import below_functorch, tree_leaves
-from ..fx import graphs, value
-from .op_names import canonical_name
+from ..fx import argument, graphs, value
+from ..precision.op_names import canonical_name
 
 _READS_DESPITE_NAME = ("requires_grad_", "retain_grad_", "bitwise_and_")
 _WITH_STATISTICS = ("batch_norm", "instance_norm", "apexfx.sync_batch_norm")
@@ -39,24 +37,6 @@ def writes_first(node: fx.Node) -> bool:
     if name == "setitem" or (name.endswith("_") and name not in _READS_DESPITE_NAME and "." not in name):
         return True
     return bool(argument(node, "inplace"))
-
-
-def argument(node: fx.Node, name: str) -> Any:
-    """Return what the call gives for the parameter `name`, by position or by name, or None."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    position = _positions(node.target).get(name) if callable(node.target) else None
-    return node.args[position] if position is not None and position < len(node.args) else None
-
-
-@functools.cache
-def _positions(target: Callable[..., Any]) -> dict[str, int]:
-    if isinstance(target, torch._ops.OpOverload):
-        return {parameter.name: place for place, parameter in enumerate(target._schema.arguments)}
-    try:
-        return {name: place for place, name in enumerate(inspect.signature(target).parameters)}
-    except (ValueError, TypeError):  # most functions written in C publish no signature
-        return {}
 
 
 def written(node: fx.Node) -> list[fx.Node]:

@@ -15,12 +15,12 @@ from .._torch import tree_leaves
 from ..config import OptLevel
 from ..fx import fake_mode, module_paths, op_name, value
 from ..pipeline import Pass
-from .casts import CastRow, dtype_of
+from ..precision.casts import CastRow, dtype_of
+from ..precision.op_names import canonical_name
+from ..precision.policy import Policy
+from ..precision.rules import HALVES
 from .model_casts import cast_entries
 from .mutation import bodies
-from .op_names import canonical_name
-from .precision_policy import Policy
-from .precision_rules import HALVES
 from .precision_walk import Walk, enters_autocast
 
 log = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import free_unbacked_symbols, tree_leaves, tree_map
-from ..fx import evaluate, op_name, set_value, signature, value
+from ..fx import argument, evaluate, op_name, set_value, signature, value
 from ..pipeline import PassError
-from .casts import (
+from ..precision import arguments
+from ..precision.casts import (
     CastRow,
-    additive_mask,
     dtype_of,
     insert_cast,
     insert_limits,
@@ -22,12 +21,11 @@ from .casts import (
     ledger_row,
     user_cast,
 )
-from .mutation import argument, body_of, storages, written, written_storages
-from .op_names import canonical_name, is_foreign
-from .precision_policy import Policy
-from .precision_rules import FLOATS, HALVES, STORED_NUMBERS, Rule, decide
+from ..precision.op_names import canonical_name, is_foreign
+from ..precision.policy import Policy, additive_mask, is_choice, is_extreme, left_to_user, limited, narrow, stays_extreme
+from ..precision.rules import FLOATS, HALVES, SAME_DATA_FAMILIES, Rule, decide
+from .mutation import body_of, storages, written, written_storages
 
-_LARGEST = torch.finfo(torch.float32).max
 _CAPTURED = "the dtypes it was captured with"
 
 
@@ -86,6 +84,7 @@ class Walk:
                 self._higher_order(node)
             else:
                 self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)
+        self.edited |= arguments.take_out(gm.graph)
 
     def restore_outputs(self, gm: fx.GraphModule) -> None:
         """Cast what the graph returns back to the dtype it was captured with."""
@@ -138,26 +137,22 @@ class Walk:
         if casts_off and rule.kind in ("half", "float", "banned"):
             kind = "half_if_mixed" if rule.kind == "half" else "promote"
             return Rule(kind, "inside autocast(enabled=False): only what would not fit together is cast", rule.family)
-        if rule.kind == "half" and self.policy.level.patch_ops:
-            floating = [n for n in node.all_input_nodes if dtype_of(n)]
-            if floating and all(n in self.chosen for n in floating):
+        if self.policy.level.patch_ops:
+            operands = node.all_input_nodes
+            if left_to_user(rule, [dtype_of(n) for n in operands], [n in self.chosen for n in operands]):
                 return Rule("passthrough", "the user's code made every operand float32", rule.family)
         return rule
 
     def _follow(self, node: fx.Node, name: str, rule: Rule, cast_to: torch.dtype | None) -> None:
         """Carry the two properties of values that decisions further down depend on."""
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        if cast_to == torch.float32:
-            # `.to(x.dtype)` arrives as `.to(torch.float32)`: where nothing changed at capture, it may be no choice.
-            was = self.captured.get(source)
-            if node.target == "float" or not isinstance(was, Tensor) or was.dtype != torch.float32:
-                self.chosen.add(node)
-        elif cast_to is None and source in self.chosen and rule.family in ("view", "cast"):
+        was = self.captured.get(source)
+        if is_choice(name, was.dtype if isinstance(was, Tensor) else None, cast_to):
             self.chosen.add(node)
-        numbers = [a for a in tree_leaves((node.args, node.kwargs)) if isinstance(a, float)]
-        if any(math.isfinite(a) and abs(a) >= _LARGEST for a in numbers):
-            self.extreme.add(node)
-        elif rule.kind not in ("half", "float") and any(n in self.extreme for n in node.all_input_nodes):
+        elif cast_to is None and source in self.chosen and rule.family in SAME_DATA_FAMILIES:
+            self.chosen.add(node)
+        if any(map(is_extreme, tree_leaves((node.args, node.kwargs)))) \
+                or stays_extreme(rule) and any(n in self.extreme for n in node.all_input_nodes):
             self.extreme.add(node)
 
     def _cast_arguments(self, node: fx.Node, name: str, rule: Rule) -> bool:
@@ -168,7 +163,7 @@ class Walk:
             targets = decide(rule, [dtype_of(node.kwargs["out"]), *dtypes], self.policy.half)[1:]
         else:
             targets = decide(rule, dtypes, self.policy.half)
-        mask = additive_mask(node, name)
+        mask = additive_mask(name, node.args, node.kwargs)
         return self._replace(node, targets, op=op_name(node), rule=rule.kind, reason=rule.reason, mask=mask)
 
     def _replace(
@@ -218,26 +213,15 @@ class Walk:
 
     def _limit_numbers(self, node: fx.Node, name: str) -> bool:
         """Bring Python numbers that were within float32's range back into that of a tensor that is half now."""
-        dtypes = {dtype_of(n) for n in node.all_input_nodes} - {None}
-        if len(dtypes) != 1 or not dtypes <= set(HALVES) or "dtype" in node.kwargs:
+        half = narrow([dtype_of(n) for n in node.all_input_nodes])
+        if half is None or "dtype" in node.kwargs:
             return False
-        limit = torch.finfo(dtypes.pop()).max
-        stored, edited = name in STORED_NUMBERS, False
-        kinds = (int, float) if name.startswith("masked_fill") else float  # elsewhere an int may be an index
-
-        def limited(a: Any) -> Any:
-            nonlocal edited
-            number = isinstance(a, kinds) and not isinstance(a, bool) and math.isfinite(a)
-            if not number or abs(a) <= limit or not (stored or abs(a) >= _LARGEST):
-                return a
-            edited = True
-            return math.copysign(limit, a)
-
-        args, kwargs = tree_map(limited, (tuple(node.args), dict(node.kwargs)))
-        if edited:
-            node.args, node.kwargs = args, kwargs
-            self.edited = True
-        return edited
+        before = tree_leaves((node.args, node.kwargs))
+        args, kwargs = tree_map(lambda a: limited(a, name, half), (tuple(node.args), dict(node.kwargs)))
+        if all(new is old for new, old in zip(tree_leaves((args, kwargs)), before)):
+            return False
+        node.args, node.kwargs, self.edited = args, kwargs, True
+        return True
 
     def _evaluate(self, node: fx.Node, before: tuple[Any, Any] | None = None) -> None:
         try:

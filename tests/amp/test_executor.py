@@ -11,7 +11,7 @@ from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.eager_ledger import EagerLedger
 from apexfx.amp.executor import CastExecutor
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 from tests.amp.amp_cases import ConvNet, batch, train
 
 B = torch.bfloat16
@@ -168,7 +168,7 @@ def test_recurrent_cells_use_cached_weights_repeatedly(kind):
     assert model.cell.weight_hh.grad.abs().max() > 0
 
 
-SHORT_WAYS = {
+MIXED = {
     "linear": lambda a, b: F.linear(a, b, b[0]), "gelu": lambda a, b: F.gelu(a),
     "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0]),
     "softmax": lambda a, b: F.softmax(a, -1), "softmax dtype": lambda a, b: torch.softmax(a, -1, torch.float64),
@@ -181,22 +181,22 @@ SHORT_WAYS = {
 
 @pytest.mark.parametrize("b", [torch.float32, torch.float16, B, torch.float64], ids=str)
 @pytest.mark.parametrize("a", [torch.float32, torch.float16, B, torch.float64], ids=str)
-@pytest.mark.parametrize("name", SHORT_WAYS)
-def test_short_ways_give_what_the_table_says_to_the_bit(name, a, b):
+@pytest.mark.parametrize("name", MIXED)
+def test_a_ledger_changes_nothing(name, a, b):
     outcomes = []
-    for ledger in (None, EagerLedger()):  # with a ledger every call goes the general way
+    for ledger in (None, EagerLedger()):
         executor = CastExecutor(B)
         executor.ledger = ledger
         torch.manual_seed(0)
         given = [torch.randn(4, 4).to(dtype).requires_grad_() for dtype in (a, b)]
         with executor:
-            out = SHORT_WAYS[name](*given)
+            out = MIXED[name](*given)
         if out.requires_grad:
             out.double().square().sum().backward()
         outcomes.append((out, *(x.grad for x in given)))
-    for short, general in zip(*outcomes):
-        assert (short is None) == (general is None)
-        assert short is None or (short.dtype == general.dtype and torch.equal(short, general))
+    for plain, noted in zip(*outcomes):
+        assert (plain is None) == (noted is None)
+        assert plain is None or (plain.dtype == noted.dtype and torch.equal(plain, noted))
 
 
 def test_batch_norm_keeps_float32_parameters_under_half_activations():

@@ -14,7 +14,7 @@ from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.handle import NoOpHandle
 from apexfx.amp.lists import functional_overrides, tensor_overrides, torch_overrides
 from apexfx.amp.opt import OptimWrapper
-from apexfx.passes.precision_rules import HALVES
+from apexfx.precision.rules import HALVES
 from apexfx.testing import assert_close
 from tests.amp.amp_cases import CountReads
 

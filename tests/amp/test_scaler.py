@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from apexfx import amp
-from apexfx.amp import host_mirror
+from apexfx.amp import scaler as scaler_module
 from apexfx.amp.scaler import LossScaler
 from tests.amp.amp_cases import CountReads
 
@@ -39,7 +39,7 @@ class Automaton:
 def state(request, monkeypatch):
     """Where scale and counter live: as numbers on the host, or as tensors, which is what a GPU has."""
     if request.param == "device":
-        monkeypatch.setattr(host_mirror, "HOST_DEVICES", frozenset())
+        monkeypatch.setattr(scaler_module, "HOST_DEVICES", frozenset())
     return request.param
 
 
@@ -57,10 +57,10 @@ def follow(overflows, *, window, low, high):
     st.lists(st.booleans(), max_size=120), st.integers(1, 7), st.sampled_from([None, 0, 1.0, 128.0, 2.0**15]),
     st.sampled_from([2.0**24, 2.0**17, 2.0**16, 2.0**10]),
 )  # fmt: skip
-@pytest.mark.parametrize("devices", [host_mirror.HOST_DEVICES, frozenset()], ids=["host", "device"])
+@pytest.mark.parametrize("devices", [scaler_module.HOST_DEVICES, frozenset()], ids=["host", "device"])
 def test_automaton_equals_an_independent_model(devices, overflows, window, low, high):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_mirror, "HOST_DEVICES", devices)
+        patch.setattr(scaler_module, "HOST_DEVICES", devices)
         follow(overflows, window=window, low=low if low is None or low <= high else high, high=high)
 
 
@@ -150,8 +150,8 @@ def test_numbers_on_the_host_follow_the_tensors_of_a_device_to_the_bit(factor, m
     flags = [torch.tensor(float(chance.random() < 0.35)) for _ in range(300)]
     grads = torch.randn(64)
     seen = []
-    for devices in (host_mirror.HOST_DEVICES, frozenset()):
-        monkeypatch.setattr(host_mirror, "HOST_DEVICES", devices)
+    for devices in (scaler_module.HOST_DEVICES, frozenset()):
+        monkeypatch.setattr(scaler_module, "HOST_DEVICES", devices)
         scaler = LossScaler("dynamic", **options)
         assert scaler.on_host == bool(devices)
         rows = []

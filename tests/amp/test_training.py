@@ -128,12 +128,10 @@ def check(name, level, scale, keep, count, num_losses, micro, delay, dtype=torch
 
 
 def check_by_hand(name, level, scale, keep, count, num_losses, micro, delay):
-    make = plain = OPTIMIZERS[name]
+    make = OPTIMIZERS[name]
     keeps = level == "O2" if keep is None else keep
-    if scale == "dynamic" or (scale is None and level == "O2"):
-        plain = WHEN_SKIPPING.get((name, level), make)
     by_hand = models(count, ConvNet if level == "O0" else lambda: HalfNet(keeps))
-    masters = functools.partial(WithMasters, plain) if level == "O2" else plain
+    masters = functools.partial(WithMasters, make) if level == "O2" else make
     expected = reference([masters(net.parameters()) for net in by_hand], by_hand, num_losses, micro, delay=delay)
     nets = models(count)
     actual = mixed(make, nets, num_losses, micro, delay=delay, level=level, **amp_options(scale, keep))
@@ -141,14 +139,6 @@ def check_by_hand(name, level, scale, keep, count, num_losses, micro, delay):
     for net, plain_net in zip(nets, by_hand):
         for parameter, plain_parameter in zip(net.parameters(), plain_net.parameters()):
             assert torch.equal(parameter, plain_parameter)
-
-
-# Where steps may be skipped, amp turns on torch's fused kernels, which round in another order than its loops.
-WHEN_SKIPPING = {
-    **{("adam", level): lambda p: torch.optim.Adam(p, lr=2e-3, fused=True) for level in ("O0", "O2", "O3")},
-    **{("sgd", level): lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True) for level in ("O0", "O2")},
-    **{("larc", level): lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True)) for level in ("O0", "O2")},
-}
 
 
 CASES = [

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
+from torch.utils._pytree import tree_map
+
+from apexfx._torch import FakeTensorMode
+from apexfx.fx import evaluate, set_value
 
 _generator = torch.Generator().manual_seed(0)
 
@@ -180,3 +184,54 @@ NOT_RUN = {
 # Results that are random, or unique only up to a sign or an order: their dtypes are checked, not their values.
 NOT_UNIQUE = frozenset("""gumbel_softmax multinomial linalg_eig linalg_eigh linalg_qr linalg_svd qr svd svd_lowrank
     linalg_eigvals nextafter geqrf lu linalg_lu linalg_lu_factor linalg_inv_ex""".split())
+
+
+def prepared(kind, args, half):
+    """Return the arguments in dtypes that make the rule act: float32 for half, half for float, both for promotion."""
+    count = 0
+
+    def prepare(a):
+        nonlocal count
+        if not isinstance(a, Tensor) or not a.is_floating_point():
+            return a
+        count += 1
+        return a.to(half) if kind in ("float", "banned") or (kind != "half" and count == 1) else a.clone()
+
+    return tree_map(prepare, args)
+
+
+def graph_of(function, args, kwargs):
+    """Return a graph of one call with its fake values, and the tensors it takes."""
+    graph, mode, tensors = fx.Graph(), FakeTensorMode(), []
+
+    def placeholder(a):
+        if not isinstance(a, Tensor):
+            return a
+        node = graph.placeholder(f"in{len(tensors)}")
+        set_value(node, mode.from_tensor(a))
+        tensors.append(a)
+        return node
+
+    args, kwargs = tree_map(placeholder, (args, kwargs))
+    node = graph.call_function(function, args, kwargs)
+    set_value(node, evaluate(node, mode))
+    graph.output((node,))
+    return fx.GraphModule(torch.nn.Module(), graph), node, tensors
+
+
+class Recording(fx.Interpreter):
+    """Gives what one node returned, before the graph's outputs are cast back."""
+
+    def __init__(self, gm, node):
+        super().__init__(gm)
+        self.wanted = node
+
+    def run_node(self, n):
+        out = super().run_node(n)
+        if n is self.wanted:
+            self.found = out
+        return out
+
+    def result(self, *inputs):
+        self.run(*inputs)
+        return self.found

@@ -4,70 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from apexfx._torch import FakeTensorMode
-from apexfx.fx import evaluate, set_value
-from apexfx.passes.op_names import canonical_name
-from apexfx.passes.precision_rules import FLOATS, RULES
 from apexfx.pipeline import Pipeline
+from apexfx.precision.op_names import canonical_name
+from apexfx.precision.rules import FLOATS, RULES
 from apexfx.testing import assert_close
 from tests.forward_graphs import precision
-from tests.passes.op_samples import NOT_RUN, NOT_UNIQUE, SAMPLES
+from tests.passes.op_samples import NOT_RUN, NOT_UNIQUE, SAMPLES, Recording, graph_of, prepared
 
 ACTIVE = [name for name, rule in RULES.items() if rule.kind != "passthrough"]
-
-
-def prepared(kind, args, half):
-    """Return the arguments in dtypes that make the rule act: float32 for half, half for float, both for promotion."""
-    count = 0
-
-    def prepare(a):
-        nonlocal count
-        if not isinstance(a, Tensor) or not a.is_floating_point():
-            return a
-        count += 1
-        return a.to(half) if kind in ("float", "banned") or (kind != "half" and count == 1) else a.clone()
-
-    return tree_map(prepare, args)
-
-
-def graph_of(function, args, kwargs):
-    """Return a graph of one call with its fake values, and the tensors it takes."""
-    graph, mode, tensors = fx.Graph(), FakeTensorMode(), []
-
-    def placeholder(a):
-        if not isinstance(a, Tensor):
-            return a
-        node = graph.placeholder(f"in{len(tensors)}")
-        set_value(node, mode.from_tensor(a))
-        tensors.append(a)
-        return node
-
-    args, kwargs = tree_map(placeholder, (args, kwargs))
-    node = graph.call_function(function, args, kwargs)
-    set_value(node, evaluate(node, mode))
-    graph.output((node,))
-    return fx.GraphModule(torch.nn.Module(), graph), node, tensors
-
-
-class Recording(fx.Interpreter):
-    """Gives what one node returned, before the graph's outputs are cast back."""
-
-    def __init__(self, gm, node):
-        super().__init__(gm)
-        self.wanted = node
-
-    def run_node(self, n):
-        out = super().run_node(n)
-        if n is self.wanted:
-            self.found = out
-        return out
-
-    def result(self, *inputs):
-        self.run(*inputs)
-        return self.found
 
 
 def test_every_rule_that_casts_is_run():

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apexfx.passes.op_names import canonical_name
-from apexfx.passes.precision_rules import _TABLE, FLOATS, KINDS, RULES, Rule, consistent, decide, lookup, widest
+from apexfx.precision.op_names import canonical_name
+from apexfx.precision.rules import _TABLE, FLOATS, KINDS, RULES, Rule, consistent, decide, lookup, widest
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from apexfx.passes.op_names import canonical_name
-from apexfx.passes.precision_rules import Rule
+from apexfx.precision.op_names import canonical_name
+from apexfx.precision.rules import Rule
 
 from . import functional_overrides as functional_overrides
 from . import tensor_overrides as tensor_overrides

@@ -14,41 +14,41 @@ from ..fx import call, module_path, size_hint, source_line, value
 from ..printed_names import users_name
 from ..printing import short_dtype
 from .op_names import canonical_name
-from .precision_rules import ADDITIVE_MASKS, FLOATS
+from .policy import asked_dtype, saturated
+from .rules import FLOATS
 
 aten = torch.ops.aten
 CAST = aten._to_copy.default
 
-_CAST_METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CastRow:
-    """One inserted cast.
+    """One cast, as both executors write it into their ledgers.
 
     Attributes:
-        node: the cast node's name in the graph after the pass; "wrap_body_0.name" in a nested graph.
+        node: the cast node's name in the graph after the pass; "wrap_body_0.name" in a nested graph; "" in eager.
         op: the op that needed it, or "parameter", "buffer", "input", "output".
         rule: the kind of the rule that asked for it ("half", "float", ...), or "model", "output", "captured".
         reason: the rule's one line.
         source_dtype, target_dtype: as the reports print them: "f32", "bf16".
         bytes: written by the cast: elements times the size of the target dtype (as seen at capture where dynamic).
-        tensor: what is cast: a parameter's name, or the producing node's.
-        module, source: where the op is in the model and in the user's code.
+        tensor: what is cast: a parameter's name, or the producing node's; "" in eager.
+        module, source: where the op is in the model and in the user's code; "" in eager.
     """
 
-    node: str
+    node: str = ""
     op: str
     rule: str
     reason: str
     source_dtype: str
     target_dtype: str
     bytes: int
-    tensor: str
-    module: str
-    source: str
+    tensor: str = ""
+    module: str = ""
+    source: str = ""
 
     def as_json(self) -> dict[str, Any]:
+        """Return the row as a dict of JSON values."""
         return asdict(self)
 
 
@@ -72,24 +72,7 @@ def user_cast(node: fx.Node) -> torch.dtype | None:
     """Return the floating dtype of a cast that the user's code asked for by name, or None for any other node."""
     if node.op not in ("call_method", "call_function") or node.target is CAST:
         return None
-    name = node.target if isinstance(node.target, str) else canonical_name(node.target)
-    if name in _CAST_METHODS:
-        return _CAST_METHODS[name]
-    if name not in ("to", "type"):
-        return None
-    for given in (*node.args[1:], *node.kwargs.values()):
-        if isinstance(given, torch.dtype) and given in FLOATS:
-            return given
-    return None
-
-
-def additive_mask(node: fx.Node, name: str) -> fx.Node | None:
-    """Return the additive mask among the arguments of an attention op called `name`, or None."""
-    if name not in ADDITIVE_MASKS:
-        return None
-    position, keyword = ADDITIVE_MASKS[name]
-    mask = node.kwargs.get(keyword, node.args[position] if position < len(node.args) else None)
-    return mask if isinstance(mask, fx.Node) else None
+    return asked_dtype(canonical_name(node.target), node.args, node.kwargs)
 
 
 _LAST_DTYPE = re.compile(r"_b?f\d+(?:_\d+)?$")
@@ -106,15 +89,9 @@ def insert_cast(tensor: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: f
 
 
 def insert_limits(tensor: fx.Node, half: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any) -> fx.Node:
-    """Insert nodes that bring the finite values of `tensor` into the range of `half`, and return the last.
-
-    A cast alone would make infinities of them. Infinities that are there stay.
-    """
-    graph, limits = tensor.graph, torch.finfo(half)
-    with graph.inserting_before(before):
-        infinite = call(graph, aten.isinf.default, (tensor,), like=like, mode=mode)
-        within = call(graph, aten.clamp.default, (tensor, limits.min, limits.max), like=like, mode=mode)
-        return call(graph, aten.where.self, (infinite, tensor, within), like=like, mode=mode)
+    """Insert nodes that bring the finite values of `tensor` into the range of `half`, and return the last."""
+    with tensor.graph.inserting_before(before):
+        return saturated(tensor, half, lambda op, *args: call(tensor.graph, op, args, like=like, mode=mode))
 
 
 def ledger_row(cast: fx.Node, tensor: fx.Node, *, op: str, rule: str, reason: str, body: str = "") -> CastRow:

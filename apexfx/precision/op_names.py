@@ -36,7 +36,7 @@ ALIASES = {
 _IN_PLACE = ("add", "sub", "mul", "div", "truediv", "pow", "matmul", "floordiv", "mod", "and", "or", "xor", "lshift",
              "rshift")
 
-_TORCH_MODULES = ("torch", "_operator", "operator")
+_TORCH_MODULES = ("torch", "_operator", "operator", "builtins")  # x.mT is captured as getattr(x, "mT")
 
 
 def canonical_name(func: Callable[..., Any] | str) -> str:

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..config import HALVES
 from .op_names import is_foreign
 
 KINDS = ("half", "half_if_mixed", "float", "promote", "sequence_promote", "banned", "batch_norm", "match_self", "dtype",
          "passthrough")
-HALVES = (torch.float16, torch.bfloat16)
 FLOATS = (*HALVES, torch.float32, torch.float64)
 
 
@@ -136,27 +136,28 @@ _OUT = Rule("match_self", "the result goes into the tensor given as out=, whose 
 _UNKNOWN = Rule("promote", "not in the table: mixed arguments meet in the widest dtype", "unknown")
 _FOREIGN = Rule("passthrough", "not torch's own: it keeps the dtypes it was written for", "foreign")
 
-# Ops whose Python numbers are stored as the tensor's dtype. Numbers beyond half's range, like torch.finfo(x.dtype).min
-# taken while x was float32, are brought back to its limits: what the same line gives where x is half.
+# Ops whose Python numbers are stored as the tensor's dtype; see `policy.limited`.
 STORED_NUMBERS = frozenset("""
     masked_fill masked_fill_ index_fill index_fill_ fill fill_ full_like new_full clamp clamp_ clamp_min clamp_max where
     threshold threshold_ nan_to_num nan_to_num_ pad scatter scatter_ setitem""".split())
 
-# The additive mask of attention, by position and name: its most negative finite value must not become -inf in half,
-# or a row that is masked throughout turns into nan.
+# The additive mask of attention, by position and name; see `policy.additive_mask`.
 ADDITIVE_MASKS = {"scaled_dot_product_attention": (3, "attn_mask"), "multi_head_attention_forward": (16, "attn_mask")}
 
 # Whose result is the same data, so that a dtype the user chose for the argument is still the user's choice.
 SAME_DATA_FAMILIES = ("view", "cast")
 
 
-def lookup(name: str, rules: Mapping[str, Rule] = RULES, *, in_place: bool = False, out: bool = False) -> Rule:
-    """Return the rule of the op called `name` (see `canonical_name`).
+def lookup(
+    name: str, rules: Mapping[str, Rule] = RULES, *, in_place: bool = False, out: bool = False, names_dtype: bool = False
+) -> Rule:
+    """Return the rule that holds for a call of the op called `name` (see `canonical_name`).
 
     Args:
         rules: the table, or a copy with a user's own entries.
         in_place: the op writes its first argument although its name does not say so (`inplace=True`).
         out: the op was given `out=`.
+        names_dtype: a dtype is among the arguments.
     """
     if out:
         return _OUT
@@ -166,6 +167,8 @@ def lookup(name: str, rules: Mapping[str, Rule] = RULES, *, in_place: bool = Fal
         rule = rules.get(name[:-1])
     if in_place and (rule is None or rule.kind not in ("passthrough", "match_self", "batch_norm")):
         return _IN_PLACE
+    if rule is not None and names_dtype and rule.kind in ("float", "banned"):
+        return Rule("passthrough", "the call names the dtype it computes in", rule.family)
     if rule is not None:
         return rule
     return _FOREIGN if is_foreign(name) else _UNKNOWN

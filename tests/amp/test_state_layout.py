@@ -1,10 +1,9 @@
-"""torch's fused kernels in the steps of amp: where they are lent, and where they would read something wrongly."""
+"""Optimizer state whose memory layout is not its parameter's, in the steps of amp."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-import weakref
 
 import pytest
 import torch
@@ -12,21 +11,7 @@ from torch import nn
 
 from apexfx import amp, optimizers
 from apexfx.testing import assert_close
-from tests.amp.amp_cases import OPTIMIZERS, Ops, batch, fresh_state, made, train
-
-
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize("name, kernel", [("momentum", "_fused_sgd_"), ("adam", "_fused_adam_")])
-def test_a_fused_kernel_takes_the_place_of_copies_after_loading_too(name, kernel, opt_level, flag):
-    model, optimizer = made(name, opt_level, loss_scale="dynamic")
-    train(model, optimizer, 1)
-    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    x, y = batch()
-    with amp.scale_loss(torch.nn.functional.cross_entropy(model(x), y), optimizer) as loss:
-        loss.backward()
-    with Ops() as ops:
-        optimizer.step()
-    assert kernel in ops.names and "where" not in ops.names
+from tests.amp.amp_cases import OPTIMIZERS, fresh_state
 
 
 def in_order(memory_format, name, **options):
@@ -49,7 +34,7 @@ def in_order(memory_format, name, **options):
     return model.weight.detach().clone()
 
 
-# torch's fused kernels go through memory, so that a buffer of other strides than its parameter's would be read out of order.
+# Fused kernels go through memory, so that a buffer of other strides than its parameter's would be read out of order.
 @pytest.mark.parametrize("name", ["momentum", "adam", "fused_adam"])
 def test_state_in_another_memory_format_keeps_its_order(name):
     expected = in_order(torch.contiguous_format, name, opt_level="O0", loss_scale="dynamic")
@@ -57,55 +42,10 @@ def test_state_in_another_memory_format_keeps_its_order(name):
     assert_close(in_order(torch.channels_last, name, opt_level="O0", loss_scale="dynamic"), expected)
 
 
-def reordered(tensor):
-    return tensor.to(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
-
-
-def state_reordered(model, optimizer):
-    for state in optimizer.state.values():
-        state.update({key: reordered(value) for key, value in state.items()})
-
-
-def state_data_reordered(model, optimizer):
-    for state in optimizer.state.values():
-        for value in state.values():
-            value.data = reordered(value.data)
-
-
 def state_data_resized(model, optimizer):
     for state in optimizer.state.values():
         for value in state.values():
             value.data = value.data[:2] if value.dim() else value.data
-
-
-def gradient_reordered(model, optimizer):
-    model.weight.grad = reordered(model.weight.grad)
-
-
-def state_half(model, optimizer):
-    model.weight.grad = None
-    model.weight.data = model.weight.data.bfloat16()
-    model.weight.grad = torch.ones_like(model.weight)
-
-
-@pytest.mark.parametrize("name, kernel, change", [
-    ("momentum", "_fused_sgd_", state_reordered), ("adam", "_fused_adam_", state_reordered),
-    ("momentum", "_fused_sgd_", state_data_reordered), ("adam", "_fused_adam_", state_data_reordered),
-    ("momentum", "_fused_sgd_", gradient_reordered), ("adam", "_fused_adam_", gradient_reordered),
-    ("momentum", "_fused_sgd_", state_half), ("momentum", "_fused_sgd_", None), ("adam", "_fused_adam_", None),
-])  # fmt: skip
-def test_a_kernel_is_no_longer_lent_to_what_it_would_read_wrongly(name, kernel, change):
-    model = torch.nn.Conv2d(3, 4, 3, bias=False)
-    model, optimizer = amp.initialize(model, OPTIMIZERS[name](model.parameters()), verbosity=0)
-    for i in range(4):
-        optimizer.zero_grad()
-        with amp.scale_loss(model(torch.randn(2, 3, 8, 8)).square().sum(), optimizer) as loss:
-            loss.backward()
-        if i == 3 and change is not None:
-            change(model, optimizer)
-        with Ops() as ops:
-            optimizer.step()
-        assert (kernel in ops.names) == (i < 3 or change is None)
 
 
 @pytest.mark.parametrize("opt_level, make, warns", [
@@ -165,14 +105,3 @@ def test_a_change_of_strides_between_steps_keeps_each_state_with_its_element(nam
             optimizer.zero_grad()
         results.append(model.weight.detach())
     torch.testing.assert_close(*results)
-
-
-def test_state_is_not_kept_alive_and_may_hold_something_else():
-    model, optimizer = made("adam", "O1", loss_scale="dynamic")
-    optimizer.state["epoch"] = 3
-    train(model, optimizer, 3)
-    states = [state for state in optimizer.state.values() if state != 3]
-    kept = [weakref.ref(state["exp_avg"]) for state in states]
-    for state in states:
-        state.update({key: value.clone() for key, value in state.items()})
-    assert len(kept) == len(list(model.parameters())) and all(value() is None for value in kept)

@@ -1,0 +1,203 @@
+"""What both executors decide about one call beyond the table, and which rule holds at a node of a graph.
+
+The functions know nothing of graphs: they are given names, dtypes and arguments, and the eager executor calls them too.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import tree_leaves
+from ..config import OptLevel
+from ..fx import argument, module_paths, op_name
+from . import arguments
+from .op_names import canonical_name
+from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RULES, STORED_NUMBERS, Rule, consistent, lookup
+
+_NAMED_DTYPES = {
+    "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
+    "torch.float32": torch.float32, "torch.float16": torch.float16, "torch.bfloat16": torch.bfloat16,
+}  # fmt: skip
+# Ops of these families compute nothing: an override of their module leaves them as they are.
+_NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place")
+
+
+aten = torch.ops.aten
+_CAST_METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+_LARGEST = torch.finfo(torch.float32).max
+
+
+# ---- casts that the user's code makes ---------------------------------------------------------------------------------------
+
+
+def asked_dtype(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the floating dtype that a call of `name` casts its first argument to, None where it names none."""
+    if name in _CAST_METHODS:
+        return _CAST_METHODS[name]
+    if name not in ("to", "type"):
+        return None
+    return next((given for given in (*args[1:], *kwargs.values()) if isinstance(given, torch.dtype) and given in FLOATS), None)
+
+
+def is_choice(name: str, was: torch.dtype | None, asked: torch.dtype | None) -> bool:
+    """Return whether a cast says in which dtype the user wants to compute.
+
+    A cast that changes nothing says so only as `.float()`: `.to(x.dtype)` arrives as `.to(torch.float32)`.
+
+    Args:
+        name: of the function that casts.
+        was: dtype of what is cast; in a graph, when it was captured.
+        asked: from `asked_dtype`.
+    """
+    return asked is not None and (name == "float" or was != asked)
+
+
+def left_to_user(rule: Rule, dtypes: Sequence[torch.dtype | None], chosen: Sequence[bool]) -> bool:
+    """Return whether an op computes in float32 because the user's code made every operand float32 by hand.
+
+    Args:
+        rule: that would hold otherwise.
+        dtypes: of the operands, None for what is no floating tensor.
+        chosen: for each, whether its dtype is the user's choice (`is_choice`), perhaps through views.
+    """
+    floating = [(dtype, by_user) for dtype, by_user in zip(dtypes, chosen) if dtype in FLOATS]
+    return rule.kind == "half" and bool(floating) and all(d == torch.float32 and by_user for d, by_user in floating)
+
+
+# ---- numbers and masks beyond half's range ----------------------------------------------------------------------------------
+
+
+def narrow(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
+    """Return the half type of an op whose floating tensors are all of that one, else None: there `limited` holds."""
+    floating = {dtype for dtype in dtypes if dtype in FLOATS}
+    return floating.pop() if len(floating) == 1 and floating <= {*HALVES} else None
+
+
+def limited(number: Any, name: str, half: torch.dtype) -> Any:
+    """Return an argument of the op called `name`, whose tensors are `half`: a number beyond that range becomes its limit.
+
+    That concerns finite numbers that the op stores as the tensor's dtype, and in every op the limits of float32: what
+    `torch.finfo(x.dtype).min` was while x was float32. The same line gives half's limit where x is half.
+    """
+    kinds = (int, float) if name.startswith("masked_fill") else float  # elsewhere an int may be an index
+    if not isinstance(number, kinds) or isinstance(number, bool) or not math.isfinite(number):
+        return number
+    limit = torch.finfo(half).max
+    beyond = abs(number) > limit and (name in STORED_NUMBERS or abs(number) >= _LARGEST)
+    return math.copysign(limit, number) if beyond else number
+
+
+def is_extreme(number: Any) -> bool:
+    """Return whether a number among the arguments of an op is a limit of float32, as additive masks are made of."""
+    return isinstance(number, float) and math.isfinite(number) and abs(number) >= _LARGEST
+
+
+def stays_extreme(rule: Rule) -> bool:
+    """Return whether an op hands on that a tensor may hold limits of float32: not one that computes with all its elements."""
+    return rule.kind not in ("half", "float")
+
+
+def additive_mask(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return the additive mask among the arguments of the attention op called `name`, None for other ops.
+
+    Its most negative finite value must not become -inf in half, or a row that is masked throughout turns into nan.
+    """
+    if name not in ADDITIVE_MASKS:
+        return None
+    position, keyword = ADDITIVE_MASKS[name]
+    return kwargs.get(keyword, args[position] if position < len(args) else None)
+
+
+def saturated(tensor: Any, half: torch.dtype, call: Callable[..., Any] = lambda op, *args: op(*args)) -> Any:
+    """Return `tensor` with its finite values brought into the range of `half`; infinities stay. The dtype stays too.
+
+    Args:
+        call: runs an op, or adds a node for it.
+    """
+    limits = torch.finfo(half)
+    infinite = call(aten.isinf.default, tensor)
+    return call(aten.where.self, infinite, tensor, call(aten.clamp.default, tensor, limits.min, limits.max))
+
+
+# ---- the rule of a node -----------------------------------------------------------------------------------------------------
+
+
+class Policy:
+    """The rule of every node.
+
+    Args:
+        level: a row of the O0-O3 table.
+        half: the half type.
+        overrides: module path pattern or op name -> dtype (or its name, "half", "promote", "passthrough"). A path
+            covers the module and everything below it. An op is named plainly ("gelu"), as torch spells it ("F.gelu"),
+            or as the cast ledger prints it. Where two keys cover one op, the later one wins. A `Rule` in place of a dtype
+            takes the place of the table's row for the op of that name, see `canonical_name`.
+
+    Raises:
+        TypeError: a key that is no string.
+        ValueError: a value that is none of the above.
+    """
+
+    def __init__(self, level: OptLevel, half: torch.dtype, overrides: Mapping[str, Any]) -> None:
+        self.level = level
+        self.half = half
+        marks = {name: Rule(kind, f"amp.{kind}_function") for name, kind in arguments.NAMES.items()}
+        self.rules = {**RULES, **marks, **{key: given for key, given in overrides.items() if isinstance(given, Rule)}}
+        self.overrides = {key: self._override(key, given) for key, given in overrides.items() if not isinstance(given, Rule)}
+        self.used: set[str] = set()
+
+    def _override(self, key: Any, given: Any) -> Rule:
+        if not isinstance(key, str):
+            raise TypeError(f"apexfx: precision={{{key!r}: ...}} was given, expected a module path, a pattern or an op "
+                            "name as the key")
+        reason = f"override precision[{key!r}]"
+        if given in ("promote", "passthrough"):
+            return Rule(given, reason)
+        dtype = self.half if given == "half" else _NAMED_DTYPES.get(given, given) if isinstance(given, str) else given
+        if dtype not in (torch.float32, *HALVES):
+            raise ValueError(f"apexfx: precision={{{key!r}: {given!r}}} was given, expected torch.float32, "
+                             "torch.float16, torch.bfloat16, their names, 'half', 'promote' or 'passthrough'")
+        return Rule("dtype", reason, dtype=dtype)
+
+    def rule(self, node: fx.Node) -> Rule:
+        """Return the rule for a call node of torch's; overrides first, then the table as the level reads it."""
+        name = canonical_name(node.target)
+        base = lookup(name, self.rules, in_place=bool(argument(node, "inplace")), out="out" in node.kwargs,
+                      names_dtype=any(isinstance(a, torch.dtype) for a in tree_leaves((node.args, node.kwargs))))
+        override = self._override_of(node, name, base)
+        if override is not None:
+            return override
+        return base if self.level.patch_ops else consistent(base, to_half=self.level.cast_model)
+
+    def overridden(self, node: fx.Node) -> bool:
+        """Return whether a user's override decides about `node`."""
+        name = canonical_name(node.target)
+        return self._override_of(node, name, lookup(name, self.rules)) is not None
+
+    def _override_of(self, node: fx.Node, name: str, base: Rule) -> Rule | None:
+        found = None
+        for key, rule in self.overrides.items():
+            if self._covers(key, node, name.rstrip("_")):
+                self.used.add(key)
+                if base.family not in _NOTHING_TO_COMPUTE or rule.kind != "dtype":
+                    found = Rule(rule.kind, rule.reason, base.family, rule.dtype)
+        return found
+
+    @staticmethod
+    def _covers(key: str, node: fx.Node, op: str) -> bool:
+        """Return whether `key` is a pattern of the op's name, plain or as reports print it, or of a path of its module."""
+        if key.startswith(("torch.", "F.")) and canonical_name(key.rpartition(".")[2]).rstrip("_") == op:
+            return True  # in any spelling: the ledger prints F.linear, which is written in C, as torch.linear
+        names = (op.rpartition(".")[2], op_name(node), *filter(None, module_paths(node)))
+        return any(fnmatch.fnmatchcase(name, key) for name in names) or any(
+            fnmatch.fnmatchcase(path, f"{key}.*") for path in module_paths(node))
+
+    def unused(self) -> list[str]:
+        """Return the override keys that covered nothing in the graphs seen so far."""
+        return [key for key in self.overrides if key not in self.used]

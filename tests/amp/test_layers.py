@@ -1,0 +1,236 @@
+"""What users do to the layers of an initialised model under O1: hooks, changes, copies, replicas, tracing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune
+
+import apexfx
+from apexfx import amp
+from apexfx.amp._amp_state import _amp_state
+from apexfx.testing import assert_close
+
+B = torch.bfloat16
+
+
+class Model(nn.Module):
+    """Calls `layer` as `use` says."""
+
+    def __init__(self, layer, use=lambda layer, *inputs: layer(*inputs)):
+        super().__init__()
+        self.layer, self.use = layer, use
+
+    def forward(self, *inputs):
+        return self.use(self.layer, *inputs)
+
+
+def initialised(model, **options):
+    return amp.initialize(model, **{"dtype": B, "verbosity": 0, "cast_model_outputs": torch.float64, **options})
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.25, batch_first=True)
+    return nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(8), enable_nested_tensor=False)
+
+
+def product():
+    return torch.ones(2, 2) @ torch.ones(2, 2)
+
+
+@pytest.mark.parametrize("find", [lambda m: m.layer.layers[1].linear2, lambda m: m.layer.layers[0].self_attn])
+def test_hooks_run_with_casts(find):
+    seen = []
+    model = initialised(Model(encoder()))
+    find(model).register_forward_pre_hook(lambda layer, args: seen.append(product().dtype))
+    find(model).register_forward_hook(lambda layer, args, out: seen.append(product().dtype))
+    model(torch.randn(2, 5, 8))
+    assert seen == [B, B]
+
+
+def test_a_global_hook_is_called():
+    seen = []
+    model = initialised(Model(nn.Linear(8, 8)))
+    note = lambda layer, args, out: seen.append((type(layer), out.dtype))  # noqa: E731
+    handle = nn.modules.module.register_module_forward_hook(note)
+    try:
+        model(torch.randn(4, 8))
+    finally:
+        handle.remove()
+    assert (nn.Linear, B) in seen
+
+
+def test_a_forward_replaced_in_the_class_runs_with_casts(monkeypatch):
+    model = initialised(Model(nn.Linear(8, 8)))
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: product())
+    assert model(torch.randn(4, 8)).shape == (2, 2)
+
+
+# What a user does to a layer after `initialize`.
+CHANGES = {
+    "weight": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(8, 8))),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+    "plain attribute": lambda layer: (delattr(layer, "weight"), setattr(layer, "weight", torch.ones(8, 8))),
+    "weight norm": parametrizations.weight_norm,
+    "old weight norm": nn.utils.weight_norm,
+    "spectral norm": parametrizations.spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "compile": lambda layer: layer.compile(backend="eager"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_user_changes_later_counts(change):
+    seen = []
+    model = initialised(Model(nn.Linear(8, 8), lambda layer, x: seen.append(layer(x)) or seen[-1]))
+    CHANGES[change](model.layer.eval())
+    x = torch.randn(4, 8)
+    model(x)
+    weight, bias = (None if p is None else p.to(B) for p in (model.layer.weight, model.layer.bias))
+    if change == "compile":
+        assert seen[0].dtype in (B, torch.float32)
+    else:
+        assert seen[0].dtype == B
+        assert_close(seen[0], F.linear(x.to(B), weight, bias))  # a parametrization computes with casts too
+
+
+def test_other_modes_see_every_call():
+    class Count(torch.overrides.TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            self.count += func is F.linear
+            return func(*args, **(kwargs or {}))
+
+    outside, inside = Count(), Count()
+
+    def use(layer, x):
+        with inside:
+            return layer(x)
+
+    model = initialised(Model(nn.Linear(8, 8), use))
+    with outside:
+        assert model(torch.randn(4, 8)).dtype == torch.float64
+    assert outside.count == inside.count == 1
+
+
+def test_rules_of_the_users_hold():
+    seen = []
+    amp.register_float_function(F, "linear")
+    for given in (B, torch.float32):
+        initialised(Model(nn.Linear(8, 8), lambda layer, x: seen.append(layer(x).dtype)))(torch.randn(4, 8).to(given))
+    assert seen == [torch.float32, B]  # for one `initialize`
+
+
+def test_disabled_casts_and_a_deactivated_handle_reach_the_layers():
+    def use(layer, x):
+        seen.append(layer(x).dtype)
+        with amp.disable_casts():
+            seen.append(layer(x).dtype)
+
+    seen = []
+    model = initialised(Model(nn.Linear(8, 8), use))
+    model(torch.randn(4, 8))
+    _amp_state.handle._deactivate()
+    model(torch.randn(4, 8))
+    assert seen == [B, torch.float32, torch.float32, torch.float32]
+
+
+def test_a_layer_called_outside_the_model_is_not_cast():
+    model = initialised(Model(encoder()))
+    model(torch.randn(2, 5, 8))
+    assert model.layer.layers[0].linear1(torch.randn(4, 8)).dtype == torch.float32
+    with pytest.raises(IndexError):
+        model(torch.randn(3))  # an exception inside leaves the thread as it was
+    assert model.layer.layers[0].linear1(torch.randn(4, 8)).dtype == torch.float32
+
+
+def test_the_model_of_one_initialize_in_the_model_of_another():
+    inner = initialised(Model(nn.Linear(8, 8)))
+    outer = Model(nn.Sequential(inner, nn.Linear(8, 8)))
+    outer.layer[1].double()
+    x, y = torch.randn(4, 8), torch.randn(4, 8, dtype=torch.float64)
+    expected = inner(x)
+    initialised(outer, dtype=torch.float16, cast_model_outputs=None)
+    assert outer(x).dtype == torch.float64
+    assert torch.equal(outer.layer[1](y), F.linear(y, outer.layer[1].weight, outer.layer[1].bias))
+    assert torch.allclose(inner(x), expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy], ids=["deep", "pickle", "copy"]
+)
+def test_copies_run_their_own_weights_with_casts(copied):
+    model = initialised(nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
+    x = torch.randn(4, 8)
+    model(x)
+    other = copied(model)
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+        other[0].bias.mul_(2)
+    expected = F.relu(F.linear(x.to(B), other[0].weight.to(B), other[0].bias.to(B))).double()
+    assert torch.equal(other(x), expected)
+    assert torch.equal(model(x), expected) == (copied is copy.copy)  # which shares the layers
+
+
+def test_replicas_of_data_parallel_run_their_own_weights():
+    model = initialised(nn.Sequential(nn.Linear(8, 8)))
+    x = torch.randn(4, 8)
+    expected = model(x)
+    # What nn.parallel.replicate does, which needs GPUs.
+    replica, layer = model._replicate_for_data_parallel(), model[0]._replicate_for_data_parallel()
+    replica._modules["0"] = layer
+    layer.weight, layer.bias = model[0].weight.detach() * 2, model[0].bias.detach() * 2
+    assert torch.equal(replica(x), expected * 2)
+    assert torch.equal(model(x), expected)
+
+
+def test_layers_are_freed_with_their_model():
+    model = initialised(nn.Sequential(nn.Linear(8, 8)))
+    model(torch.randn(4, 8))
+    layer = weakref.ref(model[0])
+    gc.disable()
+    try:
+        _amp_state.session.executor.cache.clear()
+        del model
+        assert layer() is None
+    finally:
+        gc.enable()
+
+
+def test_transform_of_a_compiled_layer_runs_the_transform():
+    layer = nn.Linear(8, 8)
+    layer.compile(backend="eager")
+    made = apexfx.transform(layer, opt_level="O1", dtype=B, inner="eager")
+    made(torch.randn(4, 8))
+    assert "linear" in str(made.report)
+
+
+@pytest.mark.parametrize("trace", [
+    lambda layer, x: torch.compile(layer, backend="eager", fullgraph=True),
+    lambda layer, x: torch.export.export(layer, (x,)).module(),
+    lambda layer, x: torch.jit.trace(layer, x),
+], ids=["compile", "export", "trace"])  # fmt: skip
+def test_layers_are_traced_outside_the_model_as_before(trace):
+    model = initialised(Model(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8))))
+    x = torch.randn(4, 8)
+    model(x)
+    expected = model.layer(x)
+    assert expected.dtype == torch.float32
+    assert torch.equal(trace(model.layer, x)(x), expected)
+
+
+def test_initialize_once_more_gives_the_layers_to_the_new_executor():
+    seen = []
+    model = Model(nn.Linear(8, 8), lambda layer, x: seen.append(layer(x).dtype))
+    for half in (B, torch.float16):
+        initialised(model, dtype=half)(torch.randn(4, 8))
+    assert seen == [B, torch.float16]
