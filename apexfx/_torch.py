@@ -6,12 +6,10 @@ fails, naming the line, when a torch release moves one of them.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
@@ -37,7 +35,6 @@ from torch._inductor import lowering as inductor_lowering  # 2.13
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # 2.11, 2.13, 2.15
 from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11, 2.13, 2.15
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir  # 2.11, 2.13, 2.15
-from torch._inductor.select_algorithm import ExternKernelChoice  # 2.13
 from torch._inductor.virtualized import V as inductor_state  # 2.13
 from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
@@ -232,15 +229,6 @@ def drop_compiled_call(module: torch.nn.Module) -> None:
     module.__dict__.pop("_compiled_call_impl", None)
 
 
-@functools.cache
-def onednn_is_wider() -> bool:
-    """Tell whether oneDNN uses AVX-512 here and MKL does not, because another than Intel made the processor (2.13)."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
-    info = Path("/proc/cpuinfo")
-    return torch.cpu._is_avx512_supported() and info.exists() and "GenuineIntel" not in info.read_text()
-
-
 def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
     """Multiply `grads` by `factor`, and set `found_inf` to 1 where one is not finite (2.11, 2.13, 2.15).
 
@@ -261,7 +249,6 @@ __all__ = [
     "BatchNorm",
     "CustomGraphPass",
     "DTensor",
-    "ExternKernelChoice",
     "FailOnRecompileLimitHit",
     "FakeTensor",
     "FakeTensorMode",
@@ -300,7 +287,6 @@ __all__ = [
     "is_fsdp_source",
     "is_replica",
     "not_traced",
-    "onednn_is_wider",
     "pop_function_mode",
     "process_group_store",
     "process_group_timeout",

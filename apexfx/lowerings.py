@@ -1,7 +1,7 @@
-"""What Inductor makes of three ops of this package instead of calling them: code that saves passes over memory.
+"""What Inductor makes of two ops of this package instead of calling them: code that saves passes over memory.
 
 `flatten_bucket` becomes no code at all: whatever computes a gradient writes it into its slot. `bn_relu_backward` becomes
-a loop that joins those around it. `product` can write where it is told. Values are the ops' own, bit for bit.
+a loop that fuses with those around it. Values are the ops' own, bit for bit.
 """
 
 from __future__ import annotations
@@ -13,27 +13,19 @@ from typing import Any
 
 import torch
 
-from ._torch import ExternKernelChoice, inductor_ops, inductor_state
 from ._torch import inductor_ir as ir
 from ._torch import inductor_lowering as lowering
-from .ops.product import product_into
+from ._torch import inductor_ops, inductor_state
 
 aten = torch.ops.aten
 
 
 @functools.cache
 def register() -> None:
-    """Tell Inductor, once in a process: before it runs code from its cache on disk, which calls what this names."""
-    kernel = ExternKernelChoice(product_into, name="apexfx_product")
-    for op, lower in ((torch.ops.apexfx.product.default, functools.partial(_product, kernel)),
-                      (torch.ops.apexfx.flatten_bucket.default, _flatten_bucket),
+    """Register the lowerings with Inductor, once in a process."""
+    for op, lower in ((torch.ops.apexfx.flatten_bucket.default, _flatten_bucket),
                       (torch.ops.apexfx.bn_relu_backward.default, _relu_backward)):
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
-
-
-def _product(kernel: ExternKernelChoice, a: Any, b: Any) -> Any:
-    layout = ir.FlexibleLayout(a.get_device(), a.get_dtype(), [a.get_size()[0], b.get_size()[1]])
-    return kernel.bind([ir.ExternKernel.realize_input(a), ir.ExternKernel.realize_input(b)], layout).output_node()
 
 
 def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype, divisor: float = 1.0) -> Any:
