@@ -17,5 +17,5 @@ from .functions import promote_function as promote_function
 from .functions import register_float_function as register_float_function
 from .functions import register_half_function as register_half_function
 from .functions import register_promote_function as register_promote_function
-from .handle import disable_casts as disable_casts
-from .handle import scale_loss as scale_loss
+from .scale_loss import disable_casts as disable_casts
+from .scale_loss import scale_loss as scale_loss

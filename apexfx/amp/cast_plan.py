@@ -11,13 +11,13 @@ from torch import Tensor
 from apexfx.precision.policy import (
     additive_mask,
     asked_dtype,
-    is_choice,
-    is_extreme,
+    is_float32_limit,
+    is_user_cast,
+    keeps_float32_limits,
     left_to_user,
     limited,
     narrow,
     saturated,
-    stays_extreme,
 )
 from apexfx.precision.rules import FLOATS, HALVES, Rule, decide, lookup
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from .executor import CastExecutor
 
 # Set on a tensor whose dtype the user's own code chose: `policy.left_to_user`.
-CHOSEN = "_apexfx_chosen_dtype"
+USER_CAST = "_apexfx_user_cast"
 # Set on a tensor that may hold limits of float32: it is cast to half within half's range.
-EXTREME = "_apexfx_extreme"
+FLOAT32_LIMITS = "_apexfx_float32_limits"
 
 _DTYPE, _WIDE = "a dtype", "a number that some half type cannot hold"  # in a signature
 _NARROWEST = torch.finfo(torch.float16).max
@@ -106,14 +106,14 @@ class CastPlan:
         if decision is None:
             decision = self._decisions[key] = self._decide(kinds, kwargs)
         rule, targets, half, wide = decision
-        if targets is not None and self.executor.any_chosen and self._is_left_to_user(rule, args, kwargs):
+        if targets is not None and self.executor.any_user_cast and self._is_left_to_user(rule, args, kwargs):
             targets = None
         if targets is not None or half is not None:
             recast = _Recast(self, decision._replace(targets=targets), additive_mask(self.name, args, kwargs))
             args, kwargs = recast(args), dict(zip(kwargs, recast(kwargs.values())))
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if wide or self.executor.any_extreme:
-            self.executor.follow_extremes(rule, (*args, *kwargs.values()), result)
+        if wide or self.executor.any_float32_limits:
+            self.executor.mark_float32_limits(rule, (*args, *kwargs.values()), result)
         return result
 
     def _decide(self, kinds: list[Any], kwargs: dict[str, Any]) -> Decision:
@@ -136,8 +136,8 @@ class CastPlan:
     def _is_left_to_user(self, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         tensors = [value for value in leaves((*args, *kwargs.values())) if isinstance(value, Tensor)]
         if rule.family == "foreign":
-            return all(hasattr(t, CHOSEN) for t in tensors if t.dtype == self.executor.half)
-        return left_to_user(rule, [t.dtype for t in tensors], [hasattr(t, CHOSEN) for t in tensors])
+            return all(hasattr(t, USER_CAST) for t in tensors if t.dtype == self.executor.half)
+        return left_to_user(rule, [t.dtype for t in tensors], [hasattr(t, USER_CAST) for t in tensors])
 
 
 class _Recast:
@@ -169,35 +169,35 @@ class _Recast:
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         executor, source = self.plan.executor, tensor
-        if dtype in HALVES and (tensor is self.mask or executor.any_extreme and hasattr(tensor, EXTREME)):
+        if dtype in HALVES and (tensor is self.mask or executor.any_float32_limits and hasattr(tensor, FLOAT32_LIMITS)):
             source = saturated(tensor, dtype)
         cast, hit = executor.cast(source, dtype)
-        if executor.any_chosen and hasattr(cast, CHOSEN):
-            delattr(cast, CHOSEN)  # around a decorated function the executor is on: it saw a cast, but not the user's
+        if executor.any_user_cast and hasattr(cast, USER_CAST):
+            delattr(cast, USER_CAST)  # around a decorated function the executor is on: it saw a cast, but not the user's
         if executor.ledger is not None:
             executor.ledger.note(self.plan.name, self.rule, tensor, dtype, hit)
         return cast
 
 
 def following(executor: CastExecutor, name: str, rule: Rule) -> Callable[..., Any]:
-    """Return how a cast or view is called: marks of its argument go to its result, and a cast may make one (`CHOSEN`)."""
+    """Return how a cast or view is called: marks of its argument go to its result, and a cast may make one (`USER_CAST`)."""
     casts = rule.family == "cast"
 
     def call(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if not (casts or executor.any_chosen or executor.any_extreme):
+        if not (casts or executor.any_user_cast or executor.any_float32_limits):
             return result
         source = args[0] if args else None
         asked = asked_dtype(name, args, kwargs or {}) if casts else None
-        if asked is not None and isinstance(source, Tensor) and is_choice(name, source.dtype, asked):
+        if asked is not None and isinstance(source, Tensor) and is_user_cast(name, source.dtype, asked):
             if result is source:  # `x.float()` on a float32 tensor: the mark must not stay on x
                 result = source.view_as(source)
-            setattr(result, CHOSEN, True)
-            executor.any_chosen = True
-        elif asked is None and executor.any_chosen and hasattr(source, CHOSEN):
-            mark(CHOSEN, result, source)
-        if executor.any_extreme:
-            executor.follow_extremes(rule, args, result)
+            setattr(result, USER_CAST, True)
+            executor.any_user_cast = True
+        elif asked is None and executor.any_user_cast and hasattr(source, USER_CAST):
+            mark(USER_CAST, result, source)
+        if executor.any_float32_limits:
+            executor.mark_float32_limits(rule, args, result)
         return result
 
     return call
@@ -210,7 +210,8 @@ def mark(name: str, result: Any, *but: Any) -> None:
             setattr(value, name, True)
 
 
-def hands_on_extremes(rule: Rule, values: Any) -> bool:
+def gives_float32_limits(rule: Rule, values: Any) -> bool:
     """Return whether the result of a call may hold limits of float32."""
     found = list(leaves(values))
-    return any(map(is_extreme, found)) or stays_extreme(rule) and any(hasattr(value, EXTREME) for value in found)
+    kept = keeps_float32_limits(rule) and any(hasattr(value, FLOAT32_LIMITS) for value in found)
+    return kept or any(map(is_float32_limit, found))

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from apexfx._torch import pop_function_mode, push_function_mode
+from apexfx._torch import function_mode_depth, pop_function_mode, push_function_mode
 from apexfx.precision.op_names import canonical_name
 from apexfx.precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
 
-from .cast_plan import EXTREME, CastPlan, following, hands_on_extremes, mark
+from .cast_plan import FLOAT32_LIMITS, CastPlan, following, gives_float32_limits, mark
 from .eager_ledger import EagerLedger
 from .weight_cache import CASTS, WeightCache
 
@@ -55,7 +55,7 @@ class CastExecutor(TorchFunctionMode):
         self.caching = True
         self.cache = WeightCache()
         self.ledger: EagerLedger | None = None
-        self.any_chosen = self.any_extreme = False  # whether a tensor was marked, see `cast_plan`
+        self.any_user_cast = self.any_float32_limits = False  # whether a tensor was marked, see `cast_plan`
         self.deactivated = False
         self.ever_disabled = False  # spares every call the question
         self._plans: dict[Any, Call | None] = {}
@@ -118,11 +118,11 @@ class CastExecutor(TorchFunctionMode):
             return following(self, name, rule)
         return CastPlan(self, name)
 
-    def follow_extremes(self, rule: Rule, values: Any, result: Any) -> None:
+    def mark_float32_limits(self, rule: Rule, values: Any, result: Any) -> None:
         """Mark the result of a call where it may hold limits of float32, as an additive mask does."""
-        if hands_on_extremes(rule, values):
-            mark(EXTREME, result)
-            self.any_extreme = True
+        if gives_float32_limits(rule, values):
+            mark(FLOAT32_LIMITS, result)
+            self.any_float32_limits = True
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
         """Return `tensor` in `dtype`, and whether the weight cache had it."""
@@ -164,3 +164,24 @@ class BackwardMode(TorchFunctionMode):
         edge = torch.autograd.graph.get_gradient_edge(tensor)
         with self.executor:
             torch.autograd.backward(edge, gradient, retain_graph, create_graph)
+
+
+class PersistentMode:
+    """Keeps `mode` on beyond any `with` block.
+
+    It goes to the bottom of the calling thread's stack, so that blocks entered before or after stay paired.
+    """
+
+    def __init__(self, mode: TorchFunctionMode) -> None:
+        self._mode = mode
+        above = [pop_function_mode() for _ in range(function_mode_depth())]
+        push_function_mode(mode)
+        for other in reversed(above):
+            push_function_mode(other)
+
+    def remove(self) -> None:
+        """Take the mode out, wherever it is; do nothing in a thread that does not have it."""
+        modes = [pop_function_mode() for _ in range(function_mode_depth())]
+        for mode in reversed(modes):
+            if mode is not self._mode:
+                push_function_mode(mode)

@@ -17,7 +17,6 @@ from apexfx.precision.rules import HALVES
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
-from .handle import AmpHandle
 from .models import ForwardPatch, check_not_transformed, check_parameters, check_wrapper, patch_forward, save_float32
 from .optimizers import process_optimizer, unwrap
 from .properties import O0 as O0
@@ -25,6 +24,7 @@ from .properties import O1 as O1
 from .properties import O2 as O2
 from .properties import O3 as O3
 from .properties import Properties, opt_levels
+from .scale_loss import AmpHandle
 from .scaler import LossScaler
 from .session import Session
 

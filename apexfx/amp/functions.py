@@ -18,8 +18,8 @@ from apexfx.precision.rules import FLOATS, HALVES, Rule
 from ._amp_state import _amp_state
 from .cast_plan import CastPlan
 from .executor import CastExecutor
-from .handle import AmpHandle, NoOpHandle
 from .lists import edited_rules
+from .scale_loss import AmpHandle, NoOpHandle
 
 Function = Callable[..., Any]
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from apexfx.optimizers._base import FusedOptimizer
 from apexfx.precision.rules import HALVES
 
+from .optimizer_state import AmpOptimizerState
 from .scaler import LossScaler, is_clear
 from .session import Session
-from .stash import AmpOptimizerState
 
 
 def unwrap(optimizer: Any) -> torch.optim.Optimizer:

@@ -6,6 +6,8 @@ from __future__ import annotations
 MODULES = {
     "apex.amp": "apexfx.amp",
     "apex.amp.amp": "apexfx.amp.functions",
+    "apex.amp.handle": "apexfx.amp.scale_loss",
+    "apex.amp.opt": "apexfx.amp.legacy_wrapper",
     "apex.contrib.clip_grad": "apexfx.optimizers.clip_grad",
     "apex.contrib.clip_grad.clip_grad": "apexfx.optimizers.clip_grad",
     "apex.fp16_utils": "apexfx.fp16_utils",

@@ -35,7 +35,7 @@ def cast_entries(
         target = _target(policy, source)
         if target is None or storages(value(placeholder)) & touched:
             continue
-        if CAST not in _wishes(placeholder, policy):
+        if CAST not in _desired_by_users(placeholder, policy):
             continue
         kind = placeholder.meta.get("apexfx_kind", "input").replace("param", "parameter")
         cast = insert_cast(placeholder, target, before=first, like=placeholder, mode=mode)
@@ -52,15 +52,15 @@ def _target(policy: Policy, dtype: torch.dtype | None) -> torch.dtype | None:
     return torch.float32 if dtype in HALVES else None
 
 
-def _wishes(tensor: fx.Node, policy: Policy) -> set[str]:
+def _desired_by_users(tensor: fx.Node, policy: Policy) -> set[str]:
     """Return whether the users of `tensor` want it cast, kept, or both."""
-    wishes: set[str] = set()
+    desired: set[str] = set()
     for user in tensor.users:
-        wishes |= _wish(tensor, user, policy)
-    return wishes
+        desired |= _desired_by(tensor, user, policy)
+    return desired
 
 
-def _wish(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
+def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
     if user.op == "output" or is_inserted_cast(user) or user_cast(user) is not None:
         return {KEEP}
     if isinstance(user.target, torch._ops.HigherOrderOperator):
@@ -68,14 +68,14 @@ def _wish(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
         if pair is None:
             return {KEEP}
         inputs = pair[0].graph.find_nodes(op="placeholder")
-        inside = set().union(*(_wishes(p, policy) for o, p in zip(pair[1], inputs) if o is tensor))
+        inside = set().union(*(_desired_by_users(p, policy) for o, p in zip(pair[1], inputs) if o is tensor))
         return {CAST} if inside == {CAST} else {KEEP}
     name = canonical_name(user.target)
     rule = policy.rules.get(name)
     if is_foreign(name) and rule is None:
         return {KEEP}
     if rule is not None and rule.family == "view":
-        return _wishes(user, policy) or {KEEP}
+        return _desired_by_users(user, policy) or {KEEP}
     if policy.overridden(user) or tensor is additive_mask(name, user.args, user.kwargs):
         return {KEEP}  # a mask is cast where it is used, because there it is cast within half's range
     if rule is not None and rule.kind == "batch_norm" and user.args and user.args[0] is not tensor:
@@ -88,10 +88,10 @@ def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, made:
     for user in list(tensor.users):
         if user is cast:
             continue
-        wish = _wish(tensor, user, policy)
-        if wish == {CAST}:
+        desired = _desired_by(tensor, user, policy)
+        if desired == {CAST}:
             user.replace_input_with(tensor, cast)
-        elif CAST in wish:
+        elif CAST in desired:
             with tensor.graph.inserting_after(user):
                 twin = tensor.graph.node_copy(user, lambda n: cast if n is tensor else n)
             set_value(twin, evaluate(twin, mode))

@@ -22,7 +22,16 @@ from ..precision.casts import (
     user_cast,
 )
 from ..precision.op_names import canonical_name, is_foreign
-from ..precision.policy import Policy, additive_mask, is_choice, is_extreme, left_to_user, limited, narrow, stays_extreme
+from ..precision.policy import (
+    Policy,
+    additive_mask,
+    is_float32_limit,
+    is_user_cast,
+    keeps_float32_limits,
+    left_to_user,
+    limited,
+    narrow,
+)
 from ..precision.rules import FLOATS, HALVES, SAME_DATA_FAMILIES, Rule, decide
 from .mutation import body_of, storages, written, written_storages
 
@@ -60,8 +69,8 @@ class Walk:
         self.touched = written_storages(gm)
         self.mode = mode
         self.changed: set[fx.Node] = set()
-        self.chosen: set[fx.Node] = set()  # made float32 by the user's own words, through any number of views
-        self.extreme: set[fx.Node] = set()  # holds finite numbers beyond half's range: an additive mask
+        self.user_casts: set[fx.Node] = set()  # made float32 by the user's own words, through any number of views
+        self.float32_limits: set[fx.Node] = set()  # holds finite numbers beyond half's range: an additive mask
         self.entered: set[int] = set()
         self.limited: dict[tuple[fx.Node, torch.dtype, fx.Node | None], fx.Node] = {}
         self.pending: list[tuple[fx.Node, CastRow]] = []
@@ -139,7 +148,7 @@ class Walk:
             return Rule(kind, "inside autocast(enabled=False): only what would not fit together is cast", rule.family)
         if self.policy.level.patch_ops:
             operands = node.all_input_nodes
-            if left_to_user(rule, [dtype_of(n) for n in operands], [n in self.chosen for n in operands]):
+            if left_to_user(rule, [dtype_of(n) for n in operands], [n in self.user_casts for n in operands]):
                 return Rule("passthrough", "the user's code made every operand float32", rule.family)
         return rule
 
@@ -147,13 +156,13 @@ class Walk:
         """Carry the two properties of values that decisions further down depend on."""
         source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         was = self.captured.get(source)
-        if is_choice(name, was.dtype if isinstance(was, Tensor) else None, cast_to):
-            self.chosen.add(node)
-        elif cast_to is None and source in self.chosen and rule.family in SAME_DATA_FAMILIES:
-            self.chosen.add(node)
-        if any(map(is_extreme, tree_leaves((node.args, node.kwargs)))) \
-                or stays_extreme(rule) and any(n in self.extreme for n in node.all_input_nodes):
-            self.extreme.add(node)
+        if is_user_cast(name, was.dtype if isinstance(was, Tensor) else None, cast_to):
+            self.user_casts.add(node)
+        elif cast_to is None and source in self.user_casts and rule.family in SAME_DATA_FAMILIES:
+            self.user_casts.add(node)
+        if any(map(is_float32_limit, tree_leaves((node.args, node.kwargs)))) \
+                or keeps_float32_limits(rule) and any(n in self.float32_limits for n in node.all_input_nodes):
+            self.float32_limits.add(node)
 
     def _cast_arguments(self, node: fx.Node, name: str, rule: Rule) -> bool:
         # A residual is an activation, which sync_batch_norm adds whatever its dtype: it is no parameter to agree with.
@@ -182,7 +191,7 @@ class Walk:
                 return argument
             if argument not in made:
                 source = argument
-                if target in HALVES and (argument is mask or argument in self.extreme):
+                if target in HALVES and (argument is mask or argument in self.float32_limits):
                     source = self._limited(argument, target, node)
                 made[argument] = self._cast(source, target, like=node, before=node, op=op, rule=rule, reason=reason)
             return made[argument]
@@ -205,8 +214,8 @@ class Walk:
     ) -> fx.Node:
         cast = insert_cast(tensor, dtype, before=before, like=like, mode=self.mode)
         self.captured[cast] = self.captured.get(tensor)
-        if tensor in self.extreme:
-            self.extreme.add(cast)
+        if tensor in self.float32_limits:
+            self.float32_limits.add(cast)
         row = ledger_row(cast, tensor, op=op, rule=rule, reason=reason, body=self.body)
         self.pending.append((cast, row))
         return cast

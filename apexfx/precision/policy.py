@@ -27,7 +27,6 @@ _NAMED_DTYPES = {
 # Ops of these families compute nothing: an override of their module leaves them as they are.
 _NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place")
 
-
 aten = torch.ops.aten
 _CAST_METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
 _LARGEST = torch.finfo(torch.float32).max
@@ -45,8 +44,8 @@ def asked_dtype(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> to
     return next((given for given in (*args[1:], *kwargs.values()) if isinstance(given, torch.dtype) and given in FLOATS), None)
 
 
-def is_choice(name: str, was: torch.dtype | None, asked: torch.dtype | None) -> bool:
-    """Return whether a cast says in which dtype the user wants to compute.
+def is_user_cast(name: str, was: torch.dtype | None, asked: torch.dtype | None) -> bool:
+    """Return whether a cast says in which dtype the user wants to compute: a choice that a matrix product respects.
 
     A cast that changes nothing says so only as `.float()`: `.to(x.dtype)` arrives as `.to(torch.float32)`.
 
@@ -58,15 +57,15 @@ def is_choice(name: str, was: torch.dtype | None, asked: torch.dtype | None) -> 
     return asked is not None and (name == "float" or was != asked)
 
 
-def left_to_user(rule: Rule, dtypes: Sequence[torch.dtype | None], chosen: Sequence[bool]) -> bool:
+def left_to_user(rule: Rule, dtypes: Sequence[torch.dtype | None], user_cast: Sequence[bool]) -> bool:
     """Return whether an op computes in float32 because the user's code made every operand float32 by hand.
 
     Args:
         rule: that would hold otherwise.
         dtypes: of the operands, None for what is no floating tensor.
-        chosen: for each, whether its dtype is the user's choice (`is_choice`), perhaps through views.
+        user_cast: for each, whether the user's code cast it (`is_user_cast`), perhaps through views.
     """
-    floating = [(dtype, by_user) for dtype, by_user in zip(dtypes, chosen) if dtype in FLOATS]
+    floating = [(dtype, by_user) for dtype, by_user in zip(dtypes, user_cast) if dtype in FLOATS]
     return rule.kind == "half" and bool(floating) and all(d == torch.float32 and by_user for d, by_user in floating)
 
 
@@ -93,12 +92,12 @@ def limited(number: Any, name: str, half: torch.dtype) -> Any:
     return math.copysign(limit, number) if beyond else number
 
 
-def is_extreme(number: Any) -> bool:
+def is_float32_limit(number: Any) -> bool:
     """Return whether a number among the arguments of an op is a limit of float32, as additive masks are made of."""
     return isinstance(number, float) and math.isfinite(number) and abs(number) >= _LARGEST
 
 
-def stays_extreme(rule: Rule) -> bool:
+def keeps_float32_limits(rule: Rule) -> bool:
     """Return whether an op hands on that a tensor may hold limits of float32: not one that computes with all its elements."""
     return rule.kind not in ("half", "float")
 

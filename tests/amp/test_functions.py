@@ -11,9 +11,9 @@ from torch import nn
 
 from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
-from apexfx.amp.handle import NoOpHandle
+from apexfx.amp.legacy_wrapper import OptimWrapper
 from apexfx.amp.lists import functional_overrides, tensor_overrides, torch_overrides
-from apexfx.amp.opt import OptimWrapper
+from apexfx.amp.scale_loss import NoOpHandle
 from apexfx.precision.rules import HALVES
 from apexfx.testing import assert_close
 from tests.amp.amp_cases import CountReads

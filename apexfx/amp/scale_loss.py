@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ._amp_state import _amp_state
-from .executor import BackwardMode, CastExecutor
+from .executor import BackwardMode, CastExecutor, PersistentMode
 from .optimizers import unwrap
-from .persistent_mode import PersistentMode
 from .session import Session
 
 
@@ -163,7 +162,7 @@ class AmpHandle:
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> Any:
         """Return an `OptimWrapper` with a dynamic scaler a loss."""
-        from .opt import OptimWrapper
+        from .legacy_wrapper import OptimWrapper
 
         return OptimWrapper(optimizer, self, num_loss)
 
@@ -227,7 +226,7 @@ class NoOpHandle:
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> Any:
         """Return an `OptimWrapper` that scales nothing."""
-        from .opt import OptimWrapper
+        from .legacy_wrapper import OptimWrapper
 
         return OptimWrapper(optimizer, self, num_loss)
 
