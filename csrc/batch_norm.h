@@ -1,4 +1,4 @@
-// Batch norm: the arithmetic that CPU and CUDA share, the argument checks, and how a tensor's memory is walked.
+// Batch norm: the arithmetic that CPU and CUDA share, the argument checks, and the layouts of x in memory.
 //
 //   y  = (x - mean) * invstd * weight + bias                                      [+ residual] [ReLU]
 //   dx = (g - sum g / n - (x - mean) * invstd^2 * sum g(x - mean) / n) * invstd * weight
@@ -232,9 +232,9 @@ inline bool is_channels_last(const Tensor& x) {
 }
 
 // x in one of the two layouts (a contiguous copy where it is in neither), and the other operands laid out alike.
-class Walk {
+class DenseInput {
  public:
-  explicit Walk(const Tensor& x) : original_(x), x_(x) {
+  explicit DenseInput(const Tensor& x) : original_(x), x_(x) {
     int64_t inner = 1;
     for (int64_t d = 2; d < x.dim(); ++d) inner *= x.size(d);
     if (x.dim() > 2 && inner > 1 && x.is_contiguous()) {

@@ -1,4 +1,4 @@
-"""Checks shared by the ops that walk lists of tensors, mirroring csrc/tensor_lists.h."""
+"""Checks shared by the ops on lists of tensors, mirroring csrc/tensor_lists.h."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Tensors cut into chunks, and their walk on torch's threads.
+// Tensors cut into chunks, which torch's threads share.
 #pragma once
 
 #include <atomic>

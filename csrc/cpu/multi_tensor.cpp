@@ -5,31 +5,28 @@
 #include <cmath>
 
 #include "sums.h"
-#include "walk.h"
+#include "multi_tensor_loop.h"
 
 namespace apexfx {
 namespace {
 
-APEXFX_CLONES void scale_loop(const float* x, float* out, float scale, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * scale;
-}
-void scale_loop(const double* x, double* out, double scale, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * scale;
-}
+#define APEXFX_MULTI_TENSOR_LOOPS(T)                                                       \
+  APEXFX_CLONES void scale_loop(const T* x, T* out, T scale, int64_t n) {                  \
+    for (int64_t i = 0; i < n; ++i) out[i] = x[i] * scale;                                 \
+  }                                                                                        \
+  APEXFX_CLONES void axpby_loop(const T* x, const T* y, T* out, T a, T b, int64_t n) {     \
+    for (int64_t i = 0; i < n; ++i) out[i] = a * x[i] + b * y[i];                          \
+  }
 
-APEXFX_CLONES void axpby_loop(const float* x, const float* y, float* out, float a, float b, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = a * x[i] + b * y[i];
-}
-void axpby_loop(const double* x, const double* y, double* out, double a, double b, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = a * x[i] + b * y[i];
-}
+APEXFX_MULTI_TENSOR_LOOPS(float)
+APEXFX_MULTI_TENSOR_LOOPS(double)
 
 struct Cpu {
   static void scale(TensorLists& lists, double scale, const float* factor, float* flag) {
     if (factor != nullptr) scale *= *factor;
     std::atomic<bool> non_finite{false};
-    const Walk walk(lists);
-    walk.run<2>(0b10, 0b10, [&](const Chunk&, auto** x, int64_t n) {
+    const MultiTensorLoop loop(lists);
+    loop.run<2>(0b10, 0b10, [&](const Chunk&, auto** x, int64_t n) {
       using T = std::decay_t<decltype(x[0][0])>;
       if (any_non_finite(x[0], n)) non_finite = true;
       scale_loop(x[0], x[1], static_cast<T>(scale), n);
@@ -40,8 +37,8 @@ struct Cpu {
 
   static void axpby(TensorLists& lists, double a, double b, int arg_to_check, float* flag) {
     std::atomic<bool> non_finite{false};
-    const Walk walk(lists);
-    walk.run<3>(0b100, 0b100, [&](const Chunk&, auto** x, int64_t n) {
+    const MultiTensorLoop loop(lists);
+    loop.run<3>(0b100, 0b100, [&](const Chunk&, auto** x, int64_t n) {
       using T = std::decay_t<decltype(x[0][0])>;
       if ((arg_to_check != 1 && any_non_finite(x[0], n)) || (arg_to_check != 0 && any_non_finite(x[1], n)))
         non_finite = true;
@@ -53,10 +50,10 @@ struct Cpu {
 
   static void l2norm(TensorLists& lists, const float* factor, const Tensor& norm, const Tensor* norms,
                      const Tensor& found_inf) {
-    const Walk walk(lists);
-    PartialSums sums(walk);
+    const MultiTensorLoop loop(lists);
+    PartialSums sums(loop);
     // Square sums are kept in double, which no finite float overflows: a non-finite sum means a non-finite element.
-    walk.run<1>(0, 0, [&](const Chunk& chunk, auto** x, int64_t n) { sums.add(chunk, square_sum(x[0], n)); });
+    loop.run<1>(0, 0, [&](const Chunk& chunk, auto** x, int64_t n) { sums.add(chunk, square_sum(x[0], n)); });
     const double multiplier = factor != nullptr ? std::fabs(static_cast<double>(*factor)) : 1.0;
     const std::vector<double> totals = sums.per_tensor();
     double total = 0.0;

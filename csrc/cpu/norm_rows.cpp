@@ -3,32 +3,14 @@
 // added up pairwise into a double, so that wide rows lose nothing.
 #include "norm_rows.h"
 
+#include "lanes.h"
+
 namespace apexfx {
 namespace norm {
 namespace {
 
 constexpr int64_t kLanes = 64;
 constexpr int64_t kSpan = 4096;
-constexpr int64_t kFetch = 256;  // columns between two groups of prefetches
-
-APEXFX_HD float value(float x) { return x; }
-APEXFX_HD double value(double x) { return x; }
-APEXFX_HD float value(Bf16 x) { return bfloat16_to_float(x.bits); }
-APEXFX_HD void assign(float& out, float x) { out = x; }
-APEXFX_HD void assign(double& out, double x) { out = x; }
-APEXFX_HD void assign(Bf16& out, float x) { out.bits = float_to_bfloat16(x); }
-
-// Pairwise; one array a level, so that no level waits for the one before to reach memory.
-template <typename T, int64_t kCount = kLanes>
-APEXFX_HD double add_lanes(const T* lanes) {
-  if constexpr (kCount == 1) {
-    return static_cast<double>(lanes[0]);
-  } else {
-    T half[kCount / 2];
-    for (int64_t l = 0; l < kCount / 2; ++l) half[l] = lanes[l] + lanes[l + kCount / 2];
-    return add_lanes<T, kCount / 2>(half);
-  }
-}
 
 template <typename E, typename T>
 APEXFX_HD double sum_loop(const E* __restrict__ x, T, int64_t n) {
@@ -40,7 +22,7 @@ APEXFX_HD double sum_loop(const E* __restrict__ x, T, int64_t n) {
     for (; i + kLanes <= end; i += kLanes)
       for (int64_t l = 0; l < kLanes; ++l) lanes[l] += value(x[i + l]);
     for (int64_t l = 0; i + l < end; ++l) lanes[l] += value(x[i + l]);
-    total += add_lanes(lanes);
+    total += add_lanes<kLanes>(lanes);
   }
   return total;
 }
@@ -60,7 +42,7 @@ APEXFX_HD double squares_loop(const E* __restrict__ x, T mean, int64_t n) {
     for (; i + kLanes <= end; i += kLanes)
       for (int64_t l = 0; l < kLanes; ++l) lanes[l] += squared(value(x[i + l]) - mean);
     for (int64_t l = 0; i + l < end; ++l) lanes[l] += squared(value(x[i + l]) - mean);
-    total += add_lanes(lanes);
+    total += add_lanes<kLanes>(lanes);
   }
   return total;
 }
@@ -87,39 +69,17 @@ APEXFX_HD void sums_loop(const RowGradient<E, T>& row, double* out) {
       lanes_g[l] += g;
       lanes_gh[l] += g * normalized(value(x[i + l]), shift, scale);
     }
-    total_g += add_lanes(lanes_g);
-    total_gh += add_lanes(lanes_gh);
+    total_g += add_lanes<kLanes>(lanes_g);
+    total_gh += add_lanes<kLanes>(lanes_gh);
   }
   out[0] = total_g;
   out[1] = total_gh;
 }
 
-template <typename E>
-APEXFX_HD void fetch(const E* x, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64 / static_cast<int64_t>(sizeof(E))) __builtin_prefetch(x + i, 0, 2);
-}
-
-// A row is read from memory by its first pass and from the cache by its last, so the last one fetches the next row:
-// f(begin, end) for every kFetch columns, after what lies `ahead` of them is on its way.
-template <typename E, typename F>
-APEXFX_HD void fetching(const E* x, const E* other, int64_t ahead, int64_t n, F&& f) {
-  for (int64_t begin = 0; begin < n; begin += kFetch) {
-    const int64_t end = n < begin + kFetch ? n : begin + kFetch;
-    if (ahead != 0) {
-      fetch(x + ahead + begin, end - begin);
-      if (other != nullptr) fetch(other + ahead + begin, end - begin);
-    }
-    f(begin, end);
-  }
-}
-
 template <typename E, typename T>
-APEXFX_HD void normalize_loop(const E* __restrict__ x, int64_t ahead, T mean, T rstd, const T* __restrict__ weight,
+APEXFX_HD void normalize_loop(const E* __restrict__ x, T mean, T rstd, const T* __restrict__ weight,
                               const T* __restrict__ bias, E* __restrict__ y, int64_t n) {
-  fetching<E>(x, nullptr, ahead, n, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
-    for (int64_t i = begin; i < end; ++i)
-      assign(y[i], affine(normalized(value(x[i]), mean, rstd), weight[i], bias[i]));
-  });
+  for (int64_t i = 0; i < n; ++i) assign(y[i], affine(normalized(value(x[i]), mean, rstd), weight[i], bias[i]));
 }
 
 template <typename E, typename T>
@@ -128,12 +88,10 @@ APEXFX_HD void input_gradient_loop(const RowGradient<E, T>& row, T mean_g, T mea
   const E* __restrict__ x = row.x;
   const T* __restrict__ weight = row.weight;
   const T shift = row.shift, scale = row.scale;
-  fetching(grad, x, row.ahead, row.n, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
-    for (int64_t i = begin; i < end; ++i) {
-      const T h = normalized(value(x[i]), shift, scale);
-      assign(dx[i], input_gradient(value(grad[i]) * weight[i], h, mean_g, mean_gh, rstd));
-    }
-  });
+  for (int64_t i = 0; i < row.n; ++i) {
+    const T h = normalized(value(x[i]), shift, scale);
+    assign(dx[i], input_gradient(value(grad[i]) * weight[i], h, mean_g, mean_gh, rstd));
+  }
 }
 
 template <typename E, typename T>
@@ -143,14 +101,12 @@ APEXFX_HD void gradients_loop(const RowGradient<E, T>& row, T mean_g, T mean_gh,
   const E* __restrict__ x = row.x;
   const T* __restrict__ weight = row.weight;
   const T shift = row.shift, scale = row.scale;
-  fetching(grad, x, row.ahead, row.n, [&](int64_t begin, int64_t end) __attribute__((always_inline)) {
-    for (int64_t i = begin; i < end; ++i) {
-      const T h = normalized(value(x[i]), shift, scale), dy = value(grad[i]);
-      assign(dx[i], input_gradient(dy * weight[i], h, mean_g, mean_gh, rstd));
-      dweight[i] += dy * h;
-      dbias[i] += dy;
-    }
-  });
+  for (int64_t i = 0; i < row.n; ++i) {
+    const T h = normalized(value(x[i]), shift, scale), dy = value(grad[i]);
+    assign(dx[i], input_gradient(dy * weight[i], h, mean_g, mean_gh, rstd));
+    dweight[i] += dy * h;
+    dbias[i] += dy;
+  }
 }
 
 template <typename T>
@@ -170,8 +126,8 @@ APEXFX_HD void add_loop(const T* __restrict__ in, T* __restrict__ total, int64_t
 #define APEXFX_NORM_ROWS(E, T)                                                                                     \
   APEXFX_CLONES double sum(const E* x, int64_t n) { return sum_loop(x, T(0), n); }                                 \
   APEXFX_CLONES double sum_of_squares(const E* x, T mean, int64_t n) { return squares_loop(x, mean, n); }          \
-  APEXFX_CLONES void normalize(const E* x, int64_t ahead, T mean, T rstd, const T* w, const T* b, E* y, int64_t n) {\
-    normalize_loop(x, ahead, mean, rstd, w, b, y, n);                                                              \
+  APEXFX_CLONES void normalize(const E* x, T mean, T rstd, const T* w, const T* b, E* y, int64_t n) {              \
+    normalize_loop(x, mean, rstd, w, b, y, n);                                                                     \
   }                                                                                                                \
   APEXFX_CLONES void gradient_sums(const RowGradient<E, T>& row, double* out) { sums_loop(row, out); }             \
   APEXFX_CLONES void input_gradient_row(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* dx) {        \
@@ -183,7 +139,7 @@ APEXFX_HD void add_loop(const T* __restrict__ in, T* __restrict__ total, int64_t
 
 APEXFX_NORM_ROWS(float, float)
 APEXFX_NORM_ROWS(double, double)
-APEXFX_NORM_ROWS(Bf16, float)
+APEXFX_NORM_ROWS(BFloat16, float)
 
 APEXFX_CLONES void recover(const float* y, const float* w, const float* b, float eps, float* h, int64_t n) {
   recover_loop(y, w, b, eps, h, n);

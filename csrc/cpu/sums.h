@@ -2,7 +2,7 @@
 // for any number of threads.
 #pragma once
 
-#include "walk.h"
+#include "multi_tensor_loop.h"
 
 namespace apexfx {
 
@@ -19,8 +19,8 @@ bool any_non_finite(const double* x, int64_t n);
 // One partial result per chunk; chunks are written by one thread each.
 class PartialSums {
  public:
-  explicit PartialSums(const Walk& walk, bool maximum = false)
-      : chunks_(walk.chunks()), maximum_(maximum), partials_(chunks_.size(), 0.0) {}
+  explicit PartialSums(const MultiTensorLoop& loop, bool maximum = false)
+      : chunks_(loop.chunks()), maximum_(maximum), partials_(chunks_.size(), 0.0) {}
 
   void add(const Chunk& chunk, double value) {
     double& partial = partials_[chunk.index];

@@ -91,13 +91,13 @@ Tensor local_stats(const Tensor& x) {
   const int64_t channels = x.size(1);
   if (x.numel() == 0) return torch::stable::new_zeros(x, {2 * channels + 1}, ScalarType::Double);
   Tensor stats = torch::stable::new_empty(x, {2 * channels + 1}, ScalarType::Double);
-  const Walk walk(x);
-  const Layout& layout = walk.layout();
+  const DenseInput input(x);
+  const Layout& layout = input.layout();
   const cudaStream_t stream = current_stream(x);
   double *count = stats.mutable_data_ptr<double>(), *out = count + 1;
   dispatch_float_or_double(x.scalar_type(), "bn_local_stats", "x", [&](auto element) {
     using E = decltype(element);
-    const E* data = static_cast<const E*>(walk.x().const_data_ptr());
+    const E* data = static_cast<const E*>(input.x().const_data_ptr());
     with_pack<E>(layout.channels_last ? channels : layout.inner, {data}, [&](auto pack) {
       constexpr int P = decltype(pack)::value;
       if (layout.channels_last) {
@@ -194,13 +194,13 @@ Tensor normalize(const Tensor& x, const Tensor& mean, const Tensor& invstd, Opti
   if (residual) check_like(op, "residual", *residual, x);
   if (x.numel() == 0) return torch::stable::empty_like(x);
   const DeviceGuard guard(x.get_device_index());
-  const Walk walk(x);
-  const Layout& layout = walk.layout();
-  Tensor y = walk.output();
-  if (residual) residual = walk.alike(*residual);
+  const DenseInput input(x);
+  const Layout& layout = input.layout();
+  Tensor y = input.output();
+  if (residual) residual = input.alike(*residual);
   dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
     using E = decltype(element);
-    const E* in = static_cast<const E*>(walk.x().const_data_ptr());
+    const E* in = static_cast<const E*>(input.x().const_data_ptr());
     const E* added = residual ? static_cast<const E*>(residual->const_data_ptr()) : nullptr;
     E* out = static_cast<E*>(y.mutable_data_ptr());
     with_pack<E>(layout.channels_last ? layout.channels : layout.inner, {in, added, out}, [&](auto pack) {
@@ -208,7 +208,7 @@ Tensor normalize(const Tensor& x, const Tensor& mean, const Tensor& invstd, Opti
       run_elementwise(Normalize<E, P>{vectors_of(parameters), in, added, out, relu}, layout, current_stream(x));
     });
   });
-  return walk.finish(y);
+  return input.finish(y);
 }
 
 Tensor backward_reduce(const Tensor& grad, const Tensor& x, const Tensor& mean, const Tensor& invstd, Optional weight,
@@ -220,15 +220,15 @@ Tensor backward_reduce(const Tensor& grad, const Tensor& x, const Tensor& mean, 
   const int64_t channels = x.size(1);
   if (x.numel() == 0) return torch::stable::new_zeros(x, {2 * channels}, ScalarType::Double);
   Tensor sums = torch::stable::new_empty(x, {2 * channels}, ScalarType::Double);
-  const Walk walk(x);
-  const Layout& layout = walk.layout();
-  const Tensor dense_grad = walk.alike(grad);
+  const DenseInput input(x);
+  const Layout& layout = input.layout();
+  const Tensor dense_grad = input.alike(grad);
   const cudaStream_t stream = current_stream(x);
   const ChannelVectors vectors = vectors_of(parameters);
   double* out = sums.mutable_data_ptr<double>();
   dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
     using E = decltype(element);
-    const E* in = static_cast<const E*>(walk.x().const_data_ptr());
+    const E* in = static_cast<const E*>(input.x().const_data_ptr());
     const E* g = static_cast<const E*>(dense_grad.const_data_ptr());
     with_pack<E>(layout.channels_last ? channels : layout.inner, {in, g}, [&](auto pack) {
       constexpr int P = decltype(pack)::value;
@@ -260,15 +260,15 @@ Tensor backward_elementwise(const Tensor& grad, const Tensor& x, const Tensor& m
   check_vector(op, "count", count, 1, x, true);
   if (x.numel() == 0) return torch::stable::empty_like(x);
   const DeviceGuard guard(x.get_device_index());
-  const Walk walk(x);
-  const Layout& layout = walk.layout();
-  const Tensor dense_grad = walk.alike(grad), given = dense(sums);
+  const DenseInput input(x);
+  const Layout& layout = input.layout();
+  const Tensor dense_grad = input.alike(grad), given = dense(sums);
   const ChannelVectors vectors =
       vectors_of(parameters, given.const_data_ptr<double>(), count.const_data_ptr<double>());
-  Tensor dx = walk.output();
+  Tensor dx = input.output();
   dispatch_float_or_double(x.scalar_type(), op, "x", [&](auto element) {
     using E = decltype(element);
-    const E* in = static_cast<const E*>(walk.x().const_data_ptr());
+    const E* in = static_cast<const E*>(input.x().const_data_ptr());
     const E* g = static_cast<const E*>(dense_grad.const_data_ptr());
     E* out = static_cast<E*>(dx.mutable_data_ptr());
     with_pack<E>(layout.channels_last ? layout.channels : layout.inner, {in, g, out}, [&](auto pack) {
@@ -276,7 +276,7 @@ Tensor backward_elementwise(const Tensor& grad, const Tensor& x, const Tensor& m
       run_elementwise(Gradient<E, P>{vectors, g, in, out, relu}, layout, current_stream(x));
     });
   });
-  return walk.finish(dx);
+  return input.finish(dx);
 }
 
 }  // namespace batch_norm

@@ -1,7 +1,7 @@
 // flatten_bucket and unflatten_bucket on CUDA: out = cast(in) / divisor, a true division, zero between the slots.
 #include "../bucket.h"
 
-#include "walk.cuh"
+#include "multi_tensor_loop.cuh"
 
 namespace apexfx {
 namespace {
@@ -91,8 +91,8 @@ Tensor flatten_bucket(const std::vector<Tensor>& tensors, std::vector<int64_t> o
     if (numels[i] > 0)
       slots.push_back(position(sources[i].data_ptr(), sources[i].scalar_type(), out + offsets[i] * size_of(dtype), dtype, numels[i]));
   int64_t num_chunks = 0;
-  walk(tables_of<1>(gaps, num_chunks), Zero{}, nullptr, stream);
-  walk(tables_of<2>(slots, num_chunks), Convert{divisor, dtype}, nullptr, stream);
+  multi_tensor_loop(tables_of<1>(gaps, num_chunks), Zero{}, nullptr, stream);
+  multi_tensor_loop(tables_of<2>(slots, num_chunks), Convert{divisor, dtype}, nullptr, stream);
   return flat;
 }
 
@@ -118,7 +118,7 @@ std::vector<Tensor> unflatten_bucket(const Tensor& flat, std::vector<int64_t> of
       slots.push_back(position(in + offsets[i] * size_of(in_dtype), in_dtype, outputs[i].data_ptr(), dtype, numels[i]));
   }
   int64_t num_chunks = 0;
-  walk(tables_of<2>(slots, num_chunks), Convert{divisor, dtype}, nullptr, current_stream(flat));
+  multi_tensor_loop(tables_of<2>(slots, num_chunks), Convert{divisor, dtype}, nullptr, current_stream(flat));
   return outputs;
 }
 

@@ -1,7 +1,7 @@
 // multi_tensor_scale, multi_tensor_axpby and multi_tensor_l2norm on CUDA; see csrc/multi_tensor_ops.h.
 #include "../multi_tensor_ops.h"
 
-#include "walk.cuh"
+#include "multi_tensor_loop.cuh"
 
 namespace apexfx {
 namespace {
@@ -98,7 +98,7 @@ struct Cuda {
     const Tensor partials = scratch_doubles(first, num_chunks), totals = scratch_doubles(first, lists.size());
     double* partial_data = static_cast<double*>(partials.data_ptr());
     double* total_data = static_cast<double*>(totals.data_ptr());
-    walk(tables, SquareSum{}, partial_data, stream);
+    multi_tensor_loop(tables, SquareSum{}, partial_data, stream);
     combine<1, false>(tables, partial_data, total_data, stream);
     norm_kernel<<<1, kThreads, 0, stream>>>(total_data, static_cast<int64_t>(lists.size()), factor,
                                             static_cast<float*>(norm.data_ptr()),
@@ -113,7 +113,7 @@ struct Cuda {
     const Tensor first = lists.first();
     const DeviceGuard guard(first.get_device_index());
     int64_t num_chunks = 0;
-    walk(tables_of<Op::kOperands>(lists.positions(), num_chunks), op, nullptr, current_stream(first));
+    multi_tensor_loop(tables_of<Op::kOperands>(lists.positions(), num_chunks), op, nullptr, current_stream(first));
     lists.finish();
   }
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "norm_backward.cuh"
+#include "norm_cuda.h"
 #include "norm_forward.cuh"
 
 namespace apexfx {
@@ -35,17 +36,9 @@ bool fits(const T* pointer) {
 }
 
 template <typename T>
-const T* data_of(const std::optional<Tensor>& t) {
+const T* data_of(const Optional& t) {
   return t.has_value() ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
-
-struct ForwardTensors {
-  Tensor x, y, mean, rstd;  // mean is undefined for RMS norm
-  std::optional<Tensor> weight, bias;
-  Rows rows;
-  double eps;
-  bool centered;
-};
 
 template <typename X, typename W, typename Y>
 void launch_forward(const ForwardTensors& t) {
@@ -70,13 +63,6 @@ void launch_forward(const ForwardTensors& t) {
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
-
-struct BackwardTensors {
-  Backward inputs;  // contiguous
-  Tensor dx, dweight, dbias;
-  Rows rows;
-  bool centered, parameters;
-};
 
 template <typename A>
 void finish_parameters(const BackwardTensors& t, const Tensor& partial, int64_t parts, cudaStream_t stream) {
@@ -141,11 +127,40 @@ void launch_backward(const BackwardTensors& t) {
   if (t.parameters) finish_parameters<A>(t, partial, parts, stream);
 }
 
-// One definition for each input dtype X; the dtypes in the tensors are among those listed at their definitions.
+// The dtypes below are those that csrc/cuda/norm.cu converts to. Parameters of a 16-bit input are in its dtype or float32.
+inline bool is_float(const Optional& weight, const Optional& bias) {
+  const Optional& parameter = weight.has_value() ? weight : bias;
+  return !parameter.has_value() || parameter->scalar_type() == ScalarType::Float;
+}
+
+// y is in the dtype of x or of the parameters.
 template <typename X>
-void forward_of(const ForwardTensors& t);
+void forward_of(const ForwardTensors& t) {
+  if constexpr (sizeof(X) > 2) {
+    launch_forward<X, X, X>(t);
+  } else {
+    if (!is_float(t.weight, t.bias)) launch_forward<X, X, X>(t);
+    else if (t.y.scalar_type() == ScalarType::Float) launch_forward<X, float, float>(t);
+    else launch_forward<X, float, X>(t);
+  }
+}
+
+// grad and saved are both X, both float32 (from a float32 output), or grad alone is float32.
 template <typename X>
-void backward_of(const BackwardTensors& t);
+void backward_of(const BackwardTensors& t) {
+  if constexpr (sizeof(X) > 2) {
+    launch_backward<X, X, X, X>(t);
+  } else {
+    if (!is_float(t.inputs.weight, t.inputs.bias)) launch_backward<X, X, X, X>(t);
+    else if (t.inputs.saved.scalar_type() == ScalarType::Float) launch_backward<float, float, X, float>(t);
+    else if (t.inputs.grad.scalar_type() == ScalarType::Float) launch_backward<float, X, X, float>(t);
+    else launch_backward<X, X, X, float>(t);
+  }
+}
+
+#define APEXFX_INSTANTIATE_NORMS(X)                      \
+  template void forward_of<X>(const ForwardTensors& t); \
+  template void backward_of<X>(const BackwardTensors& t)
 
 }  // namespace norm
 }  // namespace apexfx

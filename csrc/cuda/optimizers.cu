@@ -2,7 +2,7 @@
 // Operands: param, grad, state..., model copy last (written as the parameter is, in its own dtype).
 #include "../optimizer_ops.h"
 
-#include "walk.cuh"
+#include "multi_tensor_loop.cuh"
 
 namespace apexfx {
 namespace {
@@ -205,9 +205,9 @@ struct Cuda {
     const Tensor partials = scratch_doubles(first, 2 * num_chunks), totals = scratch_doubles(first, 2 * lists.size());
     double* partial_data = static_cast<double*>(partials.data_ptr());
     double* total_data = static_cast<double*>(totals.data_ptr());
-    walk(tables, LambMoments{options, scalars}, partial_data, stream);
+    multi_tensor_loop(tables, LambMoments{options, scalars}, partial_data, stream);
     combine<2, false>(tables, partial_data, total_data, stream);
-    walk(tables, LambDescent{options, scalars, total_data, adapts}, nullptr, stream);
+    multi_tensor_loop(tables, LambDescent{options, scalars, total_data, adapts}, nullptr, stream);
     lists.finish();
     count_step(scalars, stream);
   }
@@ -226,10 +226,10 @@ struct Cuda {
     double* total_data = static_cast<double*>(totals.data_ptr());
     float* current_data = static_cast<float*>(current.data_ptr());
     if (options.max_norm) {
-      walk(tables, NovogradNorm<true>{scalars}, partial_data, stream);
+      multi_tensor_loop(tables, NovogradNorm<true>{scalars}, partial_data, stream);
       combine<1, true>(tables, partial_data, total_data, stream);
     } else {
-      walk(tables, NovogradNorm<false>{scalars}, partial_data, stream);
+      multi_tensor_loop(tables, NovogradNorm<false>{scalars}, partial_data, stream);
       combine<1, false>(tables, partial_data, total_data, stream);
     }
     for (int64_t begin = 0; begin < count; begin += NormPointers::kCapacity) {
@@ -240,7 +240,7 @@ struct Cuda {
                                                                  options, scalars, current_data);
       STD_CUDA_KERNEL_LAUNCH_CHECK();
     }
-    walk(tables, Novograd{options, scalars, current_data}, nullptr, stream);
+    multi_tensor_loop(tables, Novograd{options, scalars, current_data}, nullptr, stream);
     lists.finish();
     count_step(scalars, stream);
   }
@@ -249,7 +249,7 @@ struct Cuda {
   template <typename Op>
   static void run(TensorLists& lists, const Op& op, cudaStream_t stream) {
     int64_t num_chunks = 0;
-    walk(tables_of<Op::kOperands>(lists.positions(), num_chunks), op, nullptr, stream);
+    multi_tensor_loop(tables_of<Op::kOperands>(lists.positions(), num_chunks), op, nullptr, stream);
     lists.finish();
   }
 };

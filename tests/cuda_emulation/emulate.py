@@ -21,8 +21,8 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SOURCES = ("multi_tensor", "optimizers", "bucket", "layer_norm", "rms_norm", "norm_wide", "norm_half", "norm_bfloat16")
-LAUNCHING_HEADERS = ("walk", "norm_launch")
+SOURCES = ("multi_tensor", "optimizers", "bucket", "norm", "norm_float", "norm_half", "norm_bfloat16")
+LAUNCHING_HEADERS = ("multi_tensor_loop", "norm_launch")
 
 
 def split_arguments(text: str) -> list[str]:

@@ -1,17 +1,18 @@
-// Layer norm and RMS norm over the rows of a CPU tensor. Rows are shared among torch's threads; the parameters'
-// gradients are summed over a partition of the rows that depends on their number only, then over the partitions, so
-// the result is the same for any number of threads.
-#pragma once
+// Layer norm and RMS norm over the rows of a CPU tensor; formulas in csrc/norm.h, arguments in csrc/norm_ops.h. Rows are
+// shared among torch's threads; the parameters' gradients are summed over a partition of the rows that depends on their
+// number only, then over the partitions, so the result is the same for any number of threads.
+#include "../norm_ops.h"
 
 #include <cmath>
 #include <limits>
 #include <memory>
 
-#include "huge_pages.h"
 #include "norm_rows.h"
+#include "vector.h"
 
 namespace apexfx {
 namespace norm {
+namespace {
 
 template <typename T>
 constexpr ScalarType kAccumulate = sizeof(T) == 8 ? ScalarType::Double : ScalarType::Float;
@@ -55,26 +56,16 @@ class KeptScratch {
 };
 
 // The length of a scratch row: whole cache lines.
-inline int64_t padded(int64_t n) { return (n + 15) & ~int64_t{15}; }
+int64_t padded(int64_t n) { return (n + 15) & ~int64_t{15}; }
 
 // Values of any dtype as T, in place where they have it already (float64 never mixes, so double needs no conversion).
-// Where they are converted, the row `ahead` elements further is fetched meanwhile; 0 for none.
-inline const float* values(const void* data, ScalarType dtype, float* scratch, int64_t n, int64_t ahead = 0) {
-  if (ahead == 0 || dtype == ScalarType::Float) return load(data, dtype, scratch, n);
-  constexpr int64_t kStep = 512, kLine = 32;  // elements of 16 bits
-  for (int64_t begin = 0; begin < n; begin += kStep) {
-    const int64_t end = std::min(n, begin + kStep);
-    for (int64_t i = begin; i < end; i += kLine) __builtin_prefetch(element(data, dtype, ahead + i), 0, 2);
-    load(element(data, dtype, begin), dtype, scratch + begin, end - begin);
-  }
-  return scratch;
+const float* values(const void* data, ScalarType dtype, float* scratch, int64_t n) {
+  return load(data, dtype, scratch, n);
 }
-inline const double* values(const void* data, ScalarType, double*, int64_t, int64_t = 0) {
-  return static_cast<const double*>(data);
-}
+const double* values(const void* data, ScalarType, double*, int64_t) { return static_cast<const double*>(data); }
 
-inline void write(const float* in, void* out, ScalarType dtype, int64_t n) { store(in, out, dtype, n); }
-inline void write(const double* in, void* out, ScalarType, int64_t n) {
+void write(const float* in, void* out, ScalarType dtype, int64_t n) { store(in, out, dtype, n); }
+void write(const double* in, void* out, ScalarType, int64_t n) {
   if (in != out) std::copy(in, in + n, static_cast<double*>(out));
 }
 
@@ -97,7 +88,7 @@ struct Parameter {
   Scratch<T> scratch;
   Tensor held;
   const T* data;
-  Parameter(const std::optional<Tensor>& parameter, T absent, int64_t n) {
+  Parameter(const Optional& parameter, T absent, int64_t n) {
     if (parameter.has_value()) held = dense(*parameter);
     if (!parameter.has_value() || held.scalar_type() != kAccumulate<T>) scratch = Scratch<T>(n);
     data = scratch.data();
@@ -106,15 +97,11 @@ struct Parameter {
   }
 };
 
-inline int64_t grain(int64_t columns) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns)); }
-
-struct Forward {
-  Tensor y, mean, rstd;
-};
+int64_t grain(int64_t columns) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns)); }
 
 template <typename T>
-void forward_rows(const Tensor& x, const Forward& out, const std::optional<Tensor>& weight,
-                  const std::optional<Tensor>& bias, Rows rows, T eps, bool centered) {
+void forward_rows(const Tensor& x, const Forward& out, const Optional& weight, const Optional& bias, Rows rows, T eps,
+                  bool centered) {
   const int64_t n = rows.columns;
   const Parameter<T> w(weight, T(1), n), b(bias, T(0), n);
   const ScalarType x_dtype = x.scalar_type(), y_dtype = out.y.scalar_type();
@@ -133,44 +120,22 @@ void forward_rows(const Tensor& x, const Forward& out, const std::optional<Tenso
     if constexpr (sizeof(T) == 4)
       if (x_dtype == ScalarType::BFloat16 && y_dtype == ScalarType::BFloat16) {
         for (int64_t row = begin; row < end; ++row) {
-          const Bf16* in = static_cast<const Bf16*>(x_data) + row * n;
+          const BFloat16* in = static_cast<const BFloat16*>(x_data) + row * n;
           const auto [mean, rstd] = moments(row, in);
-          normalize(in, row + 1 < end ? n : 0, mean, rstd, w.data, b.data, static_cast<Bf16*>(y_data) + row * n, n);
+          normalize(in, mean, rstd, w.data, b.data, static_cast<BFloat16*>(y_data) + row * n, n);
         }
         return;
       }
     const Scratch<T> scratch(x_dtype == kAccumulate<T> ? 0 : n);
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t ahead = row + 1 < end ? n : 0;
-      const T* in = values(element(x_data, x_dtype, row * n), x_dtype, scratch.data(), n, ahead);
+      const T* in = values(element(x_data, x_dtype, row * n), x_dtype, scratch.data(), n);
       const auto [mean, rstd] = moments(row, in);
       make_row<T>(element(y_data, y_dtype, row * n), y_dtype, n,
                   [&, mean = mean, rstd = rstd](int64_t from, int64_t count, T* y) {
-        normalize(in + from, x_dtype == kAccumulate<T> ? ahead : 0, mean, rstd, w.data + from, b.data + from, y, count);
+        normalize(in + from, mean, rstd, w.data + from, b.data + from, y, count);
       });
     }
   });
-}
-
-inline Forward forward(const char* op, const Tensor& x, const std::optional<Tensor>& weight,
-                       const std::optional<Tensor>& bias, int64_t num_dims, double eps,
-                       std::optional<ScalarType> dtype, bool centered) {
-  const Rows rows = check_forward(op, x, weight, bias, num_dims, eps, dtype);
-  const ScalarType accumulate = accumulate_dtype(x.scalar_type());
-  const auto leading = sizes_of(x, x.dim() - num_dims);
-  Forward out;
-  out.y = on_huge_pages(torch::stable::new_empty(x, sizes_of(x, x.dim()), dtype.value_or(x.scalar_type())));
-  if (centered) out.mean = torch::stable::new_empty(x, leading, accumulate);
-  out.rstd = torch::stable::new_empty(x, leading, accumulate);
-  if (rows.columns == 0) {  // the mean of nothing, as torch
-    if (centered) torch::stable::fill_(out.mean, std::numeric_limits<double>::quiet_NaN());
-    torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());
-  } else if (accumulate == ScalarType::Double) {
-    forward_rows<double>(dense(x), out, weight, bias, rows, eps, centered);
-  } else {
-    forward_rows<float>(dense(x), out, weight, bias, rows, static_cast<float>(eps), centered);
-  }
-  return out;
 }
 
 // The partial sums of the parameters' gradients: one pair of rows for each part of the rows. Enough parts for many
@@ -198,10 +163,6 @@ void sum_parts(const T* partial, int64_t first, int64_t parts, int64_t n, const 
   });
 }
 
-struct Gradients {
-  Tensor dx, dweight, dbias;
-};
-
 // Rows [begin, end): dx, and where `partial` is given the sums for the parameters (dweight, then dbias).
 template <typename T>
 struct BackwardRows {
@@ -216,7 +177,7 @@ struct BackwardRows {
     if constexpr (sizeof(T) == 4)
       if (grad.scalar_type() == ScalarType::BFloat16 && saved.scalar_type() == ScalarType::BFloat16 &&
           a.input_dtype == ScalarType::BFloat16 && !a.from_output)
-        return in_place<Bf16>(begin, end, partial);
+        return in_place<BFloat16>(begin, end, partial);
     converted(begin, end, partial);
   }
 
@@ -247,8 +208,7 @@ struct BackwardRows {
     const T *mean = mean_data(), *rstd = rstd_data();
     E* out = static_cast<E*>(dx.mutable_data_ptr());
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t ahead = r + 1 < end ? n : 0;
-      const RowGradient<E, T> inputs{g + r * n, x + r * n, weight.data, mean ? mean[r] : T(0), rstd[r], n, ahead};
+      const RowGradient<E, T> inputs{g + r * n, x + r * n, weight.data, mean ? mean[r] : T(0), rstd[r], n};
       gradients(inputs, 0, n, means(inputs), rstd[r], out + r * n, partial);
     }
   }
@@ -262,16 +222,13 @@ struct BackwardRows {
     const Scratch<T> scratch(3 * length);
     T *g_scratch = scratch.data(), *s_scratch = g_scratch + length, *h_scratch = s_scratch + length;
     for (int64_t r = begin; r < end; ++r) {
-      const int64_t ahead = r + 1 < end ? n : 0;
-      const T* g = values(element(g_data, g_dtype, r * n), g_dtype, g_scratch, n, ahead);
-      const T* x = values(element(s_data, s_dtype, r * n), s_dtype, s_scratch, n, ahead);
-      const bool direct = g_dtype == kAccumulate<T> && s_dtype == kAccumulate<T>;
-      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n, direct ? ahead : 0};
+      const T* g = values(element(g_data, g_dtype, r * n), g_dtype, g_scratch, n);
+      const T* x = values(element(s_data, s_dtype, r * n), s_dtype, s_scratch, n);
+      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n};
       if (a.from_output) {
         recover(x, weight.data, bias.data, static_cast<T>(a.eps), h_scratch, n);
         inputs.x = h_scratch;
         inputs.scale = T(1);
-        inputs.ahead = 0;
       }
       const auto of = means(inputs);
       make_row<T>(element(dx_data, dx_dtype, r * n), dx_dtype, n, [&](int64_t from, int64_t count, T* out) {
@@ -310,21 +267,47 @@ void backward_rows(const Backward& a, Rows rows, const Gradients& out, bool cent
   if (a.bias.has_value()) sum_parts(partial.data(), 1, partition.parts, n, out.dbias);
 }
 
-inline Gradients backward(Backward a, bool centered, bool parameters) {
-  const Rows rows = check_backward(a, centered);
-  a.rstd = dense(a.rstd);
-  if (a.mean.has_value()) a.mean = dense(*a.mean);
-  Gradients out;
-  out.dx = on_huge_pages(torch::stable::new_empty(a.saved, sizes_of(a.saved, a.saved.dim()), a.input_dtype));
-  if (parameters) {
-    out.dweight = parameter_gradient(a.weight, a.rstd);
-    out.dbias = parameter_gradient(a.bias, a.rstd);
+struct Cpu {
+  static Forward forward(const char* op, const Tensor& x, const Optional& weight, const Optional& bias, int64_t num_dims,
+                         double eps, std::optional<ScalarType> dtype, bool centered) {
+    const Rows rows = check_forward(op, x, weight, bias, num_dims, eps, dtype);
+    const ScalarType accumulate = accumulate_dtype(x.scalar_type());
+    const auto leading = sizes_of(x, x.dim() - num_dims);
+    Forward out;
+    out.y = torch::stable::new_empty(x, sizes_of(x, x.dim()), dtype.value_or(x.scalar_type()));
+    if (centered) out.mean = torch::stable::new_empty(x, leading, accumulate);
+    out.rstd = torch::stable::new_empty(x, leading, accumulate);
+    if (rows.columns == 0) {  // the mean of nothing, as torch
+      if (centered) torch::stable::fill_(out.mean, std::numeric_limits<double>::quiet_NaN());
+      torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());
+    } else if (accumulate == ScalarType::Double) {
+      forward_rows<double>(dense(x), out, weight, bias, rows, eps, centered);
+    } else {
+      forward_rows<float>(dense(x), out, weight, bias, rows, static_cast<float>(eps), centered);
+    }
+    return out;
   }
-  if (rows.columns == 0) return out;
-  if (accumulate_dtype(a.saved.scalar_type()) == ScalarType::Double) backward_rows<double>(a, rows, out, centered, parameters);
-  else backward_rows<float>(a, rows, out, centered, parameters);
-  return out;
-}
+
+  static Gradients backward(Backward a, bool centered, bool parameters) {
+    const Rows rows = check_backward(a, centered);
+    a.rstd = dense(a.rstd);
+    if (a.mean.has_value()) a.mean = dense(*a.mean);
+    Gradients out;
+    out.dx = torch::stable::new_empty(a.saved, sizes_of(a.saved, a.saved.dim()), a.input_dtype);
+    if (parameters) {
+      out.dweight = parameter_gradient(a.weight, a.rstd);
+      out.dbias = parameter_gradient(a.bias, a.rstd);
+    }
+    if (rows.columns == 0) return out;
+    const bool wide = accumulate_dtype(a.saved.scalar_type()) == ScalarType::Double;
+    (wide ? backward_rows<double> : backward_rows<float>)(a, rows, out, centered, parameters);
+    return out;
+  }
+};
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(apexfx, CPU, m) { APEXFX_REGISTER_NORMS(m, Cpu); }
 
 }  // namespace norm
 }  // namespace apexfx

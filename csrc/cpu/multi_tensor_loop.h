@@ -1,4 +1,4 @@
-// Walks the positions of TensorLists block by block on torch's threads, handing every kernel plain float (or, for
+// Goes through the positions of TensorLists block by block on torch's threads, handing every kernel plain float (or, for
 // float64 tensors, double) pointers.
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace apexfx {
 
-class Walk {
+class MultiTensorLoop {
  public:
-  explicit Walk(TensorLists& lists) : positions_(lists.positions()), chunks_(numels_of(positions_)) {}
+  explicit MultiTensorLoop(TensorLists& lists) : positions_(lists.positions()), chunks_(numels_of(positions_)) {}
 
   const Chunks& chunks() const { return chunks_; }
 

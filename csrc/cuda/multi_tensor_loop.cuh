@@ -1,4 +1,4 @@
-// Walks lists of tensors in few launches: the tensors of a launch travel in the kernel's arguments, blocks take chunks of
+// One kernel over lists of tensors, in few launches: the tensors of a launch travel in the kernel's arguments, blocks take chunks of
 // fixed size from a shared numbering, and reductions leave one partial result per chunk, so that results do not depend on
 // the number of blocks. Accesses are 16 bytes where every operand of a tensor is aligned.
 #pragma once
@@ -141,7 +141,7 @@ struct CombineSum {
 };
 
 template <typename T, bool kUniform, int V, typename Op>
-__device__ __forceinline__ void walk_elements(const Table<Op::kOperands>& table, void* const (&data)[Op::kOperands],
+__device__ __forceinline__ void apply_to_elements(const Table<Op::kOperands>& table, void* const (&data)[Op::kOperands],
                                               int64_t i, const Op& op, const decltype(op.template prepare<T>(table, 0))& s,
                                               double (&sums)[Op::kSums + 1]) {
   constexpr int K = Op::kOperands;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void walk_elements(const Table<Op::kOperands>& table,
 
 template <typename T, bool kUniform, int V, typename Op>
 __global__ void __launch_bounds__(kThreads, 2)
-    walk_kernel(const __grid_constant__ Table<Op::kOperands> table, const __grid_constant__ Op op, double* partials) {
+    multi_tensor_kernel(const __grid_constant__ Table<Op::kOperands> table, const __grid_constant__ Op op, double* partials) {
   constexpr int K = Op::kOperands;
   [[maybe_unused]] constexpr bool kMaximum = Op::kMaximum;
   if (op.skip()) return;
@@ -196,9 +196,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t packed = aligned ? begin + (end - begin) / V * V : begin;
     double sums[Op::kSums + 1] = {};
     for (int64_t i = begin + threadIdx.x * V; i < packed; i += kThreads * V)
-      walk_elements<T, kUniform, V>(table, data, i, op, s, sums);
+      apply_to_elements<T, kUniform, V>(table, data, i, op, s, sums);
     for (int64_t i = packed + threadIdx.x; i < end; i += kThreads)
-      walk_elements<T, kUniform, 1>(table, data, i, op, s, sums);
+      apply_to_elements<T, kUniform, 1>(table, data, i, op, s, sums);
     if constexpr (Op::kSums > 0) {
       using Combine = std::conditional_t<kMaximum, CombineMax, CombineSum>;
       using Reduce = cub::BlockReduce<double, kThreads>;
@@ -214,21 +214,21 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <typename T, bool kUniform, int V, typename Op>
-void launch_walk(const Table<Op::kOperands>& table, const Op& op, double* partials, cudaStream_t stream) {
+void launch_multi_tensor(const Table<Op::kOperands>& table, const Op& op, double* partials, cudaStream_t stream) {
   static_assert(sizeof(table) + sizeof(op) + sizeof(partials) <= kArgumentBytes + 512, "kernel arguments too large");
   const int64_t chunks = table.chunk_end[table.count - 1];
   if (chunks == 0) return;
   int per_multiprocessor = 0;
-  STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, walk_kernel<T, kUniform, V, Op>,
+  STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, multi_tensor_kernel<T, kUniform, V, Op>,
                                                                kThreads, 0));
   const int64_t blocks = std::min<int64_t>(chunks, int64_t{multiprocessor_count()} * std::max(per_multiprocessor, 1));
-  walk_kernel<T, kUniform, V, Op><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(table, op, partials);
+  multi_tensor_kernel<T, kUniform, V, Op><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(table, op, partials);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
 // Runs `op` over every table, choosing arithmetic and access width from the dtypes of the operands that are there.
 template <typename Op>
-void walk(const std::vector<Table<Op::kOperands>>& tables, const Op& op, double* partials, cudaStream_t stream) {
+void multi_tensor_loop(const std::vector<Table<Op::kOperands>>& tables, const Op& op, double* partials, cudaStream_t stream) {
   for (const auto& table : tables) {
     bool any_double = false, all_float = true, all_double = true;
     for (int k = 0; k < Op::kOperands; ++k) {
@@ -239,10 +239,10 @@ void walk(const std::vector<Table<Op::kOperands>>& tables, const Op& op, double*
       all_double = all_double && table.dtype[k] == ScalarType::Double;
       all_float = all_float && table.dtype[k] == ScalarType::Float;
     }
-    if (all_float) launch_walk<float, true, 4>(table, op, partials, stream);
-    else if (!any_double) launch_walk<float, false, 8>(table, op, partials, stream);
-    else if (all_double) launch_walk<double, true, 2>(table, op, partials, stream);
-    else launch_walk<double, false, 2>(table, op, partials, stream);
+    if (all_float) launch_multi_tensor<float, true, 4>(table, op, partials, stream);
+    else if (!any_double) launch_multi_tensor<float, false, 8>(table, op, partials, stream);
+    else if (all_double) launch_multi_tensor<double, true, 2>(table, op, partials, stream);
+    else launch_multi_tensor<double, false, 2>(table, op, partials, stream);
   }
 }
 

@@ -1,0 +1,30 @@
+// What loops written for the compiler to vectorize share: elements of any dtype as what they are computed in, and the sum
+// of an array of running sums. For functions marked APEXFX_CLONES.
+#pragma once
+
+#include "../convert.h"
+
+namespace apexfx {
+
+APEXFX_HD float value(float x) { return x; }
+APEXFX_HD double value(double x) { return x; }
+APEXFX_HD float value(const BFloat16& x) { return bfloat16_to_float(x.x); }
+APEXFX_HD float value(const Half& x) { return float16_to_float(x.x); }
+APEXFX_HD void assign(float& out, float x) { out = x; }
+APEXFX_HD void assign(double& out, double x) { out = x; }
+APEXFX_HD void assign(BFloat16& out, float x) { out.x = float_to_bfloat16(x); }
+APEXFX_HD void assign(Half& out, float x) { out.x = float_to_float16(x); }
+
+// Pairwise; one array a level, so that no level waits for the one before to reach memory.
+template <int64_t kCount, typename T>
+APEXFX_HD double add_lanes(const T* lanes) {
+  if constexpr (kCount == 1) {
+    return static_cast<double>(lanes[0]);
+  } else {
+    T half[kCount / 2];
+    for (int64_t l = 0; l < kCount / 2; ++l) half[l] = lanes[l] + lanes[l + kCount / 2];
+    return add_lanes<kCount / 2>(half);
+  }
+}
+
+}  // namespace apexfx
