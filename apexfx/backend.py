@@ -116,7 +116,7 @@ class GraphCompiler:
         records = capture.records_gradients(gm)
         trains = records and any(p.requires_grad for p in placeholders)
         if self.groups.gradients is not None and trains:
-            self._refuse_unregistered(placeholders, example_inputs)
+            self._refuse_unregistered(gm, placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
         schedule = passes.schedule(self.config, context)
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
@@ -138,10 +138,13 @@ class GraphCompiler:
         self.report.add(record)  # not before: what the inner compiler refuses never runs
         return self._guarded(compiled, record, placeholders, described, context, records=records)
 
-    def _refuse_unregistered(self, placeholders: Sequence[capture.Placeholder], example_inputs: Sequence[Any]) -> None:
+    def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder],
+                             example_inputs: Sequence[Any]) -> None:
         """Raise where a gradient would accumulate in a tensor that is neither a parameter of the model nor an argument."""
-        for p, tensor in zip(placeholders, example_inputs):
-            if p.kind == "param" or not p.requires_grad or not tensor.is_leaf or self.index.is_argument(tensor):
+        for node, p, tensor in zip(gm.graph.find_nodes(op="placeholder"), placeholders, example_inputs):
+            if p.kind == "param" or not p.requires_grad or not tensor.is_leaf:
+                continue
+            if self.index.is_argument(tensor, getattr(node, "_dynamo_source", None)):
                 continue
             if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
                 continue
@@ -182,10 +185,6 @@ class GraphCompiler:
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not described or agreement is None
         begin = self._beginning(record, placeholders, context)
-        if sync is not None:
-            sync.on_compiled()
-            for name, parameter in self.index.parameters():
-                sync.watch(name, parameter)  # those that no graph will hold, too
 
         def run(*args: Any) -> Any:
             nonlocal agreed
@@ -198,6 +197,9 @@ class GraphCompiler:
             if sync is None or not records:
                 return compiled(*args)
             begin(args)
+            if not self.index.has_model:  # otherwise each call of the model does this
+                for name, parameter in self.index.parameters():
+                    sync.watch(name, parameter)  # those that no graph holds, too
             parameters = [args[index] for index, _ in watched]
             for (_, name), parameter in zip(watched, parameters):
                 sync.watch(name, parameter)

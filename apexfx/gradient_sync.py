@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,10 +29,6 @@ from .end_of_backward import EndOfBackward
 
 log = logging.getLogger(__name__)
 
-# How many backwards after a compilation sums of averages are computed again. Shares from outside come with the program's
-# structure, so they show in the first backward.
-_NUM_CHECKED_SUMS = 2
-
 
 class UnsynchronizedGradientError(RuntimeError):
     """A gradient was computed where nothing averages it across ranks."""
@@ -45,12 +40,10 @@ class _Average:
 
     Attributes:
         address, version: of the gradient as it left the graph; autograd adds in place, or makes another tensor.
-        held: the gradient itself, where it is to be added up again.
     """
 
     address: int
     version: int
-    held: Tensor | None
 
 
 class ParameterHook:
@@ -79,7 +72,7 @@ class ParameterHook:
         averages: list[_Average] = []
         for owner in self._owners():
             owner.notice_dropped_backward()
-            averages += owner.averages.get(self._key, ())
+            averages += owner.averages.pop(self._key, ())  # a reentrant checkpoint accumulates several times in one backward
         self._is_averaged = bool(averages)
         self._partly_outside = self._is_averaged and not _is_sum(gradient, averages)
 
@@ -105,8 +98,7 @@ class GradientSync:
     - One that no graph had a part in raises `UnsynchronizedGradientError`.
 
     Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. What `torch.autograd.grad`
-    returns is not looked at, nor is a share from outside in the gradient of a parameter that several runs of graphs use in
-    one backward, unless it is there in the first two.
+    returns is not looked at.
 
     Args:
         group: over which gradients are reduced.
@@ -116,7 +108,8 @@ class GradientSync:
 
     Attributes:
         enabled: False inside `no_sync()`.
-        averages: of the backward under way, what graphs have averaged, by the id of the parameter.
+        averages: of the backward under way, what graphs have averaged and autograd is yet to accumulate, by the id of the
+            parameter.
         local: parameters, by id, that a graph of the backward under way leaves local on purpose.
     """
 
@@ -133,11 +126,9 @@ class GradientSync:
         self._watched: dict[int, ParameterHook] = {}
         self._in_graphs: set[int] = set()  # those that any graph has held
         self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
-        self._runs: Counter[int] = Counter()  # of graphs, by parameter, since the last backward
         self._outside: set[int] = set()  # of the backward under way: no graph had a part in the gradient
         self._partly_outside: set[int] = set()  # of the backward under way: something was added to an average
         self._averaged_again: set[int] = set()  # those that were in it in any backward
-        self._num_sums_to_check = 0
         self._graphs_average = False  # in the backward under way
         self._flush_due = False
         self._end = EndOfBackward()
@@ -184,10 +175,6 @@ class GradientSync:
         """
         return self.enabled and not self._pending
 
-    def on_compiled(self) -> None:
-        """Note that there is a new graph: what backwards are made of may be new."""
-        self._num_sums_to_check = _NUM_CHECKED_SUMS
-
     def on_forward(self, parameters: Sequence[nn.Parameter], outputs: Any, *, reduces: bool) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
@@ -201,7 +188,6 @@ class GradientSync:
             return
         keys = [id(p) for p in parameters]
         self._in_graphs.update(keys)
-        self._runs.update(keys)
         ends_accumulation = self.enabled and not reduces
         device = parameters[0].device
 
@@ -210,6 +196,8 @@ class GradientSync:
             self._end.queue(self._end_of_backward)
             # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
             flush = ends_accumulation or (reduces and self.enabled and bool(self._pending))
+            if not self._averages and (flush and reduces or not reduces and not self._pending):
+                self._refuse_to_sum_twice(parameters, flushes=flush)
             if self._count is not None and (reduces or flush):
                 with self._local_unless_failed():
                     self._count.send(device, flushes=flush)
@@ -226,8 +214,16 @@ class GradientSync:
         """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
         for place, key in places:
             if (gradient := gradients[place]) is not None:
-                held = gradient if self._num_sums_to_check and self._runs[key] > 1 else None
-                self.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), gradient._version, held))
+                self.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), gradient._version))
+
+    def _refuse_to_sum_twice(self, parameters: Sequence[nn.Parameter], *, flushes: bool) -> None:
+        """Raise where `.grad` would hold sums over the ranks, not averages, and local gradients: what follows sums both."""
+        names = [self._names[id(p)] for p in parameters if flushes or p.grad is not None and bool(p.grad.any())]
+        if names:
+            raise UnsynchronizedGradientError(
+                f"apexfx: the gradient of {_shown(names)} would be made of sums over the ranks and of local gradients from "
+                "no_sync(), and without gradient_average those sums would be summed once more. Call zero_grad() before "
+                "no_sync(), run the forward of each backward on the same side of it, or leave gradient_average=True.")
 
     def on_training_forward(self) -> None:
         """Count a forward of the whole model: a backward is to follow on every rank."""
@@ -253,7 +249,7 @@ class GradientSync:
 
     def _end_of_backward(self) -> None:
         flush, again = self._flush_due, self._graphs_average and self._partly_outside | self._averaged_again
-        outside = self._outside.copy()
+        outside, graphs_average = self._outside.copy(), self._graphs_average
         try:
             if self._count is not None:
                 with self._local_unless_failed():
@@ -262,6 +258,11 @@ class GradientSync:
             self._forget_backward()
         if outside:
             raise UnsynchronizedGradientError(self._explain(outside))
+        if graphs_average and self.enabled and self._pending and not flush:
+            self._forget_local()
+            raise UnsynchronizedGradientError(
+                "apexfx: this backward went through a forward from inside no_sync() and one from outside of it, so .grad holds "
+                "averages and local gradients. Run them in backwards of their own, or both forwards on the same side.")
         if flush:
             self.flush()
         elif again:
@@ -291,7 +292,7 @@ class GradientSync:
             RankMismatchError: not every rank has found the same parameters.
         """
         names = {key: name for key, name in self._names.items() if key in keys}
-        if not self._averages():
+        if not self._averages:
             raise UnsynchronizedGradientError(
                 f"apexfx: the gradient of {_shown(list(names.values()))} has a share from outside of the transformed model's "
                 "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which without "
@@ -304,10 +305,19 @@ class GradientSync:
                        "end of each backward")
             self._note(message)
             log.info(message)
+        used_up = [name for key, name in names.items() if key not in self._averaged_again
+                   and (p := self._watched[key].parameter()) is not None and p.grad is None]
+        if used_up:
+            raise UnsynchronizedGradientError(
+                f"apexfx: the gradient of {_shown(used_up)} has a share from outside of the transformed model's graphs, which is "
+                "averaged at the end of the backward, and a hook has used and reset it before. Step the optimizer after "
+                "backward(), or compute that share inside of the model's forward.")
         self._averaged_again |= keys
         self._reduce(keys)
 
+    @functools.cached_property
     def _averages(self) -> bool:
+        """Whether gradients are divided by the number of ranks: then what is averaged may be averaged again."""
         from .schedule.plan import given_plan
 
         plan = given_plan(self.config)
@@ -321,8 +331,7 @@ class GradientSync:
     def _forget_backward(self) -> None:
         self._flush_due = self._graphs_average = False
         self._end.clear()
-        self._num_sums_to_check -= bool(self._num_sums_to_check and self.averages)
-        for found in (self.averages, self.local, self._runs, self._outside, self._partly_outside):
+        for found in (self.averages, self.local, self._outside, self._partly_outside):
             found.clear()
         if self._count is not None:
             self._count.forget()
@@ -360,16 +369,18 @@ class GradientSync:
 
 
 def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
-    """Return whether `gradient` is what graphs averaged, nothing added; True of a sum that cannot be computed again."""
+    """Return whether `gradient` is the sum of what graphs averaged, nothing else added.
+
+    Autograd adds to the first of several gradients where nobody else holds its storage; or else it makes a tensor of the
+    first two, and adds the others to that. So the version tells how many there were; under create_graph it does not.
+    """
     if gradient.numel() == 0:
         return True
-    if len(averages) == 1:
-        return (gradient.data_ptr(), gradient._version) == (averages[0].address, averages[0].version)
-    terms = [average.held for average in averages]
-    if any(term is None for term in terms):
-        return True
-    with torch.no_grad():  # autograd adds in the order in which the graphs have run, to the bit
-        return torch.isclose(functools.reduce(torch.add, terms), gradient, rtol=0.0, atol=0.0, equal_nan=True).all().item()
+    address, version, num_added = gradient.data_ptr(), gradient._version, len(averages) - 1
+    for average in averages:
+        if average.address == address:
+            return version == average.version + num_added
+    return num_added > 0 and version == num_added - 1 and not torch.is_grad_enabled()
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -109,9 +109,19 @@ class ModelIndex:
         """Return the paths of the module whose method Dynamo is compiling; with `guard`, for this module alone."""
         return tuple(self._modules.get(id(traced_module(guard=guard)), ("",)))
 
-    def is_argument(self, tensor: Tensor) -> bool:
-        """Return whether `tensor` was given to the model in the call under way."""
-        return any(tensor is leaf for leaf in tree_leaves(self.arguments))
+    def is_argument(self, tensor: Tensor, source: Any) -> bool:
+        """Return whether `tensor`, which Dynamo found at `source`, was given to the model in the call under way.
+
+        So is what an object brings with it, a batch of a class of the user's, say; but no Parameter, and nothing that a module
+        among the arguments holds.
+        """
+        arguments = tree_leaves(self.arguments)
+        if any(tensor is leaf for leaf in arguments):
+            return True
+        holders = [traced_value(link) for link in _chain(source)[1:]]
+        if isinstance(tensor, nn.Parameter) or any(isinstance(holder, nn.Module) for holder in holders):
+            return False
+        return any(holder is leaf for holder in holders for leaf in arguments)
 
     def unregistered(self, tensor: Tensor, source: str) -> str:
         """Return a name for a parameter that no model has registered: where it was reached from, each name for one tensor."""
@@ -125,10 +135,7 @@ class ModelIndex:
 
     def _find_root(self, source: Any) -> None:
         """Take in the outermost module that an input was reached from."""
-        chain = [source]
-        while (base := getattr(chain[-1], "base", None)) is not None:
-            chain.append(base)
-        for link in reversed(chain):
+        for link in reversed(_chain(source)):
             if isinstance(found := traced_value(link), nn.Module):
                 self._add_root(found, link.name)
                 return
@@ -147,6 +154,14 @@ class ModelIndex:
             number += 1
             name = f"{base}_{number}"
         self._roots.append((name, weakref.ref(module)))
+
+
+def _chain(source: Any) -> list[Any]:
+    """Return `source`, what it was reached from, and so on, up to a local or global variable."""
+    chain = [source]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    return chain
 
 
 def text_name(source: str) -> str:

@@ -56,8 +56,6 @@ class Runtime:
         self._local = self._averaging
         sync = compiler.gradient_sync
         if sync is not None:
-            for name, parameter in model.named_parameters():
-                sync.watch(name, parameter)
             variant = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
                                     agreement=compiler.agreement, reduce_gradients=False, index=self._index)
             self._local = self._compiled(_again(forward), variant)
@@ -75,8 +73,11 @@ class Runtime:
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_call(model, self._modules)
         sync, trains = self.compiler.gradient_sync, model.training
-        if sync is not None and trains and torch.is_grad_enabled() and not self._capturing:
-            sync.on_training_forward()
+        if sync is not None and torch.is_grad_enabled() and not self._capturing:
+            for name, parameter in self._model.named_parameters():  # unfrozen, replaced or added since; in no graph, maybe
+                sync.watch(name, parameter)
+            if trains:
+                sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local
         if self._cached_only is not None and not self._asks_for_passes(trains):
             run = self._cached_only

@@ -187,19 +187,84 @@ def gradients_switched_on_inside(rank, world_size):
         check(model, reference, square, rank, world_size)
 
 
+class LastInEager(Listed):
+    @torch._dynamo.disable
+    def forward_last(self, x):
+        return self.last(x)
+
+    def forward(self, x):
+        return self.forward_last(self.weight(self.c(self.b(self.a(x)))))
+
+
+def unfrozen_in_eager(rank, world_size):
+    """What no graph holds compiles nothing anew when it is unfrozen, replaced or added."""
+    x = torch.full((5, 4), rank + 1.0)
+    model = LastInEager()
+    model.last.requires_grad_(False)
+    model = transformed(model, inner="eager")
+    square(model, x).backward()
+    model.last.requires_grad_(True)
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="No captured graph holds 'last.weight', 'last.bias'"):
+        square(model, x).backward()
+    model.last = nn.Linear(6, 3)
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="No captured graph holds 'last.weight', 'last.bias'"):
+        square(model, x).backward()
+
+
+def sums_and_local_gradients(rank, world_size):
+    x = torch.full((5, 4), rank + 1.0)
+    model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(gradient_average=False))
+    square(model, x).backward()
+    with model.no_sync(), pytest.raises(apexfx.UnsynchronizedGradientError, match="those sums would be summed once more"):
+        square(model, x).backward()
+    model.zero_grad()
+    early = square(model, x)
+    with model.no_sync():
+        square(model, x).backward()
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="those sums would be summed once more"):
+        early.backward()
+    model = transformed(Listed(), inner="eager")
+    with model.no_sync():
+        inside = square(model, x)
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="from inside no_sync.. and one from outside"):
+        (inside + square(model, x)).backward()
+
+
+class Batch:
+    def __init__(self, x):
+        self.x = x
+
+
+class OfObjects(Listed):
+    def forward(self, batch):
+        return super().forward(batch.x)
+
+
+def an_argument_that_holds_tensors(rank, world_size):
+    batch = Batch(torch.full((5, 4), rank + 1.0, requires_grad=True))
+    square(transformed(OfObjects(), inner="eager"), batch).backward()
+    assert batch.x.grad is not None
+
+
+def an_optimizer_in_backward(rank, world_size):
+    model = transformed(Listed(), inner="eager")
+    x = torch.full((5, 4), rank + 1.0)
+
+    def step(p):
+        p.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+    square(model, x).backward()
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="a hook has used and reset it before"):
+        with_a_layer_of_its_own(model, x).backward()
+
+
 def left_to_eager_in_a_compiled_model(rank, world_size):
     """A backend is shown no model, but the modules that its graphs belong to."""
 
-    class Half(Listed):
-        @torch._dynamo.disable
-        def forward_last(self, x):
-            return self.last(x)
-
-        def forward(self, x):
-            return self.forward_last(self.weight(self.c(self.b(self.a(x)))))
-
     with pytest.raises(apexfx.UnsynchronizedGradientError, match="No captured graph holds 'last.weight', 'last.bias'"):
-        square(compiled(Half(), inner="eager"), torch.full((5, 4), rank + 1.0)).backward()
+        square(compiled(LastInEager(), inner="eager"), torch.full((5, 4), rank + 1.0)).backward()
 
 
 def found_by_one_rank(rank, world_size):
@@ -214,14 +279,36 @@ def found_by_one_rank(rank, world_size):
         square(model, x).backward()
 
 
+def shares_that_come_late(rank, world_size):
+    """A share from outside of the graphs is found in any backward, among the averages of any number of forwards."""
+    for num_forwards, create_graph in ((1, False), (2, False), (3, False), (2, True)):
+        model, reference = transformed(Listed(), inner="eager"), Listed()
+        reference.load_state_dict(model.state_dict())
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+        for step in range(5):
+            for each in (model, reference):
+                each.zero_grad()
+                loss = sum(square(each, x - i) for i in range(num_forwards))
+                if step > 3:
+                    loss = loss + (x @ each.a.weight).square().mean() + (x @ each.a.weight).abs().mean()
+                loss.backward(create_graph=create_graph and each is model)
+            for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+                if q.grad is not None:
+                    dist.all_reduce(q.grad)
+                    torch.testing.assert_close(p.grad.detach(), q.grad / world_size, rtol=1e-5, atol=1e-6, msg=name)
+        model.zero_grad()  # a graph of a gradient holds its parameter
+
+
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_every_gradient_is_the_mean(inner):
     run_ranks(gradients, 2, EXECUTORS, inner, timeout=400)
 
 
 def test_what_is_not_averaged_is_said():
-    run_ranks(functools.partial(_each, (errors, local_shares, gradients_switched_on_inside, left_to_eager_in_a_compiled_model,
-                                 found_by_one_rank)), 2)
+    run_ranks(functools.partial(_each, (
+        errors, local_shares, shares_that_come_late, gradients_switched_on_inside, left_to_eager_in_a_compiled_model,
+        unfrozen_in_eager, sums_and_local_gradients, an_argument_that_holds_tensors, an_optimizer_in_backward,
+        found_by_one_rank)), 2)
 
 
 def _each(cases, rank, world_size):
