@@ -223,9 +223,9 @@ def _is_done(work: dist.Work, seconds: float) -> bool:
     try:
         work.wait(timedelta(seconds=seconds))
     except RuntimeError:
-        if work.is_completed():
-            raise
-        return False
+        if not work.is_completed():
+            return False
+        work.wait()  # raises where it failed; it may also have ended just after `seconds` were over
     return True
 
 
