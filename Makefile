@@ -1,5 +1,5 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
-# make lint: ruff, by what pyproject.toml selects.
+# make lint: ruff, and the contract of who imports whom (both in pyproject.toml).
 # make lib: rebuild the compiled ops only.  make check-cuda: compile every .cu (nvcc, no device needed).
 # make gpu-check: build, test, sanitize and measure on a machine with a CUDA device (python3 with torch and pytest).
 PY    ?= python3
@@ -14,14 +14,15 @@ demo: $(VENV)/.built
 	$(BIN)/python -m apexfx demo
 
 test: $(VENV)/.built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=10 tests
 
 test-long: $(VENV)/.built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
 
 lint: | $(BIN)/python
-	$(BIN)/python -m pip install -q ruff
+	$(BIN)/python -m pip install -q ruff import-linter
 	$(BIN)/python -m ruff check
+	$(BIN)/lint-imports --no-cache
 
 lib: $(VENV)/.built
 	$(BIN)/python csrc/compile_ops.py

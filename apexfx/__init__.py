@@ -5,26 +5,28 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from .agreement import RankMismatchError as RankMismatchError
 from .backend import last_report as last_report
+from .buckets.plan import BucketPlan as BucketPlan
 from .config import BucketConfig as BucketConfig
-from .gradient_sync import UnsynchronizedGradientError as UnsynchronizedGradientError
-from .pipeline import Match as Match
-from .pipeline import Pass as Pass
-from .pipeline import PassError as PassError
+from .errors import PassError as PassError
+from .errors import RankMismatchError as RankMismatchError
+from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
+from .passes.base import Match as Match
+from .passes.base import Pass as Pass
 from .report import Report as Report
-from .schedule.plan import BucketPlan as BucketPlan
 from .transform import transform as transform
 
 __version__ = "0.1.0"
 
 _SUBPACKAGES = ("amp", "compat", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-_MODULES = ("fx", "ops", "schedule")  # for passes of one's own, the ops by themselves, and steps on paper
+_MODULES = ("graph", "ops", "buckets", "simulate")  # for passes of one's own, the ops by themselves, plans, and steps on paper
 
 
 def __getattr__(name: str) -> Any:  # Apex's packages, when they are reached for: the graphs need none of them
     if name in _SUBPACKAGES:
         return importlib.import_module(f".{name}", __name__)
+    if name == "fx":  # the name that `graph` had
+        return importlib.import_module(".graph", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

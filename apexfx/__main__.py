@@ -66,7 +66,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from .schedule.simulate_page import add_arguments
+    from .simulate.page import add_arguments
 
     simulate = commands.add_parser(
         "simulate", help="what a data-parallel step would take on any number of ranks, on paper", epilog=_EXIT_STATUS,
@@ -101,19 +101,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _passes(arguments: argparse.Namespace) -> int:
-    from . import passes_page
+    from .passes import pass_docs
 
     if arguments.markdown and arguments.name is not None:
         print(f"apexfx: --markdown prints the page of all passes; leave {arguments.name!r} out", file=sys.stderr)
         return 2
     if arguments.markdown:
-        print(passes_page.markdown(), end="")
+        print(pass_docs.markdown(), end="")
         return 0
     if arguments.name is None:
-        print(passes_page.table())
+        print(pass_docs.table())
         return 0
     try:
-        print(passes_page.one(arguments.name))
+        print(pass_docs.one(arguments.name))
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -121,14 +121,14 @@ def _passes(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from .schedule import simulate_page
+    from .simulate import page
 
     try:
-        page = simulate_page.page(arguments)
+        text = page.page(arguments)
     except (ValueError, OSError) as error:
         print(f"apexfx: {error}" if isinstance(error, OSError) else error, file=sys.stderr)
         return 2
-    print(page)
+    print(text)
     return 0
 
 

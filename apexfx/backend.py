@@ -7,233 +7,19 @@ Wrapping `inner_compile` instead would be skipped silently on a hit.
 
 from __future__ import annotations
 
-import functools
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import fx
 
-from . import cache, capture, passes
-from ._torch import FakeTensor, process_group_timeout
-from .agreement import Agreement, Label
-from .backward_passes import BackwardPasses
-from .config import BucketConfig, TransformConfig, describe_buckets
-from .first_values import FirstValues
-from .fx import graphs, named_argument, value
-from .gradient_sync import GradientSync, UnsynchronizedGradientError
-from .inner import INNER, traceable_rnn
-from .model_index import ModelIndex
-from .pipeline import Pipeline, warn_unmatched
-from .refusals import check_inputs, check_not_in_ddp
-from .report import GraphReport, Report
-from .schedule.plan import BucketPlan
-from .watchdog import watched
+from .compiler.graph_compiler import GraphCompiler, Groups, _compiler
+from .compiler.pipeline import warn_unmatched
+from .config import TransformConfig
+from .distributed.agreement import Label
+from .report.data import Report
 
 log = logging.getLogger(__name__)
-
-
-class Groups:
-    """The process groups of one model: the user's, and what graphs communicate over; None where not used.
-
-    Attributes:
-        user: whose ranks they are.
-        gradients, batch_norm: for buckets, for statistics.
-    """
-
-    def __init__(self, config: TransformConfig) -> None:
-        self.user: dist.ProcessGroup | None = None
-        self.gradients: dist.ProcessGroup | None = None
-        self.batch_norm: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
-            return
-        self.user = config.process_group or dist.group.WORLD
-        timeout_s = (config.buckets or BucketConfig()).timeout_s
-        if config.ddp:
-            self.gradients = watched(self.user, "gradients", timeout_s)
-        if config.sync_bn:
-            self.batch_norm = watched(self.user, "batch_norm", timeout_s)
-
-    def separate(self) -> None:
-        """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
-
-        Every rank of the group must call this at once.
-        """
-        if self.batch_norm is not None and self.batch_norm is self.gradients:
-            ranks = dist.get_process_group_ranks(self.gradients)
-            self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)
-
-    def facts(self) -> dict[str, Any]:
-        """Name and size of each group: part of every cache key."""
-        return {
-            name: [group.group_name, dist.get_world_size(group)] if group is not None else None
-            for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm))
-        }
-
-
-class GraphCompiler:
-    """Compiles every graph Dynamo captures for one model: the callable that `torch.compile` is given.
-
-    Args:
-        config: the options.
-        report: where each graph's report goes.
-        groups: the process groups.
-        gradient_sync: watches the gradients of a data-parallel model; None otherwise.
-        agreement: among the ranks of a data-parallel or synchronized model; None otherwise.
-        first_values: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known
-            by its graphs alone; None where the model's owner does both.
-        reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
-        index: of the model's names.
-    """
-
-    def __init__(
-        self,
-        config: TransformConfig,
-        *,
-        report: Report,
-        groups: Groups,
-        gradient_sync: GradientSync | None = None,
-        agreement: Agreement | None = None,
-        first_values: FirstValues | None = None,
-        reduce_gradients: bool = True,
-        index: ModelIndex | None = None,
-    ) -> None:
-        self.config = config
-        self.report = report
-        self.groups = groups
-        self.gradient_sync = gradient_sync
-        self.agreement = agreement
-        self.first_values = first_values
-        self.reduce_gradients = reduce_gradients
-        self.index = index if index is not None else ModelIndex()
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        check_inputs(gm, example_inputs)
-        placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision))
-        records = capture.records_gradients(gm)
-        trains = records and any(p.requires_grad for p in placeholders)
-        if self.groups.gradients is not None and trains:
-            self._refuse_unregistered(gm, placeholders, example_inputs)
-        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
-        schedule = passes.schedule(self.config, context)
-        pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
-        forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
-        record = GraphReport(len(self.report.graphs), trains, forward,
-                             parameters=tuple(p.name for p in placeholders if p.kind == "param"),
-                             local=not self.reduce_gradients)
-        uuid = cache.uuid(self.config.describe(), pipeline.stage("backward") + pipeline.stage("forward"), {
-            "groups": self.groups.facts(), "reduce": context.reduce_gradients,
-            "inputs": [[p.name, p.kind] for p in placeholders],
-        })
-        key = cache.graph_key(uuid, gm) if uuid is not None and self.config.inner != "eager" else None
-        if key is not None:
-            record.load_backward = functools.partial(cache.load_stage, key)
-        backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
-        described = self._collectives(gm, placeholders, reduces=trains and context.reduce_gradients)
-        with traceable_rnn(gm):
-            compiled = INNER[self.config.inner](gm, example_inputs, backward)
-        self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, described, context, records=records)
-
-    def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder],
-                             example_inputs: Sequence[Any]) -> None:
-        """Raise where a gradient would accumulate in a tensor that is neither a parameter of the model nor an argument."""
-        for node, p, tensor in zip(gm.graph.find_nodes(op="placeholder"), placeholders, example_inputs):
-            if p.kind == "param" or not p.requires_grad or not tensor.is_leaf:
-                continue
-            if self.index.is_argument(tensor, getattr(node, "_dynamo_source", None)):
-                continue
-            if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
-                continue
-            raise UnsynchronizedGradientError(
-                f"apexfx: forward uses {p.source}, a tensor of shape {list(tensor.shape)} that requires a gradient and is "
-                "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
-                "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
-
-    def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[capture.Placeholder], *, reduces: bool) -> list[Any]:
-        """Describe, in order, everything this graph will communicate, from what every rank can derive alone."""
-        rows: list[Any] = []
-        for graph in graphs(gm):
-            for node in graph.graph.nodes:
-                if node.target is torch.ops.apexfx.sync_batch_norm.default and named_argument(node, "group_name"):
-                    channels = value(node.args[0]).shape[1]
-                    rows.append(["sync_batch_norm", int(channels), named_argument(node, "group_name")])
-        if reduces and self.groups.gradients is not None:
-            rows.append(self._bucket_options())
-            rows += [[p.name, list(p.shape or ()), str(p.dtype)] for p in placeholders
-                     if p.kind == "param" and p.requires_grad]
-        return rows
-
-    def _bucket_options(self) -> dict[str, Any]:
-        """Return everything besides the parameters that the bucket plan follows from; a replayed plan whole."""
-        buckets = self.config.buckets
-        options = describe_buckets(buckets)
-        plan = buckets.plan if isinstance(buckets.plan, (BucketPlan, type(None))) else BucketPlan.load(buckets.plan)
-        options |= {"plan": plan.to_json() if plan is not None else None, "timeout_s": None}
-        given = self.config.describe()  # what decides in which dtype a gradient comes out
-        names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")
-        return {name: given[name] for name in names} | options
-
-    def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[capture.Placeholder],
-                 described: list[Any], context: passes.Context, *, records: bool) -> Callable[..., Any]:
-        """Wrap what runs on every call: agreement before the first, provenance of gradients after each."""
-        sync, agreement, ran = self.gradient_sync, self.agreement, self.index.ran
-        held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
-        watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
-        agreed = not described or agreement is None
-        begin = self._beginning(record, placeholders, context)
-
-        def run(*args: Any) -> Any:
-            nonlocal agreed
-            ran.update([id(args[index]) for index in held])  # Dynamo may run one graph with several layers of one class
-            if sync is not None:
-                check_not_in_ddp()
-            if not agreed:
-                agreement.ensure(f"collectives of graph {record.index}", described)
-                agreed = True
-            if sync is None or not records:
-                return compiled(*args)
-            begin(args)
-            if not self.index.has_model:  # otherwise each call of the model does this
-                for name, parameter in self.index.parameters():
-                    sync.watch(name, parameter)  # those that no graph holds, too
-            parameters = [args[index] for index, _ in watched]
-            for (_, name), parameter in zip(watched, parameters):
-                sync.watch(name, parameter)
-            outputs = compiled(*args)
-            if parameters:
-                sync.on_forward(parameters, outputs, reduces=context.reduce_gradients)
-            return outputs
-
-        return run
-
-    def _beginning(self, record: GraphReport, placeholders: Sequence[capture.Placeholder],
-                   context: passes.Context) -> Callable[[Sequence[Any]], None]:
-        """Return what is called with the inputs before each run with gradients."""
-        first_values, sync = self.first_values, self.gradient_sync
-        if first_values is None or not context.reduce_gradients:
-            return lambda _: None
-        held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
-        sent: list[weakref.ref[Any]] = []
-
-        def begin(args: Sequence[Any]) -> None:
-            if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
-                first_values.send([(name, args[index]) for index, name in held])
-                sent[:] = [weakref.ref(args[index]) for index, _ in held]
-            if record.training:
-                sync.on_training_forward()
-
-        return begin
-
-
-def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
-    """Return what makes a fresh copy of the inputs, or None where Dynamo gave fakes."""
-    if any(isinstance(x, FakeTensor) for x in example_inputs):
-        return None
-    return lambda: [x.detach().clone() if isinstance(x, Tensor) else x for x in example_inputs]
 
 
 # One report for every torch.compile(): torch hands each of its graphs the same options object. With what it held then: a
@@ -286,28 +72,6 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
         log.warning(message)
     _last_report = compiler.report
     return compiler
-
-
-def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
-    """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
-    label = Label(source.agreement.label, "copy") if source.agreement is not None else ""
-    return _compiler(source.config, source.groups, label)
-
-
-def _compiler(config: TransformConfig, groups: Groups, label: str | Label, *, standalone: bool = False) -> GraphCompiler:
-    buckets, group = config.buckets, groups.user
-    agreement = None
-    # The fake process group, made for looking at graphs, has no peers to ask.
-    if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
-        agreement = Agreement(group, label, buckets.timeout_s if buckets is not None else BucketConfig().timeout_s)
-    sync = first_values = None
-    report = Report(config.describe())
-    if groups.gradients is not None:
-        sync = GradientSync(groups.gradients, buckets, agreement, report.note)
-        if standalone and agreement is not None:
-            first_values = FirstValues(groups.gradients, agreement)
-    return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement,
-                         first_values=first_values)
 
 
 def last_report() -> Report:

@@ -16,16 +16,17 @@ from torch import nn
 
 from . import passes as passes_
 from ._torch import drop_compiled_call, not_traced
-from .backend import GraphCompiler, compiler_for, compiler_for_copy
-from .broadcast import broadcast_from_first
+from .backend import compiler_for
+from .buckets.plan import check_options
+from .compiler.compiled_model import Runtime, with_private_code
+from .compiler.dynamo_batch_norm import make_traceable, traced_forward
+from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
+from .compiler.refusals import COMPILES_ITSELF, check_not_averaged, check_whole
 from .config import TransformConfig
+from .distributed.broadcast import broadcast_from_first
 from .precision.half_model import cast_model
 from .precision.rules import HALVES
-from .refusals import COMPILES_ITSELF, check_not_averaged, check_whole
-from .report import Report
-from .runtime import Runtime, with_private_code
-from .schedule.plan import check_options
-from .traceable import make_traceable, traced_forward
+from .report.data import Report
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from torch import nn
 
 import apexfx
 from apexfx import amp, optimizers
-from apexfx.schedule.models import resnet50
+from apexfx.simulate.models import resnet50
 
 
 class SmallNet(nn.Module):

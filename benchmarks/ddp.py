@@ -40,7 +40,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import apexfx
 from apexfx.parallel import DistributedDataParallel
-from apexfx.schedule.models import load
+from apexfx.simulate.models import load
 
 
 class Net(nn.Module):

@@ -26,7 +26,7 @@ from ddp import MODELS, stepper
 from tabulate import tabulate
 
 import apexfx
-from apexfx import gradient_sync
+from apexfx.distributed import gradient_sync
 
 spent = 0.0
 

@@ -1,7 +1,7 @@
 """Measure the norms, forward and backward, against torch; fill the table of the passes that put them into graphs.
 
     python benchmarks/ops_norm.py                      eager, and compiled by Inductor; one row a shape and dtype
-    python benchmarks/ops_norm.py --write              also write apexfx/passes/fuse_norm_table.py
+    python benchmarks/ops_norm.py --write              also write apexfx/passes/measured_speedups.py
     python benchmarks/ops_norm.py --device cuda --json out.json
     python benchmarks/ops_norm.py --write --runs a.json b.json c.json    the same, from the medians of earlier runs
     python benchmarks/ops_norm.py --inner inductor --op layer_norm,rms_norm --shapes 64x64,512x256
@@ -44,7 +44,7 @@ DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.
 EPS = 1e-5
 MARGIN = 1.05  # a kernel that wins by less than this on average is not worth a node that nothing fuses with
 FLOOR = 0.9  # nor is one that loses more than this on a shape
-TABLE = Path(__file__).resolve().parent.parent / "apexfx/passes/fuse_norm_table.py"
+TABLE = Path(__file__).resolve().parent.parent / "apexfx/passes/measured_speedups.py"
 
 
 @dataclass(frozen=True)
@@ -269,7 +269,7 @@ def main() -> None:
     if arguments.write:
         old: dict = {}
         if TABLE.exists():
-            from apexfx.passes.fuse_norm_table import RATIO
+            from apexfx.passes.measured_speedups import RATIO
 
             old = RATIO
         TABLE.write_text(table_source(rows, old, arguments.clock, processes))

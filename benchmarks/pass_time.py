@@ -39,7 +39,8 @@ def measure(layers: int, inner: str) -> dict[str, float | int | str]:
     from torch import nn
 
     import apexfx
-    from apexfx.pipeline import Pass, Pipeline
+    from apexfx.compiler.pipeline import Pipeline
+    from apexfx.passes.base import Pass
 
     class Stack(nn.Module):
         def __init__(self) -> None:

@@ -35,9 +35,9 @@ from tabulate import tabulate
 
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
-from apexfx.schedule.measure import Calibration, slowest, slowest_profile
-from apexfx.schedule.profile import Profile, combine, sampler
-from apexfx.schedule.simulate import simulate
+from apexfx.simulate.calibration import Calibration, slowest, slowest_profile
+from apexfx.simulate.profile import Profile, combine, sampler
+from apexfx.simulate.simulator import simulate
 
 RESULTS = Path(__file__).parent / "results" / "simulate.json"
 SHARES = (1 / 8, 1 / 3, 1.0)  # of all gradients, at which a bucket closes

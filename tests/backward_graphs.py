@@ -9,10 +9,11 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 
-from apexfx import capture
 from apexfx._torch import aot_autograd
-from apexfx.capture import Placeholder
-from apexfx.pipeline import Pass, Pipeline
+from apexfx.compiler import capture
+from apexfx.compiler.pipeline import Pipeline
+from apexfx.graph.inputs import Placeholder
+from apexfx.passes.base import Pass
 
 MakePasses = Callable[[tuple[Placeholder, ...]], list[Pass]]
 

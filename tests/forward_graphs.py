@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from apexfx import capture, printing
+from apexfx.compiler import capture
+from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import OPT_LEVELS
-from apexfx.fx import graphs
+from apexfx.graph import printing
+from apexfx.graph.nodes import graphs
+from apexfx.passes.base import Pass
 from apexfx.passes.precision import Precision
-from apexfx.pipeline import Pass, Pipeline
-from apexfx.report import PassReport
+from apexfx.report.data import PassReport
 
 
 class Recorder:

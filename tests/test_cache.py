@@ -7,8 +7,8 @@ import json
 from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
-from apexfx import cache
-from apexfx.report import StageReport
+from apexfx.compiler import cache
+from apexfx.report.data import StageReport
 
 
 class Mine(apexfx.Pass):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apexfx.folding import fold, numbers
+from apexfx.report.fold_repeats import fold, numbers
 
 
 @pytest.mark.parametrize("values, text", [

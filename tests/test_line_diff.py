@@ -7,7 +7,7 @@ import time
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from apexfx.line_diff import grouped_opcodes, opcodes, unified
+from apexfx.report.diff import grouped_opcodes, opcodes, unified
 
 LINES = st.lists(st.sampled_from(["a", "b", "c", "d", "e", ""]), max_size=30)
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import apexfx
-from apexfx.model_index import ModelIndex, text_name
-from apexfx.schedule.graph_plan import fake_world
+from apexfx.compiler.model_index import ModelIndex, text_name
+from apexfx.simulate.graph_plan import fake_world
 
 
 class Holder:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import apexfx
 from apexfx._torch import TorchDispatchMode, tree_leaves
-from apexfx.inner import INNER
+from apexfx.compiler.inner_compilers import INNER
 from tests.model_styles import make
 
 # Their parameters are used by others; an embedding only looks up, which is no arithmetic.

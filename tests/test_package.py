@@ -20,10 +20,11 @@ def test_apex_s_packages_are_found_when_they_are_reached_for():
 def test_only_what_is_promised_is_shown():
     assert [name for name in dir(apexfx) if not name.startswith("__")] == [
         "BucketConfig", "BucketPlan", "Match", "Pass", "PassError", "RankMismatchError", "Report",
-        "UnsynchronizedGradientError", "amp", "compat", "fp16_utils", "fx", "last_report", "multi_tensor_apply",
-        "normalization", "ops", "optimizers", "parallel", "schedule", "transform",
+        "UnsynchronizedGradientError", "amp", "buckets", "compat", "fp16_utils", "graph", "last_report", "multi_tensor_apply",
+        "normalization", "ops", "optimizers", "parallel", "simulate", "transform",
     ]  # fmt: skip
     assert all(getattr(apexfx, name) is not None for name in dir(apexfx)) and "__version__" in dir(apexfx)
+    assert apexfx.fx is apexfx.graph  # its older name
 
 
 def test_what_is_not_shown_can_be_imported():

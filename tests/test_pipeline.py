@@ -7,10 +7,11 @@ import torch
 from torch.fx.passes.infra.pass_base import PassResult
 
 from apexfx import Pass, PassError
-from apexfx import fx as afx
-from apexfx.capture import annotate
-from apexfx.pipeline import Pipeline, validate
-from apexfx.printing import format_graph
+from apexfx.compiler.capture import annotate
+from apexfx.compiler.pipeline import Pipeline
+from apexfx.graph import nodes as afx
+from apexfx.graph.printing import format_graph
+from apexfx.passes.base import validate
 
 
 def captured(function, *inputs):
@@ -143,7 +144,7 @@ def test_stale_values_are_found_by_verify_final():
             return PassResult(gm, True)
 
     gm, _ = captured(model, torch.randn(3))
-    with pytest.raises(PassError, match="call apexfx.fx.refake"):
+    with pytest.raises(PassError, match="call apexfx.graph.nodes.refake"):
         Pipeline([Stale()], verify="final").run("forward", gm)
 
 

@@ -13,9 +13,10 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from apexfx import capture, printing
 from apexfx._torch import aot_autograd
-from apexfx.fx import set_value
+from apexfx.compiler import capture
+from apexfx.graph import printing
+from apexfx.graph.nodes import set_value
 
 
 class ConvNet(nn.Module):
@@ -129,7 +130,7 @@ def test_text_shows_shapes_dtypes_and_the_user_s_source():
 def test_nested_bodies_are_nested_classes():
     _, text, *_ = collect(Checkpointed(), torch.randn(4, 6), backward=False)["dynamo"]
     assert text.count("class ") == 3
-    assert text.count(" = apexfx.printing.as_graph_module(self.WrapBody") == 2
+    assert text.count(" = apexfx.graph.printing.as_graph_module(self.WrapBody") == 2
 
 
 def test_tensors_and_functions_the_graph_holds_are_written_out():

@@ -12,10 +12,11 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
+from apexfx.buckets.plan import GradientSpec, plan_buckets
+from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
-from apexfx.pipeline import Pass, Pipeline
-from apexfx.report import GraphReport, Report, stage_from_json, stage_to_json
-from apexfx.schedule.plan import GradientSpec, plan_buckets
+from apexfx.passes.base import Pass
+from apexfx.report.data import GraphReport, Report, stage_from_json, stage_to_json
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from apexfx.precision.policy import (
+from ..precision.policy import (
     additive_mask,
     asked_dtype,
     is_float32_limit,
@@ -19,7 +19,7 @@ from apexfx.precision.policy import (
     narrow,
     saturated,
 )
-from apexfx.precision.rules import FLOATS, HALVES, Rule, decide, lookup
+from ..precision.rules import FLOATS, HALVES, Rule, decide, lookup
 
 if TYPE_CHECKING:
     from .executor import CastExecutor

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from apexfx.precision.casts import CastRow, num_bytes
-from apexfx.precision.rules import Rule
-from apexfx.printing import short_dtype
+from ..graph.printing import short_dtype
+from ..precision.casts import CastRow, num_bytes
+from ..precision.rules import Rule
 
 _LONG = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 

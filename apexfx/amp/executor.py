@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from apexfx._torch import function_mode_depth, pop_function_mode, push_function_mode
-from apexfx.precision.op_names import canonical_name
-from apexfx.precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
-
+from .._torch import function_mode_depth, pop_function_mode, push_function_mode
+from ..graph.op_names import canonical_name
+from ..precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
 from .cast_plan import FLOAT32_LIMITS, CastPlan, following, gives_float32_limits, mark
 from .eager_ledger import EagerLedger
 from .weight_cache import CASTS, WeightCache

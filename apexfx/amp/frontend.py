@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apexfx.config import default_half
-from apexfx.precision.half_model import cast_model
-from apexfx.precision.rules import HALVES
-
+from ..config import default_half
+from ..precision.half_model import cast_model
+from ..precision.rules import HALVES
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
@@ -231,7 +230,7 @@ def _prepare_models(models: list[nn.Module], session: Session, cast_outputs: tor
 
 
 def _compiled(model: nn.Module, session: Session, inner: str) -> nn.Module:
-    from apexfx.transform import transform
+    from ..transform import transform
 
     properties = session.properties
     level = properties.opt_level

@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx._torch import tree_leaves, tree_map
-from apexfx.config import default_half
-from apexfx.precision.arguments import MARKS
-from apexfx.precision.op_names import canonical_name, is_foreign
-from apexfx.precision.rules import FLOATS, HALVES, Rule
-
+from .._torch import tree_leaves, tree_map
+from ..config import default_half
+from ..graph.op_names import canonical_name, is_foreign
+from ..precision.arguments import MARKS
+from ..precision.rules import FLOATS, HALVES, Rule
 from ._amp_state import _amp_state
 from .cast_plan import CastPlan
 from .executor import CastExecutor

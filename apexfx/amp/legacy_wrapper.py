@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.host_copy import HostCopy
-
+from ..ops.host_copy import HostCopy
 from ._amp_state import master_params, maybe_print
 from .predicated_step import PredicatedStep
 from .scaler import LossScaler

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx.precision.rules import HALVES
-
+from ..precision.rules import HALVES
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor

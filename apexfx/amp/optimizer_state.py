@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.ops.multi_tensor import multi_tensor_scale
-from apexfx.precision.rules import HALVES
-
+from ..ops.multi_tensor import multi_tensor_scale
+from ..precision.rules import HALVES
 from .models import MASTER
 from .predicated_step import PredicatedStep
 from .scaler import LossScaler

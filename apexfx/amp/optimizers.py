@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.optimizers._base import FusedOptimizer
-from apexfx.precision.rules import HALVES
-
+from ..optimizers._base import FusedOptimizer
+from ..precision.rules import HALVES
 from .optimizer_state import AmpOptimizerState
 from .scaler import LossScaler, is_clear
 from .session import Session

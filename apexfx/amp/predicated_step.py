@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.host_copy import HostCopy
+from ..ops.host_copy import HostCopy
 
 
 class PredicatedStep:

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from apexfx.config import OPT_LEVELS
-
+from ..config import OPT_LEVELS
 from ._amp_state import warn_or_err
 
 _BEFORE_INITIALIZE: dict[str, Any] = {

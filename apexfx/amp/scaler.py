@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apexfx._torch import unscale_in_place, update_loss_scale
-from apexfx.host_copy import HostCopy
-from apexfx.ops.multi_tensor import multi_tensor_scale
-
+from .._torch import unscale_in_place, update_loss_scale
+from ..ops.host_copy import HostCopy
+from ..ops.multi_tensor import multi_tensor_scale
 from ._amp_state import maybe_print
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126: below it the reciprocal overflows and the scale would reach 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from apexfx._torch import top_saved_tensor_hooks
+from .._torch import top_saved_tensor_hooks
 
 # Shorter ways to `tensor.to(dtype)`.
 CASTS = {

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_axpby as multi_tensor_axpby
-from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm as multi_tensor_l2norm
-from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm_scale as multi_tensor_l2norm_scale
-from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_scale as multi_tensor_scale
-from apexfx.multi_tensor_apply.multi_tensor_apply import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
+from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_axpby as multi_tensor_axpby
+from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm as multi_tensor_l2norm
+from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm_scale as multi_tensor_l2norm_scale
+from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_scale as multi_tensor_scale
+from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_unscale_l2norm as multi_tensor_unscale_l2norm
 
 multi_tensor_l2norm_mp = multi_tensor_l2norm
 

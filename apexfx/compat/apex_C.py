@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-from apexfx.parallel.flat import flatten as flatten
-from apexfx.parallel.flat import unflatten as unflatten
+from ..parallel.flat import flatten as flatten
+from ..parallel.flat import unflatten as unflatten

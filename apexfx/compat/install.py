@@ -45,6 +45,7 @@ def install(*, force: bool = False) -> str:
         for name in _EAGER:
             sys.modules[name] = importlib.import_module(resolve(name) or name)
             setattr(top, name.rpartition(".")[2], sys.modules[name])
+        top.optimizers.FP16_Optimizer = top.fp16_utils.FP16_Optimizer  # where scripts of 2019 import it from
     _alias_submodules(_EAGER if finder.only is None else finder.only)
     return finder.what
 
@@ -55,6 +56,8 @@ def uninstall() -> None:
     if finder is None:
         return
     sys.meta_path.remove(finder)
+    if finder.only is None:
+        del sys.modules["apex.optimizers"].FP16_Optimizer
     for name, module in list(sys.modules.items()):
         if (name == "apex" or name.startswith("apex.") or name in _TOP) and _is_ours(module):
             del sys.modules[name]

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..printing import comparable
-from ..report import Report
+from ..graph.printing import comparable
+from ..report.data import Report
 
 _WIDTH = 150
 _START = re.compile(r"(\w+): .*_c10d_functional\.all_reduce_\.default\(")

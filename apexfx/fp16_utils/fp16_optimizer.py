@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.amp.optimizer_state import AmpOptimizerState
-from apexfx.amp.optimizers import amp_class, register_hooks
-from apexfx.amp.properties import Properties
-from apexfx.amp.scaler import LossScaler
-from apexfx.amp.session import Session
+from ..amp.optimizer_state import AmpOptimizerState
+from ..amp.optimizers import amp_class, register_hooks
+from ..amp.properties import Properties
+from ..amp.scaler import LossScaler
+from ..amp.session import Session
 
 
 class FP16_Optimizer:  # Apex's name

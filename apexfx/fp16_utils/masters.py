@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx.ops.multi_tensor import multi_tensor_scale
+from ..ops.multi_tensor import multi_tensor_scale
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 

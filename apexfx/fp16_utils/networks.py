@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from apexfx.precision.half_model import cast_model, cast_own, keeps_float32
+from ..precision.half_model import cast_model, cast_own, keeps_float32
 
 
 class tofp16(nn.Module):  # Apex's name

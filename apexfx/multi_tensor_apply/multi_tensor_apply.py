@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.ops import multi_tensor
+from ..ops import multi_tensor
 
 
 class MultiTensorApply:

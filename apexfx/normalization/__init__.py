@@ -7,7 +7,7 @@ the other functional forms and the autograd Functions' names.
 
 from __future__ import annotations
 
-from apexfx.normalization.functional import (
+from .functional import (
     fused_layer_norm_affine,
     fused_rms_norm,
     fused_rms_norm_affine,
@@ -15,7 +15,7 @@ from apexfx.normalization.functional import (
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
 )
-from apexfx.normalization.fused_layer_norm import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
+from .fused_layer_norm import FusedLayerNorm, FusedRMSNorm, MixedFusedLayerNorm, MixedFusedRMSNorm
 
 __all__ = [
     "FusedLayerNorm",

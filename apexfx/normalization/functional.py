@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apexfx.ops.layer_norm import layer_norm
-from apexfx.ops.rms_norm import rms_norm
+from ..ops.layer_norm import layer_norm
+from ..ops.rms_norm import rms_norm
 
 
 def fused_layer_norm(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from apexfx.normalization.functional import trailing_dims
-from apexfx.ops.layer_norm import layer_norm
-from apexfx.ops.rms_norm import rms_norm
+from ..ops.layer_norm import layer_norm
+from ..ops.rms_norm import rms_norm
+from .functional import trailing_dims
 
 
 class FusedLayerNormAffineFunction:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apexfx.normalization.functional import (
+from .functional import (
     as_shape,
     cast_to_autocast_dtype,
     fused_layer_norm,
@@ -24,7 +24,7 @@ from apexfx.normalization.functional import (
     mixed_dtype_fused_layer_norm_affine,
     mixed_dtype_fused_rms_norm_affine,
 )
-from apexfx.normalization.functions import (
+from .functions import (
     FastLayerNormFN,
     FusedLayerNormAffineFunction,
     FusedLayerNormAffineMixedDtypesFunction,

@@ -20,12 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._batch_norm_arguments import (
-    check_backward_elementwise,
-    check_backward_reduce,
-    check_normalize,
-    check_relu_backward,
-)
+from ._batch_norm_arguments import check_backward_elementwise, check_backward_reduce, check_normalize, check_relu_backward
 from .batch_norm_stats import _sum_per_channel
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")

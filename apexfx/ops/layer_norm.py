@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from apexfx.ops._direct_autograd import with_direct_autograd
-from apexfx.ops._norm_arguments import accumulate_dtype, check_backward, check_forward, clamp_by_magnitude, sum_rows
+from ._direct_autograd import with_direct_autograd
+from ._norm_arguments import accumulate_dtype, check_backward, check_forward, clamp_by_magnitude, sum_rows
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _LIBRARY.define(

@@ -20,18 +20,8 @@ from torch import Tensor
 
 from ._batch_norm_arguments import check_backward, check_forward, check_running_buffers
 from ._direct_autograd import with_direct_autograd
-from .batch_norm import (
-    _backward_elementwise_reference,
-    _backward_reduce_reference,
-    _normalize_reference,
-    bn_relu_backward,
-)
-from .batch_norm_stats import (
-    _global_stats_reference,
-    _local_stats_reference,
-    _running_stats_reference,
-    bn_running_stats,
-)
+from .batch_norm import _backward_elementwise_reference, _backward_reduce_reference, _normalize_reference, bn_relu_backward
+from .batch_norm_stats import _global_stats_reference, _local_stats_reference, _running_stats_reference, bn_running_stats
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _ANY_STRIDES = (torch.Tag.flexible_layout,)  # as in batch_norm

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apexfx.ops._tensor_lists import accumulation, check_lists, check_scalar, check_tensor
+from ._tensor_lists import accumulation, check_lists, check_scalar, check_tensor
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _LIBRARY.define(

@@ -16,14 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from apexfx.ops._tensor_lists import (
-    accumulation,
-    check_decay_rates,
-    check_lists,
-    check_not_negative,
-    check_scalar,
-    check_tensor,
-)
+from ._tensor_lists import accumulation, check_decay_rates, check_lists, check_not_negative, check_scalar, check_tensor
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _SCALARS = "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_coefficient=None"

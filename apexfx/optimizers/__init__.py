@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .clip_grad import clip_grad_norm_ as clip_grad_norm_
 from .fused_adagrad import FusedAdagrad as FusedAdagrad
 from .fused_adam import FusedAdam as FusedAdam
@@ -11,11 +9,3 @@ from .fused_lamb import FusedLAMB as FusedLAMB
 from .fused_lamb import FusedMixedPrecisionLamb as FusedMixedPrecisionLamb
 from .fused_novograd import FusedNovoGrad as FusedNovoGrad
 from .fused_sgd import FusedSGD as FusedSGD
-
-
-def __getattr__(name: str) -> Any:
-    if name == "FP16_Optimizer":  # where scripts of 2019 import it from; it needs amp, which needs this package
-        from apexfx.fp16_utils import FP16_Optimizer
-
-        return FP16_Optimizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx._torch import foreach_mul_
-from apexfx.ops import multi_tensor
-
+from .._torch import foreach_mul_
+from ..ops import multi_tensor
 from ._batches import Batch, Held, KeptBatch, places_of_state
 from ._checkpoints import unwrap_state, wrapped_state
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from apexfx.ops import multi_tensor
-from apexfx.optimizers._base import global_norm
+from ..ops import multi_tensor
+from ._base import global_norm
 
 
 @torch.no_grad()

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apexfx.optimizers._base import FusedOptimizer
-from apexfx.optimizers._batches import Batch
+from ._base import FusedOptimizer
+from ._batches import Batch
 
 
 class FusedLAMB(FusedOptimizer):

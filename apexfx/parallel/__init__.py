@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed import ReduceOp as ReduceOp
 
-from ..watchdog import RankFailureError as RankFailureError
+from ..errors import RankFailureError as RankFailureError
 from .convert import convert_syncbn_model as convert_syncbn_model
 from .convert import create_syncbn_process_group as create_syncbn_process_group
 from .convert import revert_syncbn_model as revert_syncbn_model

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from .._torch import process_group_timeout
-from ..refusals import check_not_averaged, check_whole
+from ..compiler.refusals import check_not_averaged, check_whole
 from ..transform import TransformedModule
 
 

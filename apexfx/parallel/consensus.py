@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..host_copy import HostCopy
-from ..watchdog import RankFailureError, disagreement, gather_answers, post
+from ..distributed.status import Status, StatusMessage, numbers
+from ..distributed.watchdog import disagreement, gather_answers, post
+from ..errors import RankFailureError
+from ..ops.host_copy import HostCopy
 from .layout import Layout
-from .status import Status, StatusMessage, numbers
 
 
 class Consensus:

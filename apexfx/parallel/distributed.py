@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import process_group_store, resolve_process_group, tree_map
-from ..agreement import Agreement
-from ..broadcast import Message, broadcast_from_first
+from ..compiler.refusals import check_whole
 from ..config import BucketConfig
-from ..refusals import check_whole
+from ..distributed.agreement import Agreement
+from ..distributed.broadcast import Message, broadcast_from_first
+from ..distributed.watchdog import watched
 from ..transform import TransformedModule
-from ..watchdog import watched
 from .arguments import check_arguments, communicators, names_of
 from .checksum import check_parameters
 from .flat import apply_flat_dist_call as apply_flat_dist_call

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..schedule.bucket_buffer import BucketBuffer
+from ..buckets.flat_buffer import BucketBuffer
 
 CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 

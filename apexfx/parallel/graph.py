@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..backend import compiler_for
-from ..broadcast import broadcast_from_first
 from ..config import BucketConfig
+from ..distributed.broadcast import broadcast_from_first
 from ..transform import _build, source_class
 
 

@@ -1,4 +1,4 @@
-"""Which gradients share a bucket in the eager executor: `schedule/plan.py` over the order in which they become ready."""
+"""Which gradients share a bucket in the eager executor: `buckets/plan.py` over the order in which they become ready."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..buckets.ddp_layout import dim_order, group_in_order
+from ..buckets.flat_buffer import BucketBuffer
+from ..buckets.plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 from ..config import BucketConfig
-from ..schedule import ddp
-from ..schedule.bucket_buffer import BucketBuffer
-from ..schedule.plan import BucketPlan, GradientSpec, given_plan, plan_buckets
-from . import status
+from ..distributed import status
 
 LARGE_BYTES = 2**16  # of a gradient that is laid out by itself, while it is in cache, rather than with the rest of its bucket
 
@@ -156,7 +156,7 @@ class Planner:
         """
         ready = [self._spec(layout.names[i], layout.parameters[i]) for i in order if layout.parameters[i].numel()]
         if self.config.layout == "ddp":
-            layout.use(self._grouped(ready, ddp.group_in_order(ready, self.config.bucket_cap_mb)))
+            layout.use(self._grouped(ready, group_in_order(ready, self.config.bucket_cap_mb)))
         else:
             layout.use(self._plan(ready[::-1]))
         layout.learned, layout.next_order = True, []
@@ -175,7 +175,7 @@ class Planner:
     def _ddp_first(self, specs: Sequence[GradientSpec]) -> list[list[GradientSpec]]:
         """The buckets of DDP's first backward: one a dtype, or (find_unused) by size; the last parameters first."""
         cap = self.config.bucket_cap_mb if self.find_unused and not self.static else float(2**40)
-        groups = ddp.group_in_order(specs, cap)
+        groups = group_in_order(specs, cap)
         place = {spec.name: i for i, spec in enumerate(specs)}
         return sorted(groups, key=lambda members: min(place[m.name] for m in members), reverse=True)
 
@@ -189,4 +189,4 @@ class Planner:
     @staticmethod
     def _spec(name: str, p: nn.Parameter) -> GradientSpec:
         device = torch.device(p.device.type)
-        return GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, device, ddp.dim_order(p.shape, p.stride()))
+        return GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, device, dim_order(p.shape, p.stride()))

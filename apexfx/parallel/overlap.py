@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import in_backward
-from ..agreement import Agreement
-from ..end_of_backward import EndOfBackward
-from ..gradient_sync import UnsynchronizedGradientError
-from ..schedule.plan import given_plan
-from ..watchdog import RankFailureError, Watchdog
+from ..buckets.plan import given_plan
+from ..distributed.agreement import Agreement
+from ..distributed.backward_callback import EndOfBackward
+from ..distributed.status import Status, StatusMessage
+from ..distributed.watchdog import Watchdog
+from ..errors import RankFailureError, UnsynchronizedGradientError
 from .consensus import Consensus
 from .hooks import ParameterHooks
 from .layout import Layout, Planner
 from .passage import Passage
 from .rounds import Round
 from .sending import Options, Sender
-from .status import Status, StatusMessage
 from .sums import SeparateSums
 
 

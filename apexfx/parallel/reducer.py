@@ -7,11 +7,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..broadcast import broadcast_from_first
+from ..buckets.reduce import average_tensors, reduce_gradients
+from ..compiler.refusals import check_not_averaged, check_whole
 from ..config import BucketConfig
-from ..refusals import check_not_averaged, check_whole
-from ..schedule.reduce import average_tensors, reduce_gradients
-from ..watchdog import watched
+from ..distributed.broadcast import broadcast_from_first
+from ..distributed.watchdog import watched
 from .flat import extract_tensors
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from .._torch import post_accumulate_hooks, storage_users
-from ..schedule.reduce import sparse_message
+from ..buckets.reduce import sparse_message
+from ..distributed.status import StatusMessage
 from .layout import Layout
-from .status import StatusMessage
 from .sums import SeparateSums
 
 _OWN_USERS = 2  # of a gradient's storage: the gradient, and the Python object by which they are counted

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..watchdog import Watchdog
+from ..distributed.status import StatusMessage
+from ..distributed.watchdog import Watchdog
 from .grad_bucket import CommHook, GradBucket
 from .rounds import Round
-from .status import StatusMessage
 from .sums import SeparateSums
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..capture import Placeholder
 from ..config import TransformConfig
-from ..pipeline import Pass, validate
+from ..graph.inputs import Placeholder
 from ..precision.policy import Policy
+from .base import Pass, validate
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
 from .fuse_batchnorm import FuseBatchnorm

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .._torch import statically_known_true
-from ..fx import inherit, named_argument, set_value, value
-from ..invariants import namespace
+from ..graph.collectives import namespace
+from ..graph.mutation import storages, written
+from ..graph.nodes import inherit, named_argument, set_value, value
+from ..graph.op_names import canonical_name
 from ..ops import sync_batch_norm  # noqa: F401  registers the op
-from ..precision.op_names import canonical_name
-from .mutation import storages, written
 
 SYNC = torch.ops.apexfx.sync_batch_norm.default
 _SYNC_ARGUMENTS = tuple(a.name for a in SYNC._schema.arguments)

@@ -13,15 +13,16 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..capture import Placeholder, gradients
+from ..buckets.ddp_layout import dim_order
+from ..buckets.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
+from ..buckets.windows import MARK, windows
 from ..config import BucketConfig, describe_buckets
-from ..fx import call, fake_mode, value
-from ..pipeline import Pass, PassError
-from ..printed_names import identifier
-from ..printing import short_dtype
-from ..schedule.ddp import dim_order
-from ..schedule.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
-from ..schedule.windows import MARK, windows
+from ..errors import PassError
+from ..graph.inputs import Placeholder, gradients
+from ..graph.nodes import call, fake_mode, value
+from ..graph.printed_names import identifier
+from ..graph.printing import short_dtype
+from .base import Pass
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -10,11 +10,11 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..fx import value
-from ..pipeline import Pass
+from ..graph.mutation import bodies, storages, written
+from ..graph.nodes import value
 from ..precision.casts import dtype_of, is_inserted_cast, ledger_row, user_cast
 from ..precision.rules import FLOATS
-from .mutation import bodies, storages, written
+from .base import Pass
 
 # What each dtype holds exactly besides itself.
 _EXACT_IN = {

@@ -8,12 +8,12 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import has_kernel, statically_known_true
-from ..fx import value
-from ..pipeline import Pass
+from ..graph.mutation import bodies
+from ..graph.nodes import value
+from .base import Pass
 from .batch_norm_rewrite import fuse_tails, input_of, rewrite, training_batch_norms
 from .fuse_norm import Ratios, Sizes, is_faster
-from .fuse_norm_table import LEAST_ELEMENTS, RATIO
-from .mutation import bodies
+from .measured_speedups import LEAST_ELEMENTS, RATIO
 
 
 class FuseBatchnorm(Pass):

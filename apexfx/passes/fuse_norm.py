@@ -12,11 +12,11 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import below_functorch, has_kernel
-from ..fx import call, fake_mode, insert_after, size_hint, value
+from ..graph.mutation import bodies
+from ..graph.nodes import call, fake_mode, insert_after, size_hint, value
 from ..ops import layer_norm, rms_norm  # noqa: F401  registers the ops
-from ..pipeline import Pass
-from .fuse_norm_table import FLOOR, LEAST_ELEMENTS, MARGIN, RATIO
-from .mutation import bodies
+from .base import Pass
+from .measured_speedups import FLOOR, LEAST_ELEMENTS, MARGIN, RATIO
 from .norm_matching import Norm, is_safe, norms, with_casts
 
 _LAYER_NORM = torch.ops.apexfx.layer_norm.default

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..fx import evaluate, set_value, value
+from ..graph.mutation import body_of, statistics, storages, written_storages
+from ..graph.nodes import evaluate, set_value, value
+from ..graph.op_names import canonical_name, is_foreign
 from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
-from ..precision.op_names import canonical_name, is_foreign
 from ..precision.policy import Policy, additive_mask
 from ..precision.rules import HALVES
-from .mutation import body_of, statistics, storages, written_storages
 
 CAST, KEEP = "cast", "keep"
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from .._torch import statically_known_true
-from ..fx import argument, value
+from ..graph.mutation import storages, written
+from ..graph.nodes import argument, value
+from ..graph.op_names import canonical_name
 from ..precision.casts import is_inserted_cast
-from ..precision.op_names import canonical_name
-from .mutation import storages, written
 
 _ARGUMENTS: dict[Any, tuple[str, ...]] = {
     F.layer_norm: ("x", "shape", "weight", "bias", "eps"),

@@ -13,14 +13,14 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..fx import fake_mode, module_paths, op_name, value
-from ..pipeline import Pass
+from ..graph.mutation import bodies
+from ..graph.nodes import fake_mode, module_paths, op_name, value
+from ..graph.op_names import canonical_name
 from ..precision.casts import CastRow, dtype_of
-from ..precision.op_names import canonical_name
 from ..precision.policy import Policy
 from ..precision.rules import HALVES
+from .base import Pass
 from .model_casts import cast_entries
-from .mutation import bodies
 from .precision_walk import Walk, enters_autocast
 
 log = logging.getLogger(__name__)

@@ -9,19 +9,12 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import free_unbacked_symbols, tree_leaves, tree_map
-from ..fx import argument, evaluate, op_name, set_value, signature, value
-from ..pipeline import PassError
+from ..errors import PassError
+from ..graph.mutation import body_of, storages, written, written_storages
+from ..graph.nodes import argument, evaluate, op_name, set_value, signature, value
+from ..graph.op_names import canonical_name, is_foreign
 from ..precision import arguments
-from ..precision.casts import (
-    CastRow,
-    dtype_of,
-    insert_cast,
-    insert_limits,
-    is_inserted_cast,
-    ledger_row,
-    user_cast,
-)
-from ..precision.op_names import canonical_name, is_foreign
+from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import (
     Policy,
     additive_mask,
@@ -33,7 +26,6 @@ from ..precision.policy import (
     narrow,
 )
 from ..precision.rules import FLOATS, HALVES, SAME_DATA_FAMILIES, Rule, decide
-from .mutation import body_of, storages, written, written_storages
 
 _CAPTURED = "the dtypes it was captured with"
 

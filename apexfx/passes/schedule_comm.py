@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..invariants import is_collective, is_wait
-from ..pipeline import Pass
-from ..schedule.windows import windows
+from ..buckets.windows import windows
+from ..graph.collectives import is_collective, is_wait
+from .base import Pass
 from .bucket_allreduce import DELAYED
 
 _NEVER = math.inf  # the urgency of a node that no collective needs

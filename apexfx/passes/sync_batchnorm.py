@@ -7,10 +7,11 @@ from typing import Any
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..fx import graphs, named_argument
-from ..pipeline import Pass, PassError
+from ..errors import PassError
+from ..graph.mutation import bodies
+from ..graph.nodes import graphs, named_argument
+from .base import Pass
 from .batch_norm_rewrite import fuse_tails, is_batch_norm, rewrite, synchronized_batch_norms, training_batch_norms
-from .mutation import bodies
 
 
 class SyncBatchnorm(Pass):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .op_names import canonical_name
+from ..graph.op_names import canonical_name
 
 
 @torch.compiler.allow_in_graph

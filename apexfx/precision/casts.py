@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..fx import call, module_path, size_hint, source_line, value
-from ..printed_names import users_name
-from ..printing import short_dtype
-from .op_names import canonical_name
+from ..graph.nodes import call, module_path, size_hint, source_line, value
+from ..graph.op_names import canonical_name
+from ..graph.printed_names import users_name
+from ..graph.printing import short_dtype
 from .policy import asked_dtype, saturated
 from .rules import FLOATS
 

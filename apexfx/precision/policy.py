@@ -15,9 +15,9 @@ from torch import fx
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..fx import argument, module_paths, op_name
+from ..graph.nodes import argument, module_paths, op_name
+from ..graph.op_names import canonical_name
 from . import arguments
-from .op_names import canonical_name
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RULES, STORED_NUMBERS, Rule, consistent, lookup
 
 _NAMED_DTYPES = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..config import HALVES
-from .op_names import is_foreign
+from ..graph.op_names import is_foreign
 
 KINDS = ("half", "half_if_mixed", "float", "promote", "sequence_promote", "banned", "batch_norm", "match_self", "dtype",
          "passthrough")

@@ -13,7 +13,7 @@ from torch import nn
 import apexfx
 from apexfx import amp
 from apexfx.amp.eager_ledger import EagerLedger
-from apexfx.precision.op_names import canonical_name
+from apexfx.graph.op_names import canonical_name
 from apexfx.testing import assert_close
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apexfx.watchdog import WatchedGroup
+from apexfx.distributed.watchdog import WatchedGroup
 
 
 @dataclass

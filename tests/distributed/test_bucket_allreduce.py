@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from apexfx.buckets.ddp_layout import plan_from_ddp
 from apexfx.config import BucketConfig
 from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm
-from apexfx.schedule.ddp import plan_from_ddp
 from tests.backward_graphs import Recorder
 from tests.distributed.data_parallel_models import batch, loss_of, twins
 from tests.distributed.launch import run_ranks

@@ -18,7 +18,7 @@ from tests.distributed.launch import run_ranks
 USER_PASS = '''
 import torch
 from torch.fx.passes.infra.pass_base import PassResult
-from apexfx import Pass, fx
+from apexfx import Pass, graph
 
 
 class ScaleGradients(Pass):
@@ -34,7 +34,7 @@ class ScaleGradients(Pass):
         with gm.graph.inserting_before(output):
             for i, node in enumerate(results):
                 if node is not None:
-                    results[i] = fx.call(gm.graph, torch.ops.aten.mul.Tensor, (node, FACTOR), like=node)
+                    results[i] = graph.call(gm.graph, torch.ops.aten.mul.Tensor, (node, FACTOR), like=node)
                     self.record(node, "scaled")
         output.args = (tuple(results),)
         return PassResult(gm, True)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import apexfx
-from apexfx.forward_count import ALONE_AFTER, ALWAYS, _Turns
+from apexfx.distributed.forward_count import ALONE_AFTER, ALWAYS, _Turns
 from apexfx.parallel import RankFailureError
 from tests.distributed.faults import Net, train
 from tests.distributed.launch import run_ranks

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from apexfx.broadcast import broadcast_from_first
+from apexfx.distributed.broadcast import broadcast_from_first
 from apexfx.parallel import DistributedDataParallel
 from tests.distributed.collectives import recorded
 from tests.distributed.launch import run_ranks

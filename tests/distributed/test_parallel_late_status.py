@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import apexfx
-from apexfx.forward_count import ALWAYS, INTERVAL, ForwardCount
+from apexfx.distributed.forward_count import ALWAYS, INTERVAL, ForwardCount
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from apexfx.parallel.consensus import Consensus
 from tests.distributed.faults import Net, explode, train

@@ -6,10 +6,10 @@ import torch.distributed as dist
 
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
-from apexfx.schedule.measure import SIZES, Calibration, slowest, slowest_profile
-from apexfx.schedule.models import load
-from apexfx.schedule.profile import Piece, Profile, combine, sampler
-from apexfx.schedule.simulate import simulate
+from apexfx.simulate.calibration import SIZES, Calibration, slowest, slowest_profile
+from apexfx.simulate.models import load
+from apexfx.simulate.profile import Piece, Profile, combine, sampler
+from apexfx.simulate.simulator import simulate
 from tests.distributed.launch import run_ranks
 
 

@@ -16,11 +16,11 @@ from functorch.compile import make_boxed_func
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from apexfx import capture
 from apexfx._torch import aot_autograd
+from apexfx.compiler import capture
+from apexfx.graph.printing import format_graph
 from apexfx.ops.sync_batch_norm import group_name, sync_batch_norm
 from apexfx.passes.sync_batchnorm import SyncBatchnorm
-from apexfx.printing import format_graph
 from apexfx.testing import assert_close, tolerance
 from tests.distributed.launch import run_ranks
 

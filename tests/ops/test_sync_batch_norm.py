@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from apexfx._torch import aot_autograd
+from apexfx.graph.printing import format_graph
 from apexfx.ops.sync_batch_norm import group_name, sync_batch_norm
-from apexfx.printing import format_graph
 from apexfx.testing import assert_close
 from tests.ops.test_batch_norm import DTYPES, LAYOUTS, draw
 

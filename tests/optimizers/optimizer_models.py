@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from apexfx.optimizers import (
-    FusedAdagrad,
-    FusedAdam,
-    FusedLAMB,
-    FusedMixedPrecisionLamb,
-    FusedNovoGrad,
-    FusedSGD,
-)
+from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD
 
 BF16 = torch.bfloat16
 OPTIMIZERS = {

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from apexfx.config import BucketConfig
-from apexfx.gradient_sync import GradientSync
+from apexfx.distributed.gradient_sync import GradientSync
 
 
 def test_a_later_synchronizer_takes_over():

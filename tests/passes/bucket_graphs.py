@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from apexfx.config import BucketConfig
-from apexfx.fx import value
+from apexfx.graph.nodes import value
 from apexfx.passes.bucket_allreduce import BucketAllreduce
 from tests.backward_graphs import record
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from apexfx import capture
 from apexfx._torch import has_kernel
-from apexfx.fx import graphs
+from apexfx.compiler import capture
+from apexfx.graph.nodes import graphs
+from apexfx.graph.printing import format_graph
 from apexfx.passes.fuse_norm import FuseNorm
-from apexfx.printing import format_graph
 
 EVERYWHERE = {
     (op, "cpu", "eager", dtype): (2.0, 2.0)

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from apexfx._torch import FakeTensorMode
-from apexfx.fx import evaluate, set_value
+from apexfx.graph.nodes import evaluate, set_value
 
 _generator = torch.Generator().manual_seed(0)
 

@@ -10,13 +10,13 @@ import torch
 from expecttest import assert_expected_inline
 from torch import nn
 
+from apexfx.buckets.plan import BucketPlan
+from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
-from apexfx.fx import value
-from apexfx.invariants import is_wait
+from apexfx.graph.collectives import is_wait
+from apexfx.graph.nodes import value
+from apexfx.graph.printing import format_graph
 from apexfx.passes.bucket_allreduce import BucketAllreduce
-from apexfx.pipeline import Pipeline
-from apexfx.printing import format_graph
-from apexfx.schedule.plan import BucketPlan
 from tests.backward_graphs import record
 from tests.passes.bucket_graphs import (
     BF16,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
-from apexfx.printing import format_graph
+from apexfx.graph.printing import format_graph
 from tests.passes.bucket_graphs import BF16, F32, check_local, issued, local_gradients, rewritten, two_layers
 
 pytestmark = pytest.mark.usefixtures("fake_group")

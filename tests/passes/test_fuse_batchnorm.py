@@ -11,12 +11,12 @@ from expecttest import assert_expected_inline
 from torch import nn
 
 import apexfx
-from apexfx import capture
 from apexfx._torch import has_kernel
+from apexfx.compiler import capture
+from apexfx.graph.printing import format_graph
 from apexfx.passes.fuse_batchnorm import FuseBatchnorm
 from apexfx.passes.fuse_norm import FuseNorm
-from apexfx.passes.fuse_norm_table import LEAST_ELEMENTS, RATIO
-from apexfx.printing import format_graph
+from apexfx.passes.measured_speedups import LEAST_ELEMENTS, RATIO
 from apexfx.testing import assert_close
 
 # ruff: noqa: E501  printed graphs

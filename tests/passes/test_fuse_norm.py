@@ -11,13 +11,13 @@ from expecttest import TestCase
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from apexfx import capture
+from apexfx.compiler import capture
+from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import OPT_LEVELS
+from apexfx.graph.printing import format_graph
 from apexfx.passes.cancel_casts import CancelCasts
 from apexfx.passes.fuse_norm import FuseNorm
 from apexfx.passes.precision import Precision
-from apexfx.pipeline import Pipeline
-from apexfx.printing import format_graph
 from apexfx.testing import assert_close
 from tests.passes.norm_graphs import EVERYWHERE, draw, fused, llama, needs_kernel, rewrite
 

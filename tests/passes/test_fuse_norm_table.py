@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from apexfx.passes.fuse_norm import FuseNorm
-from apexfx.passes.fuse_norm_table import LEAST_ELEMENTS, RATIO
+from apexfx.passes.measured_speedups import LEAST_ELEMENTS, RATIO
 from apexfx.testing import assert_close
 from tests.passes.norm_graphs import EVERYWHERE, draw, fused, llama, needs_kernel, rewrite
 

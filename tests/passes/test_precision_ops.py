@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from apexfx.pipeline import Pipeline
-from apexfx.precision.op_names import canonical_name
+from apexfx.compiler.pipeline import Pipeline
+from apexfx.graph.op_names import canonical_name
 from apexfx.precision.rules import FLOATS, RULES
 from apexfx.testing import assert_close
 from tests.forward_graphs import precision

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from apexfx.precision.op_names import canonical_name
+from apexfx.graph.op_names import canonical_name
 from apexfx.precision.rules import _TABLE, FLOATS, KINDS, RULES, Rule, consistent, decide, lookup, widest
 
 f16, bf16, f32, f64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -13,12 +13,12 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
+from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
-from apexfx.fx import call
+from apexfx.graph.nodes import call
+from apexfx.graph.printing import format_graph
 from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm, collective_order
-from apexfx.pipeline import Pipeline
-from apexfx.printing import format_graph
 from tests.backward_graphs import record
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

@@ -13,10 +13,10 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
-from apexfx import capture
-from apexfx.fx import graphs
+from apexfx.compiler import capture
+from apexfx.graph.nodes import graphs
+from apexfx.graph.printing import format_graph
 from apexfx.passes.sync_batchnorm import SyncBatchnorm
-from apexfx.printing import format_graph
 from apexfx.testing import assert_close
 
 # ruff: noqa: E501  printed graphs

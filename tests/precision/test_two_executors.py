@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from apexfx.amp.executor import CastExecutor
-from apexfx.pipeline import Pipeline
+from apexfx.compiler.pipeline import Pipeline
 from apexfx.precision.rules import HALVES, RULES
 from tests.forward_graphs import compiled, precision
 from tests.passes.op_samples import NOT_UNIQUE, SAMPLES, Recording, call, graph_of, mask, prepared, x

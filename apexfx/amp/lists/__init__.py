@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from apexfx.precision.op_names import canonical_name
-from apexfx.precision.rules import Rule
-
+from ...graph.op_names import canonical_name
+from ...precision.rules import Rule
 from . import functional_overrides as functional_overrides
 from . import tensor_overrides as tensor_overrides
 from . import torch_overrides as torch_overrides

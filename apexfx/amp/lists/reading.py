@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from apexfx.precision.op_names import canonical_name
-from apexfx.precision.rules import RULES
+from ...graph.op_names import canonical_name
+from ...precision.rules import RULES
 
 
 def names_of_kind(module: Any, kind: str) -> list[str]:

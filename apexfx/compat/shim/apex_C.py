@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from apexfx.compat import install
+from .. import install
 
 sys.modules.pop(__name__)
 install()

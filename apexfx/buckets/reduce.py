@@ -1,0 +1,101 @@
+"""The eager executor of a bucket plan: gradients to flat buffers, reduced by the process group, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import BucketConfig
+from .flat_buffer import BucketBuffer
+from .plan import BucketPlan, GradientSpec, given_plan, plan_buckets
+
+
+def reduce_gradients(
+    parameters: Mapping[str, nn.Parameter], config: BucketConfig, group: dist.ProcessGroup,
+    used: Sequence[bool] | None = None,
+) -> BucketPlan | None:
+    """Average (by `config`) the `.grad` of every parameter over the ranks of `group`, in place; return the plan used.
+
+    A parameter without gradient on this rank counts as zero where another rank has one; where no rank has one its `.grad`
+    stays None. Costs one small allreduce to find out which, and one a bucket. Every rank must call it.
+
+    Args:
+        parameters: by name, in the same order on every rank.
+        config: the bucket options; of a `plan` only the divisors: other gradients of the same parameters may come now.
+        group: the ranks.
+        used: which parameters have a gradient on any rank, where that is known already.
+
+    Raises:
+        ValueError: a gradient that is not dense.
+    """
+    used = _used_anywhere(parameters, group) if used is None else used
+    live = {name: p for (name, p), is_used in zip(parameters.items(), used) if is_used}
+    if not live:
+        return None
+    for name, p in live.items():
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if p.grad.layout != torch.strided:
+            raise ValueError(sparse_message(name, p.grad))
+    specs = [GradientSpec(name, tuple(p.shape), p.grad.dtype, p.grad.dtype, p.grad.device) for name, p in live.items()]
+    plan = _plan(specs, config, group)
+    run_plan(plan, {name: p.grad for name, p in live.items()}, group)
+    return plan
+
+
+def _plan(specs: Sequence[GradientSpec], config: BucketConfig, group: dist.ProcessGroup) -> BucketPlan:
+    given = given_plan(config)
+    divisors = {name: {"predivide": bucket.predivide, "postdivide": bucket.postdivide} for bucket in given.buckets
+                for slot in bucket.slots for name in (slot.parameter, *slot.shared_with)} if given is not None else {}
+    alike: dict[Any, list[GradientSpec]] = {}
+    for spec in specs:
+        alike.setdefault(tuple(divisors.get(spec.name, {}).items()), []).append(spec)
+    world_size = dist.get_world_size(group)
+    buckets = [dataclasses.replace(bucket, **dict(divide)) for divide, members in alike.items()
+               for bucket in plan_buckets(members, config, world_size, group.group_name).buckets]
+    return BucketPlan(tuple(buckets), world_size, config.layout, group.group_name)
+
+
+def sparse_message(name: str, grad: Tensor) -> str:
+    """Say why a sparse gradient cannot travel."""
+    return (f"apexfx: the gradient of {name!r} is {grad.layout}; only dense gradients can share a bucket. Use sparse=False in "
+            "the embedding")
+
+
+def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Average `tensors`, the same on every rank, over the ranks of `group` in place: one allreduce a dtype and device."""
+    named = {str(index): t for index, t in enumerate(tensors)}
+    specs = [GradientSpec(name, tuple(t.shape), t.dtype, t.dtype, t.device) for name, t in named.items()]
+    plan = plan_buckets(specs, BucketConfig(delay_allreduce=True), dist.get_world_size(group), group.group_name)
+    run_plan(plan, named, group)
+
+
+@torch.no_grad()
+def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup,
+             wait: Callable[[dist.Work], Any] = lambda work: work.wait()) -> list[BucketBuffer]:
+    """Issue every allreduce of `plan` in order, then wait for each and write the results back into `gradients`."""
+    started = []
+    for bucket in plan.buckets:
+        members = [gradients[slot.parameter] for slot in bucket.slots]
+        buffer = BucketBuffer(bucket, members[0].device)
+        buffer.fill(members)
+        started.append((buffer, members, buffer.all_reduce(group)))
+    for buffer, members, work in started:
+        wait(work)
+        buffer.finish()
+        buffer.write(members)
+    return [buffer for buffer, _, _ in started]
+
+
+def _used_anywhere(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[bool]:
+    if not parameters:
+        return []
+    device = next(iter(parameters.values())).device
+    used = torch.tensor([p.grad is not None for p in parameters.values()], dtype=torch.int32, device=device)
+    group.allreduce([used]).wait()  # dist.all_reduce knows no group of our own
+    return [bool(n) for n in used.tolist()]

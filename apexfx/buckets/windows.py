@@ -1,0 +1,50 @@
+"""What lies between the start of a collective and its wait: the time in which it can hide."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+from torch import fx
+
+from ..graph.collectives import is_collective, is_wait
+from .flops import node_flops
+
+MARK = "apexfx_bucket"  # meta key of every node that carries a bucket: the bucket's index in the plan
+
+
+def windows(gm: fx.GraphModule) -> list[dict[str, Any]]:
+    """Return one row a collective, in order.
+
+    A row has `bucket` (its index in the plan, or None), the nodes `start` and `wait`, `start_after` and `wait_before` (the
+    nearest nodes that do not carry that bucket themselves), and `nodes` and `flops` in between.
+    """
+    nodes = list(gm.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+    flops = [0, *accumulate(map(node_flops, nodes))]
+    before, after = _outside(nodes), _outside(nodes[::-1])
+    rows = []
+    for node in filter(is_collective, nodes):
+        wait = min((user for user in _readers(node) if is_wait(user)), key=place.__getitem__)
+        begin, end = place[node], place[wait]
+        rows.append({
+            "bucket": node.meta.get(MARK), "start": node.name, "start_after": before[node].name,
+            "wait": wait.name, "wait_before": after[wait].name,
+            "nodes": end - begin - 1, "flops": flops[end] - flops[begin],
+        })
+    return rows
+
+
+def _readers(node: fx.Node) -> list[fx.Node]:
+    direct = list(node.users)
+    return direct + [user for item in direct if not is_wait(item) for user in item.users]
+
+
+def _outside(nodes: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Return, for every node but the first, the nearest one before it that carries no bucket."""
+    nearest, last = {}, nodes[0]
+    for node in nodes:
+        nearest[node] = last
+        if MARK not in node.meta:
+            last = node
+    return nearest

@@ -1,0 +1,86 @@
+"""The backward stage of one graph, as the object that Inductor and AOTAutograd call, and key their caches by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import CustomGraphPass, inductor_config
+from ..graph import printing
+from ..graph.inputs import Placeholder, is_backward
+from ..report.data import GraphReport, StageReport
+from . import cache, capture
+from .pipeline import Pipeline
+
+
+class BackwardPasses(CustomGraphPass):
+    """The backward schedule, as the object Inductor and AOTAutograd call, and key their caches by.
+
+    Args:
+        pipeline: whose backward stage runs.
+        record: the graph's report.
+        placeholders: the inputs of the graph that Dynamo captured.
+        uuid: the cache key, or None to bypass the caches.
+        key: of the report kept beside the cache entry, or None.
+    """
+
+    def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder],
+                 uuid: str | None, key: str | None) -> None:
+        self._pipeline = pipeline
+        self._record = record
+        self._placeholders = placeholders
+        self._uuid = uuid
+        self.key = key
+        self._user_pass = inductor_config.post_grad_custom_post_pass
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._user_pass is not None:
+            self._user_pass(graph)
+        gm = graph.owning_module
+        if not is_backward(gm):
+            self.note_lowered(gm)
+            return
+        stage = self.run(gm)
+        if self.key is not None:
+            cache.save_stage(self.key, stage)
+
+    def run(self, gm: fx.GraphModule) -> StageReport:
+        """Run the backward stage over `gm` and put it in the report."""
+        capture.name_inputs(gm, self._placeholders)
+        self._record.backward = self._pipeline.run("backward", gm, inputs=_random_inputs(gm))
+        return self._record.backward
+
+    def note_lowered(self, gm: fx.GraphModule) -> None:
+        """Put AOTAutograd's forward graph in the report."""
+        capture.name_inputs(gm, self._placeholders)
+        self._record.forward.lowered = printing.to_python(gm, header="forward graph, lowered")
+
+    def uuid(self) -> Any:
+        if self._uuid is None or self._user_pass is None:
+            return self._uuid
+        theirs = self._user_pass.uuid() if isinstance(self._user_pass, CustomGraphPass) else None
+        return f"{self._uuid}+{theirs}" if theirs is not None else None
+
+
+def _random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:
+    """Return what makes inputs for a backward graph: saved values and tangents do not exist yet when it is compiled."""
+    vals = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+
+    def make() -> list[Any]:
+        generator = torch.Generator().manual_seed(0)
+        return [_random_like(val, generator) for val in vals]
+
+    return make
+
+
+def _random_like(val: Any, generator: torch.Generator) -> Any:
+    if not isinstance(val, Tensor):
+        return int(val) if isinstance(val, (int, torch.SymInt)) else val
+    shape, stride = [int(s) for s in val.shape], [int(s) for s in val.stride()]
+    made = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+    if val.dtype.is_floating_point:
+        return made.copy_(torch.rand(shape, generator=generator) + 0.5)
+    return made.zero_()

@@ -1,0 +1,102 @@
+"""Keys that make torch's compile caches see our passes, and the reports kept beside their entries.
+
+AOTAutograd's cache is keyed by the graph Dynamo captured and by the `uuid()` of the custom pass; neither knows the source
+of a pass, of an op's Python body, or the world size. All of that goes into the uuid. On a hit no pass runs, so what the
+passes reported is stored in a file of the same key.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from .._torch import inductor_cache_dir
+from ..graph.nodes import graphs
+from ..graph.printing import format_graph
+from ..passes.base import Pass
+from ..report.data import StageReport, stage_from_json, stage_to_json
+
+log = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=1)
+def package_digest() -> str:
+    """Return a hash over every source file and compiled library of this package."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted([*root.rglob("*.py"), *root.rglob("*.so")]):
+        digest.update(str(path.relative_to(root)).encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def pass_digest(pass_: Pass) -> str | None:
+    """Return a hash of a user pass's source and options, or None when either cannot be read.
+
+    A pass that does not override `options()` counts with its attributes: one forgotten would be a stale cache hit.
+    """
+    options = pass_.options()
+    if type(pass_).options is Pass.options:
+        options = {name: given for name, given in vars(pass_).items() if name != "matches"}
+    try:
+        files = [Path(inspect.getfile(cls)) for cls in type(pass_).__mro__[: type(pass_).__mro__.index(Pass)]]
+        source = "".join(file.read_text() for file in files)  # whole files: a pass calls its neighbours
+        return hashlib.sha256((source + json.dumps(options, sort_keys=True)).encode()).hexdigest()
+    except (OSError, TypeError):
+        return None
+
+
+def uuid(config: dict[str, Any], passes: Sequence[Pass], facts: dict[str, Any]) -> str | None:
+    """Return the cache key of a schedule, or None (bypass the cache) when a user pass has no readable source.
+
+    Args:
+        config: `TransformConfig.describe()`.
+        passes: the backward schedule, user passes included.
+        facts: what else the result depends on: world size, group, sync flag, the names of the inputs.
+    """
+    digests = [pass_digest(p) for p in passes]
+    if None in digests:
+        return None
+    text = json.dumps([package_digest(), config, digests, facts], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def graph_key(uuid_: str, gm: fx.GraphModule) -> str:
+    """Return the key of the report that belongs to `gm` (after its forward passes) compiled under `uuid_`."""
+    text = "\n".join(format_graph(graph) for graph in graphs(gm))
+    return hashlib.sha256((uuid_ + text).encode()).hexdigest()
+
+
+def _path(key: str) -> Path:
+    return Path(inductor_cache_dir()) / "apexfx" / f"{key}.json"
+
+
+def save_stage(key: str, stage: StageReport) -> None:
+    """Keep a backward stage's report beside the cache entry it belongs to. A full disk loses only the report."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent)
+        with os.fdopen(handle, "w") as file:
+            json.dump(stage_to_json(stage), file)
+        os.replace(name, path)
+    except OSError as error:
+        log.info("the report of the backward passes could not be kept at %s: %s", path, error)
+
+
+def load_stage(key: str) -> StageReport | None:
+    """Return the report kept under `key`, or None."""
+    try:
+        return stage_from_json(json.loads(_path(key).read_text()))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,108 @@
+"""What capture knows about a graph: which input is which parameter, and which output is whose gradient."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import PlainAOTInput
+from ..graph.inputs import Placeholder
+from ..graph.nodes import MODULE_PATHS, graphs, set_value
+from .model_index import ModelIndex
+
+# Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
+_LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
+
+# Frames of this package between the user's forward and the op: a traceable batch norm, the call of a module of torch's own.
+_OWN_FRAMES = re.compile(
+    r'^  File "[^"]*/apexfx/compiler/(?:compiled_model|dynamo_batch_norm)\.py", line .*\n(?:    .*\n?)*', re.MULTILINE)
+
+
+def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,
+             by_module: bool = False) -> tuple[Placeholder, ...]:
+    """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.
+
+    Must run first: a copy of the graph loses where its inputs came from.
+
+    Args:
+        gm: the graph; its nodes' stack traces keep the user's frames only.
+        example_inputs: its inputs, in order; the parameters among them are the model's own tensors.
+        index: of the model's names.
+        by_module: what is done to the graph depends on the module that it belongs to: no other may run it. Dynamo would share
+            the graph of a frame of its own among all layers of a class.
+
+    Returns:
+        The inputs, in order.
+    """
+    index = index if index is not None else ModelIndex()
+    nodes = gm.graph.find_nodes(op="placeholder")
+    index.refresh(filter(None, (getattr(node, "_dynamo_source", None) for node in nodes)))
+    frame = index.frame(guard=by_module)  # in which a node without a module was traced
+    for graph_module in graphs(gm):
+        for node in graph_module.graph.nodes:
+            if "example_value" in node.meta:
+                node.meta["val"] = node.meta["example_value"]
+            elif node.op in ("call_function", "call_method"):
+                node.meta.setdefault("val", None)  # returns nothing: torch._C._set_grad_enabled
+            if node.stack_trace:
+                node.stack_trace = _OWN_FRAMES.sub("", node.stack_trace)
+            stack = node.meta.get("nn_module_stack") or {}
+            paths = {key: index.module(key, source) for key, (source, _) in stack.items()}
+            node.meta["nn_module_stack"] = {key: (paths[key][0], kind) for key, (_, kind) in stack.items()}
+            node.meta[MODULE_PATHS] = next(reversed(paths.values()), frame)
+    placeholders = []
+    for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
+        source = getattr(node, "_dynamo_source", None)
+        placeholder = _placeholder(position, source.name if source is not None else node.name, example, index)
+        node.meta["apexfx_name"] = placeholder.name
+        node.meta["apexfx_kind"] = placeholder.kind
+        if "val" not in node.meta:
+            set_value(node, example)
+        placeholders.append(placeholder)
+    return tuple(placeholders)
+
+
+def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None:
+    """Give the inputs of an AOTAutograd graph the names of those that they were captured as."""
+    gm.meta["apexfx_inputs"] = tuple(p.name for p in placeholders)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        desc = node.meta.get("desc")
+        if isinstance(desc, PlainAOTInput):
+            node.meta["apexfx_name"], node.meta["apexfx_kind"] = placeholders[desc.idx].name, placeholders[desc.idx].kind
+
+
+def _placeholder(position: int, source: str, example: Any, index: ModelIndex) -> Placeholder:
+    if not isinstance(example, torch.Tensor):
+        return Placeholder(position, _LOCAL.sub(r"\1", source), "symint", source=source)
+    kind, names = _identified(source, example, index)
+    stride = tuple(map(_size, example.stride())) if example.layout == torch.strided else None
+    return Placeholder(position, names[0], kind, tuple(map(_size, example.shape)), example.dtype, example.device,
+                       example.requires_grad, stride, names[1:], source)
+
+
+def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[str, tuple[str, ...]]:
+    """Return what kind of input a tensor is, and its names."""
+    if names := index.parameter(tensor):
+        # functional_call() registers what it is given for the time of the call: it may be the result of something.
+        return ("param" if tensor.is_leaf else "input"), names
+    if names := index.buffer(tensor):
+        return "buffer", names
+    # A Parameter that is an argument is data of this call, not a part of any model.
+    if not index.has_model and isinstance(tensor, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source):
+        return "param", (index.unregistered(tensor, source),)
+    return "input", (_LOCAL.sub(r"\1", source),)
+
+
+def _size(size: Any) -> int:
+    # A dynamic batch size is no part of what the ranks must agree on; a parameter's sizes are always plain.
+    return size if isinstance(size, int) else -1
+
+
+def records_gradients(gm: fx.GraphModule) -> bool:
+    """Return whether autograd records a part of this captured graph; Dynamo captures another for another gradient mode."""
+    return torch.is_grad_enabled() or any(
+        node.target is torch._C._set_grad_enabled and node.args[0] for graph in graphs(gm) for node in graph.graph.nodes)

@@ -1,0 +1,232 @@
+"""What a transformed model's forward calls: its compiled graphs, in an averaging and a local variant."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import traceback
+import types
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    dynamo_config,
+    functorch_config,
+    graph_breaks,
+    run_cached_graphs,
+    tree_leaves,
+    tree_map,
+)
+from ..config import TransformConfig
+from ..precision.rules import HALVES
+from ..report.data import Report
+from .dynamo_batch_norm import EagerBatchNorms
+from .graph_compiler import GraphCompiler
+from .model_index import ModelIndex
+from .pipeline import warn_unmatched
+from .refusals import check_call
+
+log = logging.getLogger(__name__)
+
+# Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
+# compiled for every count, the recompile limit raises.
+_DYNAMO = {"allow_rnn": True, "allow_unspec_int_on_nn_module": True, "fail_on_recompile_limit_hit": True}
+
+
+class Runtime:
+    """The compiled forward of one transformed model, in its averaging and its local variant."""
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig,
+                 compiler: GraphCompiler, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
+        self.config = config
+        self.compiler = compiler
+        self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins)
+        self.report = compiler.report
+        self._forward = forward
+        self._cached_only: Callable[..., Any] | None = None  # compiles nothing: once the recompile limit was met
+        self._averaging = self._compiled(forward, compiler)
+        self._local = self._averaging
+        sync = compiler.gradient_sync
+        if sync is not None:
+            variant = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
+                                    agreement=compiler.agreement, reduce_gradients=False, index=self._index)
+            self._local = self._compiled(_again(forward), variant)
+        self._checked = self._capturing = False
+        self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
+        self._num_graphs = 0  # when that was last looked at
+        self._patch = dynamo_config.patch(_DYNAMO)
+        self._model = model
+        self._modules = list(model.named_modules())
+        self._half = config.half_dtype(p.device for p in model.parameters())
+
+    def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
+        return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
+
+    def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        check_call(model, self._modules)
+        sync, trains = self.compiler.gradient_sync, model.training
+        if sync is not None and torch.is_grad_enabled() and not self._capturing:
+            for name, parameter in self._model.named_parameters():  # unfrozen, replaced or added since; in no graph, maybe
+                sync.watch(name, parameter)
+            if trains:
+                sync.on_training_forward()
+        run = self._averaging if sync is None or sync.in_graph else self._local
+        if self._cached_only is not None and not self._asks_for_passes(trains):
+            run = self._cached_only
+        args, kwargs = self._index.arguments = self._in_dtype_of_parameters((args, kwargs))
+        breaks = graph_breaks() if not self._checked else None
+        try:
+            with self._dynamo_settings():
+                result = run(*args, **kwargs)
+        except BackendCompilerFailed as error:
+            raise error.inner_exception from None  # ours, said once and with its own type
+        except FailOnRecompileLimitHit as error:
+            message = (
+                f"apexfx: forward was compiled {dynamo_config.recompile_limit} times, each for other values of something that "
+                "keeps changing, and {}. The warning above, or TORCH_LOGS=recompiles, "
+                "says what it is: hold it in a buffer or give it as a tensor; for sizes pass dynamic=True; or raise "
+                "torch._dynamo.config.recompile_limit"
+            )
+            if self._asks_for_passes(trains) or _has_begun(error):
+                raise FailOnRecompileLimitHit(message.format("would now run in eager, without the passes")) from None
+            self._warn(message.format("now runs in eager wherever no graph fits: nothing that was asked for is lost"))
+            self._cached_only = run_cached_graphs(self._forward)
+            result = self._cached_only(*args, **kwargs)
+        finally:
+            self._index.arguments = ()
+        if self.config.level.half_parameters:
+            result = self._cast(result, (self._half,), torch.float32)
+        if breaks is not None:
+            self._check_captured(graph_breaks() - breaks)
+        if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
+            self._num_graphs = len(self.report.graphs)
+            self._check_batch_norms()
+        return result
+
+    def _asks_for_passes(self, trains: bool) -> bool:
+        """Whether a call in eager would miss a cast, an average or a pass of the user's."""
+        config = self.config
+        casts = config.opt_level != "O0" or config.precision or any(p.dtype in HALVES for p in self._model.parameters())
+        shares = (config.ddp or config.sync_bn) and (trains or torch.is_grad_enabled())
+        return bool(casts or shares or config.passes or config.fullgraph)
+
+    def _warn(self, message: str) -> None:
+        if message not in self.report.notes:
+            self.report.note(message)
+            log.warning(message)
+
+    def _in_dtype_of_parameters(self, inputs: Any) -> Any:
+        """Return the inputs for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
+        wanted = self._half if self.config.level.half_parameters else torch.float32
+        others = {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)} & {torch.float32, *HALVES} - {wanted}
+        if not others or not (self.config.level.half_parameters or self._is_float32()):
+            return inputs
+        for half in others - {torch.float32}:
+            self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {wanted} before each call")
+        return self._cast(inputs, others, wanted)
+
+    def _is_float32(self) -> bool:
+        """Whether the model has float32 parameters alone: a layer that the user made half may be what the inputs are for."""
+        return {p.dtype for p in self._model.parameters() if p.is_floating_point()} == {torch.float32}
+
+    @staticmethod
+    def _cast(tree: Any, given: Collection[torch.dtype], wanted: torch.dtype) -> Any:
+        return tree_map(lambda x: x.to(wanted) if isinstance(x, Tensor) and x.dtype in given else x, tree)
+
+    def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
+        # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
+        if all(getattr(dynamo_config, name) == value for name, value in _DYNAMO.items()):
+            return contextlib.nullcontext()
+        return self._patch
+
+    def _check_captured(self, breaks: Counter[str]) -> None:
+        """Compare what was captured with the module tree: nothing asked for is left to eager without a word.
+
+        Args:
+            breaks: of graphs in the first call, by reason.
+        """
+        self._checked = True
+        if breaks:
+            reasons = ", ".join(f"{reason.splitlines()[0]} ({count})" for reason, count in breaks.items())
+            self.report.note(f"apexfx: Dynamo broke the graph {breaks.total()} times: {reasons}. What runs between the graphs is "
+                             "out of reach of the passes; TORCH_LOGS=graph_breaks says where")
+        if not self.report.graphs:
+            raise RuntimeError(
+                "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed. "
+                "TORCH_LOGS=graph_breaks,recompiles says why; fullgraph=True raises at the place."
+            )
+        missing = [name for name, p in self._model.named_parameters() if id(p) not in self._index.ran]
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
+                       "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
+            self._warn(message)
+        warn_unmatched(self.report)
+
+    def _check_batch_norms(self) -> None:
+        missed = self._eager_batch_norms.find(self._index.ran)
+        if missed and "sync_batchnorm" not in self.config.skip:
+            message = (f"apexfx: batch norm {', '.join(missed)} ran in training mode with this rank's statistics alone, in a "
+                       "frame that a graph break left to eager (TORCH_LOGS=graph_breaks says where); sync_bn=True asks for all "
+                       "ranks'. Remove the graph break, or call the module by the attribute under which it is registered")
+            self._warn(message)
+
+    def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
+        buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+        devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+        self._capturing = True
+        try:
+            with torch.random.fork_rng(devices), functorch_config.patch(force_non_lazy_backward_lowering=True):
+                model(*args, **kwargs)
+        finally:
+            self._capturing = False
+            with torch.no_grad():
+                for buffer, old in buffers:
+                    buffer.copy_(old)
+        return self.report
+
+
+def _has_begun(error: Exception) -> bool:
+    """Whether a part of the forward ran before Dynamo raised `error`, so that running it again would do that part twice."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return not all("_dynamo" in Path(name).parts for name in frames[1:])  # the first is the call itself
+
+
+def with_private_code(function: Any) -> Any:
+    """Return `function` with a code object of its own.
+
+    Dynamo counts recompilations a code object; models of one class would use up each other's limit. What it does not
+    trace as a root frame (torch's own modules, callables that are no functions) is called from a function that it does.
+    """
+    if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch."):
+        own = _with_own_code(function)
+        own.__qualname__ = function.__qualname__  # no __wrapped__: Dynamo would follow it to the shared code object
+        return own
+
+    def forward(module: Any, *inputs: Any, **named_inputs: Any) -> Any:
+        return function(module, *inputs, **named_inputs)
+
+    return _with_own_code(forward)
+
+
+def _with_own_code(function: types.FunctionType) -> types.FunctionType:
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__,
+                             function.__defaults__, function.__closure__)
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(forward, types.MethodType):
+        return types.MethodType(with_private_code(forward.__func__), forward.__self__)
+    if isinstance(forward, types.FunctionType):
+        return _with_own_code(forward)
+    return _with_own_code(lambda *inputs, **named_inputs: forward(*inputs, **named_inputs))

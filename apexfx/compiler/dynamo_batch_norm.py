@@ -1,0 +1,191 @@
+"""Batch norm modules that Dynamo can trace, on copies that share everything with the user's.
+
+`torch.nn.SyncBatchNorm` refuses CPU tensors and syncs with the host, `momentum=None` reads a counter on the host, and any
+batch norm that Dynamo leaves to eager would use local statistics without a word. The transformed model holds shallow copies
+of those modules (same parameters, buffers and hooks) whose forward does the right thing under Dynamo and in eager alike. The
+user's own module is not touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Container
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._torch import BatchNorm
+from ..ops.sync_batch_norm import sync_batch_norm
+from ..report.data import Report
+
+BATCH_NORMS = (BatchNorm,)  # torch.nn.SyncBatchNorm and user subclasses included
+_OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> dict[nn.Module, nn.Module]:
+    """Replace, in `model` alone, the batch norms that need it by traceable copies, and the containers on their path by copies.
+
+    Args:
+        model: its `_modules` become its own; every other registry stays shared with the module it came from.
+        group: over which all batch norms are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
+        report: where a batch norm that runs in eager is noted.
+
+    Returns:
+        The copy of each module that was copied.
+    """
+    copies: dict[nn.Module, nn.Module] = {}
+    for path, module in model.named_modules():
+        if path and isinstance(module, BATCH_NORMS) and _needs_copy(module, group):
+            copies[module] = _rebuild(_original_class(module), {**module.__dict__, "_apexfx_path": path})
+            _configure(copies[module], group, report)
+    if copies:
+        _replace_below(model, copies)
+    return copies
+
+
+def traced_forward(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> Callable[..., Any]:
+    """Return the function to trace as the forward of a transformed model, which may be such a batch norm itself.
+
+    Args:
+        model, group, report: as of `make_traceable`.
+    """
+    source = type(model).__mro__[2]  # below the class that transform() made
+    if not (isinstance(model, BATCH_NORMS) and _needs_copy(model, group)):
+        return source.forward
+    model.__dict__["_apexfx_path"] = source.__name__
+    _configure(model, group, report)
+    return TraceableBatchNorm.forward
+
+
+def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
+    if getattr(module, "synchronizes_itself", False):
+        return False  # apexfx.parallel.SyncBatchNorm, on its own process group
+    return group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None
+
+
+def _configure(module: nn.Module, group: dist.ProcessGroup | None, report: Report) -> None:
+    if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
+        group = module.process_group or group or dist.group.WORLD  # a group of its own is the user's word
+    module.__dict__["_apexfx_group"] = group.group_name if group is not None else ""
+    module.__dict__["_apexfx_report"] = report
+
+
+def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:
+    """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
+    children: dict[str, nn.Module | None] = {}
+    changed = False
+    for name, child in module._modules.items():
+        if child is not None and child not in copies and child._modules:
+            container = object.__new__(type(child))
+            container.__dict__.update(child.__dict__)
+            if _replace_below(container, copies):
+                copies[child] = container
+        children[name] = copies.get(child, child)
+        changed |= children[name] is not child
+    if changed:
+        module.__dict__["_modules"] = children
+    return changed
+
+
+class TraceableBatchNorm:
+    """Mixin for a shallow copy of a batch norm module; `_apexfx_group` names the group to synchronize over ("" for none).
+
+    A transformed model that is a batch norm itself borrows its forward.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        original = type(self).__mro__[2].forward
+        if not (self.training or self.running_mean is None):
+            return original(self, input)
+        compiling = torch.compiler.is_compiling()
+        # Without running statistics eval() uses the batch's, and as in torch this rank's alone: it may evaluate alone.
+        group = self._apexfx_group if self.training else ""
+        if not compiling and group:
+            _note_eager(self)
+        if original not in _OWN_FORWARDS:
+            return original(self, input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
+        if compiling and self.training and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
+            # F.batch_norm refuses one value per channel, though the ranks together may have more.
+            if not group or input.numel() != input.size(1):
+                return original(self, input)  # stays a batch norm node, for the pass to rewrite and report
+        self._check_input_dim(input)
+        tracked = self.num_batches_tracked
+        if self.training and tracked is not None:
+            tracked.add_(1)
+        updates = self.training and self.track_running_stats
+        return sync_batch_norm(
+            input, self.weight, self.bias, self.running_mean if updates else None, self.running_var if updates else None,
+            num_batches_tracked=tracked if updates else None, momentum=self.momentum, eps=self.eps,
+            group_name=group,
+        )
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        state = {k: v for k, v in self.__dict__.items() if not k.startswith("_apexfx")}
+        return _original, (_original_class(self), state)
+
+
+def _note_eager(module: nn.Module) -> None:
+    module.__dict__["_apexfx_ran_in_eager"] = True
+    message = f"batch norm {module._apexfx_path!r} was left to eager by a graph break"
+    source = type(module).__mro__[2]
+    if source.forward not in _OWN_FORWARDS:
+        raise RuntimeError(
+            f"apexfx: {message}, where {source.__name__}.forward would use the statistics of this rank alone; "
+            "sync_bn=True asks for all ranks'. Remove the graph break (TORCH_LOGS=graph_breaks), or let the class "
+            "keep the forward of torch.nn.BatchNorm."
+        )
+    module._apexfx_report.note(f"apexfx: {message}; it is synchronized there by the eager form of the same op")
+
+
+class EagerBatchNorms:
+    """Finds batch norms that ran in training mode and were not synchronized.
+
+    A frame that Dynamo leaves to eager may call the user's own module rather than the traceable copy: through a list, say. It
+    counts its batches then, and no graph holds it.
+
+    Args:
+        model: the transformed model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {path: module for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)
+                         and module.num_batches_tracked is not None and not getattr(module, "synchronizes_itself", False)}
+        self._versions = self._count()
+
+    def _count(self) -> dict[str, int]:
+        return {path: module.num_batches_tracked._version for path, module in self._modules.items()}
+
+    def find(self, in_graphs: Container[int]) -> list[str]:
+        """Return the paths of those that have run since the last time.
+
+        Args:
+            in_graphs: ids of the buffers that graphs, which synchronize, have run with.
+        """
+        before, self._versions = self._versions, self._count()
+        return [path for path, module in self._modules.items() if before[path] != self._versions[path]
+                and id(module.num_batches_tracked) not in in_graphs and "_apexfx_ran_in_eager" not in module.__dict__]
+
+
+def _original_class(module: nn.Module) -> type[nn.Module]:
+    cls = type(module)
+    return cls.__mro__[2] if issubclass(cls, TraceableBatchNorm) else cls
+
+
+@functools.cache
+def _traceable_class(cls: type[BatchNorm]) -> type[BatchNorm]:
+    return type(cls.__name__, (TraceableBatchNorm, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+
+def _rebuild(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
+    module = object.__new__(_traceable_class(cls))
+    module.__dict__.update(state)
+    return module
+
+
+def _original(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
+    """Rebuild the user's own kind of module: copies and pickles hold no group; building the model anew adds it."""
+    module = object.__new__(cls)
+    module.__dict__.update(state)
+    return module

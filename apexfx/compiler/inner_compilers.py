@@ -1,0 +1,80 @@
+"""What runs a rewritten graph: Inductor, CUDA graphs, or plain eager, each with the backward passes attached."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import aot_autograd, compile_fx, compile_fx_inner, count_calls
+from ..graph.nodes import graphs
+from . import lowerings
+
+lowerings.register()
+
+
+def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Keep AOTAutograd off oneDNN's LSTM layer, whose backward it cannot save for (2.11, 2.13: AssertionError)."""
+    has_lstm = any(getattr(node.target, "__name__", "") == "lstm" for g in graphs(gm) for node in g.graph.nodes)
+    return torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext()
+
+
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    patches = {
+        "post_grad_custom_post_pass": backward,
+        # Inductor's default moves all compute before the collectives and hides nothing.
+        "reorder_for_peak_memory": False,
+    }
+    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
+
+
+def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+        raise ValueError("apexfx: inner='cudagraphs' was given for a model that is not on CUDA, where there are no CUDA graphs "
+                         "to record; use inner='inductor' or move the model")
+    patches = {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
+    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
+
+
+def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
+    """Compile one graph of AOTAutograd's, of which Inductor returns one without calls as it is: no pass would see it."""
+    if options.get("is_backward") and count_calls(gm.graph) == 0:
+        backward.run(gm)
+        gm.recompile()
+        return _boxed(gm)
+    return compile_fx_inner(gm, example_inputs, **options)
+
+
+def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    def forward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        backward.note_lowered(graph)
+        return _boxed(graph)
+
+    def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        backward.run(graph)
+        graph.recompile()
+        return _boxed(graph)
+
+    compiler = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,
+                            keep_inference_input_mutations=True)
+    return compiler(gm, list(example_inputs))
+
+
+def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def call(args: list[Any]) -> Any:
+        taken = list(args)
+        args.clear()  # the boxed convention: the callee owns the arguments, so they can be freed early
+        return gm.forward(*taken)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}

@@ -1,0 +1,70 @@
+"""What Inductor makes of two ops of this package instead of calling them: code that saves passes over memory.
+
+`flatten_bucket` becomes no code at all: whatever computes a gradient writes it into its slot. `bn_relu_backward` becomes
+a loop that fuses with those around it. Values are the ops' own, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._torch import inductor_ir as ir
+from .._torch import inductor_lowering as lowering
+from .._torch import inductor_ops, inductor_state
+
+aten = torch.ops.aten
+
+
+@functools.cache
+def register() -> None:
+    """Register the lowerings with Inductor, once in a process."""
+    for op, lower in ((torch.ops.apexfx.flatten_bucket.default, _flatten_bucket),
+                      (torch.ops.apexfx.bn_relu_backward.default, _relu_backward)):
+        lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype, divisor: float = 1.0) -> Any:
+    """Lay each tensor's own buffer into the flat one, where nothing else reads it; copy it there otherwise."""
+    device = tensors[0].get_device()
+    kernel = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
+    flat = ir.StorageBox(kernel)
+
+    def put(tensor: Any, offset: int) -> int:
+        size = tensor.get_size()
+        layout = ir.FixedLayout(device, dtype, size, ir.FlexibleLayout.contiguous_strides(size), offset)
+        kernel.inputs.append(ir.ConcatKernel.realize_into(tensor, ir.ReinterpretView(data=flat, layout=layout)))
+        return offset + math.prod(map(int, size))
+
+    end, nodes = 0, inductor_state.current_node.args[0]
+    for offset, node, tensor in sorted(zip(offsets, nodes, tensors), key=lambda slot: slot[0]):
+        if offset > end:
+            put(_zeros(offset - end, dtype, device), end)
+        tensor = lowering.to_dtype(tensor, dtype)
+        if divisor != 1.0:
+            tensor = lowering.lowerings[aten.div.Tensor](tensor, divisor)
+        if len(node.users) > 1:  # the flat buffer may be changed in place before the others read
+            tensor = lowering.clone(tensor)
+        end = put(tensor, offset)
+    if numel > end:
+        put(_zeros(numel - end, dtype, device), end)
+    kernel.name = inductor_state.graph.register_buffer(kernel)
+    kernel.inputs = ir.ConcatKernel.unwrap_storage(kernel.inputs)
+    inductor_state.graph.register_operation(kernel)
+    return ir.TensorBox(flat)
+
+
+def _zeros(numel: int, dtype: torch.dtype, device: torch.device) -> Any:
+    return lowering.lowerings[aten.full.default]([numel], 0, dtype=dtype, device=device)
+
+
+def _relu_backward(grad_output: Any, output: Any) -> Any:
+    def masked(grad: Any, out: Any) -> Any:
+        zero = inductor_ops.constant(0, output.get_dtype())
+        return inductor_ops.where(inductor_ops.le(out, zero), zero, grad)
+
+    return lowering.make_pointwise(masked)(grad_output, output)

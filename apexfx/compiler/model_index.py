@@ -1,0 +1,176 @@
+"""The names under which a model has registered its tensors and modules, found by identity.
+
+Where a program reached a tensor from (a list, a helper object, a local variable after a graph break) says nothing about which
+parameter it is. That it *is* the tensor registered as "layer1.0.weight" does.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._torch import compiled_module, traced_module, traced_value, tree_leaves
+
+# What Dynamo writes between the names of attributes and keys.
+_REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
+_ROOT = re.compile(r"^[LG](?:\['(?:kwargs|named_inputs)'\](?=\[))?\['(\w+)'\]")
+_CLOSURE = re.compile(r"\.__closure__\[(\d+)\]\.cell_contents")
+
+
+class ModelIndex:
+    """Names of tensors and modules, looked up by identity.
+
+    Args:
+        model: returns the model, or None where there is none to ask. `torch.compile()` shows a backend no model: there, each
+            module that the inputs of a graph are reached from counts as one.
+        stand_ins: the modules that run in place of others of the source model; both go by the same path.
+
+    Attributes:
+        has_model: whether a model was given: then what is not registered in it is no parameter.
+        arguments: what the model was called with, while a call is under way.
+        ran: ids of the parameters and buffers that compiled graphs have run with.
+    """
+
+    def __init__(self, model: Callable[[], nn.Module | None] | None = None,
+                 stand_ins: Mapping[nn.Module, nn.Module] | None = None) -> None:
+        self.has_model = model is not None
+        self.arguments: Any = ()
+        self.ran: set[int] = set()
+        self._model = model
+        self._originals = {id(new): id(old) for old, new in (stand_ins or {}).items()}
+        self._stand_ins = stand_ins  # keeps both alive, so that their ids stay theirs
+        self._roots: list[tuple[str, Callable[[], nn.Module | None]]] = []
+        self._given: dict[str, weakref.ref[Tensor]] = {}  # names made of source text, each for one tensor
+        self._parameters: dict[int, list[str]] = {}
+        self._buffers: dict[int, list[str]] = {}
+        self._modules: dict[int, list[str]] = {}
+
+    def refresh(self, sources: Iterator[Any] | None = None) -> None:
+        """Read the registries anew; to be called for each graph, since a model may have changed.
+
+        Args:
+            sources: of the graph's inputs, as Dynamo tracks them; looked at where no model was given.
+        """
+        self._parameters, self._buffers, self._modules = {}, {}, {}
+        if self._model is None:
+            self._add_root(compiled_module(), "")
+            for source in sources or ():
+                self._find_root(source)
+        for prefix, root in self._live_roots():
+            self._walk(root, prefix, set())
+
+    def _live_roots(self) -> list[tuple[str, nn.Module]]:
+        roots = [("", self._model)] if self._model is not None else self._roots
+        return [(name, root) for name, ref in roots if (root := ref()) is not None]
+
+    def _walk(self, module: nn.Module, path: str, above: set[int]) -> None:
+        if id(module) in above:  # a module registered below itself
+            return
+        self._modules.setdefault(id(module), []).append(path)
+        if (original := self._originals.get(id(module))) is not None:
+            self._modules.setdefault(original, []).append(path)
+        dot = f"{path}." if path else ""
+        for names, registry in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+            for name, tensor in registry.items():
+                if tensor is not None:
+                    names.setdefault(id(tensor), []).append(dot + name)
+        for name, child in module._modules.items():
+            if child is not None:
+                self._walk(child, dot + name, above | {id(module)})
+
+    def parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of all that are registered, each once."""
+        return [named for prefix, root in self._live_roots() for named in root.named_parameters(prefix) if named[1].is_leaf]
+
+    def parameter(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the names under which `tensor` is a registered parameter; a tied one has several."""
+        return tuple(self._parameters.get(id(tensor), ()))
+
+    def buffer(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the names under which `tensor` is a registered buffer."""
+        return tuple(self._buffers.get(id(tensor), ()))
+
+    def module(self, key: str, source: str) -> tuple[str, ...]:
+        """Return the paths of a module on the stack that Dynamo keeps of a node.
+
+        Args:
+            key: of the stack: the module's `id`, and "@n" for its later calls.
+            source: where it was reached from; its only name where it is not registered.
+        """
+        identity = key.partition("@")[0]
+        paths = self._modules.get(int(identity)) if identity.isdigit() else None
+        return tuple(paths) if paths else (_below_root(source),)
+
+    def frame(self, *, guard: bool) -> tuple[str, ...]:
+        """Return the paths of the module whose method Dynamo is compiling; with `guard`, for this module alone."""
+        return tuple(self._modules.get(id(traced_module(guard=guard)), ("",)))
+
+    def is_argument(self, tensor: Tensor, source: Any) -> bool:
+        """Return whether `tensor`, which Dynamo found at `source`, was given to the model in the call under way.
+
+        So is what an object brings with it, a batch of a class of the user's, say; but no Parameter, and nothing that a module
+        among the arguments holds.
+        """
+        arguments = tree_leaves(self.arguments)
+        if any(tensor is leaf for leaf in arguments):
+            return True
+        holders = [traced_value(link) for link in _chain(source)[1:]]
+        if isinstance(tensor, nn.Parameter) or any(isinstance(holder, nn.Module) for holder in holders):
+            return False
+        return any(holder is leaf for holder in holders for leaf in arguments)
+
+    def unregistered(self, tensor: Tensor, source: str) -> str:
+        """Return a name for a parameter that no model has registered: where it was reached from, each name for one tensor."""
+        name = text_name(source)
+        candidate, number = name, 1
+        while (owner := self._given.get(candidate)) is not None and owner() not in (tensor, None):
+            number += 1
+            candidate = f"{name}_{number}"
+        self._given[candidate] = weakref.ref(tensor)
+        return candidate
+
+    def _find_root(self, source: Any) -> None:
+        """Take in the outermost module that an input was reached from."""
+        for link in reversed(_chain(source)):
+            if isinstance(found := traced_value(link), nn.Module):
+                self._add_root(found, link.name)
+                return
+
+    def _add_root(self, module: nn.Module | None, source: str) -> None:
+        """Take in a module, unless it lies in one that is known."""
+        known = self._live_roots()
+        if module is None or any(module is below for _, root in known for below in root.modules()):
+            return
+        inside = set(map(id, module.modules()))
+        self._roots = [(name, weakref.ref(root)) for name, root in known if id(root) not in inside]
+        taken = {name for name, _ in self._roots}
+        name = base = text_name(source) if self._roots else ""
+        number = 1
+        while name in taken:
+            number += 1
+            name = f"{base}_{number}"
+        self._roots.append((name, weakref.ref(module)))
+
+
+def _chain(source: Any) -> list[Any]:
+    """Return `source`, what it was reached from, and so on, up to a local or global variable."""
+    chain = [source]
+    while (base := getattr(chain[-1], "base", None)) is not None:
+        chain.append(base)
+    return chain
+
+
+def text_name(source: str) -> str:
+    """Return a readable name for what Dynamo reached from `source`: "stages.0.weight" for L['stages'][0].weight."""
+    text = _CLOSURE.sub(r".cell\1", _REGISTRIES.sub("", source))
+    text = _ROOT.sub(r"\1", text)
+    return re.sub(r"\['?([^'\]]*)'?\]", r".\1", text)
+
+
+def _below_root(source: str) -> str:
+    """Return a module's path from where it was reached, without the variable that the path starts from."""
+    return text_name(source).partition(".")[2]

@@ -1,0 +1,120 @@
+"""Passes and the pipeline that runs them: contracts, order, timing, checks, one report a pass."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from .._torch import trace_structured
+from ..errors import PassError
+from ..graph import invariants, printing
+from ..graph.nodes import count_ops, graphs
+from ..passes.base import Pass, validate
+from ..report.data import PassReport, Report, StageReport
+from . import verification
+
+log = logging.getLogger(__name__)
+
+class Pipeline:
+    """An ordered schedule of passes, validated at construction.
+
+    Args:
+        passes: the schedule, all stages together; each stage runs its own, in this order.
+        verify: "off", "final" or "each".
+        strict: zero matches of a rewrite that was asked for is an error, not a warning (`fullgraph=True`).
+
+    Raises:
+        TypeError: an entry that is not a `Pass`.
+        ValueError: an unknown stage or tier, a name given twice, a missing requirement, a conflict.
+    """
+
+    def __init__(self, passes: Sequence[Pass], *, verify: str = "off", strict: bool = False) -> None:
+        validate(passes)
+        self.passes = tuple(passes)
+        self.verify = verify
+        self.strict = strict
+
+    def stage(self, name: str) -> tuple[Pass, ...]:
+        return tuple(p for p in self.passes if p.stage == name)
+
+    def run(self, stage: str, gm: fx.GraphModule, *, inputs: Callable[[], Sequence[Any]] | None = None) -> StageReport:
+        """Run the passes of `stage` over `gm` in place and report each.
+
+        Args:
+            stage: "forward" or "backward".
+            gm: every node has its value in `meta["val"]`.
+            inputs: makes the real inputs of `gm`, needed by `verify="each"`.
+        """
+        report = StageReport(stage, captured=printing.to_python(gm, header=f"{stage} graph as captured"))
+        for pass_ in self.stage(stage):
+            report.passes.append(self._run_pass(pass_, gm, inputs))
+        if self.verify != "off":
+            invariants.check(gm, stage=stage, thorough=True)
+        return report
+
+    def _run_pass(self, pass_: Pass, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> PassReport:
+        each = self.verify == "each" and inputs is not None
+        before = verification.snapshot(gm) if each else None
+        ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
+        pass_.begin()
+        start = time.perf_counter()
+        try:
+            result = pass_(gm)
+        except (PassError, ValueError, TypeError):
+            raise
+        except Exception as error:
+            raise PassError(pass_.name, f"failed: {type(error).__name__}: {error}") from error
+        if result is None or not isinstance(result, PassResult):
+            raise PassError(pass_.name, f"call() returned {result!r}, expected a PassResult")
+        if result.modified:
+            gm.recompile()
+        ms = 1e3 * (time.perf_counter() - start)
+        invariants.check(gm, stage=pass_.stage, pass_name=pass_.name)
+        if before is not None and result.modified:
+            verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
+        ops_after = count_ops(gm)
+        report = PassReport(
+            name=pass_.name, stage=pass_.stage, numeric=pass_.numeric, ms=ms, matches=list(pass_.matches),
+            nodes_before=nodes_before, nodes_after=_num_nodes(gm), added=ops_after - ops_before,
+            removed=ops_before - ops_after, artifacts=pass_.artifacts(),
+            warning=None if pass_.matches else pass_.why_no_match(gm),
+        )
+        report.code = printing.to_python(gm, header=f"{pass_.stage} graph after {pass_.name} ({ms:.1f} ms)")
+        self._publish(report)
+        return report
+
+    def _publish(self, report: PassReport) -> None:
+        if report.warning:
+            if self.strict:
+                raise PassError(report.name, f"rewrote nothing: {report.warning}")
+            # Of the forward passes, whoever sees all graphs of a call says it: `warn_unmatched`.
+            log.log(logging.WARNING if report.stage == "backward" else logging.INFO,
+                    "apexfx: %s rewrote nothing in this graph: %s", report.name, report.warning)
+        log.info("%s: %d matches, %d -> %d nodes, %.1f ms", report.name, len(report.matches), report.nodes_before,
+                 report.nodes_after, report.ms)
+        log.debug("%s", report.code)
+        trace_structured("artifact", metadata_fn=lambda: {"name": f"apexfx_{report.stage}_{report.name}",
+                                                          "encoding": "string"}, payload_fn=lambda: report.code)
+
+
+def warn_unmatched(report: Report, where: str = "") -> None:
+    """Log, once each, what was asked for and rewrote no graph of the report.
+
+    Args:
+        where: limits the claim where the model has other graphs.
+    """
+    texts = [f"{name} rewrote nothing{where}: {why}" for name, why in report.unmatched().items()]
+    texts += [f"{text}{where and f' ({where.strip()})'}" for text in report.uncovered()]
+    for text in texts:
+        if text not in report.warned:
+            report.warned.add(text)
+            log.warning("apexfx: %s", text)
+
+
+def _num_nodes(gm: fx.GraphModule) -> int:
+    return sum(len(graph.graph.nodes) for graph in graphs(gm))

@@ -1,0 +1,403 @@
+"""Checks in every backward that each gradient was averaged, and averages what the graphs could not.
+
+The allreduce itself is nodes in the backward graph. What a graph cannot see is a gradient computed outside of it: by a
+forward that bypassed the transformed model, by a frame that Dynamo left to eager, by a loss that uses a parameter itself. So
+each parameter compares the gradient that autograd is about to accumulate with those that graphs have averaged in this
+backward: the same tensor, untouched, is an average. Nor can a graph see that its collectives meet those of another step on a
+rank that skipped a backward: each backward sends ahead how many forwards its rank has run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .._torch import in_backward
+from ..config import BucketConfig
+from ..errors import UnsynchronizedGradientError
+from .agreement import Agreement
+from .backward_callback import EndOfBackward
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Average:
+    """What one run of a graph gave for one parameter.
+
+    Attributes:
+        address, version: of the gradient as it left the graph; autograd adds in place, or makes another tensor.
+    """
+
+    address: int
+    version: int
+
+
+class ParameterHook:
+    """Looks at every gradient of one parameter, for all data-parallel models that hold it."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = weakref.ref(parameter)
+        self._key = id(parameter)
+        self._models: list[weakref.ref[GradientSync]] = []  # the one that ran forward last comes last
+        self._is_averaged = self._partly_outside = False  # the gradient at hand
+        parameter.register_hook(self._on_gradient)
+        parameter.register_post_accumulate_grad_hook(self._on_accumulated)
+
+    def belongs_to(self, model: GradientSync) -> None:
+        """Note that `model` runs forward with this parameter."""
+        if not self._models or self._models[-1]() is not model:
+            self._models = [ref for ref in self._models if ref() not in (None, model)] + [weakref.ref(model)]
+
+    def _owners(self) -> list[GradientSync]:
+        return [model for ref in self._models if (model := ref()) is not None]
+
+    def _on_gradient(self, gradient: Tensor | None) -> None:
+        if gradient is None:  # a graph has none for this parameter, and autograd says so
+            self._is_averaged, self._partly_outside = True, False
+            return
+        averages: list[_Average] = []
+        for owner in self._owners():
+            owner.notice_dropped_backward()
+            averages += owner.averages.pop(self._key, ())  # a reentrant checkpoint accumulates several times in one backward
+        self._is_averaged = bool(averages)
+        self._partly_outside = self._is_averaged and not _is_sum(gradient, averages)
+
+    def _on_accumulated(self, _: Tensor) -> None:
+        if owners := self._owners():
+            owner = next((owner for owner in owners if self._key in owner.local), owners[-1])
+            if not self._is_averaged or self._partly_outside or self._key in owner.local:
+                owner.on_accumulated(self._key, averaged=self._is_averaged)
+
+
+_hooks: Any = WeakTensorKeyDictionary()  # parameter -> its hook, by identity: tensors compare elementwise
+
+
+class GradientSync:
+    """The gradient side of one data-parallel model on this rank.
+
+    After a backward each parameter that received a gradient has its average over the ranks, or an error is raised before
+    anything can use it:
+
+    - A gradient that a graph averaged is left as it is.
+    - One with a further share from outside of the graphs (the loss uses the parameter itself) is averaged once more at the
+      end of the backward, and of every later one; the ranks agree on the first time.
+    - One that no graph had a part in raises `UnsynchronizedGradientError`.
+
+    Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. What `torch.autograd.grad`
+    returns is not looked at.
+
+    Args:
+        group: over which gradients are reduced.
+        config: the bucket options.
+        agreement: among the ranks; None for a group without peers to compare with.
+        note: is told, in words, what the model's report should say.
+
+    Attributes:
+        enabled: False inside `no_sync()`.
+        averages: of the backward under way, what graphs have averaged and autograd is yet to accumulate, by the id of the
+            parameter.
+        local: parameters, by id, that a graph of the backward under way leaves local on purpose.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, config: BucketConfig, agreement: Agreement | None = None,
+                 note: Callable[[str], None] = lambda _: None) -> None:
+        self.group = group
+        self.config = config
+        self.enabled = True
+        self.averages: dict[int, list[_Average]] = {}
+        self.local: set[int] = set()
+        self._agreement = agreement
+        self._note = note
+        self._names: dict[int, str] = {}  # of the parameters, by id
+        self._watched: dict[int, ParameterHook] = {}
+        self._in_graphs: set[int] = set()  # those that any graph has held
+        self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
+        self._outside: set[int] = set()  # of the backward under way: no graph had a part in the gradient
+        self._partly_outside: set[int] = set()  # of the backward under way: something was added to an average
+        self._averaged_again: set[int] = set()  # those that were in it in any backward
+        self._graphs_average = False  # in the backward under way
+        self._flush_due = False
+        self._end = EndOfBackward()
+
+    @functools.cached_property
+    def _count(self) -> Any:
+        if self._agreement is None:
+            return None
+        from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
+
+        return ForwardCount(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
+
+    def watch(self, name: str, parameter: nn.Parameter) -> None:
+        """Look at the gradients of `parameter` from now on, under the name that errors use."""
+        hook = self._watched.get(id(parameter))
+        if hook is None or hook.parameter() is not parameter:  # the id may be that of a parameter that is gone
+            self._names[id(parameter)] = name
+            if not parameter.requires_grad:
+                return
+            if (hook := _hooks.get(parameter)) is None:
+                hook = _hooks[parameter] = ParameterHook(parameter)
+            self._watched[id(parameter)] = hook
+        hook.belongs_to(self)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients locally inside the block; the first backward after it averages the sum.
+
+        Every rank must enter it, or none: the flush and the allreduce nodes of a graph do not match each other, so
+        `step_check.py` compares which of them follows.
+        """
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether the next forward uses the graph with allreduce nodes.
+
+        After local micro-batches it does not: the graph would average this micro-batch alone, so the step that ends an
+        accumulation runs local too, and `.grad` is reduced once as a whole.
+        """
+        return self.enabled and not self._pending
+
+    def on_forward(self, parameters: Sequence[nn.Parameter], outputs: Any, *, reduces: bool) -> None:
+        """Prepare for the backward of a graph that has just run forward.
+
+        Args:
+            parameters: those in the graph that have a gradient.
+            outputs: what the graph returned; one of them leads to the graph's autograd node.
+            reduces: whether the graph's backward holds the allreduce nodes.
+        """
+        node, places = _compiled_node(outputs, parameters)
+        if node is None:
+            return
+        keys = [id(p) for p in parameters]
+        self._in_graphs.update(keys)
+        ends_accumulation = self.enabled and not reduces
+        device = parameters[0].device
+
+        def before(_grads: Any) -> None:
+            self.notice_dropped_backward()
+            self._end.queue(self._end_of_backward)
+            # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
+            flush = ends_accumulation or (reduces and self.enabled and bool(self._pending))
+            if not self._averages and (flush and reduces or not reduces and not self._pending):
+                self._refuse_to_sum_twice(parameters, flushes=flush)
+            if self._count is not None and (reduces or flush):
+                with self._local_unless_failed():
+                    self._count.send(device, flushes=flush)
+            if not reduces:
+                self.local.update(keys)
+            self._graphs_average |= reduces
+            self._flush_due |= flush
+
+        node.register_prehook(before)
+        if reduces:
+            node.register_hook(lambda gradients, _: self.note_averages(places, gradients))
+
+    def note_averages(self, places: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
+        """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
+        for place, key in places:
+            if (gradient := gradients[place]) is not None:
+                self.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), gradient._version))
+
+    def _refuse_to_sum_twice(self, parameters: Sequence[nn.Parameter], *, flushes: bool) -> None:
+        """Raise where `.grad` would hold sums over the ranks, not averages, and local gradients: what follows sums both."""
+        names = [self._names[id(p)] for p in parameters if flushes or p.grad is not None and bool(p.grad.any())]
+        if names:
+            raise UnsynchronizedGradientError(
+                f"apexfx: the gradient of {_shown(names)} would be made of sums over the ranks and of local gradients from "
+                "no_sync(), and without gradient_average those sums would be summed once more. Call zero_grad() before "
+                "no_sync(), run the forward of each backward on the same side of it, or leave gradient_average=True.")
+
+    def on_training_forward(self) -> None:
+        """Count a forward of the whole model: a backward is to follow on every rank."""
+        if self._count is not None and self.enabled and not in_backward():
+            self._count.forwards += 1
+
+    def on_accumulated(self, key: int, *, averaged: bool) -> None:
+        """Take note of a gradient that is not what graphs have averaged.
+
+        Args:
+            key: the parameter's id.
+            averaged: a part of it is.
+        """
+        if key in self.local or not self.enabled:
+            if self._count is not None and not self._pending:
+                self._count.accumulate()
+            self._pending.add(key)
+        elif averaged:
+            self._partly_outside.add(key)
+        else:
+            self._outside.add(key)
+            self._end.queue(self._end_of_backward)
+
+    def _end_of_backward(self) -> None:
+        flush, again = self._flush_due, self._graphs_average and self._partly_outside | self._averaged_again
+        outside, graphs_average = self._outside.copy(), self._graphs_average
+        try:
+            if self._count is not None:
+                with self._local_unless_failed():
+                    self._count.compare()
+        finally:
+            self._forget_backward()
+        if outside:
+            raise UnsynchronizedGradientError(self._explain(outside))
+        if graphs_average and self.enabled and self._pending and not flush:
+            self._forget_local()
+            raise UnsynchronizedGradientError(
+                "apexfx: this backward went through a forward from inside no_sync() and one from outside of it, so .grad holds "
+                "averages and local gradients. Run them in backwards of their own, or both forwards on the same side.")
+        if flush:
+            self.flush()
+        elif again:
+            self._average_again(again)
+
+    def _explain(self, outside: set[int]) -> str:
+        left_out = [name for key, name in self._names.items() if key in outside and key not in self._in_graphs]
+        bypassed = [name for key, name in self._names.items() if key in outside and key in self._in_graphs]
+        lines = [f"apexfx: the gradient of {_shown(left_out + bypassed)} was computed outside of the transformed model's graphs, "
+                 f"so it is this rank's own and not the average over {self.group.size()} ranks."]
+        if left_out:
+            lines.append(f"No captured graph holds {_shown(left_out)}: a graph break left its module to eager, or it is used "
+                         "outside of the model's forward only. TORCH_LOGS=graph_breaks says where; fullgraph=True raises there.")
+        if bypassed:
+            lines.append(f"Graphs hold {_shown(bypassed)}, and none of them ran in this backward: call the model that "
+                         "transform() returned, not the module it was made from, nor one of its methods that skips forward; "
+                         "or a graph break in a loop has made Dynamo leave the code to eager (TORCH_LOGS=graph_breaks).")
+        lines.append("A backward that is meant to stay local belongs inside `with model.no_sync():`.")
+        return "\n".join(lines)
+
+    def _average_again(self, keys: set[int]) -> None:
+        """Average the `.grad` of parameters whose gradient has a share from outside of the graphs.
+
+        Of what the graphs averaged before, an average is the same once more.
+
+        Raises:
+            RankMismatchError: not every rank has found the same parameters.
+        """
+        names = {key: name for key, name in self._names.items() if key in keys}
+        if not self._averages:
+            raise UnsynchronizedGradientError(
+                f"apexfx: the gradient of {_shown(list(names.values()))} has a share from outside of the transformed model's "
+                "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which without "
+                "gradient_average cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
+        if new := [name for key, name in names.items() if key not in self._averaged_again]:
+            if self._agreement is not None:
+                self._agreement.ensure("parameters whose gradient has a share from outside of the graphs", new)
+            message = (f"apexfx: the gradient of {_shown(new)} has a share from outside of the graphs (the loss uses the "
+                       "parameter itself, or a graph break left a part of the model to eager); it is averaged once more at the "
+                       "end of each backward")
+            self._note(message)
+            log.info(message)
+        used_up = [name for key, name in names.items() if key not in self._averaged_again
+                   and (p := self._watched[key].parameter()) is not None and p.grad is None]
+        if used_up:
+            raise UnsynchronizedGradientError(
+                f"apexfx: the gradient of {_shown(used_up)} has a share from outside of the transformed model's graphs, which is "
+                "averaged at the end of the backward, and a hook has used and reset it before. Step the optimizer after "
+                "backward(), or compute that share inside of the model's forward.")
+        self._averaged_again |= keys
+        self._reduce(keys)
+
+    @functools.cached_property
+    def _averages(self) -> bool:
+        """Whether gradients are divided by the number of ranks: then what is averaged may be averaged again."""
+        from ..buckets.plan import given_plan
+
+        plan = given_plan(self.config)
+        return self.config.gradient_average if plan is None else plan.averages
+
+    def notice_dropped_backward(self) -> None:
+        """Forget what is left of a backward that has raised."""
+        if self._end.was_dropped():
+            self._forget_backward()
+
+    def _forget_backward(self) -> None:
+        self._flush_due = self._graphs_average = False
+        self._end.clear()
+        for found in (self.averages, self.local, self._outside, self._partly_outside):
+            found.clear()
+        if self._count is not None:
+            self._count.forget()
+
+    @contextlib.contextmanager
+    def _local_unless_failed(self) -> Iterator[None]:
+        """Give up accumulated gradients where the ranks do not agree about them."""
+        try:
+            yield
+        except BaseException:
+            self._forget_local()
+            raise
+
+    def _forget_local(self) -> None:
+        self._pending.clear()
+        if self._count is not None:
+            self._count.forget_local()
+
+    def flush(self) -> None:
+        """Average the accumulated `.grad` of every parameter over the ranks, in the plan's buckets."""
+        try:
+            self._reduce(set(self._names))
+        finally:
+            self._forget_local()  # not before: who waits for this rank reads that it held local gradients
+
+    def _reduce(self, keys: set[int]) -> None:
+        from ..buckets.reduce import reduce_gradients
+
+        live = {}  # by name: of two parameters that had one name the later is in the model
+        for key, name in self._names.items():
+            hook = self._watched.get(key)
+            if key in keys and hook is not None and (p := hook.parameter()) is not None and p.requires_grad:
+                live[name] = p
+        reduce_gradients(live, self.config, self.group)
+
+
+def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
+    """Return whether `gradient` is the sum of what graphs averaged, nothing else added.
+
+    Autograd adds to the first of several gradients where nobody else holds its storage; or else it makes a tensor of the
+    first two, and adds the others to that. So the version tells how many there were; under create_graph it does not.
+    """
+    if gradient.numel() == 0:
+        return True
+    address, version, num_added = gradient.data_ptr(), gradient._version, len(averages) - 1
+    for average in averages:
+        if average.address == address:
+            return version == average.version + num_added
+    return num_added > 0 and version == num_added - 1 and not torch.is_grad_enabled()
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _compiled_node(outputs: Any, parameters: Sequence[nn.Parameter]) -> tuple[Any, list[tuple[int, int]]]:
+    """Return the autograd node of the graph that made `outputs` from `parameters`, and (place, id) of those that it leads to.
+
+    The node is found by the parameters: an output may be another graph's, passed through.
+    """
+    keys = {id(p) for p in parameters}
+    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        while node is not None:  # an output that is a view of a graph's output is rebuilt outside of the graph
+            if "CompiledFunction" in node.name():
+                leaves = [id(getattr(following, "variable", None)) for following, _ in node.next_functions]
+                places = [(place, key) for place, key in enumerate(leaves) if key in keys]
+                if places:
+                    return node, places
+                break
+            node = next((n for n, _ in node.next_functions if n is not None), None)
+    return None, []

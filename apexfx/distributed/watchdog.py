@@ -1,0 +1,369 @@
+"""Waiting for other ranks: an error within a limit, the same on every rank, that says who was waited for and for what.
+
+What the ranks know of each other while they wait is in the process group's store. Eager collectives are waited for with
+`Watchdog.wait`. A compiled graph waits by itself, so its collectives run on a `WatchedGroup`, whose works do the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch import process_group_store, process_group_timeout, register_process_group
+from ..errors import RankFailureError
+
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+_WARN_S = 20.0  # one line is logged after so long, or a third of the limit
+_POLL_S = 1.0  # between two looks into the store, unless the limit is short
+NO_SYNC_ALONE = ("no_sync() was entered on some ranks and not on others, so their gradients are sums over different "
+                 "micro-batches. Enter it on every rank or on none.")
+
+
+class Watchdog:
+    """Waits for the other ranks, and raises where one of them does not come.
+
+    A rank whose backwards stay local, inside no_sync(), says so in the store before it goes on: who waits for it, and holds no
+    local gradients itself, reads that and raises. After a third of the limit, at most 20 s, one line is logged; half that
+    time before, this rank has written to the store where it waits, so that the line can tell the ranks that wait too from
+    those that have not come.
+
+    Args:
+        group: the ranks; its store is written to.
+        label: tells these keys in the store apart.
+        timeout_s: the limit, unless the group's own timeout is shorter.
+        recovers: an accumulation on some ranks only leaves the collectives in step, so that the others need not give up.
+
+    Attributes:
+        backward: the number of the backward under way, of those that communicate.
+        accumulates: this rank holds gradients from inside no_sync().
+        failure: why the ranks gave up; "" as long as they have not.
+        options: for the collectives that it waits for.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, *, recovers: bool = False) -> None:
+        self.group, self.backward, self.accumulates, self.failure = group, 0, False, ""
+        self._recovers, self._given_s = recovers, 0.0
+        self.timeout_s = timeout_s
+        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
+        self._store = process_group_store(group)
+        self._prefix = f"apexfx/{label}/watch"
+        self._question: threading.Thread | None = None
+
+    @property
+    def timeout_s(self) -> float:
+        """The limit in seconds."""
+        return self._limit_s
+
+    @timeout_s.setter
+    def timeout_s(self, seconds: float) -> None:
+        if seconds == self._given_s:
+            return
+        self._given_s, self._limit_s = seconds, min(seconds, process_group_timeout(self.group).total_seconds())
+        self._warn_s = min(_WARN_S, self._limit_s / 3)
+        self._poll_s = min(_POLL_S, self._warn_s / 8)
+        self.options = dist.AllreduceOptions()
+        self.options.asyncOp = True
+        if dist.get_backend(self.group) == "gloo":  # whose threads then end soon after the limit, and let the process exit
+            self.options.timeout = timedelta(seconds=self._limit_s + 2 * _POLL_S)
+
+    def accumulate(self) -> None:
+        """Note, and say once, that this rank's gradients stay local from here to its next backward that communicates."""
+        if not self.accumulates:
+            self.accumulates = True
+            for key in (f"{self._prefix}/local/{self._rank}", f"{self._prefix}/local"):
+                self._store.set(key, str(self.backward))
+
+    # ---- waiting -------------------------------------------------------------------------------------------------------
+
+    def wait(self, work: dist.Work, tensor: Tensor, what: str, *, averages: bool = True) -> None:
+        """Wait for `work` on `tensor`.
+
+        Args:
+            what: named in errors: "the allreduce of bucket 0".
+            averages: it averages gradients, which a rank inside no_sync() takes no part in.
+
+        Raises:
+            RankFailureError: a peer is gone, did not communicate within the limit, or is inside no_sync() alone.
+        """
+        if isinstance(work, WatchedWork):
+            work = work.work
+        if tensor.device.type == "cpu":
+            self._wait_until(lambda seconds: _is_done(work, seconds), what, averages=averages)
+        else:  # a stream waits; the group's own timeout applies
+            self._wait_until(lambda _: work.wait() or True, what, averages=averages)
+
+    def gather(self, key: str, what: str) -> list[Any]:
+        """Return what every rank has posted under `key`.
+
+        Raises:
+            RankFailureError: as `wait` does.
+        """
+        keys = [f"{key}/{rank}" for rank in range(self._world)]
+
+        def posted(seconds: float) -> bool:
+            if self._ask(lambda store: store.wait(keys, timedelta(seconds=seconds)) or True, False, seconds):
+                return True
+            time.sleep(self._poll_s / 8)  # a store that has gone says so at once
+            return False
+
+        self._wait_until(posted, what, averages=False)
+        return [json.loads(self._store.get(key)) for key in keys]
+
+    def _wait_until(self, done: Callable[[float], bool], what: str, *, averages: bool) -> None:
+        """Return once `done` says so, which tries for the seconds that it is given."""
+        begin = time.monotonic()
+        shown = f"{what} in backward {self.backward}" if averages and self.backward else what
+        try:
+            if done(self._poll_s):
+                return
+            later = [(self._warn_s, lambda: self._warn(shown)), (self._warn_s / 2, lambda: self._announce(what))]
+            while (waited := time.monotonic() - begin) < self._limit_s:
+                self._look_for_failure(averages)
+                if later and waited >= later[-1][0]:
+                    later.pop()[1]()
+                if done(min(self._poll_s, self._limit_s - waited)):
+                    return
+        except RankFailureError:
+            raise
+        except RuntimeError as error:
+            self._announce(what)
+            time.sleep(self._poll_s)  # for the others to find out as well, and say where they are
+            self._look_for_failure(averages)
+            self.give_up(f"rank {self._rank} lost a connection after {time.monotonic() - begin:.1f} s in {shown}: "
+                         f"another rank died, or issued other collectives; {self._others()}. Look at the logs of the other "
+                         "ranks.", error)
+        self.give_up(f"rank {self._rank} waited {time.monotonic() - begin:.1f} s for {shown}; {self._others()}. "
+                     "A rank that does not come died, is stuck, or issued other collectives: look at its log. If it is only "
+                     "slow, raise timeout_s, or the process group's timeout where that is shorter.")
+
+    def _look_for_failure(self, averages: bool) -> None:
+        """Raise where another rank has given up, or will not come because its gradients stay local."""
+        failed = f"{self._prefix}/failed"
+        if text := self._ask(lambda store: store.get(failed).decode() if store.check([failed]) else "", ""):
+            self.failure = text
+            raise RankFailureError(text)
+        if not averages or self.accumulates or not self._is_local("local"):
+            return
+        ranks = [str(rank) for rank in range(self._world) if self._is_local(f"local/{rank}")]
+        text = (f"rank {', '.join(ranks)} keeps the gradients of this backward local, inside no_sync(), while rank "
+                f"{self._rank} waits for them in its backward {self.backward}. {NO_SYNC_ALONE}")
+        if self._recovers:
+            raise RankFailureError(f"apexfx: {text}")
+        self.give_up(text)
+
+    def _is_local(self, key: str) -> bool:
+        """Whether `key` says that a rank has done what this one has before this backward, and has gone on by itself."""
+        key = f"{self._prefix}/{key}"
+        said = self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
+        return said is not None and int(said) == self.backward - 1
+
+    def give_up(self, text: str, cause: BaseException | None = None) -> None:
+        """Raise on every rank that waits, or comes later, what the first of them to give up has to say."""
+        failed, text = f"{self._prefix}/failed", f"apexfx: {text}" + (f" ({cause})" if cause is not None else "")
+        self.failure = self._ask(lambda store: store.compare_set(failed, "", text).decode(), text)
+        raise RankFailureError(self.failure) from cause
+
+    def _announce(self, what: str) -> None:
+        said = json.dumps([self.backward, what])
+        self._ask(lambda store: store.set(f"{self._prefix}/{self._rank}", said), None)
+
+    def _others(self) -> str:
+        """Say which ranks wait as well, and which have not been heard of."""
+        here, missing = [], []
+        for rank in range(self._world):
+            key = f"{self._prefix}/{rank}"
+            said = self._ask(lambda store, key=key: store.get(key) if store.check([key]) else None, None)
+            backward, what = json.loads(said) if said else (-1, "")
+            if rank != self._rank:
+                missing += [str(rank)] * (backward != self.backward)
+                here += [f"rank {rank} (for {what})"] * (backward == self.backward)
+        if self._question is not None and self._question.is_alive():
+            return "the process group's store does not answer: the rank that holds it may be the one that is gone"
+        return (f"so does {', '.join(here)}; " if here else "") + (
+            f"nothing was heard of rank {', '.join(missing)}" if missing else "all wait: they differ in what they sent")
+
+    def _warn(self, what: str) -> None:
+        log.warning("apexfx: rank %d has waited %.0f s for %s; %s. A rank that does not come is stuck or slow, skipped this "
+                    "backward, or ran it inside no_sync(). An error follows after %g s.",
+                    self._rank, self._warn_s, what, self._others(), self._limit_s)
+
+    def _ask(self, question: Callable[[Any], _T], default: _T, seconds: float = 0.0) -> _T:
+        """Return the store's answer, or `default` where there is none: the store may live in the rank that is gone."""
+        if self._question is not None:
+            self._question.join(seconds)
+            if self._question.is_alive():
+                return default
+        answers: list[_T] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question(self._store))
+
+        self._question = threading.Thread(target=ask, daemon=True)
+        self._question.start()
+        self._question.join(seconds + _POLL_S)
+        return answers[0] if answers else default
+
+
+def _is_done(work: dist.Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError:
+        if not work.is_completed():
+            return False
+        work.wait()  # raises where it failed; it may also have ended just after `seconds` were over
+    return True
+
+
+# ---- collectives of compiled graphs ------------------------------------------------------------------------------------
+
+
+class WatchedWork(dist.Work):
+    """A collective under way, for which `wait` waits as the watchdog does."""
+
+    def __init__(self, work: dist.Work, tensor: Tensor, group: WatchedGroup, what: str) -> None:
+        super().__init__()
+        self.work, self._tensor, self._group, self._what = work, tensor, group, what
+
+    @torch.compiler.disable
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._group.watchdog.wait(self.work, self._tensor, self._what, averages=self._group.averages)
+        return True
+
+    def is_completed(self) -> bool:
+        return self.work.is_completed()
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
+
+
+class WatchedGroup(dist.ProcessGroup):
+    """A gloo communicator of the ranks of another group, connected at its first collective.
+
+    Its own, so that collectives that a failure leaves unmatched do not meet those of the user, nor batch norm's small sums
+    queue behind buckets of megabytes. Once its ranks have given up, every collective raises that error.
+
+    Args:
+        watchdog: of the ranks.
+        purpose: "gradients" or "batch_norm".
+    """
+
+    def __init__(self, watchdog: Watchdog, purpose: str) -> None:
+        super().__init__(dist.get_rank(watchdog.group), dist.get_world_size(watchdog.group))
+        self.watchdog, self.averages = watchdog, purpose == "gradients"
+        self._purpose, self._name = purpose, f"{watchdog.group.group_name}/{purpose}"
+        self._gloo: dist.ProcessGroupGloo | None = None
+        register_process_group(self._name, self)
+
+    # torch.compile looks into Python that runs below it; a real process group has none.
+
+    @torch.compiler.disable
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions | None = None) -> WatchedWork:
+        return self._start("allreduce", tensors, opts if opts is not None else dist.AllreduceOptions())
+
+    @torch.compiler.disable
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions | None = None) -> WatchedWork:
+        return self._start("broadcast", tensors, opts if opts is not None else dist.BroadcastOptions())
+
+    def _start(self, collective: str, tensors: list[Tensor], opts: Any) -> WatchedWork:
+        watchdog = self.watchdog
+        if watchdog.failure:
+            raise RankFailureError(watchdog.failure)
+        [tensor] = tensors
+        what = f"the {collective} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} ({self._purpose})"
+        before, opts.timeout = opts.timeout, watchdog.options.timeout
+        try:
+            if self._gloo is None:
+                store = dist.PrefixStore(self._name, process_group_store(watchdog.group))
+                self._gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), opts.timeout)
+            return WatchedWork(getattr(self._gloo, collective)(tensors, opts), tensor, self, what)
+        except RuntimeError as error:
+            watchdog.give_up(f"rank {self.rank()} could not start {what}: another rank died, or did not come to it.", error)
+        finally:
+            opts.timeout = before
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return "gloo"
+
+
+_watched: dict[str, tuple[dist.ProcessGroup, Watchdog, dict[str, WatchedGroup]]] = {}  # by the name of the user's group
+
+
+def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float) -> dist.ProcessGroup:
+    """Return what graphs communicate over for `purpose`: on gloo a communicator of our own, the same for all models of a group.
+
+    One rank alone may call this. NCCL has a watchdog itself; a single rank, and the fake group, have nobody to wait for.
+    """
+    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+        return group
+    known = _watched.get(group.group_name)
+    if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
+        known = _watched[group.group_name] = group, Watchdog(group, group.group_name, timeout_s), {}
+    _, watchdog, made = known
+    watchdog.timeout_s = timeout_s
+    if purpose not in made:
+        made[purpose] = WatchedGroup(watchdog, purpose)
+    return made[purpose]
+
+
+# ---- what ranks say of a backward that failed --------------------------------------------------------------------------
+
+
+def post(group: dist.ProcessGroup, key: str, mine: Any) -> None:
+    """Leave what this rank has to say where `gather_answers` looks for it, and wait for nobody."""
+    process_group_store(group).set(f"{key}/{dist.get_rank(group)}", json.dumps(mine))
+
+
+def gather_answers(group: dist.ProcessGroup, key: str, mine: Any, timeout_s: float) -> list[Any]:
+    """Return what every rank has to say, through the group's store; None for a rank that says nothing in time."""
+    store, world = process_group_store(group), dist.get_world_size(group)
+    post(group, key, mine)
+    deadline = time.monotonic() + min(timeout_s, 30.0)
+    said: list[Any] = []
+    for rank in range(world):
+        try:
+            store.wait([f"{key}/{rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.05)))
+            said.append(json.loads(store.get(f"{key}/{rank}")))
+        except RuntimeError:
+            said.append(None)
+    return said
+
+
+def disagreement(said: Sequence[Any]) -> str:
+    """Put what the ranks said of a backward in words, the same on every rank."""
+    lines = ["apexfx: the ranks disagree about this backward, so its gradients must not be used."]
+    for rank, words in enumerate(said):
+        if words is None:
+            lines.append(f"  rank {rank}: no answer")
+            continue
+        if words["failed"]:
+            lines.append(f"  rank {rank}: failed: {words['failed']}")
+        unused = words["unused"]
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        lines.append(f"  rank {rank}: {words['forwards']} forwards so far"
+                     + ("; holds gradients from inside no_sync()" if words["accumulated"] else "")
+                     + (f"; no gradient for {shown}" if unused else ""))
+    if len({words["accumulated"] for words in said if words}) > 1:
+        lines.append(NO_SYNC_ALONE)
+    elif len({words["forwards"] for words in said if words}) > 1:
+        lines.append("A rank skipped a backward (or ran a training forward that the others did not). Every rank must run "
+                     "backward equally often; to skip a step, skip it on all ranks, or use no_sync().")
+    elif not any(words["failed"] for words in said if words):
+        lines.append("With find_unused_parameters=False a parameter has a gradient in every backward on every rank, or in none. "
+                     "Pass find_unused_parameters=True, or delay_allreduce=True, if that is meant.")
+    return "\n".join(lines)

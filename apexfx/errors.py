@@ -1,0 +1,27 @@
+"""What the package raises besides ValueError and TypeError."""
+
+from __future__ import annotations
+
+from torch import fx
+
+
+class PassError(RuntimeError):
+    """A broken contract: which pass, which node, what was expected."""
+
+    def __init__(self, pass_name: str, message: str, node: fx.Node | None = None) -> None:
+        where = f" at node {node.name!r} ({node.op} {node.target})" if node is not None else ""
+        super().__init__(f"apexfx pass {pass_name!r}{where}: {message}")
+        self.pass_name = pass_name
+        self.node = node.name if node is not None else None
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks are about to issue different collectives, or a rank never arrived."""
+
+
+class RankFailureError(RuntimeError):
+    """A rank died, stopped communicating, or failed in a backward."""
+
+
+class UnsynchronizedGradientError(RuntimeError):
+    """A gradient was computed where nothing averages it across ranks."""

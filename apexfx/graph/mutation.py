@@ -1,0 +1,118 @@
+"""What a node writes: which of its arguments change in place, and which nodes share memory with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from .._torch import below_functorch, tree_leaves
+from .nodes import argument, graphs, value
+from .op_names import canonical_name
+
+_READS_DESPITE_NAME = ("requires_grad_", "retain_grad_", "bitwise_and_")
+_WITH_STATISTICS = ("batch_norm", "instance_norm", "apexfx.sync_batch_norm")
+
+
+def storages(val: Any) -> frozenset[StorageWeakRef]:
+    """Return the memory that the tensors in `val` live in; views of one tensor answer the same."""
+    return frozenset(
+        StorageWeakRef(below_functorch(leaf).untyped_storage())
+        for leaf in tree_leaves(val)
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided
+    )
+
+
+def writes_first(node: fx.Node) -> bool:
+    """Return whether `node` writes its first argument: `add_`, `operator.iadd`, `relu(inplace=True)`, `x[i] = y`."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        info = node.target._schema.arguments[0].alias_info if node.target._schema.arguments else None
+        return bool(info and info.is_write)
+    if not isinstance(node.target, str) and not callable(node.target):
+        return False
+    name = canonical_name(node.target)
+    if name == "setitem" or (name.endswith("_") and name not in _READS_DESPITE_NAME and "." not in name):
+        return True
+    return bool(argument(node, "inplace"))
+
+
+def written(node: fx.Node) -> list[fx.Node]:
+    """Return the argument nodes that `node` writes in place."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _written_by_body(node)
+    found: list[Any] = [node.args[0]] if node.args and writes_first(node) else []
+    found += tree_leaves(node.kwargs.get("out"))
+    if isinstance(node.target, torch._ops.OpOverload):
+        found += _written_by_schema(node)
+    elif node.op == "call_function":
+        found += statistics(node)
+        if canonical_name(node.target) == "embedding" and argument(node, "max_norm") is not None:
+            found.append(argument(node, "weight"))
+    return [source for source in tree_leaves(found) if isinstance(source, fx.Node)]
+
+
+def statistics(node: fx.Node) -> list[Any]:
+    """Return the running statistics among the arguments of a batch or instance norm; empty for any other node."""
+    if canonical_name(node.target) not in _WITH_STATISTICS:
+        return []
+    if node.target is torch.batch_norm:  # written in C, without a signature to ask
+        return list(node.args[3:5])
+    return [argument(node, "running_mean"), argument(node, "running_var")]
+
+
+def _written_by_schema(node: fx.Node) -> list[Any]:
+    found: list[Any] = []
+    for place, parameter in enumerate(node.target._schema.arguments):
+        if parameter.alias_info is not None and parameter.alias_info.is_write:
+            given = node.args[place] if place < len(node.args) else node.kwargs.get(parameter.name)
+            found += tree_leaves(given)
+    return found
+
+
+def _written_by_body(node: fx.Node) -> list[fx.Node]:
+    pair = body_of(node)
+    if pair is None:
+        return []
+    body, operands = pair
+    touched = written_storages(body)
+    inputs = body.graph.find_nodes(op="placeholder")
+    return [o for o, p in zip(operands, inputs) if isinstance(o, fx.Node) and storages(value(p)) & touched]
+
+
+def written_storages(gm: fx.GraphModule) -> frozenset[StorageWeakRef]:
+    """Return the memory that anything in `gm` writes in place."""
+    return frozenset(s for node in gm.graph.nodes for source in written(node) for s in storages(value(source)))
+
+
+# Calls whose body is an ordinary function of the operands: a pass may rewrite it.
+_PLAIN_CALLS = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap", "checkpoint")
+
+
+def body_of(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:
+    """Return the body of a higher-order call and its operands, where the body may be rewritten; None otherwise."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _PLAIN_CALLS:
+        return None
+    if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != "get_attr":
+        return None
+    body = node.graph.owning_module.get_submodule(str(node.args[0].target))
+    operands = node.args[1:]
+    if len(body.graph.find_nodes(op="placeholder")) != len(operands):
+        return None
+    return body, operands
+
+
+def bodies(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield `gm` and the nested bodies that a pass may rewrite, outermost first."""
+    wanted = {id(gm)}
+    for graph_module in graphs(gm):
+        if id(graph_module) in wanted:
+            yield graph_module
+            for node in graph_module.graph.nodes:
+                pair = body_of(node)
+                if pair is not None:
+                    wanted.add(id(pair[0]))

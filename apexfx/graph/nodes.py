@@ -1,0 +1,247 @@
+"""The graph vocabulary that passes share: values, new nodes with provenance, refaking, nested bodies.
+
+Every node carries `meta["val"]`, the fake value it produces. Dynamo calls the same thing `example_value`; capture
+copies it over, and `set_value` keeps both, because AOTAutograd's cache refuses a `call_method` without the latter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import fx
+
+from .._torch import FakeTensor, FakeTensorMode, tree_leaves
+
+MODULE_PATHS = "apexfx_module_paths"  # meta key: every path of the module in which a node of a Dynamo graph was traced
+# What a new node inherits from the node that caused it: where it comes from in the user's program.
+PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, "source_fn_stack", "seq_nr", "partitioner_tag")
+
+
+def value(node: Any) -> Any:
+    """Return the fake value of `node`, or `node` itself where it is a constant argument."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def set_value(node: fx.Node, val: Any) -> None:
+    """Record `val` as what `node` produces."""
+    node.meta["val"] = val
+    node.meta["example_value"] = val
+
+
+def size_hint(size: Any) -> int:
+    """Return `size`, of a dynamic one what it was when the graph was captured; 0 of one that depends on data."""
+    return size if isinstance(size, int) else int(size.node.hint or 0)
+
+
+def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
+    """Return the fake mode under which the values of `graph` were made, or None when it holds no fake tensor."""
+    for node in graph.nodes:
+        for leaf in tree_leaves(node.meta.get("val")):
+            if isinstance(leaf, FakeTensor):
+                return leaf.fake_mode
+    return None
+
+
+def graphs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
+    """Yield `gm` and the bodies of its higher-order ops (activation checkpoints, ...), outermost first."""
+    yield gm
+    for node in gm.graph.find_nodes(op="get_attr"):
+        body = _attribute(gm, str(node.target))
+        if isinstance(body, fx.GraphModule):
+            yield from graphs(body)
+
+
+def _attribute(gm: fx.GraphModule, path: str) -> Any:
+    owner: Any = gm
+    for part in path.split("."):
+        owner = getattr(owner, part, None)
+    return owner
+
+
+def inherit(node: fx.Node, like: fx.Node) -> None:
+    """Give `node` the provenance of `like`, the node that caused it."""
+    for key in PROVENANCE_KEYS:
+        if key in like.meta:
+            node.meta.setdefault(key, like.meta[key])
+
+
+@contextlib.contextmanager
+def _fake_evaluation(mode: FakeTensorMode | None) -> Iterator[None]:
+    # A graph may switch gradient mode through a node; what it leaves behind must not leak out.
+    grad_enabled = torch.is_grad_enabled()
+    try:
+        with mode or contextlib.nullcontext(), torch.no_grad():
+            yield
+    finally:
+        torch.set_grad_enabled(grad_enabled)
+
+
+def evaluate(node: fx.Node, mode: FakeTensorMode | None) -> Any:
+    """Run the op of `node` on the fake values of its arguments."""
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
+    with _fake_evaluation(mode):
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        return node.target(*args, **kwargs)
+
+
+def call(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    like: fx.Node,
+    mode: FakeTensorMode | None = None,
+    name: str | None = None,
+) -> fx.Node:
+    """Insert a `call_function` node at the graph's insertion point, with its value and the provenance of `like`.
+
+    `mode` saves looking for the graph's fake mode when many nodes are inserted; `name` is made unique in the graph.
+    """
+    node = graph.create_node("call_function", target, args, kwargs or {}, name=name)
+    inherit(node, like)
+    set_value(node, evaluate(node, mode or fake_mode(graph)))
+    return node
+
+
+def signature(val: Any) -> Any:
+    """Return what must agree for two values to be interchangeable: dtype, shape, device of every tensor in them."""
+    return tuple(
+        (leaf.dtype, tuple(map(str, leaf.shape)), leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf)
+        for leaf in tree_leaves(val)
+    )
+
+
+def refake(gm: fx.GraphModule, changed: set[fx.Node] | None = None) -> set[fx.Node]:
+    """Bring the values up to date downstream of `changed` (default: of every node); return the nodes that changed.
+
+    Only nodes with a changed input are evaluated again, so a local edit costs local work. A higher-order op hands the
+    change to its body; one whose body is not a plain call is left as it was.
+    """
+    everything = changed is None
+    dirty: set[fx.Node] = set(changed or ())
+    mode = fake_mode(gm.graph)
+    moved: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        if not everything and not any(source in dirty for source in node.all_input_nodes):
+            continue
+        new = _body_value(gm, node) if isinstance(node.target, torch._ops.HigherOrderOperator) else evaluate(node, mode)
+        if new is not None and signature(new) != signature(value(node)):
+            moved.add(node)
+            dirty.add(node)
+        if new is not None:
+            set_value(node, new)
+    return moved
+
+
+def _body_value(gm: fx.GraphModule, node: fx.Node) -> Any:
+    """Push the values of a higher-order call's arguments into its body; return the body's output value, or None."""
+    if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != "get_attr":
+        return None
+    body = _attribute(gm, str(node.args[0].target))
+    if not isinstance(body, fx.GraphModule):
+        return None
+    inputs = body.graph.find_nodes(op="placeholder")
+    if len(inputs) != len(node.args) - 1:
+        return None
+    changed = set()
+    for placeholder, argument in zip(inputs, node.args[1:]):
+        if signature(value(placeholder)) != signature(value(argument)):
+            changed.add(placeholder)
+            set_value(placeholder, value(argument))
+    refake(body, changed)
+    outputs = fx.node.map_arg(body.graph.output_node().args[0], value)
+    old = value(node)
+    return tuple(outputs) if isinstance(old, tuple) and isinstance(outputs, (tuple, list)) else outputs
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """Return what the call gives for the parameter `name`, by position or by name, or None."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    position = _positions(node.target).get(name) if callable(node.target) else None
+    return node.args[position] if position is not None and position < len(node.args) else None
+
+
+@functools.cache
+def _positions(target: Callable[..., Any]) -> dict[str, int]:
+    if isinstance(target, torch._ops.OpOverload):
+        return {parameter.name: place for place, parameter in enumerate(target._schema.arguments)}
+    try:
+        return {name: place for place, name in enumerate(inspect.signature(target).parameters)}
+    except (ValueError, TypeError):  # most functions written in C publish no signature
+        return {}
+
+
+def named_argument(node: fx.Node, name: str) -> Any:
+    """Return the argument `name` of a node that calls an OpOverload, however it was passed; its default where it was not."""
+    for place, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
+    raise KeyError(name)
+
+
+def last_use(node: fx.Node) -> fx.Node:
+    """Return the last node of the graph that reads `node`, or `node` itself when nobody does."""
+    return max(node.users, default=node)
+
+
+def insert_after(node: fx.Node) -> Any:
+    """Return the context that inserts after `node`, but never among the placeholders."""
+    anchor = node
+    while anchor.next.op == "placeholder":
+        anchor = anchor.next
+    return anchor.graph.inserting_after(anchor)
+
+
+def module_path(node: fx.Node) -> str:
+    """Return the dotted path of the module in which `node` was traced, or "" at the root."""
+    return module_paths(node)[0]
+
+
+def module_paths(node: fx.Node) -> tuple[str, ...]:
+    """Return every path of the module in which `node` was traced: in a captured graph several where it is registered twice."""
+    stack = node.meta.get("nn_module_stack")
+    return node.meta.get(MODULE_PATHS) or ((next(reversed(stack.values()))[0],) if stack else ("",))
+
+
+def source_line(node: fx.Node) -> str:
+    """Return "file.py:12" for the user's line that made `node`, or "" when unknown."""
+    trace = (node.meta.get("stack_trace") or "").strip().splitlines()
+    for line in reversed(trace):
+        if line.lstrip().startswith("File "):
+            path, _, rest = line.partition('"')[2].partition('", line ')
+            return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
+    return ""
+
+
+def op_name(node: fx.Node) -> str:
+    """Return a short printable name of what `node` calls: "aten.mm.default", "F.relu", "operator.add", "view"."""
+    target = node.target
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"hop.{target.name()}"
+    name = getattr(target, "__name__", str(target))
+    module = getattr(target, "__module__", None) or ""
+    if module in ("operator", "_operator"):
+        return f"operator.{name}"
+    return f"F.{name}" if module == "torch.nn.functional" else f"torch.{name}"
+
+
+def count_ops(gm: fx.GraphModule) -> Counter[str]:
+    """Return how often each op occurs in `gm` and its nested bodies."""
+    return Counter(
+        op_name(node) for graph in graphs(gm) for node in graph.graph.nodes if node.op in ("call_function", "call_method")
+    )

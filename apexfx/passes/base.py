@@ -1,0 +1,102 @@
+"""What every pass is, and the contract that a schedule of them is checked against."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassBase, PassResult
+
+from ..graph.nodes import module_path, source_line
+
+STAGES = ("forward", "backward")
+NUMERIC_TIERS = ("bitwise", "reassociates", "changes_dtype")
+
+
+@dataclass(frozen=True)
+class Match:
+    """One place a pass rewrote: the node's name, the module and source line it came from, and what was done."""
+
+    node: str
+    module: str
+    source: str
+    detail: str
+
+
+class Pass(PassBase):
+    """A graph rewrite: `call` edits `gm` in place, records its matches, and says whether it changed anything.
+
+    Subclasses give a docstring (a summary, then Before/After), keyword-only options in `__init__`, and:
+
+    Attributes:
+        name: the pass's name in reports, `skip=` and errors; also its file's name.
+        stage: "forward" (the Dynamo graph) or "backward" (AOTAutograd's).
+        numeric: "bitwise", "reassociates" or "changes_dtype"; enforced by `verify="each"`.
+        provides, needs, conflicts: tags, checked over the whole schedule before anything runs.
+
+    Running a pass twice must change nothing the second time. A pass never prints and reads neither globals nor the
+    environment.
+    """
+
+    name: ClassVar[str] = ""
+    stage: ClassVar[str] = "forward"
+    numeric: ClassVar[str] = "bitwise"
+    provides: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ()
+    conflicts: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self) -> None:
+        self.matches: list[Match] = []
+
+    def begin(self) -> None:
+        """Forget what was recorded for an earlier graph."""
+        self.matches = []
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        raise NotImplementedError
+
+    def record(self, node: fx.Node, detail: str) -> None:
+        """Note that `node` was rewritten."""
+        self.matches.append(Match(node.name, module_path(node), source_line(node), detail))
+
+    def why_no_match(self, gm: fx.GraphModule) -> str | None:
+        """Say why nothing matched although the user asked for this rewrite, or None where that is no surprise."""
+        return None
+
+    def artifacts(self) -> dict[str, Any]:
+        """Return what the report keeps beside the matches, as JSON-able values (the cast ledger, the bucket plan)."""
+        return {}
+
+    def options(self) -> dict[str, Any]:
+        """Return everything that changes what the pass does, as JSON-able values: part of every cache key."""
+        return {}
+
+
+def validate(passes: Sequence[Pass], provided: Collection[str] = ()) -> None:
+    """Refuse a schedule that cannot work, before anything runs.
+
+    Args:
+        provided: tags of passes that may run before these.
+    """
+    earlier: set[str] = set()
+    for pass_ in passes:
+        if not isinstance(pass_, Pass):
+            raise TypeError(f"apexfx: passes= holds {pass_!r} ({type(pass_).__name__}), expected instances of apexfx.Pass")
+        if not pass_.name:
+            raise ValueError(f"apexfx: {type(pass_).__name__} has no name; set the class attribute `name`")
+        if type(pass_).call is Pass.call:
+            raise TypeError(f"apexfx: pass {pass_.name!r} has nothing to run; define call(self, gm) -> PassResult in "
+                            f"{type(pass_).__name__}")
+        if pass_.stage not in STAGES:
+            raise ValueError(f"apexfx: pass {pass_.name!r} has stage={pass_.stage!r}, expected one of {', '.join(STAGES)}")
+        if pass_.numeric not in NUMERIC_TIERS:
+            raise ValueError(f"apexfx: pass {pass_.name!r} has numeric={pass_.numeric!r}, "
+                             f"expected one of {', '.join(NUMERIC_TIERS)}")
+        if missing := set(pass_.needs) - earlier.union(provided):
+            raise ValueError(f"apexfx: pass {pass_.name!r} needs {sorted(missing)}, which no earlier pass provides")
+        if clash := set(pass_.conflicts) & earlier:
+            raise ValueError(f"apexfx: pass {pass_.name!r} conflicts with {sorted(clash)}, provided by an earlier pass; "
+                             "leave one of them out with skip=")
+        earlier |= set(pass_.provides)

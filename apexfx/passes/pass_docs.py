@@ -1,0 +1,87 @@
+"""The pages about passes: the ordered table for a terminal, and docs/passes.md, both made from the docstrings."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Iterator
+
+from tabulate import tabulate
+
+from .. import passes
+from ..config import OPT_LEVELS
+from ..precision.rules import RULES
+
+_HEADING = """\
+# Passes
+
+Made by `python -m apexfx passes --markdown > docs/passes.md`; do not edit.
+
+A pass rewrites one graph. Forward passes edit the graph Dynamo captured, backward passes the one AOTAutograd made from
+it. They run in this order; `skip=("name",)` leaves one out, `passes=(MyPass(),)` adds your own
+(`docs/architecture.md`).
+The numeric tier says what a pass may change: nothing (`bitwise`), the order of sums (`reassociates`), or dtypes
+(`changes_dtype`); `verify="each"` runs the graph before and after every pass and holds it to that.
+"""
+
+
+def names() -> list[str]:
+    """Return the names of the built-in passes, in order."""
+    return [row["pass"] for row in passes.describe()]
+
+
+def table() -> str:
+    """Return the ordered table as text."""
+    rows = passes.describe()
+    return tabulate(rows, headers="keys", maxcolwidths=[None, None, None, 24, 60])
+
+
+def one(name: str) -> str:
+    """Return everything about one pass: its row and its docstring.
+
+    Raises:
+        ValueError: a name that no pass has.
+    """
+    for row, entry in zip(passes.describe(), passes.TABLE):
+        if row["pass"] == name:
+            facts = f"{name}: {row['stage']}, {row['numeric']}, asked for by {row['asked for by']}"
+            return f"{facts}\n\n{inspect.getdoc(entry.pass_type)}"
+    raise ValueError(f"apexfx: there is no pass {name!r}; the passes are {', '.join(names())}")
+
+
+def markdown() -> str:
+    """Return docs/passes.md."""
+    rows = passes.describe()
+    parts = [_HEADING, tabulate([{**row, "pass": f"[{row['pass']}](#{row['pass']})"} for row in rows], headers="keys",
+                                tablefmt="github"), ""]
+    for row, entry in zip(rows, passes.TABLE):
+        parts += [f"## {row['pass']}", "", *_docstring(inspect.getdoc(entry.pass_type) or ""), ""]
+    parts += ["## The opt levels", "", tabulate([(name, level.summary) for name, level in OPT_LEVELS.items()],
+                                                headers=("level", "what it means"), tablefmt="github"), ""]
+    parts += ["## The rules of O1", "",
+              "Ops by what happens to their floating arguments; everything else is left alone.", "",
+              tabulate(list(_rule_rows()), headers=("rule", "family", "why", "ops"), tablefmt="github"), ""]
+    return "\n".join(parts)
+
+
+def _docstring(text: str) -> Iterator[str]:
+    """Yield a docstring as Markdown: the Before/After block as code, argument lists as lists."""
+    for block in text.split("\n\n"):
+        if block.startswith("Before:"):
+            yield from ("```text", block, "```", "")
+        elif block.startswith(("Args:", "Attributes:", "Raises:", "Returns:")):
+            title, _, rest = block.partition("\n")
+            yield from (f"**{title}**", "")
+            for line in textwrap.dedent(rest).splitlines():
+                yield f"  {line.strip()}" if line.startswith(" ") else f"- {line}"
+            yield ""
+        else:
+            yield from (block, "")
+
+
+def _rule_rows() -> Iterator[tuple[str, str, str, str]]:
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for name, rule in RULES.items():
+        kinds.setdefault((rule.kind, rule.family, rule.reason), []).append(name)
+    for (kind, family, reason), ops in kinds.items():
+        yield kind, family, reason, " ".join(f"`{op}`" for op in ops)

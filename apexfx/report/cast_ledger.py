@@ -1,0 +1,138 @@
+"""The cast ledger: every dtype change the passes put into the graphs, with the rule and the reason behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from tabulate import tabulate
+
+from ..precision.casts import CastRow
+from .fold_repeats import fold, group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast(CastRow):
+    """One cast of a report.
+
+    Attributes:
+        graph: index of the captured graph.
+        removed: why a later pass took the cast out again; "" for one that is still there.
+    """
+
+    graph: int
+    removed: str = ""
+
+
+_FIELDS = frozenset(f.name for f in fields(Cast))
+
+
+def cast_from_row(graph: int, row: dict[str, Any]) -> Cast:
+    """Build a `Cast` from a row of a pass's "casts"."""
+    return Cast(graph=graph, **{k: v for k, v in row.items() if k in _FIELDS})
+
+
+def take_out(casts: list[Cast], graph: int, row: dict[str, Any]) -> Cast:
+    """Take the cast out of `casts` that a row of a pass's "removed_casts" speaks of, and return it with the reason.
+
+    A cast that the user's code made is in no ledger. Checkpoints may hold nodes of one name; what is cast decides.
+    """
+    gone = cast_from_row(graph, row)
+    named = [cast for cast in casts if cast.node == gone.node]
+    found = next((cast for cast in named if cast.tensor == gone.tensor), named[0] if named else None)
+    if found is not None:
+        casts.remove(found)
+    return gone
+
+
+@dataclass(frozen=True)
+class CastKind:
+    """Casts that differ only in what they cast: how many, and their bytes and tensors together."""
+
+    number: int
+    op: str
+    rule: str
+    source_dtype: str
+    target_dtype: str
+    reason: str
+    bytes: int
+    tensors: str
+
+
+class CastLedger(Sequence[Cast]):
+    """The casts of all graphs, in graph order: iterate for one row a cast, `print` for a table folded by kind.
+
+    Args:
+        casts: those that passes inserted and kept.
+        removed: those that a later pass took out again.
+        level: the opt level, for the text.
+    """
+
+    def __init__(self, casts: Sequence[Cast], removed: Sequence[Cast], level: str) -> None:
+        self.casts = tuple(casts)
+        self.removed = tuple(removed)
+        self.level = level
+
+    def __len__(self) -> int:
+        return len(self.casts)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.casts[index]
+
+    def __iter__(self) -> Iterator[Cast]:
+        return iter(self.casts)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes written by all casts in one step."""
+        return sum(cast.bytes for cast in self.casts)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes a step that removed casts no longer write."""
+        return sum(cast.bytes for cast in self.removed)
+
+    @property
+    def summary(self) -> str:
+        """One line: how many casts, their bytes a step, and what removing others saved."""
+        if not self.casts and not self.removed:
+            return f"cast ledger at {self.level}: no casts"
+        saved = (f"; {_count(len(self.removed), 'cast')} more removed by cancel_casts, saving "
+                 f"{size_text(self.saved_bytes)} a step") if self.removed else ""
+        return f"cast ledger at {self.level}: {_count(len(self), 'cast')}, {size_text(self.total_bytes)} a step{saved}"
+
+    def kinds(self) -> list[CastKind]:
+        """Return the casts by (op, rule, dtypes, reason), the most frequent first."""
+        grouped = group(self.casts, lambda c: (c.op, c.rule, c.source_dtype, c.target_dtype, c.reason))
+        found = [CastKind(len(members), *key, sum(c.bytes for c in members), _where(members))
+                 for key, members in grouped.items()]
+        return sorted(found, key=lambda kind: -kind.number)
+
+    def __str__(self) -> str:
+        if not self.casts:
+            return self.summary
+        rows = [(k.number, k.op, k.rule, f"{k.source_dtype} -> {k.target_dtype}", size_text(k.bytes), k.tensors,
+                 k.reason) for k in self.kinds()]
+        headers = ("casts", "op", "rule", "dtypes", "bytes a step", "tensors", "reason")
+        return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True,
+                                              colalign=("right", "left", "left", "left", "right"),
+                                              maxcolwidths=[None, 28, None, None, None, 36, 48])
+
+    __repr__ = __str__
+
+
+def _where(members: Sequence[Cast], most: int = 2) -> str:
+    kinds = [text for _, text in fold(member.tensor for member in members)]
+    return ", ".join(kinds[:most]) + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def size_text(number: int) -> str:
+    """Return a byte count as text: "512 B", "40.0 KiB", "1.25 MiB"."""
+    if number < 1024:
+        return f"{number} B"
+    return f"{number / 1024:.1f} KiB" if number < 2**20 else f"{number / 2**20:.2f} MiB"

@@ -1,0 +1,125 @@
+"""The text of a report: one table row a pass, then what was rewritten where, warnings and notes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from tabulate import tabulate
+
+from ..graph.printing import shorten_hashes
+from .fold_repeats import fold
+
+if TYPE_CHECKING:
+    from .data import GraphReport, PassReport, Report
+
+_MAX_OPS = 4  # kinds of ops shown a row
+_MAX_PLACES = 5  # kinds of places shown a pass
+_MANY_GRAPHS = 4  # beyond this, rows in which nothing happened are left out
+
+
+def report_text(report: Report) -> str:
+    """Return the whole text, or what to do where nothing was captured yet."""
+    if not report.graphs:
+        return "\n".join([f"apexfx report ({options_text(report.config)}): no graph yet; call the model once, or "
+                          "model.capture(*inputs)", *(f"note: {note}" for note in report.notes)])
+    rows, left_out = [], 0
+    for graph in report.graphs:
+        for stage in graph.stages:
+            for entry in stage.passes:
+                if len(report.graphs) > _MANY_GRAPHS and not entry.matches and not entry.added and not entry.warning:
+                    left_out += 1
+                    continue
+                rows.append((graph.index, stage.stage + (" (cached)" if stage.from_cache else ""), entry.name,
+                             len(entry.matches), f"{entry.nodes_before} -> {entry.nodes_after}",
+                             ops_text(entry.added, entry.removed), f"{entry.ms:.1f}"))
+    headers = ("graph", "stage", "pass", "matches", "nodes", "ops added (+), removed (-)", "ms")
+    table = tabulate(rows, headers=headers, disable_numparse=True,
+                     colalign=("right", "left", "left", "right", "right", "left", "right"))
+    lines = [_title(report), table]
+    if left_out:
+        lines.append(f"{left_out} rows in which a pass had nothing to do are left out.")
+    return "\n".join([*lines, *_places_lines(report), *remarks(report)])
+
+
+def ops_text(added: Counter[str], removed: Counter[str]) -> str:
+    """Return op counts, a line each, the most frequent first: "+ 48 aten.cat.default"."""
+    lines = []
+    for sign, ops in (("+", added), ("-", removed)):
+        common = Counter(ops).most_common()
+        lines += [f"{sign} {number} {op}" for op, number in common[:_MAX_OPS]]
+        if rest := common[_MAX_OPS:]:
+            lines.append(f"{sign} {sum(number for _, number in rest)} of {len(rest)} more kinds")
+    return "\n".join(lines) or "-"
+
+
+def places(matches: Iterable[Any]) -> list[tuple[int, str]]:
+    """Return (how many, where and what) for matches, equal layers folded; the most frequent first."""
+    texts = []
+    for match in matches:
+        row = match if isinstance(match, dict) else vars(match)
+        source = f"  ({row['source']})" if row["source"] else ""
+        texts.append(shorten_hashes(f"{row['module'] or 'model'}: {row['detail']}{source}"))
+    return sorted(fold(texts), key=lambda entry: -entry[0])
+
+
+def _title(report: Report) -> str:
+    entries = [p for g in report.graphs for stage in g.stages for p in stage.passes]
+    ms = sum(p.ms for p in entries)
+    number = len(report.graphs)
+    return (f"apexfx report ({options_text(report.config)}): {number} graph{'' if number == 1 else 's'}, "
+            f"{len(entries)} pass runs, {ms:.1f} ms")
+
+
+def options_text(config: dict[str, Any]) -> str:
+    """Return the options that say what was asked for: "O2, sync_bn, ddp, inner=eager"."""
+    shown = [str(config.get("opt_level", "?"))]
+    shown += [name for name in ("sync_bn", "ddp") if config.get(name)]
+    named = ("dtype", "inner", "precision", "passes", "skip")
+    shown += [f"{name}={config[name]}" for name in named if config.get(name)]
+    if config.get("verify", "off") != "off":
+        shown.append(f"verify={config['verify']}")
+    return ", ".join(shown)
+
+
+def _places_lines(report: Report) -> list[str]:
+    by_pass: dict[str, list[PassReport]] = {}
+    for graph in report.graphs:
+        for stage in graph.stages:
+            for entry in stage.passes:
+                if entry.matches:
+                    by_pass.setdefault(entry.name, []).append(entry)
+    lines = []
+    for name, entries in by_pass.items():
+        folded = places(match for entry in entries for match in entry.matches)
+        shown = _MAX_PLACES + (len(folded) == _MAX_PLACES + 1)  # a line that says "one more" would take its place
+        lines += ["", f"{name} rewrote"] + [f"{number:6} x {text}" for number, text in folded[:shown]]
+        if rest := folded[shown:]:
+            lines.append(f"{sum(number for number, _ in rest):6} x at {len(rest)} more kinds of places: "
+                         f"report.matches({name!r})")
+    return lines
+
+
+def remarks(report: Report) -> list[str]:
+    """Return warnings, where a backward came from, and notes, after an empty line; or nothing."""
+    lines = [f"warning: {name} rewrote nothing: {why}" for name, why in report.unmatched().items()]
+    lines += [f"warning: {text}" for text in report.uncovered()]
+    for graph in report.graphs:
+        lines += [f"warning: graph {graph.index}, {text}"
+                  for stage in graph.stages for entry in stage.passes for text in entry.artifacts.get("remarks", ())]
+        if graph.local:
+            lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
+        lines += _backward_remark(graph)
+    lines += [f"note: {note}" for note in report.notes]
+    return ["", *lines] if lines else []
+
+
+def _backward_remark(graph: GraphReport) -> list[str]:
+    if any(stage.from_cache for stage in graph.stages):
+        return [f"graph {graph.index}: the backward came from the compile cache, so its passes did not run again; "
+                "their rows are the record kept from when they did"]
+    if graph.training and graph.backward is None:
+        return [f"graph {graph.index}: no backward was compiled; the first loss.backward() does it, with its passes. If one ran, "
+                "the compile cache held it without a record: TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 compiles it afresh"]
+    return []

@@ -1,0 +1,246 @@
+"""A training step of one rank without communication, piece by piece: analytic from shapes, or measured.
+
+A piece of backward ends where a gradient is ready, so that a bucket plan can be laid over the pieces. Batch norms end
+pieces too: there a synchronized one communicates.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
+from ..buckets.bucket import GradientSpec
+from ..buckets.ddp_layout import dim_order
+from ..buckets.flops import Device, op_cost
+
+_FORWARD_VALUES, _BACKWARD_VALUES = 2, 2  # a channel, in float64: ops/sync_batch_norm.py
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A stretch of compute.
+
+    Attributes:
+        name: the parameter whose gradient ends it, or the batch norm before whose statistics it lies, or "rest".
+        seconds: of compute.
+        gradients: parameters whose gradients are ready when it ends.
+        sync_bytes: that a synchronized batch norm reduces, and waits for, when it ends; 0 for none.
+    """
+
+    name: str
+    seconds: float
+    gradients: tuple[str, ...] = ()
+    sync_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step.
+
+    Attributes:
+        forward, backward: in order.
+        optimizer_s: seconds of the optimizer step.
+        gradients: what a bucket plan needs to know of each, in the order in which they are ready.
+        source: how the seconds came about.
+    """
+
+    forward: tuple[Piece, ...]
+    backward: tuple[Piece, ...]
+    optimizer_s: float
+    gradients: tuple[GradientSpec, ...]
+    source: str = ""
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step on one rank alone."""
+        return sum(piece.seconds for piece in (*self.forward, *self.backward)) + self.optimizer_s
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Seconds of forward and backward."""
+        return self.compute_s - self.optimizer_s
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(spec.numel * spec.dtype.itemsize for spec in self.gradients)
+
+    def without_sync(self) -> Profile:
+        """Return this profile with local batch norms."""
+        forward, backward = (tuple(replace(p, sync_bytes=0) for p in pieces) for pieces in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
+
+def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtype = torch.float32, sync_bn: bool = False,
+             optimizer_passes: int = 7) -> Profile:
+    """Return the profile of a training step of `model` on `device`, from shapes alone.
+
+    The model runs on the meta device, where nothing is computed; every op is priced by `Device.seconds`.
+
+    Args:
+        model: moved to the meta device for good; pass a copy of one that is still needed.
+        inputs: a tensor or a tuple of them; only shapes and dtypes matter.
+        dtype: floating parameters and inputs are taken to have it.
+        sync_bn: every training batch norm is synchronized.
+        optimizer_passes: reads and writes of a tensor as large as the float32 parameters: 3 SGD, 5 with momentum, 7 Adam.
+
+    Raises:
+        ValueError: a model whose forward reads values, which the meta device does not have.
+    """
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to("meta", dtype if x.is_floating_point() else x.dtype)
+
+    model = model.to("meta", dtype).train()
+    recorder = _Recorder(device)
+    try:
+        with recorder:
+            forward, backward, order = _run(model, tree_map(moved, inputs), recorder.clock, sync_bn)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"apexfx: {type(model).__name__} cannot be run on shapes alone ({error}); measure it instead "
+                         "(--measured)") from error
+    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    seconds = device.seconds(0, 4 * numbers * optimizer_passes, dtype) if numbers else 0.0
+    return Profile(forward, backward, seconds, order, f"shapes on {device.name}, {dtype}".replace("torch.", ""))
+
+
+def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False,
+             lr: float = 1e-3) -> Profile:
+    """Return the profile of `model` with SGD as it runs here and now: medians over `steps` steps. It trains the model."""
+    take = sampler(model, inputs, sync_bn=sync_bn, lr=lr)
+    samples = [take() for _ in range(warmup + steps)][warmup:]
+    return combine(samples, f"measured, {steps} steps")
+
+
+def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False, lr: float = 1e-3) -> Callable[[], Profile]:
+    """Return a function that runs one training step and returns its profile, so that steps can take turns with others."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    on_cuda = any(p.is_cuda for p in model.parameters())
+
+    def clock() -> float:
+        if on_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def take() -> Profile:
+        begin = clock()
+        optimizer.zero_grad()
+        forward, backward, order = _run(model, inputs, clock, sync_bn, begin)
+        begin = clock()
+        optimizer.step()
+        return Profile(forward, backward, clock() - begin, order, "measured, 1 step")
+
+    return take
+
+
+def combine(samples: Sequence[Profile], source: str, of: Callable[[list[float]], float] = statistics.median) -> Profile:
+    """Return one profile from several of the same model: `of` every piece's begin and end, counted from its pass's start."""
+    first = samples[0]
+
+    def joined(name: str) -> tuple[Piece, ...]:
+        rows = [getattr(sample, name) for sample in samples]
+        ends = [0.0]
+        for index in range(len(rows[0])):
+            ends.append(max(ends[-1], of([sum(piece.seconds for piece in row[:index + 1]) for row in rows])))
+        return tuple(replace(piece, seconds=end - begin) for piece, begin, end in zip(rows[0], ends, ends[1:]))
+
+    return Profile(joined("forward"), joined("backward"), of([s.optimizer_s for s in samples]), first.gradients, source)
+
+
+def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: bool,
+         begin: float | None = None) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[GradientSpec, ...]]:
+    """Run forward and backward with a stamp where each piece ends; return both passes and the gradients as they come."""
+    cutter = _Cutter(clock, clock() if begin is None else begin)
+    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
+    order: list[GradientSpec] = []
+    with _hooks(model, names, cutter, order, sync_bn):
+        out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        loss = sum(leaf.float().square().mean() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        forward = cutter.finish()
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"apexfx: no output of {type(model).__name__} takes a gradient; there is no backward to simulate")
+        loss.backward()
+        backward = cutter.finish()
+    return forward, backward, tuple(order)
+
+
+class _Cutter:
+    """Cuts a pass into pieces at the moments it is told of."""
+
+    def __init__(self, clock: Callable[[], float], begin: float) -> None:
+        self.clock, self.last = clock, begin
+        self.pieces: list[Piece] = []
+
+    def cut(self, name: str, gradients: tuple[str, ...] = (), sync_bytes: int = 0) -> None:
+        now = self.clock()
+        self.pieces.append(Piece(name, now - self.last, gradients, sync_bytes))
+        self.last = now
+
+    def finish(self) -> tuple[Piece, ...]:
+        self.cut("rest")
+        pieces, self.pieces = tuple(self.pieces), []
+        return pieces
+
+
+@contextmanager
+def _hooks(model: nn.Module, names: dict[Tensor, str], cutter: _Cutter, order: list[GradientSpec],
+           sync_bn: bool) -> Iterator[None]:
+    handles: list[Any] = []
+
+    def on_gradient(p: Tensor) -> None:
+        name = names[p]
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(f"apexfx: the gradient of {name!r} is {p.grad.layout}; only dense gradients travel in buckets")
+        cutter.cut(name, (name,))
+        order.append(GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, torch.device(p.device.type),
+                                  dim_order(p.shape, p.stride())))
+
+    handles += [p.register_post_accumulate_grad_hook(on_gradient) for p in names]
+    if sync_bn:
+        for name, module in model.named_modules():
+            if isinstance(module, BatchNorm):
+                handles += _sync_hooks(name, module, cutter)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _sync_hooks(name: str, module: nn.Module, cutter: _Cutter) -> list[Any]:
+    channels = module.num_features
+
+    def before_forward(_module: nn.Module, _inputs: Any) -> None:
+        cutter.cut(name, sync_bytes=8 * (_FORWARD_VALUES * channels + 1))
+
+    def after_forward(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
+        if out.requires_grad:  # when the gradient of the output is there
+            out.register_hook(lambda _grad: cutter.cut(name, sync_bytes=8 * _BACKWARD_VALUES * channels))
+
+    return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
+
+
+class _Recorder(TorchDispatchMode):
+    """Adds up what every op would take."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device, self.now = device, 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.now += self.device.seconds(*op_cost(func, args, kwargs or {}, out))
+        return out

@@ -1,0 +1,294 @@
+"""Predict a data-parallel training step on any number of ranks: the bucket plan, laid over a profile, on a network.
+
+The eager executor's program (`parallel/overlap.py`), step by step: a bucket is filled and started when its last gradient
+is ready and all earlier ones are started; the ranks' status travels behind the last one's gradients, or after it; after
+backward every bucket is waited for, then all results are written back; then the optimizer runs. A synchronized batch norm
+waits for its statistics on the spot. `simulate` builds that program and runs it on paper (`timeline.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..buckets.bucket import Bucket
+from ..buckets.flops import Device
+from ..buckets.plan import BucketPlan, plan_buckets
+from ..config import BucketConfig
+from .network import Network
+from .profile import Piece, Profile
+from .timeline import Start, Task, Timeline, Wait, Work, run
+
+_STATUS_HEADER, _STATUS_BYTES = 35, 4  # parallel/status.py: so many numbers and two for each parameter, of int32 by themselves
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a piece of bookkeeping: `fixed_s` each time, `tensor_s` a gradient, `byte_s` a byte of the bucket."""
+
+    fixed_s: float = 0.0
+    tensor_s: float = 0.0
+    byte_s: float = 0.0
+
+    def seconds(self, bucket: Bucket) -> float:
+        return self.fixed_s + self.tensor_s * len(bucket.slots) + self.byte_s * bucket.total_bytes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the executor itself takes, and how compute and communication slow each other.
+
+    Attributes:
+        gradient_s: of the hook that every gradient calls.
+        fill, write: of a bucket: laying gradients out and starting the allreduce; copying results back.
+        status_s: of composing and reading the status.
+        compute_rate, wire_rate: see `timeline.run`; 1 and 1 where communication needs no processor.
+    """
+
+    gradient_s: float = 0.0
+    fill: Line = Line()
+    write: Line = Line()
+    status_s: float = 0.0
+    compute_rate: float = 1.0
+    wire_rate: float = 1.0
+
+    @classmethod
+    def on(cls, device: Device) -> Costs:
+        """Return estimates for a device: a bucket is one launch (`cat`, `_foreach_copy_`) that reads and writes every byte."""
+        copy = Line(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
+        return cls(0.0, copy, copy, 0.0)
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """One bucket in time, in seconds from the start of the step: filled and started, first and last on the wire."""
+
+    index: int
+    first: str
+    last: str
+    num_bytes: int
+    start_s: float
+    begin_s: float
+    end_s: float
+    alone_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step.
+
+    Attributes:
+        num_ranks: that take part.
+        step_s: of the whole step.
+        compute_s: forward, backward and optimizer, on one rank alone.
+        bookkeeping_s: fill, write back, hooks and status.
+        communication_s: of all collectives, each alone on the wire.
+        exposed_s: what communication adds to the step: waiting, and compute that it slows down.
+        sync_tax_s: what synchronized batch norms add to the step.
+        buckets: one row an allreduce.
+        plan: the buckets.
+        timeline: what happened when.
+    """
+
+    num_ranks: int
+    step_s: float
+    compute_s: float
+    bookkeeping_s: float
+    communication_s: float
+    exposed_s: float
+    sync_tax_s: float
+    buckets: tuple[BucketRow, ...]
+    plan: BucketPlan
+    timeline: Timeline
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the step in which a rank gets on as if it were alone."""
+        return self.compute_s / self.step_s if self.step_s else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as JSON-able values, without plan and timeline."""
+        row = {name: getattr(self, name) for name in ("num_ranks", "step_s", "compute_s", "bookkeeping_s", "communication_s",
+                                                      "exposed_s", "sync_tax_s", "efficiency")}
+        return row | {"buckets": [asdict(bucket) for bucket in self.buckets]}
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """One bucket size tried: `message_size` elements, MiB of it, buckets and the step it gives."""
+
+    message_size: int
+    mib: float
+    num_buckets: int
+    step_s: float
+
+
+def plan_for(profile: Profile, config: BucketConfig, num_ranks: int) -> BucketPlan:
+    """Return the plan that the eager executor uses once it has learned the order in which gradients become ready."""
+    return plan_buckets([spec for spec in reversed(profile.gradients) if spec.numel], config, num_ranks)
+
+
+def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None, *,
+             costs: Costs | None = None, plan: BucketPlan | None = None, num_channels: int = 1,
+             check_status: bool = True) -> Prediction:
+    """Predict a step.
+
+    Args:
+        profile: of one rank without communication.
+        network: between the ranks.
+        num_ranks: how many.
+        config: the bucket options; default `BucketConfig()`.
+        costs: of the executor; default: none.
+        plan: instead of the one that `config` gives.
+        num_channels: communicators on which buckets take turns (`num_allreduce_streams`).
+        check_status: False leaves the status out, as `static_graph=True` does.
+
+    Raises:
+        ValueError: a plan for other gradients.
+    """
+    costs = costs or Costs()
+    plan = plan or plan_for(profile, config or BucketConfig(), num_ranks)
+    plan.check([spec for spec in profile.gradients if spec.numel])
+    step = _Step(profile, network, num_ranks, plan, costs, num_channels, check_status and num_ranks > 1)
+    rates = {"compute_rate": costs.compute_rate, "wire_rate": costs.wire_rate}
+    program = step.program()
+    timeline = run(program, **rates)
+    local = profile.without_sync()
+    tax = 0.0
+    if local != profile:
+        tax = timeline.seconds - run(replace(step, profile=local).program(), **rates).seconds
+    work = sum(task.seconds for task in program if isinstance(task, Work))
+    alone = {task.name: task.seconds for task in program if isinstance(task, Start)}
+    seconds = timeline.seconds
+    return Prediction(num_ranks, seconds, profile.compute_s, work - profile.compute_s, sum(alone.values()), seconds - work, tax,
+                      tuple(_rows(plan, timeline, alone)), plan, timeline)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Everything that a rank's program follows from."""
+
+    profile: Profile
+    network: Network
+    num_ranks: int
+    plan: BucketPlan
+    costs: Costs
+    num_channels: int
+    status: bool
+
+    def program(self) -> list[Task]:
+        tasks: list[Task] = []
+        for index, piece in enumerate(self.profile.forward):
+            tasks += self._piece(piece, f"forward {index}", "forward")
+        missing = [len(bucket.slots) for bucket in self.plan.buckets]
+        home = {name: index for index, bucket in enumerate(self.plan.buckets) for name in bucket.parameters}
+        started = 0
+        for index, piece in enumerate(self.profile.backward):
+            tasks += self._piece(piece, f"backward {index}", "backward")
+            for name in piece.gradients:
+                if name in home and self.plan.buckets[home[name]].start == "ready":
+                    missing[home[name]] -= 1
+            while started < len(missing) and not missing[started]:
+                tasks += self._start(started)
+                started += 1
+        for index in range(started, len(missing)):
+            tasks += self._start(index)
+        return tasks + self._finish()
+
+    def _piece(self, piece: Piece, label: str, kind: str) -> list[Task]:
+        seconds = piece.seconds + self.costs.gradient_s * len(piece.gradients)
+        tasks: list[Task] = [Work(piece.name, seconds, kind)] if seconds else []
+        if piece.sync_bytes and self.num_ranks > 1:
+            name = f"statistics of {piece.name}, {label}"
+            tasks += [self._collective(name, piece.sync_bytes, -1), Wait(name)]
+        return tasks
+
+    def _start(self, index: int) -> list[Task]:
+        bucket = self.plan.buckets[index]
+        filled: Task = Work(f"fill bucket {index}", self.costs.fill.seconds(bucket), "fill")
+        num_bytes, tasks = bucket.total_bytes, [filled]
+        if self._carries_status(index):
+            num_bytes += self._num_status() * bucket.reduce_dtype.itemsize
+            tasks.append(Work("status", self.costs.status_s, "fill"))
+        return [*tasks, self._collective(f"bucket {index}", num_bytes, index % self.num_channels)]
+
+    def _num_status(self) -> int:
+        return _STATUS_HEADER + 2 * len(self.profile.gradients)
+
+    def _carries_status(self, index: int) -> bool:
+        bucket = self.plan.buckets[index]
+        plain = bucket.dtype == bucket.reduce_dtype == bucket.output_dtype and bucket.start == "ready"
+        bitwise = self.plan.layout == "ddp" and self.num_ranks > 2
+        return self.status and plain and not bitwise and index + 1 == len(self.plan.buckets)
+
+    def _finish(self) -> list[Task]:
+        waits: list[Task] = [Wait(f"bucket {index}") for index in range(len(self.plan.buckets))]
+        if self.status and self.plan.buckets and not self._carries_status(len(self.plan.buckets) - 1):
+            num_bytes = _STATUS_BYTES * self._num_status()
+            composed = Work("status", self.costs.status_s, "write")
+            waits = [composed, self._collective("status", num_bytes, 0), *waits, Wait("status")]
+        writes = [Work(f"write back bucket {index}", self.costs.write.seconds(bucket), "write")
+                  for index, bucket in enumerate(self.plan.buckets)]
+        return [*waits, *writes, Work("optimizer", self.profile.optimizer_s, "optimizer")]
+
+    def _collective(self, name: str, num_bytes: int, channel: int) -> Start:
+        return Start(name, self.network.allreduce_seconds(num_bytes, self.num_ranks), channel, num_bytes)
+
+
+def _rows(plan: BucketPlan, timeline: Timeline, alone: dict[str, float]) -> list[BucketRow]:
+    sent = {event.name: event for event in timeline.track("communication")}
+    rows = []
+    for index, bucket in enumerate(plan.buckets):
+        wire = sent[f"bucket {index}"]
+        rows.append(BucketRow(index, bucket.parameters[0], bucket.parameters[-1], bucket.total_bytes, wire.started, wire.begin,
+                              wire.end, alone[wire.name]))
+    return rows
+
+
+def best_bucket(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None,
+                sizes_mib: Sequence[float] | None = None, **options: Any) -> list[BucketChoice]:
+    """Return the bucket sizes tried, fastest step first; of equal ones, the fewest buckets.
+
+    Args:
+        profile, network, num_ranks, config, options: as `simulate` takes them.
+        sizes_mib: default: powers of the square root of two from 1/16 MiB to all gradients in one bucket. Sizes that give the
+            same buckets as a smaller one are left out.
+    """
+    config = replace(config or BucketConfig(), layout="reverse", delay_allreduce=False, trigger_params=(), plan=None)
+    total = max(profile.num_bytes, 1) / 2**20
+    if sizes_mib is None:
+        num = max(0, math.ceil(2 * math.log2(16 * total)))
+        sizes_mib = [2 ** (i / 2) / 16 for i in range(num + 1)]
+    itemsize = max((spec.dtype.itemsize for spec in profile.gradients), default=4)
+    choices: dict[tuple[tuple[str, ...], ...], BucketChoice] = {}
+    for size in sizes_mib:
+        message_size = max(1, round(size * 2**20 / itemsize))
+        sized = replace(config, message_size=message_size)
+        plan = plan_for(profile, sized, num_ranks)
+        groups = tuple(bucket.parameters for bucket in plan.buckets)
+        if groups not in choices:
+            step_s = simulate(profile, network, num_ranks, plan=plan, **options).step_s
+            choices[groups] = BucketChoice(message_size, message_size * itemsize / 2**20, len(groups), step_s)
+    return sorted(choices.values(), key=lambda choice: (choice.step_s, choice.num_buckets))
+
+
+def accumulation_break_even(prediction: Prediction, profile: Profile, share: float = 0.05) -> int:
+    """Return the least number of micro-batches at which exposed gradient communication is at most `share` of a step.
+
+    All micro-batches but the last are inside `no_sync()`: they compute, and synchronize batch norms, and send no gradient. So
+    a step of k of them takes step_s + (k - 1) m, with m what one more takes, and exposes as much as a step of one.
+
+    Raises:
+        ValueError: a share that is not in (0, 1).
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"apexfx: share={share!r} was given, expected a number between 0 and 1")
+    exposed = max(0.0, prediction.exposed_s - prediction.sync_tax_s)
+    more = profile.micro_batch_s + prediction.sync_tax_s
+    if exposed <= share * prediction.step_s:
+        return 1
+    if more <= 0:
+        raise ValueError("apexfx: a micro-batch of no compute hides nothing; the profile is empty")
+    return 1 + math.ceil((exposed / share - prediction.step_s) / more)
