@@ -11,7 +11,7 @@ import torch.distributed as dist
 import apexfx
 from apexfx import RankMismatchError, UnsynchronizedGradientError
 from apexfx.config import BucketConfig
-from apexfx.distributed.forward_count import ALWAYS, INTERVAL
+from apexfx.distributed.step_check import ALWAYS, INTERVAL
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from tests.distributed.faults import Net, explode, raises, run_faults, train, train_past_a_nan
 
