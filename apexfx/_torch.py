@@ -7,7 +7,7 @@ fails, naming the line, when a torch release moves one of them.
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 
@@ -213,16 +213,6 @@ def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> 
     _register_process_group(name, group)
 
 
-def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
-    """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
-    return parameter._post_accumulate_grad_hooks
-
-
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold a storage (2.11, 2.13)."""
-    return torch._C._storage_Use_Count(storage._cdata)
-
-
 def registered_ops(namespace: str) -> list[str]:
     """Return the names ("namespace::name") of every op of a namespace, sorted (2.11, 2.13, 2.15)."""
     names = (name.split(".")[0] for name in torch._C._dispatch_get_all_op_names())
@@ -302,7 +292,6 @@ __all__ = [
     "resolve_process_group",
     "run_cached_graphs",
     "statically_known_true",
-    "storage_users",
     "top_saved_tensor_hooks",
     "trace_structured",
     "traced_module",

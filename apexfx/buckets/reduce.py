@@ -83,12 +83,12 @@ def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.Proc
     for bucket in plan.buckets:
         members = [gradients[slot.parameter] for slot in bucket.slots]
         buffer = BucketBuffer(bucket, members[0].device)
-        buffer.fill(members)
+        buffer.copy_in(members)
         started.append((buffer, members, buffer.all_reduce(group)))
     for buffer, members, work in started:
         wait(work)
         buffer.finish()
-        buffer.write(members)
+        buffer.copy_out(members)
     return [buffer for buffer, _, _ in started]
 
 
