@@ -139,9 +139,8 @@ class DistributedDataParallel(nn.Module):
             return
         self.module = module
         self._start()
-        tensors = [*module.named_parameters(), *module.named_buffers()]
         self._agreement.ensure("options of DistributedDataParallel", [self._describe()])
-        self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in tensors])
+        self._agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
         self.communicators, self.streams = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
         self._reducer.options.groups, self._reducer.options.streams = self.communicators, self.streams
         broadcast_from_first(module.parameters(), self._state_group)
@@ -183,7 +182,7 @@ class DistributedDataParallel(nn.Module):
             device = self.device_ids[0]
             inputs, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (inputs, kwargs))
         trains = torch.is_grad_enabled() and self.training
-        if trains and self._synchronizes:
+        if trains and self._synchronizer.enabled:
             self._synchronize_state()
         if self.in_graph or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
@@ -206,12 +205,10 @@ class DistributedDataParallel(nn.Module):
         if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
             check_parameters(self.module, self._state_group)
 
-    def _graph_sync(self) -> Any:
-        return self.module.__dict__["_apexfx"].compiler.gradient_sync
-
     @property
-    def _synchronizes(self) -> bool:
-        return (self._graph_sync() if self.in_graph else self._live_reducer()).enabled
+    def _synchronizer(self) -> Any:
+        """What averages gradients while it is `enabled`: the reducer, or the graphs' `GradientSync`."""
+        return self.module.__dict__["_apexfx"].compiler.gradient_sync if self.in_graph else self._live_reducer()
 
     def _live_reducer(self) -> OverlappedReducer:
         """Return the reducer; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
@@ -230,23 +227,20 @@ class DistributedDataParallel(nn.Module):
 
         Every rank runs backwards inside, as many as it likes, or none does; anything else raises in the first one after it.
         """
-        before = self._synchronizes
-        self._set_enabled(False)
+        synchronizer = self._synchronizer
+        before, synchronizer.enabled = synchronizer.enabled, False
         try:
             yield
         finally:
-            self._set_enabled(before)
+            synchronizer.enabled = before
 
     def disable_allreduce(self) -> None:
         """Keep gradients local until `enable_allreduce()`."""
-        self._set_enabled(False)
+        self._synchronizer.enabled = False
 
     def enable_allreduce(self) -> None:
         """Average gradients again, those accumulated meanwhile included."""
-        self._set_enabled(True)
-
-    def _set_enabled(self, enabled: bool) -> None:
-        (self._graph_sync() if self.in_graph else self._live_reducer()).enabled = enabled
+        self._synchronizer.enabled = True
 
     # ---- inspection ----------------------------------------------------------------------------------------------------
 
@@ -296,9 +290,8 @@ def data_parallel_copy(
     """
     config = dataclasses.replace(module.__dict__["_apexfx"].config, ddp=buckets, process_group=process_group)
     compiler = compiler_for(config)
-    tensors = [*module.named_parameters(), *module.named_buffers()]
     if compiler.agreement is not None:
-        compiler.agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in tensors])
+        compiler.agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
     compiler.groups.separate()
     broadcast_from_first(module.parameters(), compiler.groups.gradients)
     if broadcast_buffers:
