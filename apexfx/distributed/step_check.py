@@ -22,13 +22,13 @@ CUDA, where reading a record makes the host wait for the device, it is read at t
 
 What is not caught:
 
-- Steps that differ in data only, such as a rank that repeats a batch: nothing on the ranks differs in number.
-- Differences that cancel before they are compared: a rank that skips one backward and runs an additional one later, in a
-  graph, in between two comparisons.
-- At once, what is only compared in turns or a backward later: an optimizer may have used up to `INTERVAL` gradients that are
-  averages over different steps. The error then says to go back to a checkpoint.
-- By name, a skipped backward of one of several compiled models that take turns less often than every `ALWAYS` backwards:
-  then a collective of one may meet another's. Sizes that differ raise, and equal ones are found in the next comparison.
+- Steps that differ only in their data, such as a rank that repeats a batch.
+- In a graph, differences that cancel out between two comparisons, such as a forward too many and later one too few.
+- In time: what is compared only in every `INTERVAL`-th backward, or read one backward later. An optimizer may have used
+  gradients that are averages over different steps by then; the error says to go back to a checkpoint.
+- By name: a skipped backward of one of several compiled models that alternate less often than every `ALWAYS` backwards. A
+  collective of one may then meet another's: an error of the process group where their sizes differ, and where they
+  do not, the next comparison finds it.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class StepCheck:
         """
         self.check_deferred()
         if not defer:
-            return self._judge(record, sums, late=late)
+            return self._evaluate(record, sums, late=late)
         self._deferred = HostCopy(sums), record
         return None
 
@@ -190,7 +190,7 @@ class StepCheck:
         """Check what an earlier backward has deferred, as `check` does."""
         if self._deferred is not None and self._deferred[1].backward < self.backwards:
             (copy, record), self._deferred = self._deferred, None
-            self._judge(record, copy.get(), late=True)
+            self._evaluate(record, copy.get(), late=True)
 
     @staticmethod
     def defers(device: torch.device) -> bool:
@@ -202,7 +202,7 @@ class StepCheck:
         with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that holds it
             post(self.watchdog.group, self._key(record), record.summary())
 
-    def _judge(self, record: StepRecord, sums: Tensor, *, late: bool) -> StepStatus:
+    def _evaluate(self, record: StepRecord, sums: Tensor, *, late: bool) -> StepStatus:
         status = StepStatus.decode(sums)
         if status.models_differ:
             self._raise_of_models(record, late=late)
@@ -217,13 +217,13 @@ class StepCheck:
 
     def _raise_of_models(self, record: StepRecord, *, late: bool) -> None:
         # The ranks know no label in common, but all of them have counted these errors.
-        turns = _turns_of(self.watchdog.group)
-        turns.num_disagreements += 1
-        turns.last, turns.in_a_row = None, 0
+        history = _history_of(self.watchdog.group)
+        history.num_disagreements += 1
+        history.last, history.in_a_row = None, 0
         if not late:
             self.backwards -= 1  # no rank counts it: it met another model's
         shown = f"{self.shown_model()}, {record.forwards} forwards so far"
-        key = f"apexfx/models/{self.watchdog.group.group_name}/{turns.num_disagreements}"
+        key = f"apexfx/models/{self.watchdog.group.group_name}/{history.num_disagreements}"
         summaries = gather_answers(self.watchdog.group, key, shown, self.watchdog.timeout_s)
         lines = [f"  rank {rank}: {summary or 'no answer'}" for rank, summary in enumerate(summaries)]
         raise RankFailureError("\n".join([
@@ -249,7 +249,7 @@ class StepCheck:
 
 
 @dataclass
-class _Turns:
+class _History:
     """The backwards of compiled models on one process group: the same on every rank, as long as they are in step.
 
     Attributes:
@@ -262,20 +262,20 @@ class _Turns:
     in_a_row: int = 0
     num_disagreements: int = 0
 
-    def take(self, model: int) -> int:
+    def note(self, model: int) -> int:
         """Note a backward of `model`; return `in_a_row`."""
         self.in_a_row = self.in_a_row + 1 if model == self.last else 1
         self.last = model
         return self.in_a_row
 
 
-_turns: dict[str, tuple[dist.ProcessGroup, _Turns]] = {}  # by the name of the group
+_histories: dict[str, tuple[dist.ProcessGroup, _History]] = {}  # by the name of the group
 
 
-def _turns_of(group: dist.ProcessGroup) -> _Turns:
-    known = _turns.get(group.group_name)
+def _history_of(group: dist.ProcessGroup) -> _History:
+    known = _histories.get(group.group_name)
     if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
-        known = _turns[group.group_name] = group, _Turns()
+        known = _histories[group.group_name] = group, _History()
     return known[1]
 
 
@@ -323,7 +323,7 @@ class GraphStepCheck(StepCheck):
             return
         self._in_backward = True
         self.begin_backward()
-        before_graph = _turns_of(self.watchdog.group).take(self._model) <= ALWAYS
+        before_graph = _history_of(self.watchdog.group).note(self._model) <= ALWAYS
         record = self.record(accumulated=flushes)
         if flushes:
             self._flush = record
