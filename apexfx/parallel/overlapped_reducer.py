@@ -1,8 +1,9 @@
 """Overlapped reduction in eager mode: gradient hooks launch buckets while backward still runs.
 
 1. A forward tells which parameters take gradients (`use_parameters`), and its outputs tell when a backward comes through.
-2. A hook of each parameter's gradient accumulator runs once its gradient is in `p.grad`, after the user's own hooks. A bucket
-   whose gradients are all there is copied to its flat buffer and its allreduce launched, in plan order on every rank.
+2. A hook on each parameter runs once its gradient is in `p.grad`. A bucket whose gradients are all there is copied to its flat
+   buffer and its allreduce launched, in plan order on every rank. A gradient counts as there when that of the next parameter
+   comes: by then the user's own hooks on it have run, also those registered after ours.
 3. The last bucket waits for the end of backward. The rank's step record travels in it (`distributed/step_check.py`), and only
    then is it known whether this backward succeeded. A callback of autograd launches it, waits for all, checks the
    ranks' records, and copies the averages into `p.grad`.
@@ -23,7 +24,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import in_backward, tree_leaves
@@ -37,7 +37,8 @@ from ..errors import RankFailureError, UnsynchronizedGradientError
 from .bucket_assignment import BucketAssignment, BucketPlanner
 from .grad_bucket import CommHook, GradBucket
 
-_hooked: Any = WeakTensorKeyDictionary()  # parameter -> handles of our hooks on it: those of the last wrapper of its module
+# Parameter -> the reducer whose hooks it carries, and their handles: a later wrapper of the same module takes over.
+_hooked: Any = WeakTensorKeyDictionary()
 
 
 @dataclass
@@ -70,6 +71,7 @@ class BackwardState:
         order: positions of the parameters in the order in which their gradients came.
         extra: by position, how often a gradient was accumulated beyond once.
         works: of the buckets launched, in plan order.
+        latest: the parameter whose gradient came last, which its hooks may still be at work on.
         failure: what this rank has to report, or "".
     """
 
@@ -81,6 +83,7 @@ class BackwardState:
     order: list[int] = field(default_factory=list)
     extra: Counter[int] = field(default_factory=Counter)
     works: list[Any] = field(default_factory=list)
+    latest: Tensor | None = None
     failure: str = ""
 
     def __post_init__(self) -> None:
@@ -147,7 +150,6 @@ class OverlappedReducer:
         self.comm_hook: tuple[Any, CommHook] | None = None
         self._key: tuple[Any, ...] | None = None  # identifies the assignment's parameters
         self._assignments: dict[tuple[Any, ...], BucketAssignment] = {}
-        self._accumulators: dict[int, Any] = {}  # by the id of a parameter, its autograd node: our hooks live as long
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._state: BackwardState | None = None
         self._callback = BackwardCallback()
@@ -177,26 +179,26 @@ class OverlappedReducer:
         self.assignment, self._key = self._assignments[key], key
 
     def _hook(self, p: nn.Parameter) -> None:
-        """Hook the gradient accumulator of `p`; another reducer's hooks on it are removed."""
-        node = get_gradient_edge(p).node
-        if self._accumulators.get(id(p)) is node:
+        """Hook `p`, unless it is; another reducer's hooks on it are removed."""
+        owner, handles = _hooked.get(p, (None, ()))
+        if owner is not None and owner() is self:
             return
-        self._accumulators[id(p)] = node  # else autograd makes another for the next forward
-        for handle in _hooked.get(p, ()):
+        for handle in handles:
             handle.remove()
-        reducer = weakref.ref(self)
+        reducer, parameter = weakref.ref(self), weakref.ref(p)  # which the hooks do not keep alive
 
-        def after(*_: Any) -> None:
+        def after(p: Tensor) -> None:
             if (me := reducer()) is not None:
                 me._on_accumulated(p)
 
-        def before(_: Any) -> None:
-            if (me := reducer()) is not None:
+        def before(_: Tensor) -> None:
+            if (me := reducer()) is not None and (p := parameter()) is not None:
                 me._accumulated.set_aside(p)
 
-        _hooked[p] = [node.register_hook(after)]
+        handles = [p.register_post_accumulate_grad_hook(after)]
         if self._accumulated is not None:
-            _hooked[p].append(node.register_prehook(before))
+            handles.append(p.register_hook(before))
+        _hooked[p] = reducer, handles
 
     # ---- around forward ------------------------------------------------------------------------------------------------
 
@@ -230,8 +232,8 @@ class OverlappedReducer:
         # Queued from the module's output, in the outer backward: that of a reentrant checkpoint inside ends too early.
         self._callback.queue(self._end_backward)
 
-    def _on_accumulated(self, p: nn.Parameter) -> None:
-        """Note that the gradient of `p` is in `p.grad`, and launch what is full."""
+    def _on_accumulated(self, p: Tensor) -> None:
+        """Note that the gradient of `p` is in `p.grad`; the one before it is ready."""
         if not self.enabled:
             self._pending.add(id(p))
             self._watchdog.accumulate()
@@ -241,6 +243,15 @@ class OverlappedReducer:
         state = self._state
         if state is None:
             state = self._begin_backward(p)
+        latest, state.latest = state.latest, p
+        if latest is not None:
+            self._note_ready(state, latest)
+        # What is left, the last bucket at least, is launched at the end of backward.
+        while not state.deferred and (number := len(state.works)) < len(state.missing) - 1 and not state.missing[number]:
+            self._launch(state)
+
+    def _note_ready(self, state: BackwardState, p: Tensor) -> None:
+        """Note that the gradient of `p` can be reduced."""
         index = state.assignment.index.get(id(p))
         if index is None:
             state.fail("a gradient came for a parameter that was frozen, or not there, in the last forward through the wrapper")
@@ -253,8 +264,6 @@ class OverlappedReducer:
             state.order.append(index)
             if (bucket := state.assignment.bucket_of[index]) >= 0:
                 state.missing[bucket] -= 1
-            while not state.deferred and (number := len(state.works)) < len(state.missing) - 1 and not state.missing[number]:
-                self._launch(state)
 
     def _on_repeated(self, state: BackwardState, index: int) -> None:
         state.extra[index] += 1
@@ -263,7 +272,7 @@ class OverlappedReducer:
                        "(reentrant activation checkpointing); use checkpoint(use_reentrant=False), static_graph=True or "
                        "delay_allreduce=True")
 
-    def _begin_backward(self, p: nn.Parameter) -> BackwardState:
+    def _begin_backward(self, p: Tensor) -> BackwardState:
         assignment = self.assignment
         if assignment is not None and id(p) not in assignment.index:  # frozen for a later forward, as in a GAN
             known = reversed(self._assignments.values())
@@ -368,6 +377,7 @@ class OverlappedReducer:
     def _finish(self) -> None:
         state, self._state = self._state, None
         assignment = state.assignment
+        self._note_ready(state, state.latest)
         record = self._record(state)
         try:
             status = self._reduce(state, record)

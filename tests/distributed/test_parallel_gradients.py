@@ -150,10 +150,10 @@ def _users_own(rank):
 
 
 def _another_dtype(rank):
-    """A module that gets another dtype after it was wrapped has other gradient accumulators, which are hooked as well."""
+    """A module may change its dtype after it was wrapped, and back."""
     ours, twin = DistributedDataParallel(Net()), Net().double()
     loss(ours, data(rank)).backward()
-    ours.double()
+    ours.double().float().double()
     for step in range(2):
         zero(ours, twin)
         loss(ours, data(rank, step).double()).backward()
