@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import process_group_store, resolve_process_group, tree_map
+from ..compiler import compiled_model
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement
@@ -228,7 +229,7 @@ class DistributedDataParallel(nn.Module):
             message.broadcast()
 
     def _graph_sync(self) -> Any:
-        return self.module.__dict__["_apexfx"].compiler.gradient_sync
+        return compiled_model.of(self.module).compiler.gradient_sync
 
     @property
     def _synchronizes(self) -> bool:
