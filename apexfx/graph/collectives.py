@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
+
+from .nodes import graphs, module_path, named_argument
 
 # Collectives whose result may not be read before a wait.
 _ASYNC = ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
@@ -17,6 +21,23 @@ def namespace(node: fx.Node) -> str:
 
 def is_collective(node: fx.Node) -> bool:
     return namespace(node) == "_c10d_functional" and node.target._opname in _ASYNC
+
+
+def group_name(node: fx.Node) -> str:
+    """Return the name of the process group over which running `node` communicates, or ""."""
+    if not isinstance(node.target, torch._ops.OpOverload) or is_wait(node):
+        return ""
+    takes_group = any(argument.name == "group_name" for argument in node.target._schema.arguments)
+    return named_argument(node, "group_name") if takes_group else ""
+
+
+def issued(gm: fx.GraphModule) -> list[Any]:
+    """Return a row for every node of `gm` that communicates, in order: its op, module and process group.
+
+    Nothing in it depends on this rank's inputs, so that the rows of two ranks are equal where they communicate alike.
+    """
+    return [[str(node.target), module_path(node), group] for graph in graphs(gm) for node in graph.graph.nodes
+            if (group := group_name(node))]
 
 
 def is_wait(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ from ..graph.inputs import Placeholder, gradients
 from ..graph.nodes import call, fake_mode, value
 from ..graph.printed_names import identifier
 from ..graph.printing import short_dtype
+from ..report.records import Artifacts
 from .base import Pass
 
 aten = torch.ops.aten
@@ -93,8 +94,14 @@ class BucketAllreduce(Pass):
             "parameters": [[p.index, p.name, p.stride] for p in self.placeholders if p.kind == "param"],
         }
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_json()} if self.plan else {}
+    def collectives(self) -> list[Any]:
+        """Return everything that the bucket plan follows from: the options (a replayed plan whole), then each parameter."""
+        options = {**describe_buckets(self.config), "plan": self.replayed.to_json() if self.replayed else None, "timeout_s": None}
+        return [options, *([p.name, list(p.shape or ()), str(p.dtype)] for p in self.placeholders
+                           if p.kind == "param" and p.requires_grad)]
+
+    def artifacts(self) -> Artifacts:
+        return Artifacts(plan=self.plan)
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
         if _is_bucketed(gm):

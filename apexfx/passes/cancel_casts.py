@@ -12,8 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..graph.mutation import bodies, storages, written
 from ..graph.nodes import value
-from ..precision.casts import dtype_of, is_inserted_cast, ledger_row, user_cast
+from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
 from ..precision.rules import FLOATS
+from ..report.records import Artifacts
 from .base import Pass
 
 # What each dtype holds exactly besides itself.
@@ -39,13 +40,9 @@ class CancelCasts(Pass):
     stage = "forward"
     numeric = "bitwise"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.removed: list[dict[str, Any]] = []
-
     def begin(self) -> None:
         super().begin()
-        self.removed = []
+        self.removed: list[RemovedCast] = []
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         before = len(self.removed)
@@ -60,15 +57,15 @@ class CancelCasts(Pass):
 
     def erase(self, cast: fx.Node, *, why: str, instead: fx.Node | None = None) -> None:
         row = cast.meta.get("apexfx_cast") or \
-            ledger_row(cast, cast.args[0], op="cast", rule="", reason="not made by precision").as_json()
-        self.record(cast, f"{why}; {row['bytes']} bytes saved")
-        self.removed.append({**row, "removed": why})
+            ledger_row(cast, cast.args[0], op="cast", rule="", reason="not made by precision")
+        self.record(cast, f"{why}; {row.bytes} bytes saved")
+        self.removed.append(RemovedCast(**vars(row), removed=why))
         if instead is not None:
             cast.replace_all_uses_with(instead)
         cast.graph.erase_node(cast)
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"removed_casts": self.removed, "bytes_saved": sum(row["bytes"] for row in self.removed)}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(removed_casts=self.removed)
 
 
 class _Graph:

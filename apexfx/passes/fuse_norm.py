@@ -15,6 +15,8 @@ from .._torch import below_functorch, has_kernel
 from ..graph.mutation import bodies
 from ..graph.nodes import call, fake_mode, insert_after, size_hint, value
 from ..ops import layer_norm, rms_norm  # noqa: F401  registers the ops
+from ..precision.casts import RemovedCast
+from ..report.records import Artifacts
 from .base import Pass
 from .measured_speedups import FLOOR, LEAST_ELEMENTS, MARGIN, RATIO
 from .norm_matching import Norm, is_safe, norms, with_casts
@@ -73,18 +75,17 @@ class FuseNorm(Pass):
         self.inner = inner
         self.ratios = dict(ratios)
         self.least_elements = dict(least_elements)
-        self.removed: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         super().begin()
-        self.removed = []
+        self.removed: list[RemovedCast] = []
 
     def options(self) -> dict[str, Any]:
         ratios = sorted((*key, *ratio) for key, ratio in self.ratios.items())
         return {"inner": self.inner, "ratios": ratios, "least_elements": sorted(self.least_elements.items())}
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"removed_casts": self.removed, "bytes_saved": sum(row["bytes"] for row in self.removed)}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(removed_casts=self.removed)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
@@ -121,5 +122,5 @@ class FuseNorm(Pass):
         for node in reversed(norm.nodes):
             if not node.users:
                 if "apexfx_cast" in node.meta:
-                    self.removed.append({**node.meta["apexfx_cast"], "removed": f"inside {target}"})
+                    self.removed.append(RemovedCast(**vars(node.meta["apexfx_cast"]), removed=f"inside {target}"))
                 graph.erase_node(node)

@@ -19,6 +19,7 @@ from ..graph.op_names import canonical_name
 from ..precision.casts import CastRow, dtype_of
 from ..precision.policy import Policy
 from ..precision.rules import HALVES
+from ..report.records import Artifacts
 from .base import Pass
 from .model_casts import cast_entries
 from .precision_walk import Walk, enters_autocast
@@ -99,7 +100,7 @@ class Precision(Pass):
     def note(self, cast: fx.Node, row: CastRow) -> None:
         """Put an inserted cast into the ledger."""
         self.rows.append(row)
-        cast.meta["apexfx_cast"] = row.as_json()
+        cast.meta["apexfx_cast"] = row
         self.record(cast, f"{row.op}: {row.tensor} {row.source_dtype} -> {row.target_dtype} ({row.rule})")
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
@@ -123,9 +124,8 @@ class Precision(Pass):
         return self.policy.level.half_parameters and any(
             dtype_of(n) in HALVES for n in gm.graph.find_nodes(op="placeholder"))
 
-    def artifacts(self) -> dict[str, Any]:
-        found = {"uncovered": self.uncovered, "remarks": self.remarks}
-        return {"casts": [row.as_json() for row in self.rows]} | {name: given for name, given in found.items() if given}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(casts=self.rows, uncovered=self.uncovered or None, remarks=self.remarks or None)
 
     def options(self) -> dict[str, Any]:
         overrides = {k: [r.kind, str(r.dtype)] for k, r in self.policy.overrides.items()}

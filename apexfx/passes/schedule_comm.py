@@ -12,8 +12,9 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import windows
+from ..buckets.windows import Window, windows
 from ..graph.collectives import is_collective, is_wait
+from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
 
@@ -37,16 +38,12 @@ class ScheduleComm(Pass):
     numeric = "bitwise"
     provides = ("scheduled",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.schedule: list[dict[str, Any]] = []
-
     def begin(self) -> None:
         super().begin()
-        self.schedule = []
+        self.schedule: list[Window] = []
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"schedule": self.schedule}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(schedule=self.schedule)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
@@ -62,8 +59,8 @@ class ScheduleComm(Pass):
                 output.prepend(node)
         self.schedule = windows(gm)
         by_name = {node.name: node for node in order}
-        for row in self.schedule:
-            self.record(by_name[row["start"]], f"{row['nodes']} nodes and {row['flops']} flops between start and wait")
+        for window in self.schedule:
+            self.record(by_name[window.start], f"{window.nodes} nodes and {window.flops} flops between start and wait")
         return PassResult(gm, modified)
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:

@@ -248,8 +248,8 @@ def test_casts_of_o1_go_into_the_op_and_leave_the_ledger(affine):
     assert fused(gm) == ["apexfx.layer_norm.default"]
     node = gm.graph.find_nodes(op="call_function", target=torch.ops.apexfx.layer_norm.default)[0]
     assert node.args[0].meta["val"].dtype == torch.bfloat16 and node.meta["val"][0].dtype == torch.bfloat16
-    removed = passes[-1].artifacts()["removed_casts"]
-    assert [(row["source_dtype"], row["target_dtype"]) for row in removed] == [("f32", "bf16"), ("bf16", "f32")]
+    removed = passes[-1].artifacts().removed_casts
+    assert [(row.source_dtype, row.target_dtype) for row in removed] == [("f32", "bf16"), ("bf16", "f32")]
     casts = [sum(n.target is torch.ops.aten._to_copy.default for n in g.graph.nodes) for g in (gm, unfused)]
     assert casts[0] == casts[1] - 2
     assert_close(y, model(x), dtype=torch.bfloat16)
