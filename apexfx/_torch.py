@@ -229,14 +229,6 @@ def drop_compiled_call(module: torch.nn.Module) -> None:
     module.__dict__.pop("_compiled_call_impl", None)
 
 
-def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply `grads` by `factor`, and set `found_inf` to 1 where one is not finite (2.11, 2.13, 2.15).
-
-    Versions of the gradients stay as they are.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-
-
 def update_loss_scale(
     scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
 ) -> None:
@@ -303,6 +295,5 @@ __all__ = [
     "traced_value",
     "tree_leaves",
     "tree_map",
-    "unscale_in_place",
     "update_loss_scale",
 ]

@@ -40,7 +40,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     `torch.save` behave as before. Graphs are captured at the first call, or by `.capture(*inputs)`.
 
     Args:
-        model: any module that is not transformed already. It is left usable; under O3 its parameters become half.
+        model: any module that is not transformed already. It is left usable; under O3 its parameters become half
+            (buffers stay: graphs cast them where they are read, and running statistics keep float32).
         opt_level: "O0" float32; "O1", the default, casts per op by rule; "O2" half except batch norm, float32
             parameters as masters; "O3" half, parameters included.
         dtype: the half type or its name; default float16 for a model on CUDA, bfloat16 on the CPU.
