@@ -202,6 +202,11 @@ def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
                default=torch.distributed.distributed_c10d.default_pg_timeout)
 
 
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` at the end of the backward pass under way in this thread (2.11, 2.13, 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
     """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
     _unregister_process_group(name)
@@ -283,6 +288,7 @@ __all__ = [
     "process_group_store",
     "process_group_timeout",
     "push_function_mode",
+    "queue_backward_callback",
     "register_process_group",
     "registered_ops",
     "resolve_process_group",
