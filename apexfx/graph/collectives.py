@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import graphs, module_path, named_argument
+from .nodes import argument, graphs, module_path
 
 # Collectives whose result may not be read before a wait.
 _ASYNC = ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
@@ -25,10 +25,8 @@ def is_collective(node: fx.Node) -> bool:
 
 def group_name(node: fx.Node) -> str:
     """Return the name of the process group over which running `node` communicates, or ""."""
-    if not isinstance(node.target, torch._ops.OpOverload) or is_wait(node):
-        return ""
-    takes_group = any(argument.name == "group_name" for argument in node.target._schema.arguments)
-    return named_argument(node, "group_name") if takes_group else ""
+    takes_part = isinstance(node.target, torch._ops.OpOverload) and not is_wait(node)
+    return argument(node, "group_name") or "" if takes_part else ""
 
 
 def issued(gm: fx.GraphModule) -> list[Any]:

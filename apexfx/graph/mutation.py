@@ -60,8 +60,6 @@ def statistics(node: fx.Node) -> list[Any]:
     """Return the running statistics among the arguments of a batch or instance norm; empty for any other node."""
     if canonical_name(node.target) not in _WITH_STATISTICS:
         return []
-    if node.target is torch.batch_norm:  # written in C, without a signature to ask
-        return list(node.args[3:5])
     return [argument(node, "running_mean"), argument(node, "running_var")]
 
 
