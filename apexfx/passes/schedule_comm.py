@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch import fx
@@ -13,6 +12,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.windows import Window, windows
 from ..graph.collectives import is_collective, is_wait
+from ..graph.mutation import written
 from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
@@ -80,17 +80,13 @@ def _segments(body: list[fx.Node]) -> list[list[fx.Node]]:
 def _is_barrier(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.is_impure()
-    schema = node.target._schema
-    if not schema.is_mutable:
-        return False
-    mutated = [argument for argument, declared in zip(node.args, schema.arguments)
-               if declared.alias_info is not None and declared.alias_info.is_write]
-    return not (is_collective(node) and all(map(_is_private, mutated)))
+    changed = written(node)
+    return bool(changed) and not (is_collective(node) and all(map(_is_private, changed)))
 
 
-def _is_private(tensor: Any) -> bool:
-    """Return whether a mutated argument is a fresh buffer that nobody else sees."""
-    if not isinstance(tensor, fx.Node) or len(tensor.users) != 1 or not isinstance(tensor.target, torch._ops.OpOverload):
+def _is_private(tensor: fx.Node) -> bool:
+    """Return whether a tensor that a collective writes is a fresh buffer that nothing else reads."""
+    if len(tensor.users) != 1 or not isinstance(tensor.target, torch._ops.OpOverload):
         return False
     return all(returned.alias_info is None for returned in tensor.target._schema.returns)
 
