@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
-from ._torch import drop_compiled_call, not_traced
+from ._torch import backend_of, drop_compiled_call, not_traced
 from .backend import compiler_for
 from .buckets.plan import check_options
 from .compiler.compiled_model import Runtime, with_private_code
@@ -93,7 +93,7 @@ transform.__signature__ = inspect.Signature(  # the options and their defaults, 
 def _check_model(model: nn.Module, config: TransformConfig) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"apexfx: transform() was given {type(model).__name__}, expected a torch.nn.Module")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if backend_of(model) is not None:
         raise ValueError("apexfx: transform() compiles by itself; give it the module, not the result of torch.compile()")
     for name, module in model.named_modules():
         if isinstance(module, TransformedModule):
@@ -225,7 +225,9 @@ def _restored(cls: type[nn.Module], state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig, compiler: GraphCompiler) -> nn.Module:
-    taken = {*dir(cls), *state, *state["_modules"], *state["_parameters"], *state["_buffers"]}
+    plain = object.__new__(cls)
+    plain.__dict__.update(state)
+    taken = dir(plain)  # parameters, buffers and submodules included
     public = tuple(name for name in _INSPECTION if name not in taken)
     if len(public) < len(_INSPECTION):
         log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,

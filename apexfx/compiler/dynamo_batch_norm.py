@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import BatchNorm
+from .._torch import BatchNorm, registries, replace_submodules, tensor_version
 from ..ops.sync_batch_norm import sync_batch_norm
 from ..report.data import Report
 
@@ -74,18 +74,18 @@ def _configure(module: nn.Module, group: dist.ProcessGroup | None, report: Repor
 
 def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:
     """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
-    children: dict[str, nn.Module | None] = {}
+    made: dict[str, nn.Module | None] = {}
     changed = False
-    for name, child in module._modules.items():
-        if child is not None and child not in copies and child._modules:
+    for name, child in registries(module).modules.items():
+        if child is not None and child not in copies and registries(child).modules:
             container = object.__new__(type(child))
             container.__dict__.update(child.__dict__)
             if _replace_below(container, copies):
                 copies[child] = container
-        children[name] = copies.get(child, child)
-        changed |= children[name] is not child
+        made[name] = copies.get(child, child)
+        changed |= made[name] is not child
     if changed:
-        module.__dict__["_modules"] = children
+        replace_submodules(module, made)
     return changed
 
 
@@ -155,7 +155,7 @@ class EagerBatchNorms:
         self._versions = self._count()
 
     def _count(self) -> dict[str, int]:
-        return {path: module.num_batches_tracked._version for path, module in self._modules.items()}
+        return {path: tensor_version(module.num_batches_tracked) for path, module in self._modules.items()}
 
     def find(self, in_graphs: Container[int]) -> list[str]:
         """Return the paths of those that have run since the last time.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .. import passes
-from .._torch import FakeTensor, process_group_timeout
+from .._torch import FakeTensor, dynamo_source, process_group_timeout
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.gradient_sync import GradientSync
@@ -145,7 +145,7 @@ class GraphCompiler:
         for node, p, tensor in zip(gm.graph.find_nodes(op="placeholder"), placeholders, example_inputs):
             if p.kind == "param" or not p.requires_grad or not tensor.is_leaf:
                 continue
-            if self.index.is_argument(tensor, getattr(node, "_dynamo_source", None)):
+            if self.index.is_argument(tensor, dynamo_source(node)):
                 continue
             if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
                 continue

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import aot_autograd, compile_fx, compile_fx_inner, count_calls
+from .._torch import aot_autograd, boxed, compile_fx, compile_fx_inner, count_calls
 from ..graph.nodes import graphs
 from . import lowerings
 
@@ -73,8 +73,7 @@ def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         args.clear()  # the boxed convention: the callee owns the arguments, so they can be freed early
         return gm.forward(*taken)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)
 
 
 INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}

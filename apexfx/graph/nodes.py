@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import FakeTensor, FakeTensorMode, tree_leaves
+from .._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, tree_leaves
 
 MODULE_PATHS = "apexfx_module_paths"  # meta key: every path of the module in which a node of a Dynamo graph was traced
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
@@ -134,7 +134,7 @@ def refake(gm: fx.GraphModule, changed: set[fx.Node] | None = None) -> set[fx.No
             continue
         if not everything and not any(source in dirty for source in node.all_input_nodes):
             continue
-        new = _body_value(gm, node) if isinstance(node.target, torch._ops.HigherOrderOperator) else evaluate(node, mode)
+        new = _body_value(gm, node) if isinstance(node.target, HigherOrderOperator) else evaluate(node, mode)
         if new is not None and signature(new) != signature(value(node)):
             moved.add(node)
             dirty.add(node)
@@ -184,7 +184,7 @@ _OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default, torch.layer_n
 @functools.cache
 def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
     """Return {name: (position, default)} of the parameters of `target`."""
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return {a.name: (place, a.default_value) for place, a in enumerate(target._schema.arguments)}
     try:
         parameters = inspect.signature(target).parameters.values()
@@ -227,9 +227,9 @@ def op_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"hop.{target.name()}"
     name = getattr(target, "__name__", str(target))
     module = getattr(target, "__module__", None) or ""

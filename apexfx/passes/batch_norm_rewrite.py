@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .._torch import statically_known_true
+from .._torch import HigherOrderOperator, statically_known_true
 from ..graph.collectives import namespace
 from ..graph.mutation import storages, written
 from ..graph.nodes import argument, inherit, set_value, value
@@ -139,7 +139,7 @@ def _movable(node: fx.Node, tail: _Tail) -> bool:
         if step is not tail.add and step.op in ("call_function", "call_method"):
             if value(step) is None:  # gradients, autocast or inference mode switched on or off
                 return False
-            if step.target is SYNC or isinstance(step.target, torch._ops.HigherOrderOperator):
+            if step.target is SYNC or isinstance(step.target, HigherOrderOperator):
                 return False
             if "c10d" in namespace(step) or _storages(written(step)) & operands:
                 return False

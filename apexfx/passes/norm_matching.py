@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .._torch import statically_known_true
+from .._torch import set_grad_enabled, statically_known_true
 from ..graph.mutation import storages, written
 from ..graph.nodes import argument, value
 from ..graph.op_names import canonical_name
@@ -193,7 +193,7 @@ def _undisturbed(norm: Norm) -> bool:
     touched = {storage for node in read for storage in storages(value(node))}
     step = norm.nodes[0]
     while step is not norm.root:
-        if step.target is torch._C._set_grad_enabled or any(
+        if step.target is set_grad_enabled or any(
             s in touched for source in written(step) for s in storages(value(source))
         ):
             return False

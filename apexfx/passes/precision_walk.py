@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import free_unbacked_symbols, tree_leaves, tree_map
+from .._torch import HigherOrderOperator, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
 from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
 from ..graph.nodes import argument, evaluate, op_name, set_value, signature, value
@@ -79,9 +79,9 @@ class Walk:
                 regions.add(node)
             elif node.op == "call_function" and canonical_name(node.target) == "_exit_autocast":
                 regions.discard(node.args[0])
-            elif node.target is torch._C._set_grad_enabled:
+            elif node.target is set_grad_enabled:
                 self.no_grad = None if node.args[0] else node
-            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            elif isinstance(node.target, HigherOrderOperator):
                 self._higher_order(node)
             else:
                 self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)

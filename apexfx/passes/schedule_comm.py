@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from .._torch import HigherOrderOperator, OpOverload
 from ..buckets.windows import Window, windows
 from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import written
@@ -78,24 +79,24 @@ def _segments(body: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.is_impure()
+    if not isinstance(node.target, OpOverload):
+        return not isinstance(node.target, HigherOrderOperator) and node.is_impure()
     changed = written(node)
     return bool(changed) and not (is_collective(node) and all(map(_is_private, changed)))
 
 
 def _is_private(tensor: fx.Node) -> bool:
     """Return whether a tensor that a collective writes is a fresh buffer that nothing else reads."""
-    if len(tensor.users) != 1 or not isinstance(tensor.target, torch._ops.OpOverload):
+    if len(tensor.users) != 1 or not isinstance(tensor.target, OpOverload):
         return False
     return all(returned.alias_info is None for returned in tensor.target._schema.returns)
 
 
 def _keeps_order(node: fx.Node) -> bool:
     """Return whether `node` may act on something that is not an argument: random state, or what a nested body does."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags or (node.is_impure() and not is_wait(node))
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, HigherOrderOperator)
 
 
 class _Scheduler:
