@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
+from . import subclassing
 from ._torch import backend_of, drop_compiled_call, not_traced
 from .backend import compiler_for
 from .buckets.plan import check_options
@@ -27,6 +28,7 @@ from .distributed.broadcast import broadcast_from_first
 from .precision.half_model import cast_model
 from .precision.rules import HALVES
 from .report.data import Report
+from .subclassing import subclass
 
 log = logging.getLogger(__name__)
 
@@ -157,7 +159,6 @@ class TransformedModule:
         memo[id(self)] = made
         return made
 
-
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
 
@@ -194,7 +195,7 @@ _INSPECTION = ("report", "capture", "no_sync", "print_readable")
 
 def source_class(model: nn.Module) -> type[nn.Module]:
     """Return the class of the module that `model` was made from."""
-    return type(model).__mro__[2]
+    return subclassing.source_class(type(model), TransformedModule)
 
 
 @functools.cache
@@ -207,8 +208,7 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn
     forward = not_traced(forward, COMPILES_ITSELF)
 
     names = {name: Inspection.__dict__[name] for name in public}
-    body = {"__module__": cls.__module__, "__qualname__": f"Apexfx{cls.__qualname__}", "forward": forward, **names}
-    return type(cls.__name__, (TransformedModule, cls), body)  # what libraries write into files is the source's name
+    return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", forward=forward, **names)
 
 
 def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
@@ -237,6 +237,6 @@ def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig,
     own_forward = made.__dict__.pop("forward", None)
     stand_ins = make_traceable(made, compiler.groups.batch_norm, compiler.report)
     traced = own_forward or types.MethodType(
-        with_private_code(traced_forward(made, compiler.groups.batch_norm, compiler.report)), made)
+        with_private_code(traced_forward(made, cls, compiler.groups.batch_norm, compiler.report)), made)
     made.__dict__["_apexfx"] = Runtime(made, traced, config, compiler, stand_ins)
     return made
