@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .. import passes
-from .._torch import FakeTensor, process_group_timeout
+from .._torch import FakeTensor, dynamo_source, process_group_timeout
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.gradient_sync import GradientSync
@@ -133,7 +133,8 @@ class GraphCompiler:
         if key is not None:
             record.load_backward = functools.partial(cache.load_stage, key)
         backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
-        collectives = self._collectives(gm, pipeline.stage("backward") if trains else ())
+        averages = trains and context.reduce_gradients and self.groups.gradients is not None
+        collectives = self._collectives(gm, pipeline.stage("backward") if trains else (), averages=averages)
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         self.report.add(record)  # not before: what the inner compiler refuses never runs
@@ -145,7 +146,7 @@ class GraphCompiler:
         for node, p, tensor in zip(gm.graph.find_nodes(op="placeholder"), placeholders, example_inputs):
             if p.kind == "param" or not p.requires_grad or not tensor.is_leaf:
                 continue
-            if self.index.is_argument(tensor, getattr(node, "_dynamo_source", None)):
+            if self.index.is_argument(tensor, dynamo_source(node)):
                 continue
             if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
                 continue
@@ -154,12 +155,16 @@ class GraphCompiler:
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
-    def _collectives(self, gm: fx.GraphModule, backward: Sequence[passes.Pass]) -> list[Any]:
-        """Describe, in order, everything this graph and its backward will communicate, from what every rank can derive alone."""
+    def _collectives(self, gm: fx.GraphModule, backward: Sequence[passes.Pass], *, averages: bool) -> list[Any]:
+        """Describe, in order, everything this graph and its backward will communicate, from what every rank can derive alone.
+
+        Args:
+            averages: it is to average gradients, so that a rank whose passes communicate nothing has something to say, too.
+        """
         rows = [*issued(gm), *(row for pass_ in backward for row in pass_.collectives())]
         options = self.config.describe()  # those that decide in which dtype a gradient comes out
         names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")
-        return [{name: options[name] for name in names}, *rows] if rows else []
+        return [{name: options[name] for name in names}, *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
                  collectives: list[Any], context: passes.Context, *, records: bool) -> Callable[..., Any]:

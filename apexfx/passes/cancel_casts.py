@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._torch import set_grad_enabled
 from ..graph.mutation import bodies, storages, written
 from ..graph.nodes import value
 from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
@@ -80,7 +81,7 @@ class _Graph:
         region, enabled = 0, True
         for place, node in enumerate(gm.graph.nodes):
             self.place[node] = place
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 enabled = bool(node.args[0])
                 region = 0 if enabled else place
             self.region[node] = region

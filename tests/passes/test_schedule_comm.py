@@ -18,8 +18,9 @@ from apexfx.config import BucketConfig
 from apexfx.graph.nodes import call
 from apexfx.graph.printing import format_graph
 from apexfx.passes.bucket_allreduce import BucketAllreduce
-from apexfx.passes.schedule_comm import ScheduleComm, collective_order
+from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import record
+from tests.passes.generated_code import collective_order
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
