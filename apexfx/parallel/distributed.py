@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._torch import resolve_process_group, tree_map
 from ..backend import compiler_for
+from ..compiler import compiled_model
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
@@ -208,7 +209,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def _synchronizer(self) -> Any:
         """What averages gradients while it is `enabled`: the reducer, or the graphs' `GradientSync`."""
-        return self.module.__dict__["_apexfx"].compiler.gradient_sync if self.in_graph else self._live_reducer()
+        return compiled_model.of(self.module).compiler.gradient_sync if self.in_graph else self._live_reducer()
 
     def _live_reducer(self) -> OverlappedReducer:
         """Return the reducer; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
@@ -288,7 +289,7 @@ def data_parallel_copy(
 
     `module` itself is to be left alone from now on: a backward through it raises `UnsynchronizedGradientError`.
     """
-    config = dataclasses.replace(module.__dict__["_apexfx"].config, ddp=buckets, process_group=process_group)
+    config = dataclasses.replace(compiled_model.of(module).config, ddp=buckets, process_group=process_group)
     compiler = compiler_for(config)
     if compiler.agreement is not None:
         compiler.agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])

@@ -144,7 +144,7 @@ def test_stale_values_are_found_by_verify_final():
             return PassResult(gm, True)
 
     gm, _ = captured(model, torch.randn(3))
-    with pytest.raises(PassError, match="call apexfx.graph.nodes.refake"):
+    with pytest.raises(PassError, match="call apexfx.graph.refake"):
         Pipeline([Stale()], verify="final").run("forward", gm)
 
 
