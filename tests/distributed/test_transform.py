@@ -319,4 +319,4 @@ def _all(rank, world_size, names):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_transform(world_size):
     names = [case.__name__ for case in CASES if world_size == 2 or case is not _absent_rank]
-    run_ranks(_all, world_size, names, timeout=240)
+    run_ranks(_all, world_size, names, timeout=240, method="spawn" if world_size == 2 else "forkserver")
