@@ -284,13 +284,14 @@ def table(found: dict[Case, tuple[str, str]]) -> str:
 
 
 EVERY_DAY = [name for name in EXECUTORS if name != "transform inductor"]  # which compiles for seconds
-SEEDS = {**{name: range(i, 58, len(EVERY_DAY)) for i, name in enumerate(EVERY_DAY)}, "transform inductor": (58, 59)}
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
 def test_model_styles(executor):
+    small = sorted(range(100), key=lambda seed: len(make(seed).description))[:58]  # they hold every trait, and compile sooner
+    seeds = small[EVERY_DAY.index(executor)::len(EVERY_DAY)] if executor in EVERY_DAY else small[:2]
     levels = itertools.cycle(("O0", "O0", "O2"))  # O2 compiles its reference too
-    check(outcomes(Case(seed, executor, level) for seed, level in zip(SEEDS[executor], levels)), equal_at_least=0.7)
+    check(outcomes(Case(seed, executor, level) for seed, level in zip(seeds, levels)), equal_at_least=0.7)
 
 
 @pytest.mark.long
@@ -310,7 +311,7 @@ def with_batch_norm(seeds: Iterable[int]) -> list[Case]:
 
 
 def test_batch_norms_are_synchronized():
-    check(outcomes(with_batch_norm(range(60))), equal_at_least=0.4)  # momentum=None leaves what no attribute holds to eager
+    check(outcomes(with_batch_norm(range(40))), equal_at_least=0.4)  # momentum=None leaves what no attribute holds to eager
 
 
 @pytest.mark.long
