@@ -10,10 +10,11 @@ from apexfx.simulate.calibration import SIZES, Calibration, slowest, slowest_pro
 from apexfx.simulate.models import load
 from apexfx.simulate.profile import Piece, Profile, combine, sampler
 from apexfx.simulate.simulator import simulate
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 
-def calibrate(rank, world_size):
+@on_ranks(2)
+def test_two_ranks_calibrate_and_predict(rank, world_size):
     assert slowest([rank, -rank], dist.group.WORLD) == [1.0, 0.0]
     early = Profile((Piece("f", 1.0 + rank),), (Piece("a", 3.0 - rank), Piece("b", 2.0 * rank)), 1.0 - rank, ())
     late = slowest_profile(early, dist.group.WORLD)
@@ -44,7 +45,3 @@ def calibrate(rank, world_size):
     for _ in range(2):
         wrapped(x).square().mean().backward()
     assert [b.parameters for b in wrapped.bucket_plan.buckets] == [b.parameters for b in made.plan.buckets]
-
-
-def test_two_ranks_calibrate_and_predict():
-    run_ranks(calibrate, 2)
