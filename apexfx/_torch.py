@@ -248,6 +248,11 @@ def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
                default=torch.distributed.distributed_c10d.default_pg_timeout)
 
 
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` at the end of the backward pass under way in this thread (2.11, 2.13, 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
     """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
     _unregister_process_group(name)
@@ -273,14 +278,6 @@ def registered_ops(namespace: str) -> list[str]:
 def drop_compiled_call(module: torch.nn.Module) -> None:
     """Undo `module.compile()`: `module(...)` runs its hooks and forward (2.11, 2.13, 2.15)."""
     module.__dict__.pop("_compiled_call_impl", None)
-
-
-def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply `grads` by `factor`, and set `found_inf` to 1 where one is not finite (2.11, 2.13, 2.15).
-
-    Versions of the gradients stay as they are.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
 
 
 def update_loss_scale(
@@ -343,6 +340,7 @@ __all__ = [
     "process_group_store",
     "process_group_timeout",
     "push_function_mode",
+    "queue_backward_callback",
     "register_process_group",
     "registered_ops",
     "registries",
@@ -359,6 +357,5 @@ __all__ = [
     "traced_value",
     "tree_leaves",
     "tree_map",
-    "unscale_in_place",
     "update_loss_scale",
 ]

@@ -50,7 +50,7 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     """
     global _last_report
     groups = Groups(config)
-    label = Label(groups.user.group_name, origin) if groups.user is not None else ""
+    label = Label(groups.user, origin) if groups.user is not None else ""
     compiler = make_compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiler import compiled_model
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
@@ -60,7 +61,7 @@ class ForwardPatch:
             edits.bring_back()
         if self.outputs is None or inside:  # a model within a model hands its values on as they are
             return result
-        return cast_values(result, caster(self.outputs, only=self.only), self.outputs if self.only is None else None)
+        return _cast_outputs(self.outputs, self.only, None, None, result)
 
 
 @torch.compiler.disable(reason="amp's O1 casts in eager mode; pass compile=True to amp.initialize to have them in the graph")
@@ -95,7 +96,7 @@ def check_wrapper(model: Any) -> None:
 def check_not_transformed(model: nn.Module) -> None:
     """Raise where casts of amp would meet the graphs of `apexfx.transform`, which hold their own."""
     for name, module in model.named_modules():
-        if "_apexfx" in module.__dict__:
+        if compiled_model.of(module) is not None:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
             raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and amp would cast on top "
                                "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "
@@ -119,6 +120,32 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_float_input, with_kwargs=True)
+
+
+def cast_around(
+    model: nn.Module, *, inputs: bool, outputs: torch.dtype | None, only: tuple[torch.dtype, ...] | None
+) -> None:
+    """Have a compiled model take and give the dtypes that a wrapped forward does, as far as its graphs do not.
+
+    Args:
+        inputs: float64 inputs become float32; the graphs cast all others.
+        outputs, only: as in `ForwardPatch`.
+    """
+    if inputs:
+        model.register_forward_pre_hook(_single_inputs, with_kwargs=True)
+    if outputs is not None:
+        model.register_forward_hook(functools.partial(_cast_outputs, outputs, only), prepend=True)
+
+
+def _single_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cast = caster(torch.float32, only=(torch.float64,))
+    return cast_values(args, cast), cast_values(kwargs, cast)
+
+
+def _cast_outputs(
+    dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, module: nn.Module | None, args: Any, result: Any
+) -> Any:
+    return cast_values(result, caster(dtype, only=only), dtype if only is None else None)
 
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

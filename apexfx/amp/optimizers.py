@@ -18,7 +18,7 @@ from ..optimizers._base import FusedOptimizer
 from ..precision.rules import HALVES
 from ..subclassing import reduced, source_class, subclass
 from .optimizer_state import AmpOptimizerState
-from .scaler import LossScaler, is_clear
+from .scaler import LossScaler
 from .session import Session
 
 
@@ -197,6 +197,11 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if stash.session is not None:
         stash.session.end_iteration()
         stash.session.report_overflows()
+
+
+def is_clear(flag: Tensor) -> bool:
+    """Return whether the host can tell without waiting that `flag` is 0."""
+    return flag.device.type == "cpu" and not flag.numpy()
 
 
 def _take_flag(optimizer: Any) -> None:
