@@ -1,7 +1,7 @@
-"""The only importer of torch's private names.
+"""Every private name of torch that the package uses: imports, and attributes of torch's objects.
 
-Each name is followed by the torch versions on which it was checked; `tests/test_torch_names.py`
-fails, naming the line, when a torch release moves one of them.
+Each is followed by the torch versions on which it was checked. `tests/test_torch_names.py` fails, naming the line, where another
+file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ push_function_mode = torch._C._push_on_torch_function_stack
 
 # What a captured graph calls where the program switches gradients on or off (2.13).
 set_grad_enabled = torch._C._set_grad_enabled
+
+
+def ddp_logging_data(module: DistributedDataParallel) -> dict[str, object]:
+    """Return what torch's DDP keeps of a module for its logs, its final buckets among it (2.11, 2.13, 2.15)."""
+    return module._get_ddp_logging_data()
 
 
 def active_ddp_module() -> object | None:
@@ -285,77 +290,3 @@ def update_loss_scale(
 ) -> None:
     """Back `scale` off, or count to `interval` in `growth` and grow it, on the device (2.11, 2.13, 2.15)."""
     torch._amp_update_scale_(scale, growth, found_inf, factor, backoff, interval)
-
-
-__all__ = [
-    "BackendCompilerFailed",
-    "BatchNorm",
-    "CustomGraphPass",
-    "DTensor",
-    "FailOnRecompileLimitHit",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GradAOTOutput",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "PlainAOTInput",
-    "TorchDispatchMode",
-    "active_ddp_module",
-    "aot_autograd",
-    "backend_around",
-    "backend_of",
-    "below_autograd",
-    "below_functorch",
-    "boxed",
-    "compile_fx",
-    "compile_fx_inner",
-    "compiled_module",
-    "compiling_backend",
-    "count_calls",
-    "drop_compiled_call",
-    "dynamo_config",
-    "dynamo_source",
-    "fake_store",
-    "foreach_copy_",
-    "foreach_mul_",
-    "free_unbacked_symbols",
-    "fsdp_managed",
-    "function_mode_depth",
-    "functorch_config",
-    "functorch_is_active",
-    "graph_breaks",
-    "has_kernel",
-    "in_backward",
-    "inductor_cache_dir",
-    "inductor_config",
-    "inductor_ir",
-    "inductor_lowering",
-    "inductor_ops",
-    "inductor_state",
-    "is_fsdp_source",
-    "is_replica",
-    "not_traced",
-    "pop_function_mode",
-    "process_group_store",
-    "process_group_timeout",
-    "push_function_mode",
-    "queue_backward_callback",
-    "register_process_group",
-    "registered_ops",
-    "registries",
-    "replace_submodules",
-    "resolve_process_group",
-    "run_cached_graphs",
-    "set_grad_enabled",
-    "statically_known_true",
-    "storage_users",
-    "tensor_version",
-    "top_saved_tensor_hooks",
-    "trace_structured",
-    "traced_module",
-    "traced_value",
-    "tree_leaves",
-    "tree_map",
-    "update_loss_scale",
-]
