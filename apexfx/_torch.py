@@ -152,7 +152,7 @@ def below_autograd() -> object:
 
 
 def functorch_is_active() -> bool:
-    """Tell whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
+    """Return whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -170,13 +170,13 @@ def dynamo_source(placeholder: torch.fx.Node) -> object | None:
 
 
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
-    """Tell whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
+    """Return whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
     source = dynamo_source(placeholder)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def is_replica(module: torch.nn.Module) -> bool:
-    """Tell whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
+    """Return whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
     return "_is_replica" in module.__dict__
 
 
@@ -237,12 +237,12 @@ def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_kernel(op: str, key: str) -> bool:
-    """Tell whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
+    """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
+    """Return whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
