@@ -1,7 +1,7 @@
-"""The only importer of torch's private names.
+"""Every private name of torch that the package uses: imports, and attributes of torch's objects.
 
-Each name is followed by the torch versions on which it was checked; `tests/test_torch_names.py`
-fails, naming the line, when a torch release moves one of them.
+Each is followed by the torch versions on which it was checked. `tests/test_torch_names.py` fails, naming the line, where another
+file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
 """
 
 from __future__ import annotations
@@ -66,6 +66,11 @@ push_function_mode = torch._C._push_on_torch_function_stack
 
 # What a captured graph calls where the program switches gradients on or off (2.13).
 set_grad_enabled = torch._C._set_grad_enabled
+
+
+def ddp_logging_data(module: DistributedDataParallel) -> dict[str, object]:
+    """Return what torch's DDP keeps of a module for its logs, its final buckets among it (2.11, 2.13, 2.15)."""
+    return module._get_ddp_logging_data()
 
 
 def active_ddp_module() -> object | None:
@@ -147,7 +152,7 @@ def below_autograd() -> object:
 
 
 def functorch_is_active() -> bool:
-    """Tell whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
+    """Return whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -165,13 +170,13 @@ def dynamo_source(placeholder: torch.fx.Node) -> object | None:
 
 
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
-    """Tell whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
+    """Return whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
     source = dynamo_source(placeholder)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def is_replica(module: torch.nn.Module) -> bool:
-    """Tell whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
+    """Return whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
     return "_is_replica" in module.__dict__
 
 
@@ -232,12 +237,12 @@ def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_kernel(op: str, key: str) -> bool:
-    """Tell whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
+    """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
+    """Return whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -285,77 +290,3 @@ def update_loss_scale(
 ) -> None:
     """Back `scale` off, or count to `interval` in `growth` and grow it, on the device (2.11, 2.13, 2.15)."""
     torch._amp_update_scale_(scale, growth, found_inf, factor, backoff, interval)
-
-
-__all__ = [
-    "BackendCompilerFailed",
-    "BatchNorm",
-    "CustomGraphPass",
-    "DTensor",
-    "FailOnRecompileLimitHit",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GradAOTOutput",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "PlainAOTInput",
-    "TorchDispatchMode",
-    "active_ddp_module",
-    "aot_autograd",
-    "backend_around",
-    "backend_of",
-    "below_autograd",
-    "below_functorch",
-    "boxed",
-    "compile_fx",
-    "compile_fx_inner",
-    "compiled_module",
-    "compiling_backend",
-    "count_calls",
-    "drop_compiled_call",
-    "dynamo_config",
-    "dynamo_source",
-    "fake_store",
-    "foreach_copy_",
-    "foreach_mul_",
-    "free_unbacked_symbols",
-    "fsdp_managed",
-    "function_mode_depth",
-    "functorch_config",
-    "functorch_is_active",
-    "graph_breaks",
-    "has_kernel",
-    "in_backward",
-    "inductor_cache_dir",
-    "inductor_config",
-    "inductor_ir",
-    "inductor_lowering",
-    "inductor_ops",
-    "inductor_state",
-    "is_fsdp_source",
-    "is_replica",
-    "not_traced",
-    "pop_function_mode",
-    "process_group_store",
-    "process_group_timeout",
-    "push_function_mode",
-    "queue_backward_callback",
-    "register_process_group",
-    "registered_ops",
-    "registries",
-    "replace_submodules",
-    "resolve_process_group",
-    "run_cached_graphs",
-    "set_grad_enabled",
-    "statically_known_true",
-    "storage_users",
-    "tensor_version",
-    "top_saved_tensor_hooks",
-    "trace_structured",
-    "traced_module",
-    "traced_value",
-    "tree_leaves",
-    "tree_map",
-    "update_loss_scale",
-]

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from ._torch import compiling_backend
-from .compiler.graph_compiler import GraphCompiler, Groups, _compiler
+from .compiler.graph_compiler import GraphCompiler, Groups, make_compiler
 from .compiler.pipeline import warn_unmatched
 from .config import TransformConfig
 from .distributed.agreement import Label
@@ -51,7 +51,7 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     global _last_report
     groups = Groups(config)
     label = Label(groups.user, origin) if groups.user is not None else ""
-    compiler = _compiler(config, groups, label, standalone=origin == "compile")
+    compiler = make_compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
         compiler.report.note(message)

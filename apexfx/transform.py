@@ -116,7 +116,7 @@ def _check_amp(model: nn.Module, config: TransformConfig) -> str:
     """Refuse a model that `amp.initialize` has cast, or casts as it runs, where that would decide about precision twice.
 
     Returns:
-        What is to be said of casts that stay, below the passes asked for; "" for none.
+        A note about casts of amp's that stay in the graphs, or "".
     """
     for name, module in model.named_modules():
         patch = module.__dict__.get("_amp_forward")  # amp/models.py
@@ -220,7 +220,7 @@ def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
 
 
 def _restored(cls: type[nn.Module], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module of class `cls` that was given `state` as when it is unpickled."""
+    """Return the attributes that unpickling `state` gives a module of class `cls`."""
     module = object.__new__(cls)
     module.__setstate__(state)
     return dict(module.__dict__)

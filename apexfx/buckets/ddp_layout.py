@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from .._torch import ddp_logging_data
+
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -91,7 +93,7 @@ def plan_from_ddp(module: DistributedDataParallel) -> BucketPlan:
 
     if not isinstance(module, _ddp_class()):
         raise TypeError(f"apexfx: plan_from_ddp() was given a {type(module).__name__}, expected a DistributedDataParallel")
-    indices = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    indices = ddp_logging_data(module).get("rebuilt_per_bucket_param_indices")
     if not indices:
         raise ValueError("apexfx: this DDP module has no final buckets on record yet; run three training "
                          "iterations first")
