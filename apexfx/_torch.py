@@ -67,6 +67,12 @@ def active_ddp_module() -> object | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def compile_call() -> object | None:
+    """Return what stands for one call of `torch.compile`, in the backend that it calls; None for another caller (2.13)."""
+    caller = sys._getframe(2).f_locals.get("self")  # of the function that asks
+    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
+
+
 def compiled_module() -> torch.nn.Module | None:
     """Return the outermost module that the `torch.compile` now compiling a graph has called, or None (2.13)."""
     frame, found = sys._getframe(), None
@@ -261,6 +267,7 @@ __all__ = [
     "backend_of",
     "below_autograd",
     "below_functorch",
+    "compile_call",
     "compile_fx",
     "compile_fx_inner",
     "compiled_module",

@@ -35,7 +35,7 @@ from .backward_stage import BackwardPasses
 from .inner_compilers import INNER, traceable_rnn
 from .model_index import ModelIndex
 from .pipeline import Pipeline
-from .refusals import check_inputs, check_not_in_ddp
+from .refusals import check_inputs, check_not_in_ddp, check_not_sharded
 
 log = logging.getLogger(__name__)
 
@@ -239,6 +239,7 @@ class GraphCompiler:
 
         def begin(args: Sequence[Any]) -> None:
             if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
+                check_not_sharded(self.index.modules())
                 first_values.send([(name, args[index]) for index, name in held])
                 sent[:] = [weakref.ref(args[index]) for index, _ in held]
             if record.training:

@@ -21,7 +21,7 @@ COMPILES_ITSELF = ("a transformed model compiles itself and cannot be exported; 
 
 def check_whole(model: nn.Module) -> None:
     """Refuse a model with parameters that are elsewhere in part, or have no shape yet."""
-    _check_not_sharded(model.named_modules())
+    check_not_sharded(model.named_modules())
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if isinstance(tensor, DTensor):
@@ -54,8 +54,8 @@ def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) ->
     if is_apex(backend_around()):
         raise ValueError("apexfx: the model in torch.compile(backend='apex') is transformed already, so its options would not "
                          "reach it; compile the module that it was made from, or call the transformed model as it is")
-    _check_not_sharded([("", model)])
-    _check_not_sharded(submodules)
+    check_not_sharded([("", model)])
+    check_not_sharded(submodules)
 
 
 def check_not_in_ddp() -> None:
@@ -72,6 +72,7 @@ def is_apex(backend: Any) -> bool:
     return getattr(backend, "compiler_name", None) == "apex"
 
 
-def _check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules, given by name, on or around which FSDP was put."""
     if (name := fsdp_managed(modules)) is not None:
         raise ValueError(f"apexfx: {f'submodule {name!r}' if name else 'the model'} is sharded by FSDP. {_WHOLE}")
