@@ -208,6 +208,12 @@ def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> 
     _register_process_group(name, group)
 
 
+def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
+    """Return the parameters in each of a DDP module's rebuilt buckets; [] before there are any (2.11, 2.13)."""
+    recorded = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
+    return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
+
+
 def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
     """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
     return parameter._post_accumulate_grad_hooks
@@ -265,6 +271,7 @@ __all__ = [
     "compile_fx_inner",
     "compiled_module",
     "count_calls",
+    "ddp_bucket_indices",
     "drop_compiled_call",
     "dynamo_config",
     "fake_store",

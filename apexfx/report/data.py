@@ -245,7 +245,7 @@ class Report:
             for stage in record.stages:
                 for report in stage.passes:
                     if report.artifacts.plan is not None:
-                        return report.artifacts.plan.located([w for r in stage.passes for w in r.artifacts.schedule or ()])
+                        return report.artifacts.plan.with_windows([w for r in stage.passes for w in r.artifacts.schedule or ()])
         raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was "
                            "compiled; run a training step (loss.backward()) once, or model.capture(*inputs)")
 
