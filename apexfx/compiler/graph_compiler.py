@@ -26,7 +26,8 @@ from ..distributed.watchdog import watched
 from ..errors import UnsynchronizedGradientError
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
-from ..report.data import GraphReport, Report
+from ..report.data import Report
+from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
 from .inner_compilers import INNER, traceable_rnn
