@@ -68,11 +68,6 @@ push_function_mode = torch._C._push_on_torch_function_stack
 set_grad_enabled = torch._C._set_grad_enabled
 
 
-def ddp_logging_data(module: DistributedDataParallel) -> dict[str, object]:
-    """Return what torch's DDP keeps of a module for its logs, its final buckets among it (2.11, 2.13, 2.15)."""
-    return module._get_ddp_logging_data()
-
-
 def active_ddp_module() -> object | None:
     """Return the `DistributedDataParallel` whose forward is running, or None (2.11, 2.13, 2.15)."""
     return DistributedDataParallel._active_ddp_module
@@ -262,6 +257,12 @@ def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> 
     """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
     _unregister_process_group(name)
     _register_process_group(name, group)
+
+
+def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
+    """Return the parameters in each of a DDP module's rebuilt buckets; [] before there are any (2.11, 2.13)."""
+    recorded = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
+    return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
 
 
 def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:

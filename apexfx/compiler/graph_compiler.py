@@ -28,7 +28,8 @@ from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import value
-from ..report.data import GraphReport, Report
+from ..report.data import Report
+from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
 from .inner_compilers import INNER, traceable_rnn
