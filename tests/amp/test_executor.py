@@ -83,6 +83,11 @@ def test_python_numbers_are_never_cast():
         assert (ones(4, dtype=B) * 2.0).dtype == B and (1 - ones(4, dtype=B)).dtype == B
 
 
+def test_values_may_be_read_on_the_host():
+    with CastExecutor(B):
+        assert float(ones()) == int(ones()) == bool(ones()) == ones().item() == 1.0
+
+
 def test_double_complex_and_integers_are_left_alone():
     double, integers = ones(4, 4, dtype=torch.float64), torch.ones(4, 4, dtype=torch.int64)
     with CastExecutor(B):
