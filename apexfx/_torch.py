@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
+from torch import _foreach_add_ as foreach_add_  # 2.11, 2.13, 2.15
 from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
 from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
@@ -38,6 +39,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_
 from torch._inductor.virtualized import V as inductor_state  # 2.13
 from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
+from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group  # 2.11, 2.13, 2.15
@@ -213,6 +215,21 @@ def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
     return parameter._post_accumulate_grad_hooks
 
 
+def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before the forward of `module` (2.11, 2.13, 2.15)."""
+    return hook in module._forward_pre_hooks.values()
+
+
+def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run after `module.state_dict()` (2.11, 2.13, 2.15)."""
+    return hook in module._state_dict_hooks.values()
+
+
+def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before `optimizer.step()` (2.11, 2.13, 2.15)."""
+    return hook in optimizer._optimizer_step_pre_hooks.values()
+
+
 def storage_users(storage: torch.UntypedStorage) -> int:
     """Return how many tensors and Python objects hold a storage (2.11, 2.13)."""
     return torch._C._storage_Use_Count(storage._cdata)
@@ -245,6 +262,8 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
+    "OpOverload",
+    "OpOverloadPacket",
     "PlainAOTInput",
     "TorchDispatchMode",
     "active_ddp_module",
@@ -260,6 +279,7 @@ __all__ = [
     "drop_compiled_call",
     "dynamo_config",
     "fake_store",
+    "foreach_add_",
     "foreach_copy_",
     "foreach_mul_",
     "free_unbacked_symbols",
@@ -268,7 +288,10 @@ __all__ = [
     "functorch_config",
     "functorch_is_active",
     "graph_breaks",
+    "has_forward_pre_hook",
     "has_kernel",
+    "has_state_dict_hook",
+    "has_step_pre_hook",
     "in_backward",
     "inductor_cache_dir",
     "inductor_config",

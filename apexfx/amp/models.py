@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import has_forward_pre_hook, has_state_dict_hook
 from ..precision.rules import HALVES
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
@@ -116,7 +117,7 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
     model.__dict__[_PATCH] = patch
     if patch.executor is not None:
         for module in model.modules():
-            if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
+            if isinstance(module, nn.RNNBase) and not has_forward_pre_hook(module, _float_input):
                 module.register_forward_pre_hook(_float_input, with_kwargs=True)
 
 
@@ -148,7 +149,7 @@ def _cast_outputs(
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
-    if module._flat_weights[0].dtype != torch.float32:
+    if next(module.parameters()).dtype != torch.float32:
         return None
     cast = caster(torch.float32, only=HALVES)
     return cast_values(args, cast), cast_values(kwargs, cast)
@@ -189,15 +190,16 @@ MASTER = "_amp_master"
 def save_float32(model: nn.Module) -> None:
     """Have `state_dict` hold float32 for what was cast to half, and `load_state_dict` reach the masters."""
     for module in model.modules():
-        if _upcast not in module._state_dict_hooks.values():
+        if not has_state_dict_hook(module, _upcast):
             module.register_state_dict_post_hook(_upcast)
             module.register_load_state_dict_pre_hook(_load_master)
 
 
 def _upcast(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    own = {"recurse": False, "remove_duplicate": False}
+    for name, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):
         key = prefix + name
-        if tensor is not None and key in state_dict and tensor.dtype in HALVES:
+        if key in state_dict and tensor.dtype in HALVES:
             state_dict[key] = full_precision(tensor)
 
 
@@ -214,7 +216,7 @@ def full_precision(tensor: Tensor) -> Tensor:
 
 
 def _load_master(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    for name, parameter in module._parameters.items():
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         linked = getattr(parameter, MASTER, None)
         loaded = state_dict.get(prefix + name)
         if linked is not None and isinstance(loaded, Tensor) and loaded.shape == linked[0].shape:
