@@ -27,7 +27,8 @@ def ones(*shape, dtype=torch.float32):
 
 SPELLINGS = {
     "half": [lambda x: F.linear(x, ones(4, 4)), lambda x: x @ ones(4, 4), lambda x: ones(4, 4) @ x,
-             lambda x: x.matmul(ones(4, 4)), lambda x: torch.matmul(x, ones(4, 4)), lambda x: torch.einsum("ij,jk->ik", x, ones(4, 4))],
+             lambda x: x.matmul(ones(4, 4)), lambda x: torch.matmul(x, ones(4, 4)),
+             lambda x: torch.einsum("ij,jk->ik", x, ones(4, 4))],
     "float": [lambda x: x**2, lambda x: 2**x, torch.exp, torch.Tensor.exp, lambda x: F.softmax(x, -1), lambda x: x.softmax(-1),
               lambda x: torch.softmax(x, -1), torch.sum, lambda x: x.cpu()],
     "passthrough": [F.relu, torch.relu, torch.Tensor.relu, lambda x: x.view(16), lambda x: x[:, 0], lambda x: F.dropout(x, 0.5)],
