@@ -10,6 +10,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
@@ -39,7 +40,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_
 from torch._inductor.virtualized import V as inductor_state  # 2.13
 from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
-from torch._ops import OpOverload, OpOverloadPacket  # 2.11, 2.13, 2.15
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group  # 2.11, 2.13, 2.15
@@ -62,6 +63,10 @@ top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 function_mode_depth = torch._C._len_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 push_function_mode = torch._C._push_on_torch_function_stack
+
+
+# What a captured graph calls where the program switches gradients on or off (2.13).
+set_grad_enabled = torch._C._set_grad_enabled
 
 
 def active_ddp_module() -> object | None:
@@ -125,6 +130,12 @@ def backend_of(module: torch.nn.Module) -> object | None:
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
 
 
+def compiling_backend() -> object | None:
+    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    return _innermost(translator.output.compiler_fn) if translator is not None else None
+
+
 def _innermost(backend: object | None) -> object | None:
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
@@ -149,15 +160,49 @@ def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
     return None
 
 
+def dynamo_source(placeholder: torch.fx.Node) -> object | None:
+    """Return where Dynamo found a graph's input, as an object with a `name` and perhaps a `base`, or None (2.13)."""
+    return getattr(placeholder, "_dynamo_source", None)
+
+
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
     """Tell whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
-    source = getattr(placeholder, "_dynamo_source", None)
+    source = dynamo_source(placeholder)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def is_replica(module: torch.nn.Module) -> bool:
     """Tell whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
     return "_is_replica" in module.__dict__
+
+
+def boxed(function: Callable[[list[object]], object]) -> Callable[[list[object]], object]:
+    """Mark `function`, which takes one list of arguments and empties it, as AOTAutograd wants compiled graphs (2.13)."""
+    function._boxed_call = True
+    return function
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place (2.11, 2.13, 2.15)."""
+    return tensor._version
+
+
+class Registries(NamedTuple):
+    """What a module holds itself, by name; None for what was registered as such."""
+
+    parameters: dict[str, torch.nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+    modules: dict[str, torch.nn.Module | None]
+
+
+def registries(module: torch.nn.Module) -> Registries:
+    """Return the dictionaries in which a module registers what it holds (2.11, 2.13, 2.15)."""
+    return Registries(module._parameters, module._buffers, module._modules)
+
+
+def replace_submodules(module: torch.nn.Module, made: dict[str, torch.nn.Module | None]) -> None:
+    """Give a module, which may share the dictionary of its submodules with another, one of its own (2.11, 2.13, 2.15)."""
+    module.__dict__["_modules"] = made
 
 
 def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
@@ -204,6 +249,11 @@ def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
                default=torch.distributed.distributed_c10d.default_pg_timeout)
 
 
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` at the end of the backward pass under way in this thread (2.11, 2.13, 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
     """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
     _unregister_process_group(name)
@@ -228,6 +278,21 @@ def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) ->
 def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
     """Tell whether `hook` was registered to run before `optimizer.step()` (2.11, 2.13, 2.15)."""
     return hook in optimizer._optimizer_step_pre_hooks.values()
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Tell whether `torch.compile` returned this module (2.11, 2.13, 2.15)."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0 (2.11, 2.13, 2.15)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
+    return tensor._version
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
@@ -262,6 +327,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
+    "HigherOrderOperator",
     "OpOverload",
     "OpOverloadPacket",
     "PlainAOTInput",
@@ -272,12 +338,15 @@ __all__ = [
     "backend_of",
     "below_autograd",
     "below_functorch",
+    "boxed",
     "compile_fx",
     "compile_fx_inner",
     "compiled_module",
+    "compiling_backend",
     "count_calls",
     "drop_compiled_call",
     "dynamo_config",
+    "dynamo_source",
     "fake_store",
     "foreach_add_",
     "foreach_copy_",
@@ -299,6 +368,7 @@ __all__ = [
     "inductor_lowering",
     "inductor_ops",
     "inductor_state",
+    "is_compiled_module",
     "is_fsdp_source",
     "is_replica",
     "not_traced",
@@ -306,12 +376,18 @@ __all__ = [
     "process_group_store",
     "process_group_timeout",
     "push_function_mode",
+    "queue_backward_callback",
+    "reads_found_inf",
     "register_process_group",
     "registered_ops",
+    "registries",
+    "replace_submodules",
     "resolve_process_group",
     "run_cached_graphs",
+    "set_grad_enabled",
     "statically_known_true",
     "storage_users",
+    "tensor_version",
     "top_saved_tensor_hooks",
     "trace_structured",
     "traced_module",
@@ -319,4 +395,5 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "update_loss_scale",
+    "version",
 ]

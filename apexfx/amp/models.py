@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import has_forward_pre_hook, has_state_dict_hook
+from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module
+from ..compiler import compiled_model
 from ..precision.rules import HALVES
+from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
@@ -87,7 +89,7 @@ def check_wrapper(model: Any) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _is_own_wrapper(model):
         raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be "
                            "applied to the model(s) AFTER the model(s) have been returned from amp.initialize.")
-    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+    if isinstance(model, torch.jit.ScriptModule) or is_compiled_module(model):
         raise TypeError(f"amp.initialize was given a {type(model).__name__}, expected a plain module: call it before "
                         "torch.jit or torch.compile, or pass compile=True")
 
@@ -95,7 +97,7 @@ def check_wrapper(model: Any) -> None:
 def check_not_transformed(model: nn.Module) -> None:
     """Raise where casts of amp would meet the graphs of `apexfx.transform`, which hold their own."""
     for name, module in model.named_modules():
-        if "_apexfx" in module.__dict__:
+        if compiled_model.of(module) is not None:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
             raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and amp would cast on top "
                                "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "
@@ -113,7 +115,7 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
     patch.own_forward = earlier.own_forward if earlier is not None else model.__dict__.pop("forward", None)
     cls = type(model)
     if earlier is None:
-        model.__class__ = _patched_class(cls)
+        model.__class__ = _amp_class(cls)
     model.__dict__[_PATCH] = patch
     if patch.executor is not None:
         for module in model.modules():
@@ -155,9 +157,16 @@ def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, An
     return cast_values(args, cast), cast_values(kwargs, cast)
 
 
+class _AmpModule:
+    """Mixed into the class of a model whose forward amp wraps."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(super(), self, _AmpModule, _amp_class, protocol)
+
+
 @functools.cache
-def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(cls.forward)
+def _amp_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[_PATCH]
         own = patch.own_forward if patch.own_forward is not None else functools.partial(cls.forward, self)
@@ -165,20 +174,7 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
             return _call_eagerly(patch, own, args, kwargs)
         return patch.call(own, args, kwargs)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        function, arguments, *rest = super(made, self).__reduce_ex__(protocol)
-        return (_rebuild, (cls, function, tuple(cls if a is made else a for a in arguments)), *rest)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-             "forward": forward, "__reduce_ex__": reduce, "_amp_source_class": cls}
-    made = type(cls)(cls.__name__, (cls,), names)
-    return made
-
-
-def _rebuild(cls: type[nn.Module], function: Any, arguments: tuple[Any, ...]) -> nn.Module:
-    """Make an empty instance as pickle would, of the patched class."""
-    patched = _patched_class(cls)
-    return function(*(patched if a is cls else a for a in arguments))
+    return subclass(cls, _AmpModule, forward=forward)
 
 
 # ---- checkpoints in float32 ---------------------------------------------------------------------------------------------
@@ -209,8 +205,8 @@ def full_precision(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if linked is None:
         return tensor.float()
-    master, version = linked[0].detach(), linked[1]
-    if version == tensor._version:
+    master = linked[0].detach()
+    if linked[1] == version(tensor):
         return master
     return torch.where(master.to(tensor.dtype) == tensor, master, tensor.float())
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import has_step_pre_hook
+from .._torch import has_step_pre_hook, reads_found_inf
 from ..precision.rules import HALVES
+from ..subclassing import reduced, subclass
 from .optimizer_state import AmpOptimizerState
 from .scaler import LossScaler
 from .session import Session
@@ -87,7 +88,7 @@ class AmpOptimizer:
                 register_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._amp_source_class,), self.__getstate__()  # type: ignore[attr-defined]
+        return reduced(super(), self, AmpOptimizer, amp_class, protocol)
 
 
 def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, master_weights: bool) -> None:
@@ -133,12 +134,7 @@ def _warn_of_half_sgd(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def amp_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_amp_source_class": cls}
-    return type(cls)(cls.__name__, (AmpOptimizer, cls), names)
-
-
-def _rebuild(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    return object.__new__(amp_class(cls))
+    return subclass(cls, AmpOptimizer)
 
 
 def register_hooks(optimizer: Any) -> None:
@@ -209,7 +205,7 @@ def _take_flag(optimizer: Any) -> None:
 
 def _skips_on_flag(optimizer: Any) -> bool:
     """Return whether `optimizer` reads `found_inf` itself: this package's, and torch's with fused=True."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+    return reads_found_inf(optimizer) and all(
         group.get("fused", True) for group in optimizer.param_groups  # a loaded state dict may have turned torch's off
     )
 
