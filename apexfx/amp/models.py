@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module
+from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module, version
 from ..compiler import compiled_model
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
