@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
+from torch import _foreach_add_ as foreach_add_  # 2.11, 2.13, 2.15
 from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
 from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
@@ -268,6 +269,36 @@ def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> lis
 def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
     """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
     return parameter._post_accumulate_grad_hooks
+
+
+def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before the forward of `module` (2.11, 2.13, 2.15)."""
+    return hook in module._forward_pre_hooks.values()
+
+
+def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run after `module.state_dict()` (2.11, 2.13, 2.15)."""
+    return hook in module._state_dict_hooks.values()
+
+
+def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before `optimizer.step()` (2.11, 2.13, 2.15)."""
+    return hook in optimizer._optimizer_step_pre_hooks.values()
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Tell whether `torch.compile` returned this module (2.11, 2.13, 2.15)."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0 (2.11, 2.13, 2.15)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
+    return tensor._version
 
 
 def storage_users(storage: torch.UntypedStorage) -> int:
