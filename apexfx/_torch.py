@@ -7,7 +7,7 @@ file reaches for one; `tests/check_torch_names.py` says what another torch lacks
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
@@ -266,11 +266,6 @@ def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> lis
     return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
 
 
-def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
-    """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
-    return parameter._post_accumulate_grad_hooks
-
-
 def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
     """Tell whether `hook` was registered to run before the forward of `module` (2.11, 2.13, 2.15)."""
     return hook in module._forward_pre_hooks.values()
@@ -299,11 +294,6 @@ def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 def version(tensor: torch.Tensor) -> int:
     """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
     return tensor._version
-
-
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold a storage (2.11, 2.13)."""
-    return torch._C._storage_Use_Count(storage._cdata)
 
 
 def registered_ops(namespace: str) -> list[str]:

@@ -74,8 +74,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
                       dist.get_world_size(compiler.groups.gradients))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if compiler.agreement is not None:  # before the first collective, which would hang on a rank that differs
-        compiler.agreement.ensure("parameters and buffers of the model",
-                                  [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()])
+        compiler.agreement.ensure_model(tensors.items())
     compiler.groups.separate()
     if compiler.groups.gradients is not None:
         broadcast_from_first(tensors.values(), compiler.groups.gradients)
