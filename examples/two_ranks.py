@@ -33,6 +33,7 @@ def main():
     optimizer.step()
 
     if dist.get_rank() == 0:
+        print("\n== captured", model.report.code(after="captured"), sep="\n")
         print("\n== report", model.report, sep="\n")
         print("\n== bucket plan", model.report.buckets(), sep="\n")
         for name in ("sync_batchnorm", "precision", "bucket_allreduce", "schedule_comm"):

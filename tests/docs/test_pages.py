@@ -25,3 +25,9 @@ def test_what_the_page_links_to_is_there(page):
     text = (pages.ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (pages.ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_map_is_the_contract_that_lint_checks():
+    [contract] = re.findall(r"^layers = \[\n(.*?)^\]", (pages.ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    [map_] = re.findall(r"## The map\n.*?```text\n(.*?)```", (pages.ROOT / "docs/architecture.md").read_text(), re.DOTALL)
+    assert [re.split(r"  +", line)[0] for line in map_.splitlines()] == re.findall(r'"(.*?)"', contract)
