@@ -8,6 +8,7 @@ A page's Python blocks run in order, in one namespace and an empty folder. A com
     <!-- output -->         what the page has printed since the last such block; of a ```diff, the changed lines
     <!-- output: COMMAND --> what a command prints; `<!-- output: COMMAND | TITLE -->` its part below the line "== TITLE"
     <!-- file: PATH -->     a file of this repository
+    <!-- needs: MODULE -->  Python that runs where the module is installed
     <!-- passes -->         the table of passes
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import io
 import os
 import re
@@ -51,13 +53,15 @@ def made(page: str) -> str:
         marker, language, block = match["marker"] or "", match["language"], match["text"]
         if match["table"]:
             return f"<!-- passes -->\n{_table()}\n"
-        if match["hidden"] or (language == "python" and not marker):
+        kind, _, what = marker.partition(": ")
+        if kind == "needs" and not importlib.util.find_spec(what):
+            return match[0]
+        if match["hidden"] or (language == "python" and kind in ("", "needs")):
             start = match.start("hidden" if match["hidden"] else "text")
             lines_above = "\n" * text.count("\n", 0, start)  # so that errors and reports name the page's own line
             with contextlib.redirect_stdout(printed):
                 exec(compile(lines_above + (match["hidden"] or block), page, "exec"), namespace)
             return match[0]
-        kind, _, what = marker.partition(": ")
         if kind == "output":
             block = _printed_by(what) if what else printed.getvalue()
             block = _compact(block) if language == "diff" else block
