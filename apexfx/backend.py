@@ -1,9 +1,4 @@
-"""torch.compile(backend="apex"): rewrite the Dynamo graph, hand it to the inner compiler with our backward passes.
-
-Forward passes edit the Dynamo graph itself, before AOTAutograd computes its cache key from it. Backward passes are one
-`CustomGraphPass` whose uuid covers everything they depend on; on a cache hit neither runs, and the result is right.
-Wrapping `inner_compile` instead would be skipped silently on a hit.
-"""
+"""torch.compile(backend="apex"), and the report of what was compiled last."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from ._torch import compiling_backend
 from .compiler.graph_compiler import GraphCompiler, Groups, _compiler
 from .compiler.pipeline import warn_unmatched
 from .config import TransformConfig
@@ -22,9 +18,6 @@ from .report.data import Report
 log = logging.getLogger(__name__)
 
 
-# One report for every torch.compile(): torch hands each of its graphs the same options object. With what it held then: a
-# user may change it and compile another model.
-_by_options: dict[int, tuple[Any, dict[str, Any], GraphCompiler]] = {}
 _last_report: Report | None = None
 
 
@@ -40,15 +33,12 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     """
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
-    known = _by_options.get(id(options)) if options is not None else None
-    if known is None or known[1] != options:
-        config = TransformConfig.from_options(options)
-        known = (options, dict(options or {}), compiler_for(config, "compile"))
-        if options is not None:
-            _by_options[id(options)] = known
-    compiled = known[2](gm, example_inputs)
-    # A graph break may be followed by graphs that have something for the pass; without options each has its own report.
-    warn_unmatched(known[2].report, " so far" if options else " in this graph")
+    backend = compiling_backend()  # there is one for every torch.compile(), and it lives as long as the compiled model
+    compiler = getattr(backend, "_apexfx_compiler", None) or compiler_for(TransformConfig.from_options(options), "compile")
+    if hasattr(backend, "compiler_name"):  # torch.compile()'s, not this function by itself
+        backend._apexfx_compiler = compiler
+    compiled = compiler(gm, example_inputs)
+    warn_unmatched(compiler.report, " so far")  # a graph break may be followed by graphs that have something for the pass
     return compiled
 
 
@@ -60,7 +50,7 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     """
     global _last_report
     groups = Groups(config)
-    label = Label(groups.user.group_name, origin) if groups.user is not None else ""
+    label = Label(groups.user, origin) if groups.user is not None else ""
     compiler = _compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"

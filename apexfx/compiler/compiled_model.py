@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._torch import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    backend_of,
     dynamo_config,
     functorch_config,
     graph_breaks,
@@ -32,7 +33,7 @@ from .dynamo_batch_norm import EagerBatchNorms
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
-from .refusals import check_call
+from .refusals import check_call, is_apex
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ log = logging.getLogger(__name__)
 _DYNAMO = {"allow_rnn": True, "allow_unspec_int_on_nn_module": True, "fail_on_recompile_limit_hit": True}
 
 
-class Runtime:
+class CompiledModel:
     """The compiled forward of one transformed model, in its averaging and its local variant."""
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig,
@@ -192,6 +193,24 @@ class Runtime:
                 for buffer, old in buffers:
                     buffer.copy_(old)
         return self.report
+
+
+def of(module: nn.Module) -> CompiledModel | None:
+    """Return what the forward of a transformed module calls; None for any other module."""
+    return module.__dict__.get("_apexfx")
+
+
+def check_not_averaged(model: nn.Module, advice: str) -> None:
+    """Refuse a model of which some module has its gradients averaged already, by a wrapper or by its graphs."""
+    for name, module in model.named_modules():
+        where = f"submodule {name!r}" if name else "the model"
+        wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+        if wraps or getattr(type(module), "averages_gradients", False):  # the attribute: that of apexfx.parallel
+            raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; {advice}")
+        transformed = (compiled := of(module)) is not None and compiled.config.ddp
+        if transformed or is_apex(backend := backend_of(module)) and (backend.kwargs.get("options") or {}).get("ddp"):
+            raise ValueError(f"apexfx: {where} was transformed with ddp already and averages its gradients; leave out one of the "
+                             "two")
 
 
 def _has_begun(error: Exception) -> bool:

@@ -26,7 +26,7 @@ from .._torch import in_backward
 from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
 from .agreement import Agreement
-from .backward_callback import EndOfBackward
+from .backward_callback import BackwardCallback
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +128,7 @@ class GradientSync:
         self._averaged_again: set[int] = set()  # those that were in it in any backward
         self._graphs_average = False  # in the backward under way
         self._flush_due = False
-        self._end = EndOfBackward()
+        self._end = BackwardCallback()
 
     @functools.cached_property
     def _count(self) -> Any:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..backend import compiler_for
+from ..compiler import compiled_model
 from ..config import BucketConfig
 from ..distributed.broadcast import broadcast_from_first
 from ..transform import _build, source_class
@@ -20,7 +21,7 @@ def data_parallel_copy(
 
     `module` itself is to be left alone from now on: a backward through it raises `UnsynchronizedGradientError`.
     """
-    config = dataclasses.replace(module.__dict__["_apexfx"].config, ddp=buckets, process_group=process_group)
+    config = dataclasses.replace(compiled_model.of(module).config, ddp=buckets, process_group=process_group)
     compiler = compiler_for(config)
     tensors = [*module.named_parameters(), *module.named_buffers()]
     if compiler.agreement is not None:
