@@ -20,6 +20,7 @@ import importlib.util
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -107,14 +108,32 @@ def _compact(diff: str) -> str:
 
 @functools.cache
 def _run(command: str) -> str:
-    words = shlex.split(command)
-    launcher = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """Return what a command prints: `python` runs in this process, which has torch imported, `torchrun` in its own."""
+    program, *arguments = shlex.split(command)
     with _empty_folder():
-        done = subprocess.run([*launcher[words[0]], *words[1:]], capture_output=True, text=True, timeout=300, env=environment)
+        if program == "python":
+            return _run_here(arguments)
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *arguments], capture_output=True, text=True,
+                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     if done.returncode != 0:
         raise RuntimeError(f"{command} failed:\n{done.stdout}{done.stderr}")
     return done.stdout
+
+
+def _run_here(arguments: list[str]) -> str:
+    printed, before = io.StringIO(), sys.argv
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    try:
+        with contextlib.redirect_stdout(printed):
+            run = runpy.run_module if is_module else runpy.run_path
+            run(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        sys.argv = before
+    return printed.getvalue()
 
 
 @contextlib.contextmanager
