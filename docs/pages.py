@@ -37,7 +37,7 @@ from apexfx import passes
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 _PART = re.compile(r"<!-- run:(?P<hidden>.*?)-->|(?:<!-- (?P<marker>[^>]*?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```"
-                   r"|<!-- passes -->\n(?P<table>(?:\|.*\n)+)", re.DOTALL)
+                   r"|<!-- passes -->\n(?P<table>(?:\|[^\n]*\n)+)", re.DOTALL)
 
 
 def made(page: str) -> str:
