@@ -6,6 +6,7 @@ every rank; a rank that never arrives is named after the timeout.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
@@ -18,8 +19,10 @@ from torch import Tensor
 
 from .._torch import process_group_store
 from ..errors import RankMismatchError
+from .watchdog import Watchdog
 
 _NOTHING = "nothing"
+_POLL_S = 0.5  # between two looks for ranks that have failed
 
 
 class Label:
@@ -57,10 +60,12 @@ class Agreement:
         group: whose ranks agree.
         label: tells apart the agreements of different models; the same on every rank. Read at the first agreement.
         timeout_s: seconds to wait for the others.
+        watchdog: of the ranks; what it hears of while this rank waits is raised at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float, watchdog: Watchdog | None = None) -> None:
         self.group = group
+        self._watchdog = watchdog
         self.label = label
         self.timeout_s = timeout_s
         self._agreed: set[str] = set()
@@ -97,18 +102,17 @@ class Agreement:
     def _collect(self, store: Any, prefix: str, world: int, what: str) -> list[list[str]]:
         keys = [f"{prefix}/{rank}" for rank in range(world)]
         deadline = time.monotonic() + self.timeout_s
-        for key in keys:
-            try:
-                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            except RuntimeError as error:  # DistStoreError: the key was not set in time
-                absent = [r for r, k in enumerate(keys) if not store.check([k])]
-                if not absent:
-                    continue
+        while absent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise RankMismatchError(
                     f"apexfx: after {self.timeout_s:g} s, rank {', '.join(map(str, absent))} of {world} has not arrived "
                     f"to agree on the {what}. It failed, is still compiling, or runs another graph (a copy of a model "
-                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...)."
-                ) from error
+                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...).")
+            with contextlib.suppress(RuntimeError):  # not set within these seconds
+                store.wait([keys[absent[0]]], timedelta(seconds=min(left, _POLL_S)))
+            if self._watchdog is not None:
+                self._watchdog.look_for_failure()
         return [json.loads(store.get(key)) for key in keys]
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..buckets.ddp_layout import dim_order, group_in_order
+from ..buckets.bucket import dim_order
+from ..buckets.ddp_layout import group_in_order
 from ..buckets.flat_buffer import BucketBuffer
 from ..buckets.plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 from ..config import BucketConfig
