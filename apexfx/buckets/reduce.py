@@ -82,12 +82,12 @@ def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.Proc
     for bucket in plan.buckets:
         members = [gradients[slot.parameter] for slot in bucket.slots]
         buffer = BucketBuffer(bucket, members[0].device)
-        buffer.fill(members)
+        buffer.copy_in(members)
         started.append((buffer, members, buffer.all_reduce(group)))
     for buffer, members, work in started:
         work.wait()
         buffer.finish()
-        buffer.write(members)
+        buffer.copy_out(members)
 
 
 def _used_anywhere(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[bool]:

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
-from .nodes import graphs, module_path, named_argument
+from .._torch import OpOverload
+from .nodes import argument, graphs, module_path
 
 # Collectives whose result may not be read before a wait.
-_ASYNC = ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
-          "reduce_scatter_tensor", "broadcast", "broadcast_")
+_ASYNC = tuple(f"_c10d_functional::{name}" for name in (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
+    "reduce_scatter_tensor", "broadcast", "broadcast_"))
 
 
 def namespace(node: fx.Node) -> str:
     """Return the namespace of the node's op ("aten", "_c10d_functional", ...), or ""."""
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+    return node.target.namespace if isinstance(node.target, OpOverload) else ""
 
 
 def is_collective(node: fx.Node) -> bool:
-    return namespace(node) == "_c10d_functional" and node.target._opname in _ASYNC
+    """Return whether `node` starts a collective."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _ASYNC
 
 
 def group_name(node: fx.Node) -> str:
     """Return the name of the process group over which running `node` communicates, or ""."""
-    if not isinstance(node.target, torch._ops.OpOverload) or is_wait(node):
-        return ""
-    takes_group = any(argument.name == "group_name" for argument in node.target._schema.arguments)
-    return named_argument(node, "group_name") if takes_group else ""
+    takes_part = isinstance(node.target, OpOverload) and not is_wait(node)
+    return argument(node, "group_name") or "" if takes_part else ""
 
 
 def issued(gm: fx.GraphModule) -> list[Any]:
@@ -41,4 +41,5 @@ def issued(gm: fx.GraphModule) -> list[Any]:
 
 
 def is_wait(node: fx.Node) -> bool:
-    return namespace(node) == "_c10d_functional" and node.target._opname == "wait_tensor"
+    """Return whether `node` waits for a collective."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name == "_c10d_functional::wait_tensor"

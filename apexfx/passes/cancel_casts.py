@@ -10,6 +10,7 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._torch import set_grad_enabled
 from ..graph.mutation import bodies, storages, written
 from ..graph.nodes import value
 from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
@@ -28,8 +29,8 @@ _EXACT_IN = {
 class CancelCasts(Pass):
     """Drop casts to the same dtype and exact round trips, and let all uses of one value share one cast.
 
-    Nothing is shared or dropped across a write to the value, into or out of a no_grad region, or where somebody writes
-    the cast itself. A cast down and up again (float32, bfloat16, float32) rounds, and stays.
+    Nothing is shared or dropped across a write to the value, into or out of a no_grad region, or where the cast itself is
+    written. A cast down and up again (float32, bfloat16, float32) rounds, and stays.
 
     Before:  a = _to_copy(w, bf16); y = linear(x, a); b = _to_copy(w, bf16); c = _to_copy(y, f32); d = _to_copy(c, bf16)
              z = linear(d, b)
@@ -80,7 +81,7 @@ class _Graph:
         region, enabled = 0, True
         for place, node in enumerate(gm.graph.nodes):
             self.place[node] = place
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 enabled = bool(node.args[0])
                 region = 0 if enabled else place
             self.region[node] = region

@@ -13,7 +13,7 @@ from apexfx.parallel import DistributedDataParallel
 from apexfx.simulate.models import load
 from apexfx.simulate.profile import Profile, Segment, combine, sampler
 from apexfx.simulate.simulator import simulate
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts import what lies beside them
 
@@ -21,7 +21,8 @@ from calibration import SIZES, Calibration, MeasuredNetwork, fit_line, slowest_p
 from harness import interleave, ratios, slowest
 
 
-def calibrate(rank, world_size):
+@on_ranks(2)
+def test_two_ranks_calibrate_and_predict(rank, world_size):
     assert slowest([rank, -rank], dist.group.WORLD) == [1.0, 0.0]
     early = Profile((Segment("f", 1.0 + rank),), (Segment("a", 3.0 - rank), Segment("b", 2.0 * rank)), 1.0 - rank, ())
     late = slowest_profile(early, dist.group.WORLD)
@@ -70,7 +71,3 @@ def test_candidates_take_turns_and_ratios_have_their_spread():
     times = interleave({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, rounds=3)
     assert called == ["a", "b", "b", "a", "a", "b"] and {name: len(taken) for name, taken in times.items()} == {"a": 3, "b": 3}
     assert ratios([2, 4, 6], [2, 2, 2]) == (1.0, 2.0, 3.0)
-
-
-def test_two_ranks_calibrate_and_predict():
-    run_ranks(calibrate, 2)
