@@ -3,25 +3,19 @@
     python benchmarks/amp.py [--device cpu] [--rounds 30] [--models mlp] [--optimizers fused sgd] [--processes 7] [--json FILE]
 
 The bars: at most 1.25 on the small models, and at most 1.05 on real sizes (`--models resnet50 bert --repeats 1`).
-Rounds alternate between the two; the ratio is the median over rounds of ours / theirs, with its quartiles. One process
+The two take turns; the ratio is the median over rounds of ours / theirs, with its quartiles. One process
 differs from the next by a few percent, for its whole life: with `--processes`, every number is the median over as many.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -113,81 +107,39 @@ def autocast_step(make: Callable[[], nn.Module], optimizer: Any, dtype: torch.dt
     return step
 
 
-def timed(step: Callable[..., None], data: tuple[torch.Tensor, ...], repeats: int, device: str) -> float:
-    start = time.perf_counter()
-    for _ in range(repeats):
-        step(*data)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) / repeats * 1e6
+Row = dict[str, float]  # median microseconds a step, and the quartiles over rounds of ours / theirs within a round
 
 
-@dataclass
-class Result:
-    """Median microseconds a step, and the quartiles over rounds of ours / theirs within a round."""
+def compare(name: str, kind: str, given: argparse.Namespace, dtype: torch.dtype) -> Row:
+    make, shape = MODELS[name]
+    ours, theirs = OPTIMIZERS[kind]
+    device = given.device
+    data = (torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device))
+    steps = {"ours": amp_step(make, ours, dtype, device), "theirs": autocast_step(make, theirs, dtype, device)}
 
-    amp_us: float
-    autocast_us: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
+    def repeated(step: Callable[..., None]) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(given.repeats):
+                step(*data)
+        return run
 
-
-def compared(steps: tuple[Callable[..., None], ...], data: tuple[torch.Tensor, ...], arguments: argparse.Namespace) -> Result:
-    for step in steps:
-        timed(step, data, 10, arguments.device)
-    rounds = []
-    for i in range(arguments.rounds):
-        order = steps if i % 2 else steps[::-1]
-        taken = {step: timed(step, data, arguments.repeats, arguments.device) for step in order}
-        rounds.append([taken[step] for step in steps])
-    ours, theirs = (statistics.median(times) for times in zip(*rounds))
-    low, middle, high = statistics.quantiles([a / b for a, b in rounds], n=4)
-    return Result(round(ours, 1), round(theirs, 1), round(middle, 3), round(low, 3), round(high, 3))
-
-
-def printed(name: str, kind: str, row: Result) -> None:
-    print(f"{name:8} {kind:14} amp {row.amp_us:7.0f}   autocast + GradScaler {row.autocast_us:7.0f}   "
-          f"ratio {row.ratio:.3f} ({row.ratio_low:.2f}-{row.ratio_high:.2f})", flush=True)
+    for step in steps.values():
+        for _ in range(10):
+            step(*data)
+    times = harness.interleave({name: repeated(step) for name, step in steps.items()}, rounds=given.rounds, device=device)
+    low, middle, high = harness.ratios(times["ours"], times["theirs"])
+    us = {name: 1e6 * statistics.median(taken) / given.repeats for name, taken in times.items()}
+    return {"amp_us": round(us["ours"], 1), "autocast_us": round(us["theirs"], 1), "ratio": round(middle, 3),
+            "ratio_low": round(low, 3), "ratio_high": round(high, 3)}
 
 
-def measured(arguments: argparse.Namespace, dtype: torch.dtype) -> dict[tuple[str, str], Result]:
-    """Measure in this process, printing each row."""
-    device, rows = arguments.device, {}
-    for name in arguments.models:
-        make, shape = MODELS[name]
-        data = (torch.randn(shape, device=device), torch.randint(0, 10, shape[:1], device=device))
-        for kind in arguments.optimizers:
-            ours, theirs = OPTIMIZERS[kind]
-            steps = amp_step(make, ours, dtype, device), autocast_step(make, theirs, dtype, device)
-            rows[name, kind] = compared(steps, data, arguments)
-            printed(name, kind, rows[name, kind])
-    return rows
-
-
-def measured_in_processes(arguments: argparse.Namespace) -> dict[tuple[str, str], Result]:
-    """Run this script so many times; return the median of every number."""
-    options = ["--device", arguments.device, "--rounds", str(arguments.rounds), "--repeats", str(arguments.repeats), "--threads",
-               str(arguments.threads), "--models", *arguments.models, "--optimizers", *arguments.optimizers]
-    runs = []
-    with tempfile.TemporaryDirectory() as folder:
-        for i in range(arguments.processes):
-            file = Path(folder) / f"{i}.json"
-            subprocess.run([sys.executable, __file__, *options, "--json", str(file)], check=True, stdout=subprocess.DEVNULL)
-            runs.append(json.loads(file.read_text())["rows"])
-    rows = {}
-    for name in arguments.models:
-        for kind in arguments.optimizers:
-            found = [run[f"{name}, {kind}"] for run in runs]
-            ratios = " ".join(f"{row['ratio']:.3f}" for row in found)
-            rows[name, kind] = Result(**{key: round(statistics.median(row[key] for row in found), 3) for key in found[0]})
-            printed(name, kind, rows[name, kind])
-            print(f"{'':24}each process {ratios}", flush=True)
-    return rows
+def measure(given: argparse.Namespace, dtype: torch.dtype) -> dict[tuple[str, str], Row]:
+    torch.set_num_threads(given.threads)
+    return {(name, kind): compare(name, kind, given, dtype) for name in given.models for kind in given.optimizers}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--repeats", type=int, default=10, help="steps a round")
@@ -196,20 +148,21 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
     parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
     parser.add_argument("--json", type=Path, help="written to; rows of other models and optimizers in it stay")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    dtype = torch.bfloat16 if arguments.device == "cpu" else torch.float16
-    print(f"torch {torch.__version__}, {arguments.device}, {dtype}; microseconds a step, median of {arguments.rounds} rounds, "
-          f"{arguments.processes} process(es)")
-    rows = measured(arguments, dtype) if arguments.processes == 1 else measured_in_processes(arguments)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        earlier = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else {}
-        versions = {"torch": torch.__version__, "apexfx": apexfx.__version__, "python": platform.python_version()}
-        record = {**versions, "device": arguments.device, "dtype": str(dtype), "threads": arguments.threads,
-                  "rounds": arguments.rounds, "repeats": arguments.repeats, "processes": arguments.processes,
-                  "rows": {**earlier, **{", ".join(key): asdict(row) for key, row in rows.items()}}}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    given = parser.parse_args()
+    dtype = torch.bfloat16 if given.device == "cpu" else torch.float16
+    print(f"torch {torch.__version__}, {given.device}, {dtype}; microseconds a step, median of {given.rounds} rounds, "
+          f"{given.processes} process(es)", flush=True)
+    runs = [harness.in_new_process(measure, given, dtype) for _ in range(given.processes)]
+    rows = {}
+    for (name, kind), first in runs[0].items():
+        found = [run[name, kind] for run in runs]
+        row = rows[f"{name}, {kind}"] = {key: round(statistics.median(each[key] for each in found), 3) for key in first}
+        print(f"{name:8} {kind:14} amp {row['amp_us']:7.0f}   autocast + GradScaler {row['autocast_us']:7.0f}   "
+              f"ratio {row['ratio']:.3f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})   "
+              f"each process {' '.join(str(each['ratio']) for each in found)}")
+    harness.write_record(given.json, apexfx=apexfx.__version__, device=given.device, dtype=str(dtype), threads=given.threads,
+                         rounds=given.rounds, repeats=given.repeats, processes=given.processes,
+                         rows={**harness.earlier_rows(given.json, {}), **rows})
 
 
 if __name__ == "__main__":

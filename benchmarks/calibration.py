@@ -15,6 +15,7 @@ from itertools import accumulate
 import numpy
 import torch
 import torch.distributed as dist
+from harness import slowest, time_once
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
@@ -54,13 +55,6 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return float(fixed), float(slope / x.max())
 
 
-def slowest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """Return every value as the slowest rank of `group` has it."""
-    tensor = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return tensor.tolist()
-
-
 def slowest_profile(profile: Profile, group: dist.ProcessGroup) -> Profile:
     """Return `profile` with every stamp as the slowest rank has it: what a collective at that place waits for."""
     passes = {}
@@ -95,7 +89,7 @@ class Calibration:
         """Take one sample of everything but the overlap slowdown."""
         small = {num_bytes: trip for num_bytes, trip in self._trips.items() if num_bytes < MIB}
         for num_bytes, (buffer, gradients) in [*4 * list(small.items()), *self._trips.items()]:
-            self._add(f"fill {num_bytes}", _timed(lambda: buffer.copy_in(gradients)))
+            self._add(f"fill {num_bytes}", time_once(lambda: buffer.copy_in(gradients)))
             dist.barrier(self.group)
             begin = time.perf_counter()
             work = buffer.all_reduce(self.group)
@@ -103,13 +97,13 @@ class Calibration:
             work.wait()
             self._add(f"allreduce {num_bytes}", time.perf_counter() - begin)
             self._add("launch", launched - begin)
-            self._add(f"write {num_bytes}", _timed(buffer.finish))
+            self._add(f"write {num_bytes}", time_once(buffer.finish))
         for count, (buffer, gradients) in self._copies.items():
-            self._add(f"fill of {count}", _timed(lambda: buffer.copy_in(gradients)))
-            self._add(f"write of {count}", _timed(buffer.finish))
+            self._add(f"fill of {count}", time_once(lambda: buffer.copy_in(gradients)))
+            self._add(f"write of {count}", time_once(buffer.finish))
         for count in self._bare:
-            self._add(f"bare {count}", _timed(self._bare[count].step))
-            self._add(f"wrapped {count}", _timed(lambda: self._wrapped[count].module.step(self._wrapped[count])))
+            self._add(f"bare {count}", time_once(self._bare[count].step))
+            self._add(f"wrapped {count}", time_once(lambda: self._wrapped[count].module.step(self._wrapped[count])))
 
     def take_overlap(self, name: str, step: Callable[[], Profile], seconds: float) -> None:
         """Take one sample of `step` and of flat allreduces, both at once: how much each slows the other.
@@ -171,12 +165,6 @@ class Calibration:
         tensor_s = max(0.0, (many - few) / (_MANY - _FEW))
         fixed_s, byte_s = fit_line(self.by_size(what))
         return LinearCost(max(0.0, fixed_s - tensor_s), tensor_s, byte_s)
-
-
-def _timed(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
 
 
 def _copies(count: int, num_bytes: int) -> tuple[BucketBuffer, list[Tensor]]:

@@ -8,7 +8,6 @@ over.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import platform
@@ -17,6 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from tabulate import tabulate
 
@@ -153,7 +153,7 @@ def cast_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(ZOO), choices=list(ZOO))
     parser.add_argument("--levels", nargs="+", default=list(LEVELS), choices=LEVELS)
     parser.add_argument("--inner", nargs="+", default=["eager"], choices=["eager", "inductor"])

@@ -20,20 +20,14 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
-import json
-import os
-import platform
-import resource
 import statistics
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -98,37 +92,30 @@ def stepper(model: nn.Module, x: Tensor) -> Callable[[], None]:
     return step
 
 
-def measure(rank: int, world_size: int, store: str, given: argparse.Namespace, only: str | None) -> None:
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
+def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of all models, as a rank of a group."""
     rows = []
     for name in given.models:
         torch.manual_seed(0)
         model, x = MODELS[name]()
-        steps = {label: stepper(make(), x) for label, make in variants(model, given.compile).items() if only in (None, label)}
+        steps = {label: stepper(make(), x) for label, make in variants(model, given.compile).items()}
         for _ in range(5):
             for step in steps.values():
                 step()
-        times: dict[str, list[float]] = {label: [] for label in steps}
-        order = list(steps.items())
-        for turn in range(given.steps):
-            for label, step in order[turn % len(order):] + order[:turn % len(order)]:
-                dist.barrier()
-                begin = time.perf_counter()
-                step()
-                times[label].append(time.perf_counter() - begin)
-        for label, taken in times.items():
-            slowest = torch.tensor(taken)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-            times[label] = slowest.tolist()
+        times = harness.interleave(steps, rounds=given.steps, before=dist.barrier)
+        times = {label: harness.slowest(taken) for label, taken in times.items()}
         rows += [row(name, label, times) for label in times]
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    if rank == 0 and only is not None:
-        print(f"{given.models[0]:12} {only:20} peak {peak:.1f} MiB", flush=True)
-    elif rank == 0:
-        Path(store).with_name("rows.json").write_text(json.dumps(rows))
-    dist.destroy_process_group()
+    return rows
+
+
+def peak_mib(name: str, label: str, compiled: bool) -> float:
+    """Return the peak of resident memory of one variant's training, as a rank of a group of its own."""
+    torch.manual_seed(0)
+    model, x = MODELS[name]()
+    step = stepper(variants(model, compiled)[label](), x)
+    for _ in range(10):
+        step()
+    return harness.resident("VmHWM") / 2**20  # of this program: the peak that getrusage reports outlives exec
 
 
 def row(model: str, label: str, times: dict[str, list[float]]) -> dict[str, Any]:
@@ -136,21 +123,9 @@ def row(model: str, label: str, times: dict[str, list[float]]) -> dict[str, Any]
     made: dict[str, Any] = {"model": model, "variant": label, "median_ms": 1e3 * statistics.median(times[label])}
     base = BASELINES.get(label)
     if base in times:
-        ratios = [own / other for own, other in zip(times[label], times[base])]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = harness.ratios(times[label], times[base])
         made |= {"against": base, "ratio": middle, "low": low, "high": high}
     return made
-
-
-def report(launches: list[list[dict[str, Any]]], given: argparse.Namespace) -> None:
-    """Print the table of times, and write it as JSON."""
-    rows = [over_launches(same) for same in zip(*launches)]
-    print(tabulate(rows, headers="keys", floatfmt=".2f"), flush=True)
-    if given.json:
-        record = {"torch": torch.__version__, "python": platform.python_version(), "ranks": given.ranks, "threads": 1,
-                  "cores": os.cpu_count(), "steps": given.steps, "launches": len(launches), "rows": rows}
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def over_launches(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -162,15 +137,8 @@ def over_launches(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def launch(given: argparse.Namespace, only: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of all models, measured on ranks started for it; with `only`, print its memory instead."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (given.ranks, str(Path(folder, "store")), given, only), nprocs=given.ranks)
-        return json.loads(Path(folder, "rows.json").read_text()) if only is None else []
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--launches", type=int, default=1)
@@ -179,14 +147,16 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if not given.memory:
-        report([launch(given) for _ in range(given.launches)], given)
+    if given.memory:
+        for name in given.models:
+            for label in variants(nn.Identity(), given.compile):
+                peak = harness.on_ranks(peak_mib, name, label, given.compile, num_ranks=given.ranks)
+                print(f"{name:12} {label:20} peak {peak:.1f} MiB", flush=True)
         return
-    names = given.models
-    for name in names:
-        given.models = [name]
-        for label in variants(nn.Identity(), given.compile):
-            launch(given, label)
+    launches = [harness.on_ranks(measure, given, num_ranks=given.ranks) for _ in range(given.launches)]
+    rows = [over_launches(same) for same in zip(*launches)]
+    print(tabulate(rows, headers="keys", floatfmt=".2f"), flush=True)
+    harness.write_record(given.json, ranks=given.ranks, threads=1, steps=given.steps, launches=given.launches, rows=rows)
 
 
 if __name__ == "__main__":

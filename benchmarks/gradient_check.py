@@ -10,18 +10,14 @@ time counts as the check's.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from ddp import MODELS, stepper
 from tabulate import tabulate
 
@@ -43,11 +39,9 @@ def timed(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def measure(rank: int, world_size: int, store: str, num_steps: int) -> None:
+def measure(num_steps: int) -> list[tuple[Any, ...]]:
+    """Return one row a model, as a rank of a group."""
     global spent
-    os.environ["LOCAL_RANK"] = str(rank)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     for owner, name in ((gradient_sync.ParameterHook, "_on_gradient"), (gradient_sync.ParameterHook, "_on_accumulated"),
                         (gradient_sync.GradientSync, "watch"), (gradient_sync.GradientSync, "note_averages")):
         setattr(owner, name, timed(getattr(owner, name)))
@@ -61,24 +55,20 @@ def measure(rank: int, world_size: int, store: str, num_steps: int) -> None:
         shares, times = [], []
         for _ in range(num_steps):
             dist.barrier()
-            spent, begin = 0.0, time.perf_counter()
-            step()
-            times.append(time.perf_counter() - begin)
+            spent = 0.0
+            times.append(harness.time_once(step))
             shares.append(spent / times[-1])
         low, middle, high = statistics.quantiles(shares, n=4)
         rows.append((name, len(list(body.parameters())), f"{1e3 * statistics.median(times):.1f}", f"{100 * middle:.2f}",
                      f"{100 * low:.2f} to {100 * high:.2f}"))
-    if rank == 0:
-        print(tabulate(rows, headers=("model", "parameters", "step ms", "check %", "quartiles")), flush=True)
-    dist.destroy_process_group()
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--steps", type=int, default=100)
-    given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (2, str(Path(folder, "store")), given.steps), nprocs=2)
+    rows = harness.on_ranks(measure, parser.parse_args().steps)
+    print(tabulate(rows, headers=("model", "parameters", "step ms", "check %", "quartiles")))
 
 
 if __name__ == "__main__":

@@ -9,26 +9,18 @@ earlier rows gave back. A ratio above 1 means ours takes less.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import harness
 import torch
 from ops import load_rows
 from tabulate import tabulate
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h; set, glibc moves it no more
-
-
-def resident(field: str) -> int:
-    """Return a field of this process's status in bytes: VmRSS now, VmHWM at its peak."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
 
 
 def growth(function: Callable[[], object], calls: int = 3) -> int:
@@ -39,10 +31,10 @@ def growth(function: Callable[[], object], calls: int = 3) -> int:
     child = os.fork()
     if child == 0:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here
-        before = resident("VmRSS") - resident("RssFile")
+        before = harness.resident("VmRSS") - harness.resident("RssFile")
         for _ in range(calls):
             function()
-        os.write(send, str(resident("VmHWM") - resident("RssFile") - before).encode())
+        os.write(send, str(harness.resident("VmHWM") - harness.resident("RssFile") - before).encode())
         os._exit(0)
     os.close(send)
     with os.fdopen(receive) as pipe:
@@ -51,26 +43,23 @@ def growth(function: Callable[[], object], calls: int = 3) -> int:
     return int(text)
 
 
-def main() -> int:
-    """Run from the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> None:
+    parser = harness.parser(__doc__)
     parser.add_argument("--only", nargs="*", default=[], help="rows whose family or name holds one of these")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
     ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed leaves the resident set: it holds live tensors alone
     rows = []
-    for family, row in load_rows("cpu", arguments.only):
+    for family, row in load_rows("cpu", given.only):
         taken = {name: growth(function) / 2**20 for name, function in {"ours": row.ours, **row.others}.items()}
         least = min(row.others, key=taken.__getitem__)
         rows.append({"family": family, "row": row.name, "ours MiB": taken["ours"], "least other": least,
                      "other MiB": taken[least], "ratio": taken[least] / max(taken["ours"], 2**-8)})
         del row
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
-    return 0
+    harness.write_record(given.json, rows=rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,92 +2,121 @@
 
     python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--clock wall|cpu] [--json FILE]
 
-Rows live in `ops_<family>.py` beside this file, with a function `rows(device)` that yields `rows.Row`. A ratio above 1
+Rows live in `ops_<family>.py` beside this file, with a function `rows(device)` that yields `op_row.Row`. A ratio above 1
 means ours is faster; low and high are the quartiles of the ratio over the rounds. `--json` keeps what the file has of
 rows that are not measured now, so that a table can be made in several runs: `--only ops_norm`, `--only ops_batch_norm`.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import gc
-import importlib.util
-import json
 import platform
-import sys
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import harness
+import ops_batch_norm
+import ops_norm
+import ops_optimizers
 import torch
+from op_row import Row
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+from apexfx import ops
 
-from rows import Row, copy_bandwidth, measure  # noqa: E402
-
-from apexfx import ops  # noqa: E402
+FAMILIES = (ops_batch_norm, ops_norm, ops_optimizers)
+EXPECTED_ROWS = 100  # among which the seconds are shared
 
 
-def load_rows(device: str, only: list[str]):
-    """Yield (family, row) of the rows whose family or name holds a text of `only` (all where it is empty), file by file."""
+@dataclass
+class Result:
+    """Median seconds of every candidate, and the quartiles of best other / ours, round by round."""
+
+    family: str
+    name: str
+    seconds: dict[str, float]
+    best_other: str
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    rounds: int
+    gigabytes_per_s: float
+    share_of_copy: float
+    target: float | None
+
+
+def load_rows(device: str, only: list[str]) -> Iterator[tuple[str, Row]]:
+    """Yield (family, row) of the rows whose family or name holds a text of `only` (all where it is empty)."""
     by_family = bool(only) and all(text.startswith("ops_") for text in only)
-    for path in sorted(HERE.glob("ops_*.py")):
-        if by_family and path.stem not in only:
+    for module in FAMILIES:
+        if by_family and module.__name__ not in only:
             continue
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
         for row in module.rows(device):
-            if not only or any(text in f"{path.stem} {row.name}" for text in only):
-                yield path.stem, row
+            if not only or any(text in f"{module.__name__} {row.name}" for text in only):
+                yield module.__name__, row
             del row
             gc.collect()
 
 
-def main() -> int:
-    """Run from the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def measure(family: str, row: Row, device: str, seconds: float, clock: Callable[[], float], copy: float) -> Result:
+    """Time a row for about `seconds`; `copy` is the bandwidth of a copy in GB/s."""
+    candidates = {"ours": row.ours, **row.others}
+    for function in candidates.values():  # warm up twice: lazy state, kernels, pages
+        function()
+        function()
+    times = harness.interleave(candidates, rounds=5, seconds=seconds, device=device, clock=clock)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    best = min(row.others, key=lambda name: medians[name])
+    low, _, high = harness.ratios(times[best], times["ours"])
+    rate = row.bytes_moved / medians["ours"] / 1e9
+    return Result(family, row.name, medians, best, medians[best] / medians["ours"], low, high, len(times["ours"]), rate,
+                  rate / copy, row.target)
+
+
+def copy_bandwidth(device: str, clock: Callable[[], float], megabytes: int = 256) -> float:
+    """Return gigabytes a second (read plus written) of a large tensor copy: what memory gives at best."""
+    source = torch.ones(megabytes * 2**20 // 4, device=device)
+    target = torch.empty_like(source)
+    times = [harness.time_once(lambda: target.copy_(source), device, clock) for _ in range(12)]
+    return 2 * source.numel() * 4 / statistics.median(times[2:]) / 1e9
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--only", nargs="*", default=[], help="rows whose family or name holds one of these")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rows together, roughly")
-    parser.add_argument("--expected-rows", type=int, default=100, help="rows the seconds are shared among")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: for one thread on a shared machine")
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    given = parser.parse_args()
     loaded = [library.device for library in ops.LIBRARIES if library.loaded]
-    machine = torch.cuda.get_device_name() if arguments.device == "cuda" else platform.processor() or platform.machine()
+    machine = torch.cuda.get_device_name() if given.device == "cuda" else platform.processor() or platform.machine()
     print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} threads, libraries: {', '.join(loaded) or 'none'}")
-    clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
-    copy = copy_bandwidth(arguments.device, clock)
+    clock = time.process_time if given.clock == "cpu" else time.perf_counter
+    copy = copy_bandwidth(given.device, clock)
     print(f"copy: {copy:.1f} GB/s\n")
     print(f"{'row':46} {'ours ms':>9} {'best other':>28} {'ms':>9} {'ratio':>6} {'low':>6} {'high':>6} {'copy':>5}")
     results = []
-    for family, row in load_rows(arguments.device, arguments.only):
-        results.append({"family": family, **_run(row, arguments, copy, clock)})
+    for family, row in load_rows(given.device, given.only):
+        results.append(measure(family, row, given.device, given.seconds / EXPECTED_ROWS, clock, copy))
+        show(results[-1])
         del row
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        old = json.loads(arguments.json.read_text())["rows"] if arguments.json.exists() else []
-        measured = {row["name"] for row in results}
-        results = sorted([row for row in old if row["name"] not in measured] + results, key=lambda row: row["family"])
-        record = {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "clock": arguments.clock,
-                  "libraries": loaded, "copy_gigabytes_per_s": copy, "rows": results}  # fmt: skip
-        arguments.json.write_text(json.dumps(record, indent=1))
-    return 0
+    measured = {result.name for result in results}
+    rows = [row for row in harness.earlier_rows(given.json, []) if row["name"] not in measured]
+    rows = sorted(rows + [dataclasses.asdict(result) for result in results], key=lambda row: row["family"])
+    harness.write_record(given.json, machine=machine, threads=torch.get_num_threads(), clock=given.clock, libraries=loaded,
+                         copy_gigabytes_per_s=copy, rows=rows)
 
 
-def _run(row: Row, arguments: argparse.Namespace, copy: float, clock: Callable[[], float]) -> dict[str, object]:
-    result = measure(row, arguments.device, arguments.seconds / arguments.expected_rows, clock=clock)
+def show(result: Result) -> None:
     own, other = result.seconds["ours"] * 1e3, result.seconds[result.best_other] * 1e3
-    share = result.gigabytes_per_s / copy
     below = "  below target" if result.target and result.ratio < result.target else ""
-    print(f"{row.name:46} {own:9.3f} {result.best_other:>28} {other:9.3f} {result.ratio:6.2f} {result.ratio_low:6.2f} "
-          f"{result.ratio_high:6.2f} {share:5.0%}{below}", flush=True)  # fmt: skip
-    return {**dataclasses.asdict(result), "share_of_copy": share}
+    print(f"{result.name:46} {own:9.3f} {result.best_other:>28} {other:9.3f} {result.ratio:6.2f} {result.ratio_low:6.2f} "
+          f"{result.ratio_high:6.2f} {result.share_of_copy:5.0%}{below}", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from rows import Row
+from op_row import Row
 from torch import Tensor
 
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward_

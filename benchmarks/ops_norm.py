@@ -28,9 +28,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
+import harness
 import torch
 import torch.nn.functional as F
-from rows import Row
+from op_row import Row
 from torch import Tensor
 
 from apexfx.ops.layer_norm import layer_norm
@@ -133,23 +134,6 @@ def rows(device: str) -> Iterator[Row]:
                           steps, 5 * x.numel() * x.element_size(), 1.0)  # fmt: skip
 
 
-def interleaved(runs: list[Callable[[], None]], device: str, seconds: float, clock: Callable[[], float]) -> list[float]:
-    """Return the median time of each run, one after the other in turn for `seconds`."""
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times: list[list[float]] = [[] for _ in runs]
-    for run in runs * 3:
-        run()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[0]) < 9:
-        for run, samples in zip(runs, times):
-            synchronize()
-            start = clock()
-            run()
-            synchronize()
-            samples.append(clock() - start)
-    return [statistics.median(samples) for samples in times]
-
-
 def measure(
     op: str, inner: str, device: str, dtype: torch.dtype, shape: tuple[int, ...], seconds: float, clock: Callable[[], float]
 ) -> Measurement:
@@ -169,7 +153,11 @@ def measure(
     elif inner == "inductor":
         functions = [torch.compile(residual_block(f), fullgraph=True) for f in functions]
         inputs = (draw(*shape), draw(*shape), *parameters)
-    kernel_s, torch_s = interleaved([training_step(f, inputs) for f in functions], device, seconds, clock)
+    steps = {name: training_step(function, inputs) for name, function in zip(("kernel", "torch"), functions)}
+    for step in [*steps.values()] * 3:
+        step()
+    times = harness.interleave(steps, rounds=9, seconds=seconds, device=device, clock=clock)
+    kernel_s, torch_s = (statistics.median(taken) for taken in times.values())
     torch._dynamo.reset()
     return Measurement(op, inner, device, str(dtype).removeprefix("torch."), shape, kernel_s, torch_s)
 
@@ -245,8 +233,7 @@ def table_source(rows: list[Measurement], old: dict, clock: str, processes: int)
 
 
 def main() -> None:
-    """Run from the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"))

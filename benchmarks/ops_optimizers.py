@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from rows import Row
+from op_row import Row
 from torch import Tensor
 
 from apexfx.ops import bucket, multi_tensor

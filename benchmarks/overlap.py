@@ -10,7 +10,6 @@ bucket.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import os
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import harness
 import slow_link
 import torch
 from tabulate import tabulate
@@ -140,7 +140,7 @@ def _row(name: str, alone: str, times: dict[str, list[float]], links: dict[str, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--model", choices=MODELS, default="mlp")
     parser.add_argument("--mbytes-per-s", type=float, default=250.0)
     parser.add_argument("--rounds", type=int, default=15)
@@ -159,16 +159,10 @@ def main() -> None:
           f"{100 * r.hidden:.0f} %") for r in rows],
         headers=("variant", "allreduces", "backward ms", "alone ms", "link busy ms", "exposed ms", "hidden"),
         disable_numparse=True))
-    save(args, num_bytes, rows)
-
-
-def save(args: argparse.Namespace, num_bytes: int, rows: list[Row]) -> None:
-    RESULTS.parent.mkdir(exist_ok=True)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    results[args.model] = {
-        "torch": torch.__version__, "num_threads": 1, "num_cores": os.cpu_count(), "gradient_bytes": num_bytes,
-        "mbytes_per_s": args.mbytes_per_s, "num_rounds": args.rounds, "bucket_mb": BUCKET_MB,
-        "rows": [asdict(r) for r in rows],
+    results[args.model] = harness.machine() | {
+        "num_threads": 1, "gradient_bytes": num_bytes, "mbytes_per_s": args.mbytes_per_s, "num_rounds": args.rounds,
+        "bucket_mb": BUCKET_MB, "rows": [asdict(r) for r in rows],
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -11,11 +11,9 @@ residual blocks (linear, batch norm, relu) at O2 with sync_bn and ddp, on a proc
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -25,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 from tabulate import tabulate
 
 RESULTS = Path(__file__).parent / "results" / "pass_time.json"
@@ -110,8 +109,7 @@ def in_a_process(layers: int, inner: str) -> dict[str, float | int | str]:
 
 
 def main() -> None:
-    """Measure, print the tables, write the results."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--layers", type=int, nargs="*", default=[50, 100, 200, 400, 800])
     parser.add_argument("--inductor-layers", type=int, nargs="*", default=[16])
     parser.add_argument("--one", nargs=2, metavar=("LAYERS", "INNER"), help="measure in this process and print JSON")
@@ -131,12 +129,8 @@ def main() -> None:
     headers = ("inner", "layers", "nodes", "compile s", "pipeline s", "passes s", "passes %", "pipeline %",
                "pipeline ms a node")
     print(tabulate(table, headers=headers, disable_numparse=True))
-    import torch
-
-    RESULTS.parent.mkdir(exist_ok=True)
-    machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count(),
-               "threads": os.environ.get("OMP_NUM_THREADS", "default")}
-    RESULTS.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+    threads = os.environ.get("OMP_NUM_THREADS", "default")
+    RESULTS.write_text(json.dumps({"machine": harness.machine() | {"threads": threads}, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,21 +16,18 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import os
-import platform
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from calibration import Calibration, fit_line, slowest, slowest_profile
+from calibration import Calibration, fit_line, slowest_profile
 from ddp import MODELS, stepper
 from tabulate import tabulate
 
@@ -52,11 +49,10 @@ def keep_awake(core: int) -> None:
         pass
 
 
-def measure(rank: int, num_ranks: int, folder: str, given: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Return what one launch measured and predicted, as a rank of a group."""
     if not given.free:
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[rank]})
-    dist.init_process_group("gloo", store=dist.FileStore(str(Path(folder, "store")), num_ranks), rank=rank, world_size=num_ranks)
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
     group = dist.group.WORLD
     calibration = Calibration(group)
     alone: dict[str, Callable[[], Profile]] = {}
@@ -79,27 +75,22 @@ def measure(rank: int, num_ranks: int, folder: str, given: argparse.Namespace) -
             calibration.take_overlap(name, take, profiles[name][0].compute_s)
         for key, step in real.items():
             dist.barrier()
-            begin = time.perf_counter()
-            step()
-            times[key].append(slowest([time.perf_counter() - begin], group)[0])
+            times[key] += harness.slowest([harness.time_once(step)])
         if turn == -1:
             for samples in (*calibration.samples.values(), *profiles.values(), *times.values()):
                 samples.clear()
-    if rank == 0:
-        Path(folder, "launch.json").write_text(json.dumps(compared(calibration, profiles, times, num_ranks)))
-    dist.barrier()
-    dist.destroy_process_group()
+    return compared(calibration, profiles, times)
 
 
-def compared(calibration: Calibration, profiles: dict[str, list[Profile]], times: dict[tuple[str, int], list[float]],
-             num_ranks: int) -> dict[str, Any]:
+def compared(calibration: Calibration, profiles: dict[str, list[Profile]],
+             times: dict[tuple[str, int], list[float]]) -> dict[str, Any]:
     """Return what one launch measured and predicted."""
     network = calibration.network()
     combined = {name: combine(samples, "measured") for name, samples in profiles.items()}
     costs = {name: calibration.costs(name, profile.compute_s) for name, profile in combined.items()}
     rows = []
     for (name, message_size), samples in times.items():
-        made = simulate(combined[name], network, num_ranks, BucketConfig(message_size=message_size), costs=costs[name])
+        made = simulate(combined[name], network, 2, BucketConfig(message_size=message_size), costs=costs[name])
         taken = statistics.median(samples)
         rows.append({"model": name, "bucket_mib": message_size * 4 / 2**20, "buckets": len(made.buckets),
                      "compute_ms": 1e3 * made.compute_s, "communication_ms": 1e3 * made.communication_s,
@@ -131,20 +122,12 @@ def report(launches: list[dict[str, Any]], given: argparse.Namespace) -> None:
     print(f"largest error {100 * worst:.1f} %, medians of {len(launches)} launches of {given.turns} turns, "
           f"torch {torch.__version__}", flush=True)
     if given.save:
-        data = {"torch": torch.__version__, "python": platform.python_version(), "num_cores": os.cpu_count(), "num_threads": 1,
-                "turns": given.turns, "free": given.free, "largest_median_error": worst, "launches": launches}
-        RESULTS.write_text(json.dumps(data, indent=1) + "\n")
-
-
-def launched(given: argparse.Namespace) -> dict[str, Any]:
-    """Return what one pair of processes measured and predicted."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (2, folder, given), nprocs=2)
-        return json.loads(Path(folder, "launch.json").read_text())
+        harness.write_record(RESULTS, threads=1, turns=given.turns, free=given.free, largest_median_error=worst,
+                             launches=launches)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.parser(__doc__)
     parser.add_argument("--launches", type=int, default=5)
     parser.add_argument("--turns", type=int, default=40)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
@@ -156,7 +139,7 @@ def main() -> None:
     for spinner in spinners:
         spinner.start()
     try:
-        launches = [launched(given) for _ in range(given.launches)]
+        launches = [harness.on_ranks(measure, given) for _ in range(given.launches)]
     finally:
         for spinner in spinners:
             spinner.terminate()

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Entry:
-    """A model: how it is built, its inputs for a batch on one rank, the batch where none is given, and where it is from."""
+    """A model: how it is built, its inputs for a batch on one rank, and the batch where none is given."""
 
     build: Callable[[], nn.Module]
     inputs: Callable[[int], Tensor]
     batch: int
-    about: str
 
 
 class ConvBlock(nn.Module):
@@ -120,16 +119,17 @@ def _tokens(length: int, vocabulary: int) -> Callable[[int], Tensor]:
 
 _GPT2, _BERT = 50257, 30522  # sizes of the vocabularies
 MODELS: Mapping[str, Entry] = {
-    "mlp": Entry(mlp, lambda batch: torch.randn(batch, 512), 64, "nine linear layers, 2.1 M parameters"),
-    "cnn": Entry(cnn, _images(24), 16, "thirteen convolutions, 112 k parameters"),
-    "transformer": Entry(transformer, lambda batch: torch.randn(batch, 32, 128), 8, "four encoder layers, 0.8 M parameters"),
-    "resnet50": Entry(resnet50, _images(224), 64, "He et al. 2015, 25.6 M parameters, 224 x 224"),
-    "gpt2": Entry(lambda: LanguageModel(12, 768, 12, _GPT2, 1024), _tokens(1024, _GPT2), 8,
-                  "Radford et al. 2019, 124 M parameters, 1024 tokens"),
-    "gpt2-xl": Entry(lambda: LanguageModel(48, 1600, 25, _GPT2, 1024), _tokens(1024, _GPT2), 4,
-                     "Radford et al. 2019, 1.56 G parameters, 1024 tokens"),
-    "bert-large": Entry(lambda: LanguageModel(24, 1024, 16, _BERT, 512, causal=False), _tokens(512, _BERT), 16,
-                        "Devlin et al. 2018, 334 M parameters, 512 tokens"),
+    # Nine linear layers, 2.1 M parameters; thirteen convolutions, 112 k; four encoder layers, 0.8 M.
+    "mlp": Entry(mlp, lambda batch: torch.randn(batch, 512), 64),
+    "cnn": Entry(cnn, _images(24), 16),
+    "transformer": Entry(transformer, lambda batch: torch.randn(batch, 32, 128), 8),
+    # He et al. 2015, 25.6 M parameters, 224 x 224.
+    "resnet50": Entry(resnet50, _images(224), 64),
+    # Radford et al. 2019, 124 M and 1.56 G parameters, 1024 tokens.
+    "gpt2": Entry(lambda: LanguageModel(12, 768, 12, _GPT2, 1024), _tokens(1024, _GPT2), 8),
+    "gpt2-xl": Entry(lambda: LanguageModel(48, 1600, 25, _GPT2, 1024), _tokens(1024, _GPT2), 4),
+    # Devlin et al. 2018, 334 M parameters, 512 tokens.
+    "bert-large": Entry(lambda: LanguageModel(24, 1024, 16, _BERT, 512, causal=False), _tokens(512, _BERT), 16),
 }
 
 

@@ -1,8 +1,8 @@
 """Run a rank's program on paper: one stream of compute, channels that carry collectives in the order they were started.
 
 A program is a list of `Work` (the compute stream is busy), `Start` (hand a collective to a channel, which takes no time)
-and `Wait` (until a collective is done). Every rank runs the same one, so that one rank is enough to follow. Seconds may be
-of any exact or floating type: nothing but arithmetic and comparisons is done to them.
+and `Wait` (until a collective is done). Every rank runs the same one, so that it is enough to follow one rank. Seconds may be
+floats or exact fractions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Task = Work | Start | Wait
 
 @dataclass(frozen=True)
 class Event:
-    """A stretch of one track; kind "wait" on the compute track is idle time; a collective was started at `started`."""
+    """A span of one track: kind "wait" on the compute track is idle time; `started` is when a collective was handed over."""
 
     track: str
     name: str

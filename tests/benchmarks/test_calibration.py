@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
@@ -10,8 +13,12 @@ from apexfx.parallel import DistributedDataParallel
 from apexfx.simulate.models import load
 from apexfx.simulate.profile import Profile, Segment, combine, sampler
 from apexfx.simulate.simulator import simulate
-from benchmarks.calibration import SIZES, Calibration, MeasuredNetwork, fit_line, slowest, slowest_profile
 from tests.distributed.launch import on_ranks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts import what lies beside them
+
+from calibration import SIZES, Calibration, MeasuredNetwork, fit_line, slowest_profile
+from harness import interleave, ratios, slowest
 
 
 @on_ranks(2)
@@ -57,3 +64,10 @@ def test_a_fitted_line_has_no_negative_part():
 def test_a_measured_network_goes_straight_between_its_samples():
     network = MeasuredNetwork(((100, 1.0), (200, 3.0), (400, 4.0)))
     assert [network.allreduce_seconds(b, 2) for b in (10, 100, 150, 200, 400, 800)] == [1.0, 1.0, 2.0, 3.0, 4.0, 8.0]
+
+
+def test_candidates_take_turns_and_ratios_have_their_spread():
+    called = []
+    times = interleave({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, rounds=3)
+    assert called == ["a", "b", "b", "a", "a", "b"] and {name: len(taken) for name, taken in times.items()} == {"a": 3, "b": 3}
+    assert ratios([2, 4, 6], [2, 2, 2]) == (1.0, 2.0, 3.0)

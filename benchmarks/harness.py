@@ -1,0 +1,123 @@
+"""What the benchmarks share: candidates that take turns, ranks and processes to measure in, ratios with their spread, records."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose help is a script's docstring as it stands."""
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def interleave(candidates: dict[str, Callable[[], object]], *, rounds: int, seconds: float = 0.0, device: str = "cpu",
+               clock: Callable[[], float] = time.perf_counter,
+               before: Callable[[], object] | None = None) -> dict[str, list[float]]:
+    """Return the seconds of every candidate in every round: they take turns, so that a noisy machine is noisy for all.
+
+    Args:
+        candidates: each called once a round; a round starts with another one than the last.
+        rounds: at least; more where they take less than `seconds` together.
+        device: "cuda" takes the device's own time.
+        clock: `time.process_time` counts the processor's time alone: for one thread on a machine that others share.
+        before: called before each candidate, outside the clock.
+    """
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    names, deadline, done = list(candidates), time.perf_counter() + seconds, 0
+    while done < rounds or time.perf_counter() < deadline:
+        for name in names[done % len(names):] + names[:done % len(names)]:
+            if before is not None:
+                before()
+            times[name].append(time_once(candidates[name], device, clock))
+        done += 1
+    return times
+
+
+def time_once(function: Callable[[], object], device: str = "cpu", clock: Callable[[], float] = time.perf_counter) -> float:
+    """Return the seconds of one call."""
+    if device != "cuda":
+        begin = clock()
+        function()
+        return clock() - begin
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:
+    """Return the quartiles, over the rounds, of the ratio within a round: low, median, high."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(numerators, denominators)], n=4)
+    return low, middle, high
+
+
+def on_ranks(function: Callable[..., Any], *arguments: Any, num_ranks: int = 2) -> Any:
+    """Return what `function(*arguments)` returns on rank 0 of a gloo group of new processes, one thread each; as JSON."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (num_ranks, folder, function, arguments), nprocs=num_ranks)
+        return json.loads(Path(folder, "result.json").read_text())
+
+
+def _rank(rank: int, num_ranks: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", num_ranks), rank=rank, world_size=num_ranks)
+    result = function(*arguments)
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def in_new_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Return what `function(*arguments)` returns in a process of its own: where tensors lie in memory moves a ratio."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def slowest(values: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
+    """Return every value as the slowest rank of `group` has it."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return tensor.tolist()
+
+
+def resident(field: str) -> int:
+    """Return a field of this process's status in bytes: VmRSS now, VmHWM at its peak."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def machine() -> dict[str, Any]:
+    """Return the versions and the cores that a measurement was taken on."""
+    return {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+
+
+def write_record(path: Path | None, **record: Any) -> None:
+    """Write a record and the machine it was taken on as JSON; nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(machine() | record, indent=1) + "\n")
+
+
+def earlier_rows(path: Path | None, empty: Any) -> Any:
+    """Return the rows that a record at `path` holds already, `empty` where there is none."""
+    return json.loads(path.read_text())["rows"] if path is not None and path.exists() else empty
