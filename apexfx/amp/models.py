@@ -60,7 +60,7 @@ class ForwardPatch:
                 result = forward(*args, **kwargs)
         if edits is not None:
             edits.bring_back()
-        if self.outputs is None or inside:  # a model within a model hands its values on as they are
+        if self.outputs is None or inside:  # inside another initialised model, outputs keep their dtypes
             return result
         return _cast_outputs(self.outputs, self.only, None, None, result)
 

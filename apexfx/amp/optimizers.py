@@ -137,7 +137,7 @@ def amp_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def register_hooks(optimizer: Any) -> None:
-    """Hang the work around a step and around checkpoints on torch's hooks."""
+    """Register torch's hooks for the work around a step and around checkpoints."""
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     optimizer.register_state_dict_pre_hook(_settle)
