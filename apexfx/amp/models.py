@@ -151,7 +151,7 @@ def _cast_outputs(
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
-    if next(module.parameters()).dtype != torch.float32:
+    if module.all_weights[0][0].dtype != torch.float32:
         return None
     cast = caster(torch.float32, only=HALVES)
     return cast_values(args, cast), cast_values(kwargs, cast)
