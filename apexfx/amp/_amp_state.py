@@ -1,4 +1,4 @@
-"""The state Apex's scripts reach into: what the latest `initialize` set up, and how loud to be."""
+"""The state Apex's scripts reach into: what the latest `initialize` set up, and the verbosity."""
 
 from __future__ import annotations
 

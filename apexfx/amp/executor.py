@@ -56,7 +56,7 @@ class CastExecutor(TorchFunctionMode):
         self.ledger: EagerLedger | None = None
         self.any_user_cast = self.any_float32_limits = False  # whether a tensor was marked, see `cast_plan`
         self.deactivated = False
-        self.ever_disabled = False  # spares every call the question
+        self.ever_disabled = False  # until then, calls need not ask whether casts are disabled
         self._plans: dict[Any, Call | None] = {}
         self.thread = _Thread()
 

@@ -166,7 +166,7 @@ def _take_halves(handle: AmpHandle) -> None:
 
     @functools.wraps(original)
     def check_input(self: nn.RNNBase, input: Tensor, batch_sizes: Tensor | None) -> None:
-        weight = next(self.parameters(), input).dtype
+        weight = self.all_weights[0][0].dtype
         if handle.is_active() and input.dtype in HALVES and weight == torch.float32:
             input = torch.empty_like(input, dtype=weight, device="meta")  # its sizes are checked
         original(self, input, batch_sizes)

@@ -60,7 +60,7 @@ class ForwardPatch:
                 result = forward(*args, **kwargs)
         if edits is not None:
             edits.bring_back()
-        if self.outputs is None or inside:  # a model within a model hands its values on as they are
+        if self.outputs is None or inside:  # inside another initialised model, outputs keep their dtypes
             return result
         return _cast_outputs(self.outputs, self.only, None, None, result)
 
@@ -151,7 +151,7 @@ def _cast_outputs(
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
-    if next(module.parameters()).dtype != torch.float32:
+    if module.all_weights[0][0].dtype != torch.float32:
         return None
     cast = caster(torch.float32, only=HALVES)
     return cast_values(args, cast), cast_values(kwargs, cast)

@@ -91,8 +91,8 @@ class AmpOptimizer:
         return reduced(super(), self, AmpOptimizer, amp_class, protocol)
 
 
-def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, master_weights: bool) -> None:
-    """Prepare `optimizer` in place.
+def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, master_weights: bool) -> AmpOptimizerState:
+    """Prepare `optimizer` in place; return its state of amp. Where it gets masters, gradients made before are dropped.
 
     Raises:
         RuntimeError: it was given to `initialize` before.
@@ -101,14 +101,12 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     stash = AmpOptimizerState(session, master_weights=master_weights)
     for group in optimizer.param_groups:
-        masters = stash.adopt(group)
-        for parameter, master in masters.items():
-            parameter.grad = None
+        for parameter, master in stash.adopt(group).items():
             if parameter in optimizer.state:
                 optimizer.state[master] = optimizer.state.pop(parameter)
     if master_weights:
-        for parameter in stash.all_fp32_from_fp32_params:
-            parameter.grad = None  # as the half ones', whose masters begin without
+        for parameter in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params):
+            parameter.grad = None
     _warn_of_half_sgd(optimizer)
     stash.lazy_init_called = True
     optimizer.__class__ = amp_class(type(optimizer))
@@ -116,6 +114,7 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
     register_hooks(optimizer)
     if stash.all_fp16_params:
         optimizer.load_state_dict(optimizer.state_dict())  # state made before follows the masters' dtype
+    return stash
 
 
 def _warn_of_half_sgd(optimizer: torch.optim.Optimizer) -> None:
@@ -138,7 +137,7 @@ def amp_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
 
 
 def register_hooks(optimizer: Any) -> None:
-    """Hang the work around a step and around checkpoints on torch's hooks."""
+    """Register torch's hooks for the work around a step and around checkpoints."""
     optimizer.register_step_pre_hook(_before_step)
     optimizer.register_step_post_hook(_after_step)
     optimizer.register_state_dict_pre_hook(_settle)

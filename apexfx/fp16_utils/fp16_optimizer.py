@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..amp.optimizer_state import AmpOptimizerState
-from ..amp.optimizers import amp_class, register_hooks
+from ..amp.optimizers import process_optimizer
 from ..amp.properties import Properties
 from ..amp.scaler import LossScaler
 from ..amp.session import Session
@@ -40,22 +39,10 @@ class FP16_Optimizer:  # Apex's name
         device = next((p.device for group in init_optimizer.param_groups for p in group["params"]), torch.device("cpu"))
         self.loss_scaler = LossScaler("dynamic" if dynamic_loss_scale else static_loss_scale, device=device,
                                       **((dynamic_loss_args or {}) if dynamic_loss_scale else {}))
-        self._adopt()
+        session = Session(Properties(), torch.float16, [], None)
+        self._stash = process_optimizer(init_optimizer, session, master_weights=True)
         self._found_inf: Tensor | None = None
         self.first_closure_call_this_step = True
-
-    def _adopt(self) -> None:
-        optimizer = self.optimizer
-        stash = AmpOptimizerState(Session(Properties(), torch.float16, [], None), master_weights=True)
-        for group in optimizer.param_groups:
-            for parameter, master in stash.adopt(group).items():
-                if parameter in optimizer.state:
-                    optimizer.state[master] = optimizer.state.pop(parameter)
-        optimizer.__class__ = amp_class(type(optimizer))
-        optimizer._amp_stash = stash
-        register_hooks(optimizer)
-        optimizer.load_state_dict(optimizer.state_dict())
-        self._stash = stash
 
     # ---- names of Apex ------------------------------------------------------------------------------------------------
 

@@ -14,12 +14,10 @@ from apexfx.parallel.LARC import LARC
 from tests.amp.amp_cases import ConvNet, train
 
 OPTIMIZERS = {
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
     "fused_adam": lambda p: optimizers.FusedAdam(p, lr=0.01),
     "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
     "fused_sgd": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
-    "fused_lamb": lambda p: optimizers.FusedLAMB(p, lr=0.01),
 }
 
 

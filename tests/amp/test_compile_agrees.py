@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -74,3 +77,9 @@ def test_transform_leaves_written_buffers_in_float32():
     model = apexfx.transform(Model(), opt_level="O3", dtype=BF16, inner="eager")
     model(torch.randn(3, 4))
     assert model.norm.weight.dtype == BF16 and model.norm.running_mean.dtype == model.shift.dtype == F32
+
+
+def test_copies_give_the_outputs_asked_for():
+    _, (model, out) = both(opt_level="O2", cast_model_outputs=F16)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other(torch.randn(3, 4))["logits"].dtype == out["logits"].dtype == F16

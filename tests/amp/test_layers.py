@@ -168,6 +168,17 @@ def test_replicas_of_data_parallel_run_their_own_weights():
     assert torch.equal(model(x), expected)
 
 
+def test_a_recurrent_replica_takes_half_inputs():
+    model = initialised(nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 3)))
+    x = torch.randn(5, 2, 4)
+    expected = model(x)[0]
+    replica, layer = model._replicate_for_data_parallel(), model[1]._replicate_for_data_parallel()
+    for name, weight in model[1].named_parameters():
+        setattr(layer, name, weight.detach())  # as nn.parallel.replicate does: replicas have no parameters
+    replica._modules["1"] = layer
+    assert torch.equal(replica(x)[0], expected)
+
+
 def test_layers_are_freed_with_their_model():
     model = initialised(nn.Sequential(nn.Linear(8, 8)))
     model(torch.randn(4, 8))
