@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import logging
-import types
 from typing import Any
 
 import torch
@@ -15,18 +14,21 @@ import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
-from ._torch import drop_compiled_call, not_traced
+from . import subclassing
+from ._torch import backend_of, drop_compiled_call, not_traced
 from .backend import compiler_for
 from .buckets.plan import check_options
-from .compiler.compiled_model import Runtime, with_private_code
+from .compiler import compiled_model
+from .compiler.compiled_model import CompiledModel, check_not_averaged, with_private_code
 from .compiler.dynamo_batch_norm import make_traceable, traced_forward
 from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
-from .compiler.refusals import COMPILES_ITSELF, check_not_averaged, check_whole
+from .compiler.refusals import COMPILES_ITSELF, check_whole
 from .config import TransformConfig
 from .distributed.broadcast import broadcast_from_first
 from .precision.half_model import cast_model
 from .precision.rules import HALVES
 from .report.data import Report
+from .subclassing import subclass
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     `torch.save` behave as before. Graphs are captured at the first call, or by `.capture(*inputs)`.
 
     Args:
-        model: any module that is not transformed already. It is left usable; under O3 its parameters become half.
+        model: any module that is not transformed already. It is left usable; under O3 its parameters become half
+            (buffers stay: graphs cast them where they are read, and running statistics keep float32).
         opt_level: "O0" float32; "O1", the default, casts per op by rule; "O2" half except batch norm, float32
             parameters as masters; "O3" half, parameters included.
         dtype: the half type or its name; default float16 for a model on CUDA, bfloat16 on the CPU.
@@ -71,8 +74,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
                       dist.get_world_size(compiler.groups.gradients))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if compiler.agreement is not None:  # before the first collective, which would hang on a rank that differs
-        compiler.agreement.ensure("parameters and buffers of the model",
-                                  [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()])
+        compiler.agreement.ensure_model(tensors.items())
     compiler.groups.separate()
     if compiler.groups.gradients is not None:
         broadcast_from_first(tensors.values(), compiler.groups.gradients)
@@ -93,7 +95,7 @@ transform.__signature__ = inspect.Signature(  # the options and their defaults, 
 def _check_model(model: nn.Module, config: TransformConfig) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"apexfx: transform() was given {type(model).__name__}, expected a torch.nn.Module")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if backend_of(model) is not None:
         raise ValueError("apexfx: transform() compiles by itself; give it the module, not the result of torch.compile()")
     for name, module in model.named_modules():
         if isinstance(module, TransformedModule):
@@ -112,7 +114,7 @@ def _check_amp(model: nn.Module, config: TransformConfig) -> str:
     """Refuse a model that `amp.initialize` has cast, or casts as it runs, where that would decide about precision twice.
 
     Returns:
-        What is to be said of casts that stay, below the passes asked for; "" for none.
+        A note about casts of amp's that stay in the graphs, or "".
     """
     for name, module in model.named_modules():
         patch = module.__dict__.get("_amp_forward")  # amp/models.py
@@ -136,14 +138,14 @@ def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class TransformedModule:
-    """What `transform()` adds to a model's class. Its state is `__dict__["_apexfx"]`, out of the model's way."""
+    """What `transform()` adds to a model's class. `compiled_model.of()` finds its state."""
 
     def _get_name(self) -> str:
         return f"Apexfx{type(self).__name__}"
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in super().__getstate__().items() if not k.startswith("_apexfx")}
-        state["_apexfx_config"] = self.__dict__["_apexfx"].config
+        state["_apexfx_config"] = compiled_model.of(self).config
         return state
 
     def __reduce_ex__(self, protocol: int) -> Any:
@@ -152,11 +154,10 @@ class TransformedModule:
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
-        compiler = compiler_for_copy(self.__dict__["_apexfx"].compiler)
+        compiler = compiler_for_copy(compiled_model.of(self).compiler)
         made = _build(source_class(self), _restored(source_class(self), copy.deepcopy(state, memo)), config, compiler)
         memo[id(self)] = made
         return made
-
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
@@ -168,15 +169,15 @@ class Inspection:
     @property
     def report(self) -> Report:
         """What every pass did, graph by graph; `print` it."""
-        return self.__dict__["_apexfx"].report
+        return compiled_model.of(self).report
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture and compile the graphs for these inputs now, leaving buffers and random state as they were."""
-        return self.__dict__["_apexfx"].capture(self, args, kwargs)
+        return compiled_model.of(self).capture(self, args, kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally inside the block; the first backward after it averages the sum over ranks."""
-        sync = self.__dict__["_apexfx"].compiler.gradient_sync
+        sync = compiled_model.of(self).compiler.gradient_sync
         return sync.no_sync() if sync is not None else contextlib.nullcontext()
 
     def print_readable(
@@ -194,21 +195,20 @@ _INSPECTION = ("report", "capture", "no_sync", "print_readable")
 
 def source_class(model: nn.Module) -> type[nn.Module]:
     """Return the class of the module that `model` was made from."""
-    return type(model).__mro__[2]
+    return subclassing.source_class(type(model), TransformedModule)
 
 
 @functools.cache
 def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__["_apexfx"].call(self, args, kwargs)
+        return compiled_model.of(self).call(self, args, kwargs)
 
     # An outer torch.compile would inline the model past our backend; what it calls is compiled.
     forward = not_traced(forward, COMPILES_ITSELF)
 
     names = {name: Inspection.__dict__[name] for name in public}
-    body = {"__module__": cls.__module__, "__qualname__": f"Apexfx{cls.__qualname__}", "forward": forward, **names}
-    return type(cls.__name__, (TransformedModule, cls), body)  # what libraries write into files is the source's name
+    return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", forward=forward, **names)
 
 
 def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
@@ -218,14 +218,16 @@ def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
 
 
 def _restored(cls: type[nn.Module], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module of class `cls` that was given `state` as when it is unpickled."""
+    """Return the attributes that unpickling `state` gives a module of class `cls`."""
     module = object.__new__(cls)
     module.__setstate__(state)
     return dict(module.__dict__)
 
 
 def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig, compiler: GraphCompiler) -> nn.Module:
-    taken = {*dir(cls), *state, *state["_modules"], *state["_parameters"], *state["_buffers"]}
+    plain = object.__new__(cls)
+    plain.__dict__.update(state)
+    taken = dir(plain)  # parameters, buffers and submodules included
     public = tuple(name for name in _INSPECTION if name not in taken)
     if len(public) < len(_INSPECTION):
         log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,
@@ -234,7 +236,6 @@ def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig,
     made.__dict__.update(state)
     own_forward = made.__dict__.pop("forward", None)
     stand_ins = make_traceable(made, compiler.groups.batch_norm, compiler.report)
-    traced = own_forward or types.MethodType(
-        with_private_code(traced_forward(made, compiler.groups.batch_norm, compiler.report)), made)
-    made.__dict__["_apexfx"] = Runtime(made, traced, config, compiler, stand_ins)
+    traced = own_forward or with_private_code(traced_forward(made, cls, compiler.groups.batch_norm, compiler.report))
+    made.__dict__["_apexfx"] = CompiledModel(made, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)
     return made

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module, version
+from ..compiler import compiled_model
 from ..precision.rules import HALVES
+from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
@@ -59,7 +62,7 @@ class ForwardPatch:
             edits.bring_back()
         if self.outputs is None or inside:  # a model within a model hands its values on as they are
             return result
-        return cast_values(result, caster(self.outputs, only=self.only), self.outputs if self.only is None else None)
+        return _cast_outputs(self.outputs, self.only, None, None, result)
 
 
 @torch.compiler.disable(reason="amp's O1 casts in eager mode; pass compile=True to amp.initialize to have them in the graph")
@@ -86,7 +89,7 @@ def check_wrapper(model: Any) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _is_own_wrapper(model):
         raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be "
                            "applied to the model(s) AFTER the model(s) have been returned from amp.initialize.")
-    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+    if isinstance(model, torch.jit.ScriptModule) or is_compiled_module(model):
         raise TypeError(f"amp.initialize was given a {type(model).__name__}, expected a plain module: call it before "
                         "torch.jit or torch.compile, or pass compile=True")
 
@@ -94,7 +97,7 @@ def check_wrapper(model: Any) -> None:
 def check_not_transformed(model: nn.Module) -> None:
     """Raise where casts of amp would meet the graphs of `apexfx.transform`, which hold their own."""
     for name, module in model.named_modules():
-        if "_apexfx" in module.__dict__:
+        if compiled_model.of(module) is not None:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
             raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and amp would cast on top "
                                "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "
@@ -112,25 +115,58 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
     patch.own_forward = earlier.own_forward if earlier is not None else model.__dict__.pop("forward", None)
     cls = type(model)
     if earlier is None:
-        model.__class__ = _patched_class(cls)
+        model.__class__ = _amp_class(cls)
     model.__dict__[_PATCH] = patch
     if patch.executor is not None:
         for module in model.modules():
-            if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
+            if isinstance(module, nn.RNNBase) and not has_forward_pre_hook(module, _float_input):
                 module.register_forward_pre_hook(_float_input, with_kwargs=True)
+
+
+def cast_around(
+    model: nn.Module, *, inputs: bool, outputs: torch.dtype | None, only: tuple[torch.dtype, ...] | None
+) -> None:
+    """Have a compiled model take and give the dtypes that a wrapped forward does, as far as its graphs do not.
+
+    Args:
+        inputs: float64 inputs become float32; the graphs cast all others.
+        outputs, only: as in `ForwardPatch`.
+    """
+    if inputs:
+        model.register_forward_pre_hook(_single_inputs, with_kwargs=True)
+    if outputs is not None:
+        model.register_forward_hook(functools.partial(_cast_outputs, outputs, only), prepend=True)
+
+
+def _single_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cast = caster(torch.float32, only=(torch.float64,))
+    return cast_values(args, cast), cast_values(kwargs, cast)
+
+
+def _cast_outputs(
+    dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, module: nn.Module | None, args: Any, result: Any
+) -> Any:
+    return cast_values(result, caster(dtype, only=only), dtype if only is None else None)
 
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
-    if module._flat_weights[0].dtype != torch.float32:
+    if next(module.parameters()).dtype != torch.float32:
         return None
     cast = caster(torch.float32, only=HALVES)
     return cast_values(args, cast), cast_values(kwargs, cast)
 
 
+class _AmpModule:
+    """Mixed into the class of a model whose forward amp wraps."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(super(), self, _AmpModule, _amp_class, protocol)
+
+
 @functools.cache
-def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(cls.forward)
+def _amp_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[_PATCH]
         own = patch.own_forward if patch.own_forward is not None else functools.partial(cls.forward, self)
@@ -138,20 +174,7 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
             return _call_eagerly(patch, own, args, kwargs)
         return patch.call(own, args, kwargs)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        function, arguments, *rest = super(made, self).__reduce_ex__(protocol)
-        return (_rebuild, (cls, function, tuple(cls if a is made else a for a in arguments)), *rest)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-             "forward": forward, "__reduce_ex__": reduce, "_amp_source_class": cls}
-    made = type(cls)(cls.__name__, (cls,), names)
-    return made
-
-
-def _rebuild(cls: type[nn.Module], function: Any, arguments: tuple[Any, ...]) -> nn.Module:
-    """Make an empty instance as pickle would, of the patched class."""
-    patched = _patched_class(cls)
-    return function(*(patched if a is cls else a for a in arguments))
+    return subclass(cls, _AmpModule, forward=forward)
 
 
 # ---- checkpoints in float32 ---------------------------------------------------------------------------------------------
@@ -163,15 +186,16 @@ MASTER = "_amp_master"
 def save_float32(model: nn.Module) -> None:
     """Have `state_dict` hold float32 for what was cast to half, and `load_state_dict` reach the masters."""
     for module in model.modules():
-        if _upcast not in module._state_dict_hooks.values():
+        if not has_state_dict_hook(module, _upcast):
             module.register_state_dict_post_hook(_upcast)
             module.register_load_state_dict_pre_hook(_load_master)
 
 
 def _upcast(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    own = {"recurse": False, "remove_duplicate": False}
+    for name, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):
         key = prefix + name
-        if tensor is not None and key in state_dict and tensor.dtype in HALVES:
+        if key in state_dict and tensor.dtype in HALVES:
             state_dict[key] = full_precision(tensor)
 
 
@@ -181,14 +205,14 @@ def full_precision(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if linked is None:
         return tensor.float()
-    master, version = linked[0].detach(), linked[1]
-    if version == tensor._version:
+    master = linked[0].detach()
+    if linked[1] == version(tensor):
         return master
     return torch.where(master.to(tensor.dtype) == tensor, master, tensor.float())
 
 
 def _load_master(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    for name, parameter in module._parameters.items():
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         linked = getattr(parameter, MASTER, None)
         loaded = state_dict.get(prefix + name)
         if linked is not None and isinstance(loaded, Tensor) and loaded.shape == linked[0].shape:

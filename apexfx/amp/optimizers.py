@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optimizers._base import FusedOptimizer
+from .._torch import has_step_pre_hook, reads_found_inf
 from ..precision.rules import HALVES
+from ..subclassing import reduced, subclass
 from .optimizer_state import AmpOptimizerState
-from .scaler import LossScaler, is_clear
+from .scaler import LossScaler
 from .session import Session
 
 
@@ -29,10 +30,6 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer if inner is None else unwrap(inner)
 
 
-# Each does no more than that, between the marks of a profiler.
-_DROP_GRADIENTS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
-
-
 class AmpOptimizer:
     """Mixed into the class of an initialised optimizer."""
 
@@ -42,12 +39,7 @@ class AmpOptimizer:
         """Drop (None) or zero the gradients of the model and of the masters."""
         if set_to_none is None:
             set_to_none = bool(getattr(self, "set_grad_none", True))
-        if set_to_none and type(self)._amp_source_class.zero_grad in _DROP_GRADIENTS:  # type: ignore[attr-defined]
-            for group in self.param_groups:  # type: ignore[attr-defined]
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
-            super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
         self._amp_stash.drop_master_grads()
         self._amp_stash.zero_model_grads(set_to_none)
 
@@ -92,11 +84,11 @@ class AmpOptimizer:
         super().__setstate__(state)  # type: ignore[misc]
         if "_amp_stash" in self.__dict__:
             self._amp_stash.link()
-            if _before_step not in self._optimizer_step_pre_hooks.values():  # loading a state dict comes here too
+            if not has_step_pre_hook(self, _before_step):  # loading a state dict comes here too
                 register_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._amp_source_class,), self.__getstate__()  # type: ignore[attr-defined]
+        return reduced(super(), self, AmpOptimizer, amp_class, protocol)
 
 
 def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, master_weights: bool) -> None:
@@ -142,12 +134,7 @@ def _warn_of_half_sgd(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def amp_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_amp_source_class": cls}
-    return type(cls)(cls.__name__, (AmpOptimizer, cls), names)
-
-
-def _rebuild(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    return object.__new__(amp_class(cls))
+    return subclass(cls, AmpOptimizer)
 
 
 def register_hooks(optimizer: Any) -> None:
@@ -203,6 +190,11 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         stash.session.report_overflows()
 
 
+def is_clear(flag: Tensor) -> bool:
+    """Return whether the host can tell without waiting that `flag` is 0."""
+    return flag.device.type == "cpu" and not flag.numpy()
+
+
 def _take_flag(optimizer: Any) -> None:
     """Take the flag off `optimizer` that `_before_step` put there; a GradScaler's stays."""
     stash: AmpOptimizerState = optimizer._amp_stash
@@ -213,7 +205,7 @@ def _take_flag(optimizer: Any) -> None:
 
 def _skips_on_flag(optimizer: Any) -> bool:
     """Return whether `optimizer` reads `found_inf` itself: this package's, and torch's with fused=True."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+    return reads_found_inf(optimizer) and all(
         group.get("fused", True) for group in optimizer.param_groups  # a loaded state dict may have turned torch's off
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch import compiled_module, traced_module, traced_value, tree_leaves
+from .._torch import compiled_module, registries, traced_module, traced_value, tree_leaves
 
 # What Dynamo writes between the names of attributes and keys.
 _REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
@@ -74,17 +74,23 @@ class ModelIndex:
         if (original := self._originals.get(id(module))) is not None:
             self._modules.setdefault(original, []).append(path)
         dot = f"{path}." if path else ""
-        for names, registry in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+        held = registries(module)
+        for names, registry in ((self._parameters, held.parameters), (self._buffers, held.buffers)):
             for name, tensor in registry.items():
                 if tensor is not None:
                     names.setdefault(id(tensor), []).append(dot + name)
-        for name, child in module._modules.items():
+        for name, child in held.modules.items():
             if child is not None:
                 self._walk(child, dot + name, above | {id(module)})
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, parameter) of all that are registered, each once."""
         return [named for prefix, root in self._live_roots() for named in root.named_parameters(prefix) if named[1].is_leaf]
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield (path, module) of the models and all that is registered below them."""
+        for prefix, root in self._live_roots():
+            yield from root.named_modules(prefix=prefix)
 
     def parameter(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the names under which `tensor` is a registered parameter; a tied one has several."""

@@ -1,4 +1,4 @@
-"""Passes and the pipeline that runs them: contracts, order, timing, checks, one report a pass."""
+"""Runs passes over a graph in order: times and checks each, and reports what it did."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from ..errors import PassError
 from ..graph import invariants, printing
 from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
-from ..report.data import PassReport, Report, StageReport
+from ..report.data import Report
+from ..report.records import Artifacts, PassReport, StageReport
 from . import verification
 
 log = logging.getLogger(__name__)
+
 
 class Pipeline:
     """An ordered schedule of passes, validated at construction.
@@ -40,6 +42,7 @@ class Pipeline:
         self.strict = strict
 
     def stage(self, name: str) -> tuple[Pass, ...]:
+        """Return the passes of a stage, in order."""
         return tuple(p for p in self.passes if p.stage == name)
 
     def run(self, stage: str, gm: fx.GraphModule, *, inputs: Callable[[], Sequence[Any]] | None = None) -> StageReport:
@@ -77,11 +80,12 @@ class Pipeline:
         invariants.check(gm, stage=pass_.stage, pass_name=pass_.name)
         if before is not None and result.modified:
             verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
-        ops_after = count_ops(gm)
+        ops_after, artifacts = count_ops(gm), pass_.artifacts()
         report = PassReport(
             name=pass_.name, stage=pass_.stage, numeric=pass_.numeric, ms=ms, matches=list(pass_.matches),
             nodes_before=nodes_before, nodes_after=_num_nodes(gm), added=ops_after - ops_before,
-            removed=ops_before - ops_after, artifacts=pass_.artifacts(),
+            removed=ops_before - ops_after,
+            artifacts=artifacts if isinstance(artifacts, Artifacts) else Artifacts.from_json(artifacts),
             warning=None if pass_.matches else pass_.why_no_match(gm),
         )
         report.code = printing.to_python(gm, header=f"{pass_.stage} graph after {pass_.name} ({ms:.1f} ms)")
@@ -92,7 +96,7 @@ class Pipeline:
         if report.warning:
             if self.strict:
                 raise PassError(report.name, f"rewrote nothing: {report.warning}")
-            # Of the forward passes, whoever sees all graphs of a call says it: `warn_unmatched`.
+            # A forward pass may match in another graph: `warn_unmatched` warns when all graphs of a call are known.
             log.log(logging.WARNING if report.stage == "backward" else logging.INFO,
                     "apexfx: %s rewrote nothing in this graph: %s", report.name, report.warning)
         log.info("%s: %d matches, %d -> %d nodes, %.1f ms", report.name, len(report.matches), report.nodes_before,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._torch import DTensor, active_ddp_module, backend_around, backend_of, fsdp_managed, is_fsdp_source, is_replica
+from .._torch import DTensor, active_ddp_module, backend_around, fsdp_managed, is_fsdp_source, is_replica
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
@@ -21,26 +21,13 @@ COMPILES_ITSELF = ("a transformed model compiles itself and cannot be exported; 
 
 def check_whole(model: nn.Module) -> None:
     """Refuse a model with parameters that are elsewhere in part, or have no shape yet."""
-    _check_not_sharded(model.named_modules())
+    check_not_sharded(model.named_modules())
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if isinstance(tensor, DTensor):
                 raise ValueError(f"apexfx: {kind} {name!r} is a DTensor, of which this rank may hold a part. {_WHOLE}")
             if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
                 raise ValueError(f"apexfx: {kind} {name!r} has no shape yet; run the lazy module once first")
-
-
-def check_not_averaged(model: nn.Module, advice: str) -> None:
-    """Refuse a model of which some module has its gradients averaged already, by a wrapper or by its graphs."""
-    for name, module in model.named_modules():
-        wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if wraps or getattr(type(module), "averages_gradients", False):  # the attribute: that of apexfx.parallel
-            raise ValueError(f"apexfx: {_where(name)} is wrapped in {type(module).__name__}, which averages gradients itself; "
-                             f"{advice}")
-        compiled = _is_apex(backend := backend_of(module)) and (backend.kwargs.get("options") or {}).get("ddp")
-        if compiled or ("_apexfx" in module.__dict__ and module.__dict__["_apexfx"].config.ddp):
-            raise ValueError(f"apexfx: {_where(name)} was transformed with ddp already and averages its gradients; leave out one "
-                             "of the two")
 
 
 def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
@@ -52,22 +39,23 @@ def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             raise ValueError(f"apexfx: {node.name} belongs to a module that FSDP shards. {_WHOLE}")
 
 
-def check_call(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse, at a call of a transformed model, what was done to it since: cheap enough for every call.
 
     Args:
         model: what was called.
-        modules: those of the transformed model, by name.
+        submodules: those below it, by name.
     """
     if is_replica(model):
         raise RuntimeError("apexfx: nn.DataParallel runs copies of the model, and the graphs of a transformed one use the "
                            "original's parameters; start one process a GPU and use ddp=True")
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
-    if _is_apex(backend_around()):
+    if is_apex(backend_around()):
         raise ValueError("apexfx: the model in torch.compile(backend='apex') is transformed already, so its options would not "
                          "reach it; compile the module that it was made from, or call the transformed model as it is")
-    _check_not_sharded(modules)
+    check_not_sharded([("", model)])
+    check_not_sharded(submodules)
 
 
 def check_not_in_ddp() -> None:
@@ -79,14 +67,12 @@ def check_not_in_ddp() -> None:
         )
 
 
-def _is_apex(backend: Any) -> bool:
+def is_apex(backend: Any) -> bool:
+    """Tell whether a backend, as `torch.compile` keeps it, is ours."""
     return getattr(backend, "compiler_name", None) == "apex"
 
 
-def _check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules, given by name, on or around which FSDP was put."""
     if (name := fsdp_managed(modules)) is not None:
-        raise ValueError(f"apexfx: {_where(name)} is sharded by FSDP. {_WHOLE}")
-
-
-def _where(name: str) -> str:
-    return f"submodule {name!r}" if name else "the model"
+        raise ValueError(f"apexfx: {f'submodule {name!r}' if name else 'the model'} is sharded by FSDP. {_WHOLE}")

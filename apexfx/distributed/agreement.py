@@ -6,44 +6,47 @@ every rank; a rank that never arrives is named after the timeout.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from .._torch import process_group_store
 from ..errors import RankMismatchError
+from .watchdog import Watchdog
 
 _NOTHING = "nothing"
-_num_read: Counter[str] = Counter()
+_POLL_S = 0.5  # between two looks for ranks that have failed
 
 
 class Label:
-    """What tells one model's keys in a group's store apart: `str` gives "of/origin/n".
+    """The prefix of one model's keys in a group's store: "group name/origin/n", as `str(label)`.
 
     It is numbered when it is first read, which is at the model's first training forward at the latest. Every rank trains its
-    models in the same order, so the n-th is the same model everywhere; one that a rank makes alone, to evaluate an average
-    of the weights, say, is never read and shifts no other's number.
+    models in the same order, so the n-th is the same model everywhere. A model that one rank makes alone, such as an average
+    of the weights to evaluate, is never read and does not shift the numbers of the others.
 
     Args:
-        of: the name of the group, or the label of the model copied.
-        origin: how the model came about.
+        group: whose store also holds the counters, one for each rank.
+        origin: how the model was made: "transform", "ddp", "copy", ...
+        of: the label of the model that this one is a copy of, or "".
     """
 
-    def __init__(self, of: str | Label, origin: str) -> None:
-        self._of, self._origin = of, origin
+    def __init__(self, group: dist.ProcessGroup, origin: str, of: str | Label = "") -> None:
+        self._group, self._origin, self._of = group, origin, of
         self._text = ""
 
     def __str__(self) -> str:
         if not self._text:
-            kind = f"{self._of}/{self._origin}"
-            _num_read[kind] += 1
-            self._text = f"{kind}/{_num_read[kind]}"
+            kind = f"{self._of or self._group.group_name}/{self._origin}"
+            counter = f"apexfx/labels/{kind}/{dist.get_rank(self._group)}"
+            self._text = f"{kind}/{process_group_store(self._group).add(counter, 1)}"
         return self._text
 
 
@@ -57,10 +60,12 @@ class Agreement:
         group: whose ranks agree.
         label: tells apart the agreements of different models; the same on every rank. Read at the first agreement.
         timeout_s: seconds to wait for the others.
+        watchdog: of the ranks; what it hears of while this rank waits is raised at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float, watchdog: Watchdog | None = None) -> None:
         self.group = group
+        self._watchdog = watchdog
         self.label = label
         self.timeout_s = timeout_s
         self._agreed: set[str] = set()
@@ -90,21 +95,24 @@ class Agreement:
             raise RankMismatchError(_explain(given))
         self._agreed.add(digest)
 
+    def ensure_model(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Return when every rank has given tensors of the same names, shapes and dtypes, as `ensure` does."""
+        self.ensure("parameters and buffers of the model", [[name, list(t.shape), str(t.dtype)] for name, t in named])
+
     def _collect(self, store: Any, prefix: str, world: int, what: str) -> list[list[str]]:
         keys = [f"{prefix}/{rank}" for rank in range(world)]
         deadline = time.monotonic() + self.timeout_s
-        for key in keys:
-            try:
-                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            except RuntimeError as error:  # DistStoreError: the key was not set in time
-                absent = [r for r, k in enumerate(keys) if not store.check([k])]
-                if not absent:
-                    continue
+        while absent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise RankMismatchError(
                     f"apexfx: after {self.timeout_s:g} s, rank {', '.join(map(str, absent))} of {world} has not arrived "
                     f"to agree on the {what}. It failed, is still compiling, or runs another graph (a copy of a model "
-                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...)."
-                ) from error
+                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...).")
+            with contextlib.suppress(RuntimeError):  # not set within these seconds
+                store.wait([keys[absent[0]]], timedelta(seconds=min(left, _POLL_S)))
+            if self._watchdog is not None:
+                self._watchdog.look_for_failure()
         return [json.loads(store.get(key)) for key in keys]
 
 

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .._torch import process_group_timeout
-from ..compiler.refusals import check_not_averaged, check_whole
+from ..compiler.compiled_model import check_not_averaged
+from ..compiler.refusals import check_whole
 from ..transform import TransformedModule
 
 

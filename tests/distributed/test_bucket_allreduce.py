@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from apexfx.buckets.ddp_layout import plan_from_ddp
+from apexfx.buckets.plan import plan_from_ddp
 from apexfx.config import BucketConfig
 from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm

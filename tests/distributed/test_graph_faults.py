@@ -1,4 +1,7 @@
-"""What goes wrong in data parallel training on transformed graphs, and what every rank is told."""
+"""What goes wrong in data parallel training on transformed graphs, and what every rank is told.
+
+Faults that every executor meets alike are in `test_fault_table.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import apexfx
+from apexfx import RankMismatchError, UnsynchronizedGradientError
 from apexfx.config import BucketConfig
-from apexfx.distributed.forward_count import ALWAYS, INTERVAL
+from apexfx.distributed.step_check import ALWAYS, INTERVAL
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from tests.distributed.faults import Net, explode, train
 from tests.distributed.launch import on_ranks
@@ -22,16 +26,22 @@ def transformed(model=None, timeout_s=15, **options):
 
 
 @on_ranks(3)
+def test_another_pass(rank, world_size):
+    model = transformed(skip=("bucket_allreduce",) if rank == 1 else ())
+    with pytest.raises(RankMismatchError, match="do not agree on the collectives of graph 0"):
+        train(model, rank)
+
+
+@on_ranks(3)
 def test_skipped_backward(rank, world_size):
-    for model in (transformed(), DistributedDataParallel(apexfx.transform(Net(), opt_level="O0", inner="eager"), timeout_s=15)):
-        train(model, rank, 2)
-        if rank == 1:
-            model(torch.ones(2, 3))  # and no backward: the loss was not finite, say
-        message = "rank 1: 4 forwards so far\n.*A rank skipped|rank 1: 4"
-        with pytest.raises(RankFailureError, match=message):
-            train(model, rank)
-        train(model, rank, 2)  # the ranks are in step again
-        assert all((p.grad == 2).all() for name, p in model.named_parameters() if name.endswith("b.bias"))
+    model = DistributedDataParallel(apexfx.transform(Net(), opt_level="O0", inner="eager"), timeout_s=15)
+    train(model, rank, 2)
+    if rank == 1:
+        model(torch.ones(2, 3))  # and no backward: the loss was not finite, say
+    with pytest.raises(RankFailureError, match="rank 1: 4 forwards so far\n.*A rank skipped|rank 1: 4"):
+        train(model, rank)
+    train(model, rank, 2)  # the ranks are in step again
+    assert (model.module.b.bias.grad == 2).all()
 
 
 @on_ranks(2)
@@ -113,6 +123,18 @@ def test_failed_backward(rank, world_size):
     everyones = [torch.empty_like(model.a.weight.grad) for _ in range(world_size)]
     dist.all_gather(everyones, model.a.weight.grad)
     assert all(torch.equal(g, everyones[0]) for g in everyones)
+    train(model, rank)
+    assert (model.b.bias.grad == 2).all()
+
+
+@on_ranks(3)
+def test_bypassed(rank, world_size):
+    source = Net()
+    model = transformed(source)
+    train(model, rank)
+    with pytest.raises(UnsynchronizedGradientError, match="computed outside of the transformed model"):
+        source(torch.full((2, 3), rank + 1.0)).sum().backward()
+    dist.barrier()
     train(model, rank)
     assert (model.b.bias.grad == 2).all()
 

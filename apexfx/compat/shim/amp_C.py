@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from .. import install
+from apexfx.compat import install
 
 sys.modules.pop(__name__)
 install()

@@ -1,0 +1,297 @@
+"""How the rule table is applied to a graph: visit its nodes in order, decide, cast, and evaluate again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import HigherOrderOperator, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
+from ..errors import PassError
+from ..graph.mutation import body_of, storages, written, written_storages
+from ..graph.nodes import argument, evaluate, op_name, set_value, signature, value
+from ..graph.op_names import canonical_name, is_foreign
+from ..precision import arguments
+from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast
+from ..precision.policy import (
+    Policy,
+    additive_mask,
+    is_float32_limit,
+    is_user_cast,
+    keeps_float32_limits,
+    left_to_user,
+    limited,
+    narrow,
+)
+from ..precision.rules import FLOATS, HALVES, SAME_DATA_FAMILIES, Rule, decide
+
+_CAPTURED = "the dtypes it was captured with"
+
+
+def enters_autocast(node: fx.Node, *, enabled: bool = True) -> bool:
+    """Return whether a region begins at `node` in which torch.autocast is on, or with `enabled=False`, off."""
+    if node.op != "call_function" or canonical_name(node.target) != "_enter_autocast":
+        return False
+    return bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)) is enabled
+
+
+class CastInserter:
+    """Casts the arguments of every node as its rule says of the dtypes that they have by then, and evaluates it again.
+
+    Args:
+        gm: the outermost graph.
+        policy: gives the rule of every node.
+        record: takes every inserted cast and its row of the ledger.
+        captured: what every node's value was before the pass.
+        mode: the fake mode of the graph's values.
+
+    Attributes:
+        changed: nodes whose value is another than the captured one.
+        edited: whether anything but casts was changed.
+    """
+
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        policy: Policy,
+        record: Callable[[fx.Node, CastRow], None],
+        captured: dict[fx.Node, Any],
+        mode: Any,
+    ) -> None:
+        self.policy = policy
+        self.record = record
+        self.captured = captured
+        self.written_memory = written_storages(gm)
+        self.mode = mode
+        self.changed: set[fx.Node] = set()
+        self.user_casts: set[fx.Node] = set()  # cast to float32 by the user's code, perhaps viewed since
+        self.float32_limits: set[fx.Node] = set()  # hold finite numbers beyond half's range: additive masks
+        self.visited_bodies: set[int] = set()
+        self.saturated: dict[tuple[fx.Node, torch.dtype, fx.Node | None], fx.Node] = {}
+        self.unrecorded: list[tuple[fx.Node, CastRow]] = []
+        self.no_grad: fx.Node | None = None  # the node that switched gradients off, inside such a region
+        self.body = ""
+        self.edited = False
+
+    def rewrite(self, gm: fx.GraphModule) -> None:
+        """Visit the nodes of `gm`, and of the bodies that a pass may rewrite, in order."""
+        regions: set[fx.Node] = set()
+        for node in list(gm.graph.nodes):
+            if node.op not in ("call_function", "call_method"):
+                continue
+            if enters_autocast(node, enabled=False):
+                regions.add(node)
+            elif node.op == "call_function" and canonical_name(node.target) == "_exit_autocast":
+                regions.discard(node.args[0])
+            elif node.target is set_grad_enabled:
+                self.no_grad = None if node.args[0] else node
+            elif isinstance(node.target, HigherOrderOperator):
+                self._higher_order(node)
+            else:
+                self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)
+        self.edited |= arguments.take_out(gm.graph)
+
+    def restore_outputs(self, gm: fx.GraphModule) -> None:
+        """Cast what the graph returns back to the dtype it was captured with."""
+        output = gm.graph.output_node()
+        casts: dict[fx.Node, fx.Node] = {}
+
+        def restored(node: fx.Node) -> fx.Node:
+            was = self.captured.get(node)
+            if not isinstance(was, Tensor) or dtype_of(node) in (None, was.dtype):
+                return node
+            if node not in casts:
+                casts[node] = self._cast(node, was.dtype, like=node, before=output, op="output", rule="output",
+                                         reason="what leaves the graph keeps the dtype it was captured with")
+            return casts[node]
+
+        output.args = fx.node.map_arg(output.args, restored)
+        self._record_casts()
+        if casts:
+            set_value(output, fx.node.map_arg(output.args[0], value))
+
+    def _node(self, node: fx.Node, *, casts_off: bool) -> None:
+        cast_to = user_cast(node)
+        name = canonical_name(node.target)
+        rule = self._rule(node, name, casts_off=casts_off)
+        self._follow(node, name, rule, cast_to)
+        stale = any(source in self.changed for source in node.all_input_nodes)
+        if is_inserted_cast(node):
+            if stale:
+                self._evaluate(node)
+            return
+        if is_foreign(name) and rule.family == "foreign":
+            self._as_captured(node, "not torch's own op: it gets " + _CAPTURED)
+        elif stale and _data_dependent(node):
+            self._as_captured(node, "its shape depends on data: it gets " + _CAPTURED)
+        else:
+            before = node.args, node.kwargs
+            moved = self._cast_arguments(node, name, rule)
+            moved |= self._limit_numbers(node, name)
+            if moved or stale:
+                self._evaluate(node, before)
+        self._record_casts()
+
+    def _record_casts(self) -> None:
+        for cast, row in self.unrecorded:
+            self.record(cast, row)
+        self.unrecorded.clear()
+
+    def _rule(self, node: fx.Node, name: str, *, casts_off: bool) -> Rule:
+        rule = self.policy.rule(node)
+        if casts_off and rule.kind in ("half", "float", "banned"):
+            kind = "half_if_mixed" if rule.kind == "half" else "promote"
+            return Rule(kind, "inside autocast(enabled=False): only what would not fit together is cast", rule.family)
+        if self.policy.level.patch_ops:
+            operands = node.all_input_nodes
+            if left_to_user(rule, [dtype_of(n) for n in operands], [n in self.user_casts for n in operands]):
+                return Rule("passthrough", "the user's code made every operand float32", rule.family)
+        return rule
+
+    def _follow(self, node: fx.Node, name: str, rule: Rule, cast_to: torch.dtype | None) -> None:
+        """Carry the two properties of values that decisions further down depend on."""
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        was = self.captured.get(source)
+        if is_user_cast(name, was.dtype if isinstance(was, Tensor) else None, cast_to):
+            self.user_casts.add(node)
+        elif cast_to is None and source in self.user_casts and rule.family in SAME_DATA_FAMILIES:
+            self.user_casts.add(node)
+        if any(map(is_float32_limit, tree_leaves((node.args, node.kwargs)))) \
+                or keeps_float32_limits(rule) and any(n in self.float32_limits for n in node.all_input_nodes):
+            self.float32_limits.add(node)
+
+    def _cast_arguments(self, node: fx.Node, name: str, rule: Rule) -> bool:
+        # A residual is an activation, which sync_batch_norm adds whatever its dtype: it is no parameter to agree with.
+        residual = argument(node, "residual") if rule.family == "batch_norm" else None
+        dtypes = [dtype_of(a) if a is not residual else None for a in tree_leaves((node.args, node.kwargs))]
+        if "out" in node.kwargs:
+            targets = decide(rule, [dtype_of(node.kwargs["out"]), *dtypes], self.policy.half)[1:]
+        else:
+            targets = decide(rule, dtypes, self.policy.half)
+        mask = additive_mask(name, node.args, node.kwargs)
+        return self._replace(node, targets, op=op_name(node), rule=rule.kind, reason=rule.reason, mask=mask)
+
+    def _replace(
+        self, node: fx.Node, targets: Sequence[torch.dtype | None], *, op: str, rule: str, reason: str,
+        mask: fx.Node | None = None,
+    ) -> bool:
+        """Cast the arguments of `node`, in flattened order, to `targets`; one cast serves an argument given twice."""
+        if not any(targets):
+            return False
+        fixed = set(written(node))
+        wanted, made = iter(targets), {}
+
+        def cast(argument: Any) -> Any:
+            target = next(wanted)
+            if target is None or argument in fixed:
+                return argument
+            if argument not in made:
+                source = argument
+                if target in HALVES and (argument is mask or argument in self.float32_limits):
+                    source = self._saturated(argument, target, node)
+                made[argument] = self._cast(source, target, like=node, before=node, op=op, rule=rule, reason=reason)
+            return made[argument]
+
+        node.args, node.kwargs = tree_map(cast, (tuple(node.args), dict(node.kwargs)))
+        return bool(made)
+
+    def _saturated(self, mask: fx.Node, half: torch.dtype, node: fx.Node) -> fx.Node:
+        """Return `mask` with its finite values inside the range of `half`; made once, unless something writes it."""
+        if dtype_of(mask) in HALVES:
+            return mask
+        key = (mask, half, self.no_grad)
+        if key not in self.saturated or storages(value(mask)) & self.written_memory:
+            self.saturated[key] = insert_limits(mask, half, before=node, like=node, mode=self.mode)
+            self.captured[self.saturated[key]] = self.captured.get(mask)
+        return self.saturated[key]
+
+    def _cast(
+        self, tensor: fx.Node, dtype: torch.dtype, *, like: fx.Node, before: fx.Node, op: str, rule: str, reason: str
+    ) -> fx.Node:
+        cast = insert_cast(tensor, dtype, before=before, like=like, mode=self.mode)
+        self.captured[cast] = self.captured.get(tensor)
+        if tensor in self.float32_limits:
+            self.float32_limits.add(cast)
+        row = ledger_row(cast, tensor, op=op, rule=rule, reason=reason, body=self.body)
+        self.unrecorded.append((cast, row))
+        return cast
+
+    def _limit_numbers(self, node: fx.Node, name: str) -> bool:
+        """Bring Python numbers that were within float32's range back into that of a tensor that is half now."""
+        half = narrow([dtype_of(n) for n in node.all_input_nodes])
+        if half is None or "dtype" in node.kwargs:
+            return False
+        before = tree_leaves((node.args, node.kwargs))
+        args, kwargs = tree_map(lambda a: limited(a, name, half), (tuple(node.args), dict(node.kwargs)))
+        if all(new is old for new, old in zip(tree_leaves((args, kwargs)), before)):
+            return False
+        node.args, node.kwargs, self.edited = args, kwargs, True
+        return True
+
+    def _evaluate(self, node: fx.Node, before: tuple[Any, Any] | None = None) -> None:
+        try:
+            new = evaluate(node, self.mode)
+        except Exception as error:  # an op refuses a dtype with any error
+            if before is not None:
+                self._undo(node, before)
+            if not self._as_captured(node, f"it refuses the others ({type(error).__name__}): it gets {_CAPTURED}"):
+                raise PassError("precision", f"does not run with its new dtypes: {error}", node) from error
+            return
+        if signature(new) != signature(value(node)):
+            set_value(node, new)
+            self.changed.add(node)
+
+    def _undo(self, node: fx.Node, before: tuple[Any, Any]) -> None:
+        """Give `node` the arguments it had, and take the casts made for it out again."""
+        node.args, node.kwargs = before
+        for cast, _ in reversed(self.unrecorded):
+            cast.graph.erase_node(cast)
+        self.unrecorded.clear()
+
+    def _as_captured(self, node: fx.Node, reason: str) -> bool:
+        """Cast every argument of `node` back to the dtype it was captured with; return whether any moved."""
+        targets: list[torch.dtype | None] = []
+        for leaf in tree_leaves((node.args, node.kwargs)):
+            was = self.captured.get(leaf) if isinstance(leaf, fx.Node) else None
+            now = dtype_of(leaf)
+            moved = now is not None and isinstance(was, Tensor) and was.dtype in FLOATS and was.dtype != now
+            targets.append(was.dtype if moved else None)
+        return self._replace(node, targets, op=op_name(node), rule="captured", reason=reason)
+
+    def _higher_order(self, node: fx.Node) -> None:
+        pair = body_of(node)
+        if pair is None:
+            self._as_captured(node, "its body is not rewritten: it gets " + _CAPTURED)
+            self._record_casts()
+            return
+        body, operands = pair
+        inputs = body.graph.find_nodes(op="placeholder")
+        if id(body) in self.visited_bodies:
+            pairs = [(dtype_of(o), dtype_of(p)) for o, p in zip(operands, inputs)]
+            targets = [None, *(p if o not in (None, p) else None for o, p in pairs)]
+            targets += [None] * len(tree_leaves(node.kwargs))
+            self._replace(node, targets, op=op_name(node), rule="captured", reason="its body serves another call too")
+            self._record_casts()
+        else:
+            self.visited_bodies.add(id(body))
+            for placeholder, operand in zip(inputs, operands):
+                if signature(value(placeholder)) != signature(value(operand)):
+                    self.changed.add(placeholder)
+                set_value(placeholder, value(operand))
+            outer = self.body, self.no_grad
+            self.body = str(node.args[0].target)
+            self.rewrite(body)
+            self.body, self.no_grad = outer
+            body.recompile()
+        new = fx.node.map_arg(body.graph.output_node().args[0], value)
+        if isinstance(value(node), tuple) and isinstance(new, list):
+            new = tuple(new)
+        if signature(new) != signature(value(node)):
+            set_value(node, new)
+            self.changed.add(node)
+
+
+def _data_dependent(node: fx.Node) -> bool:
+    return any(isinstance(leaf, Tensor) and free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node)))

@@ -1,0 +1,83 @@
+"""The cache key changes with everything that changes the compiled graph."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from torch.fx.passes.infra.pass_base import PassResult
+
+import apexfx
+from apexfx.compiler import cache
+from apexfx.report.records import StageReport
+
+
+class Mine(apexfx.Pass):
+    name = "mine"
+    stage = "backward"
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor = factor
+
+    def call(self, gm):
+        return PassResult(gm, False)
+
+    def options(self):
+        return {"factor": self.factor}
+
+
+def key(config=None, passes=(), facts=None):
+    return cache.uuid(config or {"opt_level": "O1"}, passes, facts or {"world": 2})
+
+
+def test_equal_inputs_give_equal_keys():
+    assert key(passes=[Mine(2.0)]) == key(passes=[Mine(2.0)])
+
+
+def test_everything_counts(monkeypatch):
+    keys = [key(), key({"opt_level": "O2"}), key(facts={"world": 3}), key(passes=[Mine()]), key(passes=[Mine(2.0)])]
+    monkeypatch.setattr(cache, "package_digest", lambda: "an edited pass of ours")
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+
+
+def test_every_room_of_the_package_counts(monkeypatch):
+    read = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
+    cache.package_digest.__wrapped__()
+    root = Path(apexfx.__file__).parent
+    assert {root / "config.py", root / "passes" / "precision.py", root / "ops" / "bucket.py"} <= set(read)
+
+
+def test_a_pass_without_source_bypasses_the_cache():
+    scope = {"apexfx": apexfx}
+    exec("class Typed(apexfx.Pass):\n    name = 'typed'\n", scope)
+    assert key(passes=[scope["Typed"]()]) is None
+
+
+class Forgetful(apexfx.Pass):
+    name = "forgetful"
+    stage = "backward"
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+
+def test_a_pass_that_forgets_options_counts_with_its_attributes():
+    assert key(passes=[Forgetful(2.0)]) == key(passes=[Forgetful(2.0)]) != key(passes=[Forgetful(3.0)])
+    assert key(passes=[Forgetful(object())]) is None  # nothing that a later process could compare
+
+
+def test_a_report_survives_the_round_trip(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    stage = StageReport("backward", captured="the graph")
+    cache.save_stage("some-key", stage)
+    loaded = cache.load_stage("some-key")
+    assert loaded.captured == "the graph" and loaded.from_cache
+    assert cache.load_stage("another-key") is None
+    path = next(tmp_path.rglob("*.json"))
+    path.write_text(json.dumps({"stage": 1})[:-3])
+    assert cache.load_stage("some-key") is None

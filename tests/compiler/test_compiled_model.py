@@ -1,0 +1,213 @@
+"""What Dynamo captures of a transformed model's forward, and what is said of the rest."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
+
+import apexfx
+from apexfx.testing import assert_close
+from tests.backward_graphs import TwoGraphs
+from tests.small_models import Model
+from tests.transform_models import transformed
+
+
+class Nothing(apexfx.Pass):
+    """A pass of the user's."""
+
+    name = "nothing"
+
+    def call(self, gm):
+        return PassResult(gm, False)
+
+
+def test_many_models_of_one_class():
+    for n in range(12):
+        assert transformed(nn.Linear(2, 2))(torch.randn(n + 1, 2)).shape == (n + 1, 2)
+
+
+def test_graph_breaks_are_compiled_on_both_sides():
+    source = TwoGraphs()
+    reference = copy.deepcopy(source)
+    model = transformed(source)
+    x = torch.randn(2, 4)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    assert len(model.report.graphs) == 2
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), reference.parameters()))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        transformed(TwoGraphs(), fullgraph=True)(x)
+
+
+def test_modules_left_to_eager_are_named(caplog):
+    class Disabled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.outside = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.hidden(self.inside(x))
+
+        @torch._dynamo.disable
+        def hidden(self, x):
+            return self.outside(x)
+
+    model = transformed(Disabled())
+    model(torch.randn(2, 4))
+    assert "no captured graph holds outside.weight, outside.bias" in caplog.text
+    assert any("outside.weight" in note for note in model.report.notes)
+
+
+def test_nothing_captured_is_an_error():
+    class Skipped(nn.Linear):
+        @torch._dynamo.disable
+        def forward(self, x):
+            return super().forward(x)
+
+    with pytest.raises(RuntimeError, match="Dynamo captured no graph"):
+        transformed(Skipped(2, 2))(torch.randn(1, 2))
+
+
+def test_rnn_is_captured():
+    source = Model(lambda m, x: m.bn(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(4, 4, batch_first=True), bn=nn.BatchNorm1d(4))
+    reference, x = copy.deepcopy(source), torch.randn(3, 5, 4)
+    model = transformed(source, fullgraph=True)
+    torch.testing.assert_close(model(x), reference(x))
+    assert len(model.report.graphs) == 1
+
+
+LIMIT = torch._dynamo.exc.FailOnRecompileLimitHit
+
+
+@pytest.fixture
+def two_graphs_at_most():
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+
+
+@pytest.mark.parametrize("options", [
+    {"opt_level": "O1"}, {"opt_level": "O3"}, {"precision": {"linear": "bfloat16"}}, {"passes": [Nothing()]}, {"fullgraph": True},
+])  # fmt: skip
+@pytest.mark.parametrize("trains", [True, False])
+def test_recompile_limit_raises_where_something_asked_for_would_be_lost(two_graphs_at_most, options, trains):
+    model = transformed(nn.Linear(4, 4), dynamic=False, verify="off", **options).train(trains)
+    with torch.set_grad_enabled(trains), pytest.raises(LIMIT, match="apexfx: forward was compiled 2 times"):
+        for n in range(2, 6):
+            model(torch.randn(n, 4))
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_recompile_limit_runs_eager_where_nothing_is_lost(two_graphs_at_most, caplog, trains):
+    source = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    reference, model = copy.deepcopy(source).train(trains), transformed(source, dynamic=False).train(trains)
+    with torch.set_grad_enabled(trains):
+        for n in (*range(2, 6), 2):
+            x = torch.randn(n, 4)
+            assert torch.equal(model(x), reference(x))
+    for ours, theirs in zip(model.buffers(), reference.buffers()):
+        assert torch.equal(ours, theirs)
+    [_, said] = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]  # after torch's, which says what changes
+    assert "compiled 2 times" in said and "now runs in eager wherever no graph fits" in said
+    assert [note for note in model.report.notes if note == said] and len(model.report.graphs) == 2
+
+
+def test_recompile_limit_raises_after_a_part_of_the_forward_ran(two_graphs_at_most):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x):
+            self.count()
+            return self.linear(x)
+
+        @torch._dynamo.disable
+        def count(self):
+            self.calls += 1  # what a second run of the forward would do again
+
+    model = transformed(Counts(), dynamic=False).eval()
+    with torch.no_grad(), pytest.raises(LIMIT, match="would now run in eager, without the passes"):
+        for n in range(2, 6):
+            model(torch.randn(n, 4))
+    assert model.calls == n - 1
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_a_module_that_counts_its_calls(opt_level):
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.calls = 0
+            self.scale = nn.Parameter(torch.ones(4))
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x):
+            self.calls += 1
+            self.total += x.detach().sum(0)
+            return x * self.scale
+
+    source = nn.Sequential(nn.Linear(4, 4), Counts())
+    reference = copy.deepcopy(source)
+    model = transformed(source, opt_level=opt_level)
+    for _ in range(12):
+        x = torch.randn(3, 4)
+        model(x).sum().backward()
+        reference(x).sum().backward()
+    assert model[1].calls == 12 and len(model.report.graphs) <= 2 and not model.report.notes
+    assert '_1_scale: "f32[4]"' in model.report.code() and '_1_total: "f32[4]"' in model.report.code()
+    # Sums over 12 batches.
+    assert_close(model[1].total, reference[1].total, dtype=torch.bfloat16, scale=12)
+    assert_close(model[1].scale.grad, reference[1].scale.grad, dtype=torch.bfloat16, scale=12)
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+def test_a_half_layer_gets_the_half_inputs(opt_level):
+    source = Model(lambda m, x: m.head(m.stem(x).float().mean((2, 3))), head=nn.Linear(4, 2),
+                   stem=nn.Conv2d(3, 4, 1).bfloat16())
+    model = transformed(source, opt_level=opt_level)
+    assert model(torch.ones(2, 3, 4, 4, dtype=torch.bfloat16)).shape == (2, 2) and not model.report.notes
+
+
+def test_activation_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    source = Model(lambda m, x: m.b(checkpoint(lambda z: F.gelu(m.bn(m.a(z))), x, use_reentrant=False)),
+                   a=nn.Linear(4, 4), bn=nn.BatchNorm1d(4), b=nn.Linear(4, 4))
+    reference, x = copy.deepcopy(source), torch.randn(6, 4)
+    model = transformed(source)
+    model(x).sum().backward()
+    reference(x).sum().backward()
+    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
+        torch.testing.assert_close(p.grad, q.grad, msg=name)
+
+
+def test_hugging_face_generate_goes_through_the_graphs():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    source = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+                                          vocab_size=64, max_position_embeddings=32)).eval()
+    ids = torch.randint(0, 64, (1, 4))
+    options = {"max_new_tokens": 3, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    expected = source.generate(ids, **options)
+    model = transformed(source)
+    assert torch.equal(model.generate(ids, **options), expected) and model.report.graphs
+    assert model.config is source.config
+
+
+def test_a_graph_that_the_inner_compiler_refused_is_not_in_the_report():
+    def refuse(graph):
+        raise ZeroDivisionError("refused")
+
+    model, x = apexfx.transform(nn.Linear(3, 3), opt_level="O0", inner="inductor"), torch.randn(2, 3)
+    for _ in range(2):
+        with torch._inductor.config.patch(post_grad_custom_post_pass=refuse), pytest.raises(ZeroDivisionError, match="refused"):
+            model(x)
+        assert not model.report.graphs
+    model(x).sum().backward()
+    assert [(graph.index, graph.training) for graph in model.report.graphs] == [(0, True)]
+    assert model.report.stage("backward")
