@@ -75,7 +75,8 @@ def _await(ranks: dict[int, Any], folder: str, deadline: float, timeout: float) 
         ranks[late[0]].join(0.05)
     failed = [rank for rank, process in ranks.items() if process.exitcode not in (None, 0)]
     if failed:
-        time.sleep(0.2)  # a peer that lost its connection may be about to say why
+        for rank in late:  # which lost its connection, and may be about to say why
+            ranks[rank].join(0.2)
         raise AssertionError(f"ranks {failed} failed{_failures(folder)}")
 
 

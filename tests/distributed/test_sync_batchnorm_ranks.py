@@ -5,22 +5,15 @@ Rank 0 prints the largest errors (shown by pytest -s).
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from functorch.compile import make_boxed_func
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from apexfx._torch import aot_autograd
-from apexfx.compiler import capture
-from apexfx.graph.printing import format_graph
 from apexfx.ops.sync_batch_norm import group_name, sync_batch_norm
-from apexfx.passes.sync_batchnorm import SyncBatchnorm
-from apexfx.testing import assert_close, tolerance
+from apexfx.testing import assert_close
 from tests.distributed.launch import on_ranks
 
 # Rows of each rank: even, uneven, one row, none.
@@ -133,84 +126,3 @@ def test_group_of_one(rank, world_size):
     groups = [dist.new_group([r]) for r in range(world_size)]
     assert group_name(groups[rank]) == ""
     assert group_name() == dist.group.WORLD.group_name
-
-
-class Net(nn.Module):
-    """Two convolutions; every fusion the pass knows, and one batch norm inside a checkpoint."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1, self.conv2 = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 1)
-        self.bn1, self.bn2, self.bn3 = nn.BatchNorm2d(4), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-    def forward(self, x, rematerialize):
-        x = self.bn1(self.conv1(x)).sin()
-        x = F.relu(self.bn2(self.conv2(x)) + x)
-        return checkpoint(self.tail, x, use_reentrant=False) if rematerialize else self.tail(x)
-
-    def tail(self, x):
-        return F.relu(self.bn3(x.sin()))
-
-
-def compile_model(model, collectives, inner="aot"):
-    """Compile through the pass; append the names of collectives (in order) of every traced graph to `collectives`."""
-
-    def keep(gm, _):
-        gm.graph.eliminate_dead_code()
-        calls = format_graph(gm, only="_c10d_functional").splitlines()
-        collectives.append([line.split(".")[1].split(".")[0] for line in calls])
-        return make_boxed_func(gm.forward)
-
-    def backend(gm, example_inputs):
-        capture.annotate(gm, example_inputs)
-        assert SyncBatchnorm(group_name=group_name())(gm).modified
-        gm.recompile()
-        return gm.forward if inner == "eager" else aot_autograd(fw_compiler=keep, bw_compiler=keep)(gm, example_inputs)
-
-    return torch.compile(model, backend=backend, fullgraph=True)
-
-
-def check_model(rank, world_size, rows, rematerialize, inner):
-    """A model against the same model in float64 on the full batch, and the collectives in its graphs."""
-    torch._dynamo.reset()
-    torch.manual_seed(1)
-    model = Net()
-    oracle = copy.deepcopy(model).double()
-    full = torch.randn(sum(rows), 3, 4, 4)
-    oracle(full.double(), False).sin().sum().backward()
-    collectives = []
-    compiled = compile_model(model, collectives, inner)
-    compiled(mine(full, rank, rows), rematerialize).sin().sum().backward()
-    for (name, parameter), want in zip(model.named_parameters(), oracle.parameters()):
-        dist.all_reduce(parameter.grad)
-        error = (parameter.grad - want.grad).abs().max()
-        # The bias of a convolution before a batch norm has gradient 0: what is left is rounding of sums of order 1.
-        assert error < 50 * tolerance(torch.float32)["atol"] * max(1, want.grad.abs().max()), (name, error)
-    for got, want in zip(model.buffers(), oracle.buffers()):
-        assert_close(got.double(), want.double(), dtype=torch.float32, scale=4)
-    if inner == "aot":
-        one = ["all_reduce", "wait_tensor"]
-        # One a layer each way; a checkpointed layer's statistics are summed again in the backward pass.
-        assert collectives == [one * 3, one * (4 if rematerialize else 3)], collectives
-
-
-@on_ranks(2, 3)
-def test_a_model_equals_full_batch(rank, world_size):
-    even, uneven, empty = BATCHES[world_size]
-    check_model(rank, world_size, empty, False, "aot")
-    if world_size == 2:
-        check_model(rank, world_size, uneven, True, "aot")
-        check_model(rank, world_size, even, False, "eager")
-
-
-@on_ranks(2)
-def test_dynamic_batches(rank, world_size):
-    """Ranks recompile for other batch sizes at different steps and still agree on every collective."""
-    torch.manual_seed(2)
-    model = Net()
-    eager = copy.deepcopy(model)
-    compiled = compile_model(model, [])
-    for step in range(3):
-        rows = [2 if r == 0 else 2 + (step + r) % 3 for r in range(world_size)]
-        full = torch.randn(sum(rows), 3, 4, 4)
-        assert_close(compiled(mine(full, rank, rows), False), mine(eager(full, False), rank, rows), scale=8)
