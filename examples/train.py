@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import apexfx
 
-EPOCHS, CHECKPOINT = 5, "checkpoint.pt"
+EPOCHS, CHECKPOINT = 3, "checkpoint.pt"
 
 # One process, or as many as torchrun has started.
 rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
