@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from .report.data import Report
 log = logging.getLogger(__name__)
 
 
+_by_options: weakref.WeakValueDictionary[int, GraphCompiler] = weakref.WeakValueDictionary()  # by id, while one is in use
 _last_report: Report | None = None
 
 
@@ -27,19 +29,35 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
 
     Found by torch through the package's entry point: import nothing, write `torch.compile(model, backend="apex")`.
 
+    Each call of `torch.compile` has one report, `last_report()`. Calls with one options object share it: the layers of a model
+    may be compiled one by one. Give two models an options object each.
+
     With `ddp`, what a graph holds is copied from rank 0 before its first run with gradients on, and every such run of a
     graph that trains counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`:
     each backward averages, which adds up to the same; `transform()` has it.
     """
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
-    backend = compiling_backend()  # there is one for every torch.compile(), and it lives as long as the compiled model
-    compiler = getattr(backend, "_apexfx_compiler", None) or compiler_for(TransformConfig.from_options(options), "compile")
-    if hasattr(backend, "compiler_name"):  # torch.compile()'s, not this function by itself
-        backend._apexfx_compiler = compiler
+    compiler = _compiler_of(compiling_backend(), options)
     compiled = compiler(gm, example_inputs)
     warn_unmatched(compiler.report, " so far")  # a graph break may be followed by graphs that have something for the pass
     return compiled
+
+
+def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
+    """Return the compiler of one call of `torch.compile`, for which `backend` stands: it lives as long as the compiled model."""
+    compiler = getattr(backend, "_apexfx_compiler", None)
+    if compiler is not None:
+        return compiler
+    config = TransformConfig.from_options(options)
+    compiler = _by_options.get(id(options)) if options else None
+    if compiler is None or compiler.config != config:  # a user may change the options and compile another model
+        compiler = compiler_for(config, "compile")
+    if options:
+        _by_options[id(options)] = compiler
+    if hasattr(backend, "compiler_name"):  # made by torch.compile(), which holds the options too
+        backend._apexfx_compiler = compiler
+    return compiler
 
 
 def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCompiler:
