@@ -7,13 +7,14 @@ file reaches for one; `tests/check_torch_names.py` says what another torch lacks
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
+from torch import _foreach_add_ as foreach_add_  # 2.11, 2.13, 2.15
 from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
 from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
@@ -66,11 +67,6 @@ push_function_mode = torch._C._push_on_torch_function_stack
 
 # What a captured graph calls where the program switches gradients on or off (2.13).
 set_grad_enabled = torch._C._set_grad_enabled
-
-
-def ddp_logging_data(module: DistributedDataParallel) -> dict[str, object]:
-    """Return what torch's DDP keeps of a module for its logs, its final buckets among it (2.11, 2.13, 2.15)."""
-    return module._get_ddp_logging_data()
 
 
 def active_ddp_module() -> object | None:
@@ -132,12 +128,6 @@ def backend_around() -> object | None:
 def backend_of(module: torch.nn.Module) -> object | None:
     """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None (2.13)."""
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
-
-
-def compiling_backend() -> object | None:
-    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
-    return _innermost(translator.output.compiler_fn) if translator is not None else None
 
 
 def _innermost(backend: object | None) -> object | None:
@@ -264,14 +254,40 @@ def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> 
     _register_process_group(name, group)
 
 
-def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
-    """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
-    return parameter._post_accumulate_grad_hooks
+def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
+    """Return the parameters in each of a DDP module's rebuilt buckets; [] before there are any (2.11, 2.13)."""
+    recorded = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
+    return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold a storage (2.11, 2.13)."""
-    return torch._C._storage_Use_Count(storage._cdata)
+def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before the forward of `module` (2.11, 2.13, 2.15)."""
+    return hook in module._forward_pre_hooks.values()
+
+
+def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run after `module.state_dict()` (2.11, 2.13, 2.15)."""
+    return hook in module._state_dict_hooks.values()
+
+
+def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before `optimizer.step()` (2.11, 2.13, 2.15)."""
+    return hook in optimizer._optimizer_step_pre_hooks.values()
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Tell whether `torch.compile` returned this module (2.11, 2.13, 2.15)."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0 (2.11, 2.13, 2.15)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
+    return tensor._version
 
 
 def registered_ops(namespace: str) -> list[str]:

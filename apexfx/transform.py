@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import logging
-import types
 from typing import Any
 
 import torch
@@ -75,8 +74,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
                       dist.get_world_size(compiler.groups.gradients))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if compiler.agreement is not None:  # before the first collective, which would hang on a rank that differs
-        compiler.agreement.ensure("parameters and buffers of the model",
-                                  [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()])
+        compiler.agreement.ensure_model(tensors.items())
     compiler.groups.separate()
     if compiler.groups.gradients is not None:
         broadcast_from_first(tensors.values(), compiler.groups.gradients)
@@ -238,7 +236,6 @@ def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig,
     made.__dict__.update(state)
     own_forward = made.__dict__.pop("forward", None)
     stand_ins = make_traceable(made, compiler.groups.batch_norm, compiler.report)
-    traced = own_forward or types.MethodType(
-        with_private_code(traced_forward(made, cls, compiler.groups.batch_norm, compiler.report)), made)
-    made.__dict__["_apexfx"] = CompiledModel(made, traced, config, compiler, stand_ins)
+    traced = own_forward or with_private_code(traced_forward(made, cls, compiler.groups.batch_norm, compiler.report))
+    made.__dict__["_apexfx"] = CompiledModel(made, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)
     return made

@@ -16,17 +16,9 @@ OURS = ("_apexfx", "_amp")  # what the package itself puts on the user's objects
 NAMED_TUPLES = ("_replace", "_fields")
 # File -> names that it still reaches by itself. This table is to become empty.
 LEFT: dict[str, set[str]] = {
-    "amp/functions.py": {"_ops"},
-    "amp/models.py": {"_buffers", "_flat_weights", "_forward_pre_hooks", "_orig_mod", "_parameters", "_state_dict_hooks",
-                      "_version"},
-    "amp/optimizer_state.py": {"_foreach_add_", "_values", "_version"},
-    "amp/optimizers.py": {"_step_supports_amp_scaling"},
-    "amp/weight_cache.py": {"_version"},
-    "compat/amp_C.py": {"_foreach_mul_"},
     "distributed/gradient_sync.py": {"_version"},
     "fp16_utils/fp16_optimizer.py": {"_loss_scale", "_unskipped"},
     "parallel/module_tree.py": {"_buffers", "_modules", "_parameters"},
-    "precision/half_model.py": {"_buffers"},
 }
 
 

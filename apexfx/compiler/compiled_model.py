@@ -43,15 +43,25 @@ _DYNAMO = {"allow_rnn": True, "allow_unspec_int_on_nn_module": True, "fail_on_re
 
 
 class CompiledModel:
-    """The compiled forward of one transformed model, in its averaging and its local variant."""
+    """The compiled forward of one transformed model, in its averaging and its local variant.
 
-    def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig,
-                 compiler: GraphCompiler, stand_ins: Mapping[nn.Module, nn.Module]) -> None:
+    It holds no reference to the model: `del model` frees both at once, and its parameters may go on in another.
+
+    Args:
+        model: the transformed model.
+        forward: what to compile: a function of the model and its inputs, or, with `of_inputs`, of the inputs alone.
+        config: the options.
+        compiler: compiles the averaging variant.
+        stand_ins: the modules that run in place of others of the source model.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
+                 stand_ins: Mapping[nn.Module, nn.Module], *, of_inputs: bool = False) -> None:
         self.config = config
         self.compiler = compiler
         self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins)
         self.report = compiler.report
-        self._forward = forward
+        self._forward, self._of_inputs = forward, of_inputs
         self._cached_only: Callable[..., Any] | None = None  # compiles nothing: once the recompile limit was met
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging
@@ -60,29 +70,32 @@ class CompiledModel:
             variant = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
                                     agreement=compiler.agreement, reduce_gradients=False, index=self._index)
             self._local = self._compiled(_again(forward), variant)
+            for name, parameter in model.named_parameters():
+                sync.watch(name, parameter)
+            weakref.finalize(self, sync.stop).atexit = False
         self._checked = self._capturing = False
         self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
         self._num_graphs = 0  # when that was last looked at
         self._patch = dynamo_config.patch(_DYNAMO)
-        self._model = model
-        self._modules = list(model.named_modules())
+        self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        check_call(model, self._modules)
+        check_call(model, self._submodules)
         sync, trains = self.compiler.gradient_sync, model.training
         if sync is not None and torch.is_grad_enabled() and not self._capturing:
-            for name, parameter in self._model.named_parameters():  # unfrozen, replaced or added since; in no graph, maybe
+            for name, parameter in model.named_parameters():  # unfrozen, replaced or added since; in no graph, maybe
                 sync.watch(name, parameter)
             if trains:
                 sync.on_training_forward()
         run = self._averaging if sync is None or sync.in_graph else self._local
-        if self._cached_only is not None and not self._asks_for_passes(trains):
+        if self._cached_only is not None and not self._asks_for_passes(model):
             run = self._cached_only
-        args, kwargs = self._index.arguments = self._in_dtype_of_parameters((args, kwargs))
+        args, kwargs = self._index.arguments = self._in_dtype_of_parameters(model, (args, kwargs))
+        args = args if self._of_inputs else (model, *args)
         breaks = graph_breaks() if not self._checked else None
         try:
             with self._dynamo_settings():
@@ -96,7 +109,7 @@ class CompiledModel:
                 "says what it is: hold it in a buffer or give it as a tensor; for sizes pass dynamic=True; or raise "
                 "torch._dynamo.config.recompile_limit"
             )
-            if self._asks_for_passes(trains) or _has_begun(error):
+            if self._asks_for_passes(model) or _has_begun(error):
                 raise FailOnRecompileLimitHit(message.format("would now run in eager, without the passes")) from None
             self._warn(message.format("now runs in eager wherever no graph fits: nothing that was asked for is lost"))
             self._cached_only = run_cached_graphs(self._forward)
@@ -106,17 +119,17 @@ class CompiledModel:
         if self.config.level.half_parameters:
             result = self._cast(result, (self._half,), torch.float32)
         if breaks is not None:
-            self._check_captured(graph_breaks() - breaks)
+            self._check_captured(model, graph_breaks() - breaks)
         if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
             self._num_graphs = len(self.report.graphs)
             self._check_batch_norms()
         return result
 
-    def _asks_for_passes(self, trains: bool) -> bool:
+    def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""
         config = self.config
-        casts = config.opt_level != "O0" or config.precision or any(p.dtype in HALVES for p in self._model.parameters())
-        shares = (config.ddp or config.sync_bn) and (trains or torch.is_grad_enabled())
+        casts = config.opt_level != "O0" or config.precision or any(p.dtype in HALVES for p in model.parameters())
+        shares = (config.ddp or config.sync_bn) and (model.training or torch.is_grad_enabled())
         return bool(casts or shares or config.passes or config.fullgraph)
 
     def _warn(self, message: str) -> None:
@@ -124,19 +137,15 @@ class CompiledModel:
             self.report.note(message)
             log.warning(message)
 
-    def _in_dtype_of_parameters(self, inputs: Any) -> Any:
+    def _in_dtype_of_parameters(self, model: nn.Module, inputs: Any) -> Any:
         """Return the inputs for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
         wanted = self._half if self.config.level.half_parameters else torch.float32
         others = {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)} & {torch.float32, *HALVES} - {wanted}
-        if not others or not (self.config.level.half_parameters or self._is_float32()):
+        if not others or not (self.config.level.half_parameters or _is_float32(model)):
             return inputs
         for half in others - {torch.float32}:
             self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {wanted} before each call")
         return self._cast(inputs, others, wanted)
-
-    def _is_float32(self) -> bool:
-        """Whether the model has float32 parameters alone: a layer that the user made half may be what the inputs are for."""
-        return {p.dtype for p in self._model.parameters() if p.is_floating_point()} == {torch.float32}
 
     @staticmethod
     def _cast(tree: Any, given: Collection[torch.dtype], wanted: torch.dtype) -> Any:
@@ -148,10 +157,11 @@ class CompiledModel:
             return contextlib.nullcontext()
         return self._patch
 
-    def _check_captured(self, breaks: Counter[str]) -> None:
+    def _check_captured(self, model: nn.Module, breaks: Counter[str]) -> None:
         """Compare what was captured with the module tree: nothing asked for is left to eager without a word.
 
         Args:
+            model: the transformed model.
             breaks: of graphs in the first call, by reason.
         """
         self._checked = True
@@ -164,7 +174,7 @@ class CompiledModel:
                 "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed. "
                 "TORCH_LOGS=graph_breaks,recompiles says why; fullgraph=True raises at the place."
             )
-        missing = [name for name, p in self._model.named_parameters() if id(p) not in self._index.ran]
+        missing = [name for name, p in model.named_parameters() if id(p) not in self._index.ran]
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
@@ -219,7 +229,12 @@ def _has_begun(error: Exception) -> bool:
     return not all("_dynamo" in Path(name).parts for name in frames[1:])  # the first is the call itself
 
 
-def with_private_code(function: Any) -> Any:
+def _is_float32(model: nn.Module) -> bool:
+    """Whether the model has float32 parameters alone: a layer that the user made half may be what the inputs are for."""
+    return {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
+
+
+def with_private_code(function: Any) -> types.FunctionType:
     """Return `function` with a code object of its own.
 
     Dynamo counts recompilations a code object; models of one class would use up each other's limit. What it does not

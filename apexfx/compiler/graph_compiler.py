@@ -26,13 +26,16 @@ from ..distributed.watchdog import watched
 from ..errors import UnsynchronizedGradientError
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
-from ..report.data import GraphReport, Report
+from ..graph.mutation import storages, written_storages
+from ..graph.nodes import value
+from ..report.data import Report
+from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
 from .inner_compilers import INNER, traceable_rnn
 from .model_index import ModelIndex
 from .pipeline import Pipeline
-from .refusals import check_inputs, check_not_in_ddp
+from .refusals import check_inputs, check_not_in_ddp, check_not_sharded
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +123,8 @@ class GraphCompiler:
             self._refuse_unregistered(gm, placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
         schedule = passes.schedule(self.config, context)
+        touched = written_storages(gm)
+        written = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(value(node)) & touched]
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
         forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
         record = GraphReport(len(self.report.graphs), trains, forward,
@@ -138,7 +143,7 @@ class GraphCompiler:
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, collectives, context, records=records)
+        return self._guarded(compiled, record, placeholders, collectives, context, written, records=records)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -149,6 +154,12 @@ class GraphCompiler:
             if self.index.is_argument(tensor, dynamo_source(node)):
                 continue
             if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
+                message = (f"apexfx: after a graph break, forward uses {p.source}, a leaf tensor of shape {list(tensor.shape)} "
+                           "that requires a gradient and is no nn.Parameter: taken for one made in this call, whose gradient "
+                           "stays this rank's own")
+                if message not in self.report.notes:
+                    self.report.note(message)
+                    log.warning(message)
                 continue
             raise UnsynchronizedGradientError(
                 f"apexfx: forward uses {p.source}, a tensor of shape {list(tensor.shape)} that requires a gradient and is "
@@ -167,8 +178,13 @@ class GraphCompiler:
         return [{name: options[name] for name in names}, *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 collectives: list[Any], context: passes.Context, *, records: bool) -> Callable[..., Any]:
-        """Wrap what runs on every call: agreement before the first, provenance of gradients after each."""
+                 collectives: list[Any], context: passes.Context, written: Sequence[int], *,
+                 records: bool) -> Callable[..., Any]:
+        """Wrap what runs on every call: agreement before the first, provenance of gradients after each.
+
+        Args:
+            written: the inputs that the graph changes in place.
+        """
         sync, agreement, ran = self.gradient_sync, self.agreement, self.index.ran
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
@@ -194,7 +210,8 @@ class GraphCompiler:
                 sync.watch(name, parameter)
             outputs = compiled(*args)
             if parameters:
-                sync.on_forward(parameters, outputs, reduces=context.reduce_gradients)
+                made = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+                sync.on_forward(parameters, [*made, *[args[i] for i in written]], reduces=context.reduce_gradients)
             return outputs
 
         return run
@@ -210,6 +227,7 @@ class GraphCompiler:
 
         def begin(args: Sequence[Any]) -> None:
             if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
+                check_not_sharded(self.index.modules())
                 lazy_broadcast.broadcast([(name, args[index]) for index, name in held])
                 sent[:] = [weakref.ref(args[index]) for index, _ in held]
             if record.training:
@@ -242,7 +260,8 @@ def make_compiler(config: TransformConfig, groups: Groups, label: str | Label, *
     agreement = None
     # The fake process group, made for looking at graphs, has no peers to ask.
     if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
-        agreement = Agreement(group, label, buckets.timeout_s if buckets is not None else BucketConfig().timeout_s)
+        timeout_s = buckets.timeout_s if buckets is not None else BucketConfig().timeout_s
+        agreement = Agreement(group, label, timeout_s, getattr(groups.gradients or groups.batch_norm, "watchdog", None))
     sync = lazy_broadcast = None
     report = Report(config.describe())
     if groups.gradients is not None:

@@ -87,6 +87,11 @@ class ModelIndex:
         """Return (name, parameter) of all that are registered, each once."""
         return [named for prefix, root in self._live_roots() for named in root.named_parameters(prefix) if named[1].is_leaf]
 
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield (path, module) of the models and all that is registered below them."""
+        for prefix, root in self._live_roots():
+            yield from root.named_modules(prefix=prefix)
+
     def parameter(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the names under which `tensor` is a registered parameter; a tied one has several."""
         return tuple(self._parameters.get(id(tensor), ()))

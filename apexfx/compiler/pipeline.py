@@ -15,8 +15,8 @@ from ..errors import PassError
 from ..graph import invariants, printing
 from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
-from ..report.data import PassReport, Report, StageReport
-from ..report.records import Artifacts
+from ..report.data import Report
+from ..report.records import Artifacts, PassReport, StageReport
 from . import verification
 
 log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ COMPILES_ITSELF = ("a transformed model compiles itself and cannot be exported; 
 
 def check_whole(model: nn.Module) -> None:
     """Refuse a model with parameters that are elsewhere in part, or have no shape yet."""
-    _check_not_sharded(model.named_modules())
+    check_not_sharded(model.named_modules())
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if isinstance(tensor, DTensor):
@@ -39,12 +39,12 @@ def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             raise ValueError(f"apexfx: {node.name} belongs to a module that FSDP shards. {_WHOLE}")
 
 
-def check_call(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) -> None:
     """Refuse, at a call of a transformed model, what was done to it since: cheap enough for every call.
 
     Args:
         model: what was called.
-        modules: those of the transformed model, by name.
+        submodules: those below it, by name.
     """
     if is_replica(model):
         raise RuntimeError("apexfx: nn.DataParallel runs copies of the model, and the graphs of a transformed one use the "
@@ -54,7 +54,8 @@ def check_call(model: nn.Module, modules: Iterable[tuple[str, nn.Module]]) -> No
     if is_apex(backend_around()):
         raise ValueError("apexfx: the model in torch.compile(backend='apex') is transformed already, so its options would not "
                          "reach it; compile the module that it was made from, or call the transformed model as it is")
-    _check_not_sharded(modules)
+    check_not_sharded([("", model)])
+    check_not_sharded(submodules)
 
 
 def check_not_in_ddp() -> None:
@@ -71,6 +72,7 @@ def is_apex(backend: Any) -> bool:
     return getattr(backend, "compiler_name", None) == "apex"
 
 
-def _check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
+def check_not_sharded(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse modules, given by name, on or around which FSDP was put."""
     if (name := fsdp_managed(modules)) is not None:
         raise ValueError(f"apexfx: {f'submodule {name!r}' if name else 'the model'} is sharded by FSDP. {_WHOLE}")

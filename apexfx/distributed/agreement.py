@@ -6,19 +6,23 @@ every rank; a rank that never arrives is named after the timeout.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from .._torch import process_group_store
 from ..errors import RankMismatchError
+from .watchdog import Watchdog
 
 _NOTHING = "nothing"
+_POLL_S = 0.5  # between two looks for ranks that have failed
 
 
 class Label:
@@ -56,10 +60,12 @@ class Agreement:
         group: whose ranks agree.
         label: tells apart the agreements of different models; the same on every rank. Read at the first agreement.
         timeout_s: seconds to wait for the others.
+        watchdog: of the ranks; what it hears of while this rank waits is raised at once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float, watchdog: Watchdog | None = None) -> None:
         self.group = group
+        self._watchdog = watchdog
         self.label = label
         self.timeout_s = timeout_s
         self._agreed: set[str] = set()
@@ -89,21 +95,24 @@ class Agreement:
             raise RankMismatchError(_explain(given))
         self._agreed.add(digest)
 
+    def ensure_model(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Return when every rank has given tensors of the same names, shapes and dtypes, as `ensure` does."""
+        self.ensure("parameters and buffers of the model", [[name, list(t.shape), str(t.dtype)] for name, t in named])
+
     def _collect(self, store: Any, prefix: str, world: int, what: str) -> list[list[str]]:
         keys = [f"{prefix}/{rank}" for rank in range(world)]
         deadline = time.monotonic() + self.timeout_s
-        for key in keys:
-            try:
-                store.wait([key], timedelta(seconds=max(deadline - time.monotonic(), 0.01)))
-            except RuntimeError as error:  # DistStoreError: the key was not set in time
-                absent = [r for r, k in enumerate(keys) if not store.check([k])]
-                if not absent:
-                    continue
+        while absent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
+            left = deadline - time.monotonic()
+            if left <= 0:
                 raise RankMismatchError(
                     f"apexfx: after {self.timeout_s:g} s, rank {', '.join(map(str, absent))} of {world} has not arrived "
                     f"to agree on the {what}. It failed, is still compiling, or runs another graph (a copy of a model "
-                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...)."
-                ) from error
+                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...).")
+            with contextlib.suppress(RuntimeError):  # not set within these seconds
+                store.wait([keys[absent[0]]], timedelta(seconds=min(left, _POLL_S)))
+            if self._watchdog is not None:
+                self._watchdog.look_for_failure()
         return [json.loads(store.get(key)) for key in keys]
 
 

@@ -10,10 +10,11 @@ rank that skipped a backward: each backward sends ahead how many forwards its ra
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,14 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import in_backward
+from ..buckets.plan import given_plan
+from ..buckets.reduce import reduce_gradients
 from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
 from .agreement import Agreement
 from .backward_callback import BackwardCallback
+from .step_check import GraphStepCheck
+from .watchdog import WatchedGroup
 
 log = logging.getLogger(__name__)
 
@@ -50,36 +55,47 @@ class ParameterHook:
         self.parameter = weakref.ref(parameter)
         self._key = id(parameter)
         self._models: list[weakref.ref[GradientSync]] = []  # the one that ran forward last comes last
-        self._is_averaged = self._partly_outside = False  # the gradient at hand
+        self._has_average = False  # of the gradient at hand: graphs averaged a part of it
+        self._is_average = True  # ... and nothing else is in it
         parameter.register_hook(self._on_gradient)
         parameter.register_post_accumulate_grad_hook(self._on_accumulated)
 
-    def belongs_to(self, model: GradientSync) -> None:
+    def add_model(self, model: GradientSync) -> None:
         """Note that `model` runs forward with this parameter."""
         if not self._models or self._models[-1]() is not model:
-            self._models = [ref for ref in self._models if ref() not in (None, model)] + [weakref.ref(model)]
+            self.remove_model(model)
+            self._models.append(weakref.ref(model))
 
-    def _owners(self) -> list[GradientSync]:
-        return [model for ref in self._models if (model := ref()) is not None]
+    def remove_model(self, model: GradientSync) -> None:
+        """Note that `model` is gone."""
+        self._models = [ref for ref in self._models if ref() not in (None, model)]
+
+    def _owner(self) -> GradientSync | None:
+        """Return the model that the gradient at hand belongs to: one whose graph left it local, or the last to run."""
+        models = [model for ref in self._models if (model := ref()) is not None]
+        return next((model for model in models if self._key in model.local), models[-1] if models else None)
 
     def _on_gradient(self, gradient: Tensor | None) -> None:
+        self._is_average = True
         if gradient is None:  # a graph has none for this parameter, and autograd says so
-            self._is_averaged, self._partly_outside = True, False
             return
         averages: list[_Average] = []
-        for owner in self._owners():
-            owner.notice_dropped_backward()
-            averages += owner.averages.pop(self._key, ())  # a reentrant checkpoint accumulates several times in one backward
-        self._is_averaged = bool(averages)
-        self._partly_outside = self._is_averaged and not _is_sum(gradient, averages)
+        for ref in self._models:
+            if (model := ref()) is not None:
+                model.notice_dropped_backward()
+                averages += model.averages.pop(self._key, ())  # a reentrant checkpoint accumulates several times
+        if (owner := self._owner()) is not None:
+            self._has_average = bool(averages)
+            self._is_average = self._has_average and self._key not in owner.local and _is_sum(gradient, averages)
+            if not self._is_average:
+                owner.unaccumulated.add(self._key)
 
     def _on_accumulated(self, _: Tensor) -> None:
-        if owners := self._owners():
-            owner = next((owner for owner in owners if self._key in owner.local), owners[-1])
-            if not self._is_averaged or self._partly_outside or self._key in owner.local:
-                owner.on_accumulated(self._key, averaged=self._is_averaged)
+        if not self._is_average and (owner := self._owner()) is not None:
+            owner.on_accumulated(self._key, self.parameter(), has_average=self._has_average)
 
 
+_COPIES = ("torch::autograd::CopyBackwards", "torch::autograd::CopySlices")  # of what a graph wrote into its inputs
 _hooks: Any = WeakTensorKeyDictionary()  # parameter -> its hook, by identity: tensors compare elementwise
 
 
@@ -94,8 +110,10 @@ class GradientSync:
       end of the backward, and of every later one; the ranks agree on the first time.
     - One that no graph had a part in raises `UnsynchronizedGradientError`.
 
-    Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. What `torch.autograd.grad`
-    returns is not looked at.
+    Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. `torch.autograd.grad` returns
+    averages where the graphs made them; it raises where a part would have to be averaged at the end of the backward.
+
+    An error that this rank alone has found raises on the others, as `RankFailureError`, where they next wait for it.
 
     Args:
         group: over which gradients are reduced.
@@ -108,21 +126,26 @@ class GradientSync:
         averages: of the backward under way, what graphs have averaged and autograd is yet to accumulate, by the id of the
             parameter.
         local: parameters, by id, that a graph of the backward under way leaves local on purpose.
+        unaccumulated: of the backward under way, parameters, by id, that were given a gradient that is no average, and that
+            have not accumulated it: `torch.autograd.grad` returns it.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: BucketConfig, agreement: Agreement | None = None,
                  note: Callable[[str], None] = lambda _: None) -> None:
         self.group = group
-        self.config = config
+        self.config = dataclasses.replace(config, plan=given_plan(config))  # a file is read once
         self.enabled = True
         self.averages: dict[int, list[_Average]] = {}
         self.local: set[int] = set()
+        self.unaccumulated: set[int] = set()
         self._agreement = agreement
+        self._watchdog = group.watchdog if isinstance(group, WatchedGroup) else None
         self._note = note
         self._names: dict[int, str] = {}  # of the parameters, by id
-        self._watched: dict[int, ParameterHook] = {}
+        self._watched: dict[int, ParameterHook] = {}  # likewise
+        self._registered: dict[str, ParameterHook] = {}  # of the parameter that last ran forward under each name
         self._in_graphs: set[int] = set()  # those that any graph has held
-        self._pending: set[int] = set()  # those whose .grad holds local, not yet averaged micro-batches
+        self._pending: dict[int, Tensor] = {}  # those whose .grad holds local, not yet averaged micro-batches
         self._outside: set[int] = set()  # of the backward under way: no graph had a part in the gradient
         self._partly_outside: set[int] = set()  # of the backward under way: something was added to an average
         self._averaged_again: set[int] = set()  # those that were in it in any backward
@@ -134,25 +157,40 @@ class GradientSync:
     def _count(self) -> Any:
         if self._agreement is None:
             return None
-        from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
+        return GraphStepCheck(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
 
-        return ForwardCount(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
-
-    def watch(self, name: str, parameter: nn.Parameter) -> None:
-        """Look at the gradients of `parameter` from now on, under the name that errors use."""
+    def watch(self, name: str, parameter: Tensor) -> None:
+        """Look at the gradients of `parameter` from now on, under the name that errors use; to be called for each forward."""
         hook = self._watched.get(id(parameter))
         if hook is None or hook.parameter() is not parameter:  # the id may be that of a parameter that is gone
-            self._names[id(parameter)] = name
-            if not parameter.requires_grad:
+            if not (parameter.requires_grad and parameter.is_leaf):  # functional_call() may put results of ops in its place
                 return
+            if name in self._registered:
+                self._forget_parameters()
             if (hook := _hooks.get(parameter)) is None:
                 hook = _hooks[parameter] = ParameterHook(parameter)
-            self._watched[id(parameter)] = hook
-        hook.belongs_to(self)
+            self._names[id(parameter)], self._watched[id(parameter)] = name, hook
+        self._registered[name] = hook
+        hook.add_model(self)
+
+    def _forget_parameters(self) -> None:
+        """Forget what is known of parameters that are gone."""
+        for key in [key for key, hook in self._watched.items() if hook.parameter() is None]:
+            del self._names[key], self._watched[key]
+            self._in_graphs.discard(key)
+            self._averaged_again.discard(key)
+
+    def stop(self) -> None:
+        """Look at no gradient any more: the model is gone, and its parameters may be trained without it."""
+        for hook in self._watched.values():
+            hook.remove_model(self)
+        self._pending.clear()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally inside the block; the first backward after it averages the sum.
+
+        A forward inside the block leaves its gradients local wherever its backward runs, as torch DDP does.
 
         Every rank must enter it, or none: the flush and the allreduce nodes of a graph do not match each other, so
         `step_check.py` compares which of them follows.
@@ -172,15 +210,15 @@ class GradientSync:
         """
         return self.enabled and not self._pending
 
-    def on_forward(self, parameters: Sequence[nn.Parameter], outputs: Any, *, reduces: bool) -> None:
+    def on_forward(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any], *, reduces: bool) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
         Args:
             parameters: those in the graph that have a gradient.
-            outputs: what the graph returned; one of them leads to the graph's autograd node.
+            tensors: what the graph returned, then what it wrote in place; one of them leads to the graph's autograd node.
             reduces: whether the graph's backward holds the allreduce nodes.
         """
-        node, places = _compiled_node(outputs, parameters)
+        node, places = _compiled_node(tensors, parameters)
         if node is None:
             return
         keys = [id(p) for p in parameters]
@@ -217,8 +255,8 @@ class GradientSync:
         """Raise where `.grad` would hold sums over the ranks, not averages, and local gradients: what follows sums both."""
         names = [self._names[id(p)] for p in parameters if flushes or p.grad is not None and bool(p.grad.any())]
         if names:
-            raise UnsynchronizedGradientError(
-                f"apexfx: the gradient of {_shown(names)} would be made of sums over the ranks and of local gradients from "
+            raise self._error(
+                f"the gradient of {_shown(names)} would be made of sums over the ranks and of local gradients from "
                 "no_sync(), and without gradient_average those sums would be summed once more. Call zero_grad() before "
                 "no_sync(), run the forward of each backward on the same side of it, or leave gradient_average=True.")
 
@@ -227,18 +265,19 @@ class GradientSync:
         if self._count is not None and self.enabled and not in_backward():
             self._count.forwards += 1
 
-    def on_accumulated(self, key: int, *, averaged: bool) -> None:
+    def on_accumulated(self, key: int, parameter: Tensor, *, has_average: bool) -> None:
         """Take note of a gradient that is not what graphs have averaged.
 
         Args:
             key: the parameter's id.
-            averaged: a part of it is.
+            has_average: a part of it is.
         """
+        self.unaccumulated.discard(key)
         if key in self.local or not self.enabled:
             if self._count is not None and not self._pending:
                 self._count.accumulate()
-            self._pending.add(key)
-        elif averaged:
+            self._pending[key] = parameter
+        elif has_average:
             self._partly_outside.add(key)
         else:
             self._outside.add(key)
@@ -246,7 +285,7 @@ class GradientSync:
 
     def _end_of_backward(self) -> None:
         flush, again = self._flush_due, self._graphs_average and self._partly_outside | self._averaged_again
-        outside, graphs_average = self._outside.copy(), self._graphs_average
+        outside, graphs_average, returned = self._outside.copy(), self._graphs_average, self._shown_keys(self.unaccumulated)
         try:
             if self._count is not None:
                 with self._local_unless_failed():
@@ -254,21 +293,39 @@ class GradientSync:
         finally:
             self._forget_backward()
         if outside:
-            raise UnsynchronizedGradientError(self._explain(outside))
+            raise self._error(self._explain(outside))
+        if returned and flush:
+            raise self._error(
+                f"torch.autograd.grad() would return this rank's own gradient of {returned}: after no_sync() a backward stays "
+                "local until .grad is averaged as a whole. Call backward().")
+        if returned and graphs_average and self.enabled:
+            raise self._error(
+                f"torch.autograd.grad() would return a gradient of {returned} with a share that is this rank's own, from "
+                "outside of the transformed model's graphs (the loss uses the parameter itself, or a graph break left a part of "
+                "the model to eager). Call backward(), which averages it, or compute that share inside of the model's forward.")
         if graphs_average and self.enabled and self._pending and not flush:
             self._forget_local()
-            raise UnsynchronizedGradientError(
-                "apexfx: this backward went through a forward from inside no_sync() and one from outside of it, so .grad holds "
+            raise self._error(
+                "this backward went through a forward from inside no_sync() and one from outside of it, so .grad holds "
                 "averages and local gradients. Run them in backwards of their own, or both forwards on the same side.")
         if flush:
             self.flush()
         elif again:
             self._average_again(again)
 
+    def _error(self, text: str) -> UnsynchronizedGradientError:
+        """Return the error to raise, and have ranks that do not raise one too be told where they wait for this one."""
+        if self._watchdog is not None:
+            self._watchdog.report(f"rank {dist.get_rank(self._watchdog.group)} raised UnsynchronizedGradientError: {text}")
+        return UnsynchronizedGradientError(f"apexfx: {text}")
+
+    def _shown_keys(self, keys: Iterable[int]) -> str:
+        return _shown([name for key, name in self._names.items() if key in keys])
+
     def _explain(self, outside: set[int]) -> str:
         left_out = [name for key, name in self._names.items() if key in outside and key not in self._in_graphs]
         bypassed = [name for key, name in self._names.items() if key in outside and key in self._in_graphs]
-        lines = [f"apexfx: the gradient of {_shown(left_out + bypassed)} was computed outside of the transformed model's graphs, "
+        lines = [f"the gradient of {_shown(left_out + bypassed)} was computed outside of the transformed model's graphs, "
                  f"so it is this rank's own and not the average over {self.group.size()} ranks."]
         if left_out:
             lines.append(f"No captured graph holds {_shown(left_out)}: a graph break left its module to eager, or it is used "
@@ -288,37 +345,37 @@ class GradientSync:
         Raises:
             RankMismatchError: not every rank has found the same parameters.
         """
-        names = {key: name for key, name in self._names.items() if key in keys}
+        parameters = {key: p for key, hook in self._watched.items() if key in keys and (p := hook.parameter()) is not None}
         if not self._averages:
-            raise UnsynchronizedGradientError(
-                f"apexfx: the gradient of {_shown(list(names.values()))} has a share from outside of the transformed model's "
+            raise self._error(
+                f"the gradient of {self._shown_keys(parameters)} has a share from outside of the transformed model's "
                 "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which without "
                 "gradient_average cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
-        if new := [name for key, name in names.items() if key not in self._averaged_again]:
+        if fresh := parameters.keys() - self._averaged_again:
+            shown = self._shown_keys(fresh)
+            share = (f"the gradient of {shown} has a share from outside of the graphs (the loss uses the parameter itself, or a "
+                     "graph break left a part of the model to eager)")
             if self._agreement is not None:
-                self._agreement.ensure("parameters whose gradient has a share from outside of the graphs", new)
-            message = (f"apexfx: the gradient of {_shown(new)} has a share from outside of the graphs (the loss uses the "
-                       "parameter itself, or a graph break left a part of the model to eager); it is averaged once more at the "
-                       "end of each backward")
+                if self._watchdog is not None:
+                    self._watchdog.report(f"{share} on rank {dist.get_rank(self._watchdog.group)} and not on every rank, so the "
+                                          "ranks cannot average it")
+                self._agreement.ensure("parameters whose gradient has a share from outside of the graphs",
+                                       [name for key, name in self._names.items() if key in fresh])
+            message = f"apexfx: {share}; it is averaged once more at the end of each backward"
             self._note(message)
             log.info(message)
-        used_up = [name for key, name in names.items() if key not in self._averaged_again
-                   and (p := self._watched[key].parameter()) is not None and p.grad is None]
-        if used_up:
-            raise UnsynchronizedGradientError(
-                f"apexfx: the gradient of {_shown(used_up)} has a share from outside of the transformed model's graphs, which is "
-                "averaged at the end of the backward, and a hook has used and reset it before. Step the optimizer after "
-                "backward(), or compute that share inside of the model's forward.")
+            if used_up := [key for key in fresh if parameters[key].grad is None]:
+                raise self._error(
+                    f"the gradient of {self._shown_keys(used_up)} has a share from outside of the transformed model's graphs, "
+                    "which is averaged at the end of the backward, and a hook has used and reset it before. Step the optimizer "
+                    "after backward(), or compute that share inside of the model's forward.")
         self._averaged_again |= keys
-        self._reduce(keys)
+        self._reduce((self._names[key], p) for key, p in parameters.items())
 
-    @functools.cached_property
+    @property
     def _averages(self) -> bool:
         """Whether gradients are divided by the number of ranks: then what is averaged may be averaged again."""
-        from ..buckets.plan import given_plan
-
-        plan = given_plan(self.config)
-        return self.config.gradient_average if plan is None else plan.averages
+        return self.config.gradient_average if self.config.plan is None else self.config.plan.averages
 
     def notice_dropped_backward(self) -> None:
         """Forget what is left of a backward that has raised."""
@@ -328,7 +385,7 @@ class GradientSync:
     def _forget_backward(self) -> None:
         self._flush_due = self._graphs_average = False
         self._end.clear()
-        for found in (self.averages, self.local, self._outside, self._partly_outside):
+        for found in (self.averages, self.local, self.unaccumulated, self._outside, self._partly_outside):
             found.clear()
         if self._count is not None:
             self._count.forget()
@@ -349,20 +406,26 @@ class GradientSync:
 
     def flush(self) -> None:
         """Average the accumulated `.grad` of every parameter over the ranks, in the plan's buckets."""
+        registered = [(name, p) for name, hook in self._registered.items() if (p := hook.parameter()) is not None]
+        known = {id(p) for _, p in registered}
+        # functional_call(), or an assignment, has put others in the place of those that accumulated.
+        replaced = [(self._names[key], p) for key, p in self._pending.items() if key not in known]
         try:
-            self._reduce(set(self._names))
+            self._reduce([*registered, *sorted(replaced, key=lambda named: named[0])])
         finally:
             self._forget_local()  # not before: who waits for this rank reads that it held local gradients
 
-    def _reduce(self, keys: set[int]) -> None:
-        from ..buckets.reduce import reduce_gradients
-
-        live = {}  # by name: of two parameters that had one name the later is in the model
-        for key, name in self._names.items():
-            hook = self._watched.get(key)
-            if key in keys and hook is not None and (p := hook.parameter()) is not None and p.requires_grad:
-                live[name] = p
-        reduce_gradients(live, self.config, self.group)
+    def _reduce(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Average `.grad` of parameters, of which several may go by one name: their buckets know them by it."""
+        rounds: list[dict[str, Tensor]] = []
+        for name, p in named:
+            if p.requires_grad:
+                first = next((taken for taken in rounds if name not in taken), None)
+                if first is None:
+                    rounds.append(first := {})
+                first[name] = p
+        for parameters in rounds:
+            reduce_gradients(parameters, self.config, self.group)
 
 
 def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
@@ -384,20 +447,25 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _compiled_node(outputs: Any, parameters: Sequence[nn.Parameter]) -> tuple[Any, list[tuple[int, int]]]:
-    """Return the autograd node of the graph that made `outputs` from `parameters`, and (place, id) of those that it leads to.
+def _compiled_node(tensors: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[Any, list[tuple[int, int]]]:
+    """Return the autograd node of the graph that made `tensors` from `parameters`, and (place, id) of those that it leads to.
 
     The node is found by the parameters: an output may be another graph's, passed through.
     """
     keys = {id(p) for p in parameters}
-    for output in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
-        node = output.grad_fn if isinstance(output, Tensor) else None
-        while node is not None:  # an output that is a view of a graph's output is rebuilt outside of the graph
+    for tensor in tensors:
+        nodes = [tensor.grad_fn if isinstance(tensor, Tensor) else None]
+        while nodes:
+            node = nodes.pop()
+            if node is None:
+                continue
             if "CompiledFunction" in node.name():
                 leaves = [id(getattr(following, "variable", None)) for following, _ in node.next_functions]
                 places = [(place, key) for place, key in enumerate(leaves) if key in keys]
                 if places:
                     return node, places
-                break
-            node = next((n for n, _ in node.next_functions if n is not None), None)
+            elif node.name() in _COPIES:
+                nodes += [following for following, _ in node.next_functions]
+            else:  # an output that is a view of a graph's output is rebuilt outside of the graph
+                nodes.append(next((following for following, _ in node.next_functions if following is not None), None))
     return None, []

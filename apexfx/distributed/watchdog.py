@@ -54,6 +54,7 @@ class Watchdog:
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, *, recovers: bool = False) -> None:
         self.group, self.backward, self.accumulates, self.failure = group, 0, False, ""
         self._recovers, self._given_s = recovers, 0.0
+        self._num_reports = self._report_seen = 0
         self.timeout_s = timeout_s
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._store = process_group_store(group)
@@ -129,7 +130,7 @@ class Watchdog:
                 return
             later = [(self._warn_s, lambda: self._warn(shown)), (self._warn_s / 2, lambda: self._announce(what))]
             while (waited := time.monotonic() - begin) < self._limit_s:
-                self._look_for_failure(averages)
+                self.look_for_failure(averages=averages)
                 if later and waited >= later[-1][0]:
                     later.pop()[1]()
                 if done(min(self._poll_s, self._limit_s - waited)):
@@ -139,7 +140,7 @@ class Watchdog:
         except RuntimeError as error:
             self._announce(what)
             time.sleep(self._poll_s)  # for the others to find out as well, and say where they are
-            self._look_for_failure(averages)
+            self.look_for_failure(averages=averages)
             self.give_up(f"rank {self._rank} lost a connection after {time.monotonic() - begin:.1f} s in {shown}: "
                          f"another rank died, or issued other collectives; {self._others()}. Look at the logs of the other "
                          "ranks.", error)
@@ -147,12 +148,16 @@ class Watchdog:
                      "A rank that does not come died, is stuck, or issued other collectives: look at its log. If it is only "
                      "slow, raise timeout_s, or the process group's timeout where that is shorter.")
 
-    def _look_for_failure(self, averages: bool) -> None:
-        """Raise where another rank has given up, or will not come because its gradients stay local."""
-        failed = f"{self._prefix}/failed"
-        if text := self._ask(lambda store: store.get(failed).decode() if store.check([failed]) else "", ""):
-            self.failure = text
-            raise RankFailureError(text)
+    def look_for_failure(self, *, averages: bool = False) -> None:
+        """Raise where another rank has given up or reported an error, or will not come because its gradients stay local."""
+        if text := self._read("failed"):
+            self.failure = text.decode()
+            raise RankFailureError(self.failure)
+        number, text = json.loads(self._read("report") or '[0, ""]')
+        if number > self._num_reports:
+            if number == self._report_seen:  # a rank that is about to find the same has had until the second look
+                self.give_up(text)
+            self._report_seen = number
         if not averages or self.accumulates or not self._is_local("local"):
             return
         ranks = [str(rank) for rank in range(self._world) if self._is_local(f"local/{rank}")]
@@ -164,8 +169,7 @@ class Watchdog:
 
     def _is_local(self, key: str) -> bool:
         """Whether `key` says that a rank has done what this one has before this backward, and has gone on by itself."""
-        key = f"{self._prefix}/{key}"
-        said = self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
+        said = self._read(key)
         return said is not None and int(said) == self.backward - 1
 
     def give_up(self, text: str, cause: BaseException | None = None) -> None:
@@ -173,6 +177,12 @@ class Watchdog:
         failed, text = f"{self._prefix}/failed", f"apexfx: {text}" + (f" ({cause})" if cause is not None else "")
         self.failure = self._ask(lambda store: store.compare_set(failed, "", text).decode(), text)
         raise RankFailureError(self.failure) from cause
+
+    def report(self, text: str) -> None:
+        """Have every rank that has not reported as often raise `text` where it waits: it did not find what this one did."""
+        self._num_reports += 1
+        said = json.dumps([self._num_reports, text])
+        self._ask(lambda store: store.set(f"{self._prefix}/report", said), None)
 
     def _announce(self, what: str) -> None:
         said = json.dumps([self.backward, what])
@@ -182,8 +192,7 @@ class Watchdog:
         """Say which ranks wait as well, and which have not been heard of."""
         here, missing = [], []
         for rank in range(self._world):
-            key = f"{self._prefix}/{rank}"
-            said = self._ask(lambda store, key=key: store.get(key) if store.check([key]) else None, None)
+            said = self._read(str(rank))
             backward, what = json.loads(said) if said else (-1, "")
             if rank != self._rank:
                 missing += [str(rank)] * (backward != self.backward)
@@ -197,6 +206,10 @@ class Watchdog:
         log.warning("apexfx: rank %d has waited %.0f s for %s; %s. A rank that does not come is stuck or slow, skipped this "
                     "backward, or ran it inside no_sync(). An error follows after %g s.",
                     self._rank, self._warn_s, what, self._others(), self._limit_s)
+
+    def _read(self, key: str) -> bytes | None:
+        key = f"{self._prefix}/{key}"
+        return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
 
     def _ask(self, question: Callable[[Any], _T], default: _T, seconds: float = 0.0) -> _T:
         """Return the store's answer, or `default` where there is none: the store may live in the rank that is gone."""

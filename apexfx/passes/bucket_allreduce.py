@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.ddp_layout import dim_order
+from ..buckets.bucket import dim_order
 from ..buckets.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
 from ..buckets.windows import MARK, windows
 from ..config import BucketConfig
@@ -128,7 +128,7 @@ class BucketAllreduce(Pass):
         emitter.connect_outputs()
         for start, bucket in zip(starts, plan.buckets):
             self.record(start, f"allreduce of {len(bucket.slots)} gradients, {bucket.total_bytes} bytes")
-        self.plan = plan.located(windows(gm))
+        self.plan = plan.with_windows(windows(gm))
         return PassResult(gm, True)
 
     def _find(self, gm: fx.GraphModule) -> list[_Reduction]:

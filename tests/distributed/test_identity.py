@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import apexfx
+from apexfx.errors import RankFailureError
 from tests.distributed.launch import run_ranks
 
 
@@ -267,16 +272,113 @@ def left_to_eager_in_a_compiled_model(rank, world_size):
         square(compiled(LastInEager(), inner="eager"), torch.full((5, 4), rank + 1.0)).backward()
 
 
-def found_by_one_rank(rank, world_size):
-    """What only one rank adds to a gradient is an error there: the others do not come to average it."""
-    model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(timeout_s=1))
-    x = torch.full((5, 4), rank + 1.0)
-    square(model, x).backward()
-    if rank == 0:
-        with pytest.raises(apexfx.RankMismatchError, match="rank 1 of 2 has not arrived to agree on the parameters whose"):
-            with_a_layer_of_its_own(model, x).backward()
-    else:
+class InPlace(Listed):
+    """A frame whose only effect is what it writes into a tensor of the frame before."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = self.a(x)
+        torch._dynamo.graph_break()
+        x.mul_(self.scale)
+        torch._dynamo.graph_break()
+        x[1].mul_(self.scale.exp())
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def written_in_place(rank, world_size):
+    for make in (transformed, compiled):
+        torch._dynamo.reset()
+        model, reference = make(InPlace(), inner="eager"), InPlace()
+        reference.load_state_dict(getattr(model, "_orig_mod", model).state_dict())
+        check(model, reference, square, rank, world_size)
+
+
+def asked_for_with_autograd_grad(rank, world_size):
+    model, reference = transformed(Listed(), inner="eager"), Listed()
+    reference.load_state_dict(model.state_dict())
+    parameters, x = list(model.parameters()), torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+    wanted = torch.autograd.grad(square(reference, x), list(reference.parameters()))
+    for gradient, local in zip(torch.autograd.grad(square(model, x), parameters), wanted):
+        dist.all_reduce(local)
+        torch.testing.assert_close(gradient, local / world_size, rtol=1e-5, atol=1e-6)
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="return a gradient of 'a.weight', 'b.weight' with a share that"):
+        torch.autograd.grad(with_a_layer_of_its_own(model, x), parameters)
+    with model.no_sync():
         square(model, x).backward()
+        torch.autograd.grad(square(model, x), parameters)  # local, as what else is inside
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="would return this rank's own gradient of .*Call backward"):
+        torch.autograd.grad(square(model, x), parameters)
+
+
+def others_in_the_place_of_parameters(rank, world_size):
+    """functional_call() registers what it is given under the names of the model's own, for the time of the call."""
+    model, reference = transformed(Listed(), inner="eager"), Listed()
+    reference.load_state_dict(model.state_dict())
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
+    others = {name: nn.Parameter(p.detach() + 1) for name, p in model.named_parameters()}
+    for each, block in ((model, model.no_sync()), (reference, contextlib.nullcontext())):
+        with block:
+            square(each, x).backward()
+    torch.func.functional_call(model, others, (x,)).square().mean().backward()
+    given = {name: nn.Parameter(p.detach() + 1) for name, p in reference.named_parameters()}
+    torch.func.functional_call(reference, given, (x,)).square().mean().backward()
+    local = [*(p.grad for p in reference.parameters()), *(p.grad for p in given.values())]
+    for p, gradient in zip([*model.parameters(), *others.values()], local):
+        dist.all_reduce(gradient)
+        torch.testing.assert_close(p.grad, gradient / world_size, rtol=1e-5, atol=1e-6)
+    doubled = {name: 2 * p for name, p in model.named_parameters()}
+    with pytest.raises(apexfx.UnsynchronizedGradientError, match="'a.weight', .* was computed outside of the transformed"):
+        torch.func.functional_call(model, doubled, (x,)).square().mean().backward()
+
+
+def the_source_after_the_model(rank, world_size):
+    source, reference = Listed(), Listed()
+    model = transformed(source, inner="eager")
+    reference.load_state_dict(model.state_dict())
+    square(model, torch.full((5, 4), rank + 1.0)).backward()
+    del model
+    wrapper = TorchDDP(source)
+    check(source, reference, lambda each, x: square(wrapper if each is source else each, x), rank, world_size)
+
+
+class LooseTensor(Listed):
+    def __init__(self):
+        super().__init__()
+        self.loose = [torch.ones(2, requires_grad=True)]
+
+    def forward(self, x):
+        loose = self.loose[0]
+        torch._dynamo.graph_break()
+        return super().forward(x) * loose
+
+
+def a_leaf_in_a_local(rank, world_size):
+    model = transformed(LooseTensor(), inner="eager")
+    square(model, torch.full((5, 4), rank + 1.0)).backward()
+    assert any("forward uses L['loose'], a leaf tensor of shape [2] that requires a gradient" in n for n in model.report.notes)
+
+
+def found_by_one_rank(rank, world_size):
+    """What only one rank finds raises on both, at once, where the other waits for it."""
+    for loss_of in (with_a_layer_of_its_own, lambda model, x: (x @ model.a.weight).mean()):
+        group = dist.new_group(timeout=timedelta(seconds=60))
+        model = apexfx.transform(Listed(), opt_level="O0", inner="eager", ddp=True, process_group=group)
+        x = torch.full((5, 4), rank + 1.0)
+        square(model, x).backward()
+        begin = time.monotonic()
+        expected = r"'a.weight'.* on rank 0 and not on every rank|rank 0 raised Unsync.* the gradient of 'a.weight' was computed"
+        if rank == 0:
+            with pytest.raises((RankFailureError, apexfx.UnsynchronizedGradientError), match="the gradient of 'a.weight'"):
+                loss_of(model, x).backward()
+        else:
+            with pytest.raises(RankFailureError, match=expected):
+                for _ in range(2):
+                    square(model, x).backward()
+        assert time.monotonic() - begin < 20
 
 
 def shares_that_come_late(rank, world_size):
@@ -307,8 +409,13 @@ def test_every_gradient_is_the_mean(inner):
 def test_what_is_not_averaged_is_said():
     run_ranks(functools.partial(_each, (
         errors, local_shares, shares_that_come_late, gradients_switched_on_inside, left_to_eager_in_a_compiled_model,
-        unfrozen_in_eager, sums_and_local_gradients, an_argument_that_holds_tensors, an_optimizer_in_backward,
-        found_by_one_rank)), 2)
+        unfrozen_in_eager, sums_and_local_gradients, an_argument_that_holds_tensors, an_optimizer_in_backward)), 2)
+
+
+def test_what_reaches_a_parameter_another_way():
+    run_ranks(functools.partial(_each, (
+        written_in_place, asked_for_with_autograd_grad, others_in_the_place_of_parameters, the_source_after_the_model,
+        a_leaf_in_a_local, found_by_one_rank)), 2)
 
 
 def _each(cases, rank, world_size):

@@ -93,6 +93,7 @@ SHARDED = {
     "fsdp2 in compile without ddp": lambda: compiled(fsdp2(Net())),
     "tensor parallel in compile": lambda: compiled(tensor_parallel(Net())),
     "fsdp2 around compile": lambda: fsdp2(compiled(Net(), ddp=True)),
+    "fsdp2 after compile": lambda: fsdp2(ran(compiled(Net(), ddp=True))),
     "fsdp1 after compile": lambda: fsdp1(ran(compiled(Net(), ddp=True))),
     "fsdp1 in eager": lambda: wrapped(fsdp1(Net())),
     "fsdp2 in eager": lambda: wrapped(fsdp2(Net())),
