@@ -130,6 +130,12 @@ def backend_of(module: torch.nn.Module) -> object | None:
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
 
 
+def compiling_backend() -> object | None:
+    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    return _innermost(translator.output.compiler_fn) if translator is not None else None
+
+
 def _innermost(backend: object | None) -> object | None:
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
