@@ -74,12 +74,6 @@ def active_ddp_module() -> object | None:
     return DistributedDataParallel._active_ddp_module
 
 
-def compile_call() -> object | None:
-    """Return what stands for one call of `torch.compile`, in the backend that it calls; None for another caller (2.13)."""
-    caller = sys._getframe(2).f_locals.get("self")  # of the function that asks
-    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
-
-
 def compiled_module() -> torch.nn.Module | None:
     """Return the outermost module that the `torch.compile` now compiling a graph has called, or None (2.13)."""
     frame, found = sys._getframe(), None
@@ -134,6 +128,12 @@ def backend_around() -> object | None:
 def backend_of(module: torch.nn.Module) -> object | None:
     """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None (2.13)."""
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
+
+
+def compiling_backend() -> object | None:
+    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    return _innermost(translator.output.compiler_fn) if translator is not None else None
 
 
 def _innermost(backend: object | None) -> object | None:

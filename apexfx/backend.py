@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from ._torch import compile_call
+from ._torch import compiling_backend
 from .compiler.graph_compiler import GraphCompiler, Groups, make_compiler
 from .compiler.pipeline import warn_unmatched
 from .config import TransformConfig
@@ -20,19 +19,7 @@ from .report.data import Report
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class _Shared:
-    """What calls of `torch.compile` with one options object share; each of them holds it.
-
-    Attributes:
-        options: what the object held then: a user may change it and compile another model.
-    """
-
-    compiler: GraphCompiler
-    options: dict[str, Any] | None
-
-
-_by_options: weakref.WeakValueDictionary[int, _Shared] = weakref.WeakValueDictionary()
+_by_options: weakref.WeakValueDictionary[int, GraphCompiler] = weakref.WeakValueDictionary()  # by id, while one is in use
 _last_report: Report | None = None
 
 
@@ -51,24 +38,26 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     """
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
-    compiler = _compiler_of(compile_call(), options)
+    compiler = _compiler_of(compiling_backend(), options)
     compiled = compiler(gm, example_inputs)
     warn_unmatched(compiler.report, " so far")  # a graph break may be followed by graphs that have something for the pass
     return compiled
 
 
-def _compiler_of(call: Any, options: dict[str, Any] | None) -> GraphCompiler:
-    """Return the compiler of one call of `torch.compile`."""
-    shared = getattr(call, "_apexfx", None)
-    if shared is None:
-        shared = _by_options.get(id(options)) if options is not None else None
-        if shared is None or shared.options != options:
-            shared = _Shared(compiler_for(TransformConfig.from_options(options), "compile"), options and dict(options))
-        if options is not None:
-            _by_options[id(options)] = shared
-        if call is not None:
-            call._apexfx = shared
-    return shared.compiler
+def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
+    """Return the compiler of one call of `torch.compile`, for which `backend` stands: it lives as long as the compiled model."""
+    compiler = getattr(backend, "_apexfx_compiler", None)
+    if compiler is not None:
+        return compiler
+    config = TransformConfig.from_options(options)
+    compiler = _by_options.get(id(options)) if options else None
+    if compiler is None or compiler.config != config:  # a user may change the options and compile another model
+        compiler = compiler_for(config, "compile")
+    if options:
+        _by_options[id(options)] = compiler
+    if hasattr(backend, "compiler_name"):  # made by torch.compile(), which holds the options too
+        backend._apexfx_compiler = compiler
+    return compiler
 
 
 def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCompiler:

@@ -16,9 +16,7 @@ OURS = ("_apexfx", "_amp")  # what the package itself puts on the user's objects
 NAMED_TUPLES = ("_replace", "_fields")
 # File -> names that it still reaches by itself. This table is to become empty.
 LEFT: dict[str, set[str]] = {
-    "distributed/gradient_sync.py": {"_version"},
-    "fp16_utils/fp16_optimizer.py": {"_loss_scale", "_unskipped"},
-    "parallel/module_tree.py": {"_buffers", "_modules", "_parameters"},
+    "fp16_utils/fp16_optimizer.py": {"_loss_scale", "_unskipped"},  # those of amp's scaler, and of Apex's
 }
 
 

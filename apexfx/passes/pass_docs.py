@@ -25,11 +25,6 @@ The numeric tier says what a pass may change: nothing (`bitwise`), the order of 
 """
 
 
-def names() -> list[str]:
-    """Return the names of the built-in passes, in order."""
-    return [row["pass"] for row in passes.describe()]
-
-
 def table() -> str:
     """Return the ordered table as text."""
     rows = passes.describe()
@@ -46,7 +41,7 @@ def one(name: str) -> str:
         if row["pass"] == name:
             facts = f"{name}: {row['stage']}, {row['numeric']}, asked for by {row['asked for by']}"
             return f"{facts}\n\n{inspect.getdoc(entry.pass_type)}"
-    raise ValueError(f"apexfx: there is no pass {name!r}; the passes are {', '.join(names())}")
+    raise ValueError(f"apexfx: there is no pass {name!r}; the passes are {', '.join(row['pass'] for row in passes.describe())}")
 
 
 def markdown() -> str:
