@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import BatchNorm
+from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import sync_batch_norm
 from ..report.data import Report
 
@@ -67,7 +68,8 @@ def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
 
 def _configure(module: nn.Module, group: dist.ProcessGroup | None, report: Report) -> None:
     if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
-        group = module.process_group or group or dist.group.WORLD  # a group of its own is the user's word
+        group = watched(module.process_group, "batch_norm") if module.process_group is not None else group
+        group = group or watched(dist.group.WORLD, "batch_norm")
     module.__dict__["_apexfx_group"] = group.group_name if group is not None else ""
     module.__dict__["_apexfx_report"] = report
 
