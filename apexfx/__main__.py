@@ -66,7 +66,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from .simulate.page import add_arguments
+    from .simulate.command import add_arguments
 
     simulate = commands.add_parser(
         "simulate", help="what a data-parallel step would take on any number of ranks, on paper", epilog=_EXIT_STATUS,
@@ -121,10 +121,10 @@ def _passes(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from .simulate import page
+    from .simulate import command
 
     try:
-        text = page.page(arguments)
+        text = command.text(arguments)
     except (ValueError, OSError) as error:
         print(f"apexfx: {error}" if isinstance(error, OSError) else error, file=sys.stderr)
         return 2

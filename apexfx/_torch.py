@@ -10,6 +10,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
@@ -38,6 +39,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_
 from torch._inductor.virtualized import V as inductor_state  # 2.13
 from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group  # 2.11, 2.13, 2.15
@@ -62,15 +64,13 @@ pop_function_mode = torch._C._pop_torch_function_stack
 push_function_mode = torch._C._push_on_torch_function_stack
 
 
+# What a captured graph calls where the program switches gradients on or off (2.13).
+set_grad_enabled = torch._C._set_grad_enabled
+
+
 def active_ddp_module() -> object | None:
     """Return the `DistributedDataParallel` whose forward is running, or None (2.11, 2.13, 2.15)."""
     return DistributedDataParallel._active_ddp_module
-
-
-def compile_call() -> object | None:
-    """Return what stands for one call of `torch.compile`, in the backend that it calls; None for another caller (2.13)."""
-    caller = sys._getframe(2).f_locals.get("self")  # of the function that asks
-    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
 
 
 def compiled_module() -> torch.nn.Module | None:
@@ -129,6 +129,12 @@ def backend_of(module: torch.nn.Module) -> object | None:
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
 
 
+def compiling_backend() -> object | None:
+    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    return _innermost(translator.output.compiler_fn) if translator is not None else None
+
+
 def _innermost(backend: object | None) -> object | None:
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
@@ -153,15 +159,49 @@ def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
     return None
 
 
+def dynamo_source(placeholder: torch.fx.Node) -> object | None:
+    """Return where Dynamo found a graph's input, as an object with a `name` and perhaps a `base`, or None (2.13)."""
+    return getattr(placeholder, "_dynamo_source", None)
+
+
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
     """Tell whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
-    source = getattr(placeholder, "_dynamo_source", None)
+    source = dynamo_source(placeholder)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def is_replica(module: torch.nn.Module) -> bool:
     """Tell whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
     return "_is_replica" in module.__dict__
+
+
+def boxed(function: Callable[[list[object]], object]) -> Callable[[list[object]], object]:
+    """Mark `function`, which takes one list of arguments and empties it, as AOTAutograd wants compiled graphs (2.13)."""
+    function._boxed_call = True
+    return function
+
+
+def tensor_version(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written in place (2.11, 2.13, 2.15)."""
+    return tensor._version
+
+
+class Registries(NamedTuple):
+    """What a module holds itself, by name; None for what was registered as such."""
+
+    parameters: dict[str, torch.nn.Parameter | None]
+    buffers: dict[str, torch.Tensor | None]
+    modules: dict[str, torch.nn.Module | None]
+
+
+def registries(module: torch.nn.Module) -> Registries:
+    """Return the dictionaries in which a module registers what it holds (2.11, 2.13, 2.15)."""
+    return Registries(module._parameters, module._buffers, module._modules)
+
+
+def replace_submodules(module: torch.nn.Module, made: dict[str, torch.nn.Module | None]) -> None:
+    """Give a module, which may share the dictionary of its submodules with another, one of its own (2.11, 2.13, 2.15)."""
+    module.__dict__["_modules"] = made
 
 
 def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
@@ -208,6 +248,11 @@ def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
                default=torch.distributed.distributed_c10d.default_pg_timeout)
 
 
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Have autograd call `callback` at the end of the backward pass under way in this thread (2.11, 2.13, 2.15)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
     """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
     _unregister_process_group(name)
@@ -235,14 +280,6 @@ def drop_compiled_call(module: torch.nn.Module) -> None:
     module.__dict__.pop("_compiled_call_impl", None)
 
 
-def unscale_in_place(grads: list[torch.Tensor], found_inf: torch.Tensor, factor: torch.Tensor) -> None:
-    """Multiply `grads` by `factor`, and set `found_inf` to 1 where one is not finite (2.11, 2.13, 2.15).
-
-    Versions of the gradients stay as they are.
-    """
-    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
-
-
 def update_loss_scale(
     scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
 ) -> None:
@@ -259,6 +296,9 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GradAOTOutput",
+    "HigherOrderOperator",
+    "OpOverload",
+    "OpOverloadPacket",
     "PlainAOTInput",
     "TorchDispatchMode",
     "active_ddp_module",
@@ -267,13 +307,15 @@ __all__ = [
     "backend_of",
     "below_autograd",
     "below_functorch",
-    "compile_call",
+    "boxed",
     "compile_fx",
     "compile_fx_inner",
     "compiled_module",
+    "compiling_backend",
     "count_calls",
     "drop_compiled_call",
     "dynamo_config",
+    "dynamo_source",
     "fake_store",
     "foreach_copy_",
     "foreach_mul_",
@@ -298,18 +340,22 @@ __all__ = [
     "process_group_store",
     "process_group_timeout",
     "push_function_mode",
+    "queue_backward_callback",
     "register_process_group",
     "registered_ops",
+    "registries",
+    "replace_submodules",
     "resolve_process_group",
     "run_cached_graphs",
+    "set_grad_enabled",
     "statically_known_true",
     "storage_users",
+    "tensor_version",
     "top_saved_tensor_hooks",
     "trace_structured",
     "traced_module",
     "traced_value",
     "tree_leaves",
     "tree_map",
-    "unscale_in_place",
     "update_loss_scale",
 ]

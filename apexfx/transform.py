@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
-from ._torch import drop_compiled_call, not_traced
+from . import subclassing
+from ._torch import backend_of, drop_compiled_call, not_traced
 from .backend import compiler_for
 from .buckets.plan import check_options
 from .compiler import compiled_model
@@ -27,6 +28,7 @@ from .distributed.broadcast import broadcast_from_first
 from .precision.half_model import cast_model
 from .precision.rules import HALVES
 from .report.data import Report
+from .subclassing import subclass
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     `torch.save` behave as before. Graphs are captured at the first call, or by `.capture(*inputs)`.
 
     Args:
-        model: any module that is not transformed already. It is left usable; under O3 its parameters become half.
+        model: any module that is not transformed already. It is left usable; under O3 its parameters become half
+            (buffers stay: graphs cast them where they are read, and running statistics keep float32).
         opt_level: "O0" float32; "O1", the default, casts per op by rule; "O2" half except batch norm, float32
             parameters as masters; "O3" half, parameters included.
         dtype: the half type or its name; default float16 for a model on CUDA, bfloat16 on the CPU.
@@ -93,7 +96,7 @@ transform.__signature__ = inspect.Signature(  # the options and their defaults, 
 def _check_model(model: nn.Module, config: TransformConfig) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"apexfx: transform() was given {type(model).__name__}, expected a torch.nn.Module")
-    if isinstance(model, torch._dynamo.eval_frame.OptimizedModule):
+    if backend_of(model) is not None:
         raise ValueError("apexfx: transform() compiles by itself; give it the module, not the result of torch.compile()")
     for name, module in model.named_modules():
         if isinstance(module, TransformedModule):
@@ -157,7 +160,6 @@ class TransformedModule:
         memo[id(self)] = made
         return made
 
-
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
 
@@ -194,7 +196,7 @@ _INSPECTION = ("report", "capture", "no_sync", "print_readable")
 
 def source_class(model: nn.Module) -> type[nn.Module]:
     """Return the class of the module that `model` was made from."""
-    return type(model).__mro__[2]
+    return subclassing.source_class(type(model), TransformedModule)
 
 
 @functools.cache
@@ -207,8 +209,7 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn
     forward = not_traced(forward, COMPILES_ITSELF)
 
     names = {name: Inspection.__dict__[name] for name in public}
-    body = {"__module__": cls.__module__, "__qualname__": f"Apexfx{cls.__qualname__}", "forward": forward, **names}
-    return type(cls.__name__, (TransformedModule, cls), body)  # what libraries write into files is the source's name
+    return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", forward=forward, **names)
 
 
 def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
@@ -225,7 +226,9 @@ def _restored(cls: type[nn.Module], state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig, compiler: GraphCompiler) -> nn.Module:
-    taken = {*dir(cls), *state, *state["_modules"], *state["_parameters"], *state["_buffers"]}
+    plain = object.__new__(cls)
+    plain.__dict__.update(state)
+    taken = dir(plain)  # parameters, buffers and submodules included
     public = tuple(name for name in _INSPECTION if name not in taken)
     if len(public) < len(_INSPECTION):
         log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,
@@ -234,6 +237,6 @@ def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig,
     made.__dict__.update(state)
     own_forward = made.__dict__.pop("forward", None)
     stand_ins = make_traceable(made, compiler.groups.batch_norm, compiler.report)
-    traced = own_forward or with_private_code(traced_forward(made, compiler.groups.batch_norm, compiler.report))
+    traced = own_forward or with_private_code(traced_forward(made, cls, compiler.groups.batch_norm, compiler.report))
     made.__dict__["_apexfx"] = CompiledModel(made, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)
     return made

@@ -30,12 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from calibration import Calibration, fit_line, slowest, slowest_profile
 from ddp import MODELS, stepper
 from tabulate import tabulate
 
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
-from apexfx.simulate.calibration import Calibration, slowest, slowest_profile
 from apexfx.simulate.profile import Profile, combine, sampler
 from apexfx.simulate.simulator import simulate
 
@@ -76,7 +76,7 @@ def measure(rank: int, num_ranks: int, folder: str, given: argparse.Namespace) -
         for name, take in alone.items():
             dist.barrier()
             profiles[name].append(slowest_profile(take(), group))
-            calibration.beside(name, take, profiles[name][0].compute_s)
+            calibration.take_overlap(name, take, profiles[name][0].compute_s)
         for key, step in real.items():
             dist.barrier()
             begin = time.perf_counter()
@@ -105,8 +105,8 @@ def compared(calibration: Calibration, profiles: dict[str, list[Profile]], times
                      "compute_ms": 1e3 * made.compute_s, "communication_ms": 1e3 * made.communication_s,
                      "exposed_ms": 1e3 * made.exposed_s, "predicted_ms": 1e3 * made.step_s, "measured_ms": 1e3 * taken,
                      "error": made.step_s / taken - 1})
-    link = network.fitted.levels[0].link
-    return {"latency_us": 1e6 * link.latency_s, "mb_per_s": link.bytes_per_s / 1e6, "allreduce": network.samples,
+    fixed_s, byte_s = fit_line(network.samples)  # of a ring of two: two messages of half of the bytes each
+    return {"latency_us": 1e6 * fixed_s / 2, "mb_per_s": 1 / byte_s / 1e6, "allreduce": network.samples,
             "costs": {name: asdict(cost) for name, cost in costs.items()}, "rows": rows}
 
 

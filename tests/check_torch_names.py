@@ -21,6 +21,8 @@ SETTINGS = {
     "torch/_functorch/config.py": ("force_non_lazy_backward_lowering",),
     "torch/nn/parallel/distributed.py": ("_active_ddp_module",),
     "torch/nn/modules/module.py": ("_is_replica",),
+    "torch/_functorch/_aot_autograd/utils.py": ("_boxed_call",),
+    "torch/_C/__init__.pyi": ("_version",),
     "torch/_dynamo/convert_frame.py": ("_torchdynamo_orig_backend",),
     "torch/distributed/fsdp/_dynamo_utils.py": ("_is_fsdp_managed_module",),
     "torch/distributed/fsdp/_fully_shard/_fully_shard.py": ("_is_fsdp_managed_module",),

@@ -45,7 +45,7 @@ class Recorder:
         return "\n".join(line for text in texts for line in text.splitlines() if not line.startswith("in "))
 
     def casts(self) -> list[dict[str, Any]]:
-        return [row for report in self.reports for row in report.artifacts.get("casts", ())]
+        return [vars(row) for report in self.reports for row in report.artifacts.casts or ()]
 
 
 def precision(level: str, half: torch.dtype = torch.bfloat16, **overrides: Any) -> Precision:

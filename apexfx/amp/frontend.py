@@ -16,7 +16,15 @@ from ..precision.rules import HALVES
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
-from .models import ForwardPatch, check_not_transformed, check_parameters, check_wrapper, patch_forward, save_float32
+from .models import (
+    ForwardPatch,
+    cast_around,
+    check_not_transformed,
+    check_parameters,
+    check_wrapper,
+    patch_forward,
+    save_float32,
+)
 from .optimizers import process_optimizer, unwrap
 from .properties import O0 as O0
 from .properties import O1 as O1
@@ -99,10 +107,7 @@ def initialize(
     session = _session(properties, half, model_list, num_losses, agree=agree)
     for model in model_list:
         check_parameters(model)
-    if compile:
-        model_list = [_compiled(model, session, inner) for model in model_list]
-    else:
-        _prepare_models(model_list, session, cast_model_outputs)
+    model_list = [_prepared(model, session, cast_model_outputs, inner if compile else None) for model in model_list]
     masters = bool(properties.master_weights) and not compile
     for optimizer in optimizer_list:
         process_optimizer(unwrap(optimizer), session, master_weights=masters)
@@ -208,37 +213,42 @@ def _session(
     return session
 
 
-def _prepare_models(models: list[nn.Module], session: Session, cast_outputs: torch.dtype | None) -> None:
+def _prepared(model: nn.Module, session: Session, cast_outputs: torch.dtype | None, inner: str | None) -> nn.Module:
+    """Cast `model` in place and wrap its forward; with `inner` return a compiled model, which casts alike, in place of that."""
     properties = session.properties
     cast_type = properties.cast_model_type or None
-    for model in models:
-        if cast_type is not None:
-            cast_model(model, cast_type, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
-            outputs = cast_outputs if cast_outputs is not None else torch.float32
-            patch = ForwardPatch(cast_type, outputs, None, session.executor)
-            if cast_type in HALVES:
-                save_float32(model)
-        elif session.executor is not None:
-            # Apex left half outputs and cast in the loss function; here the loss gets them in float32.
-            outputs, only = (cast_outputs, None) if cast_outputs is not None else (torch.float32, HALVES)
-            patch = ForwardPatch(None, outputs, only, session.executor)
-        elif cast_outputs is not None:
-            patch = ForwardPatch(None, cast_outputs, None, None)
-        else:
-            continue
-        patch_forward(model, patch)
+    masters_in_graph = inner is not None and bool(properties.master_weights)
+    if cast_type is not None:
+        stored = torch.float32 if masters_in_graph else cast_type
+        cast_model(model, stored, keep_batchnorm=bool(properties.keep_batchnorm_fp32))
+        if stored in HALVES:
+            save_float32(model)
+    outputs, only = cast_outputs, None
+    if cast_outputs is None and cast_type is not None:
+        outputs = torch.float32
+    elif cast_outputs is None and session.executor is not None:
+        # Apex left half outputs and cast in the loss function; here the loss gets them in float32.
+        outputs, only = torch.float32, HALVES
+    if inner is not None:
+        made = _transformed(model, session, cast_type, inner)
+        cast_around(made, inputs=cast_type is not None, outputs=outputs, only=only)
+        return made
+    if cast_type is not None or outputs is not None:
+        patch_forward(model, ForwardPatch(cast_type, outputs, only, session.executor))
+    return model
 
 
-def _compiled(model: nn.Module, session: Session, inner: str) -> nn.Module:
+def _transformed(model: nn.Module, session: Session, cast_type: torch.dtype | None, inner: str) -> nn.Module:
+    """Return `model` compiled at the level that makes the casts of `session`, whatever the overrides of its level."""
     from ..transform import transform
 
     properties = session.properties
-    level = properties.opt_level
-    if level == "O0" or level == "O1" and session.executor is None:
-        return transform(model, opt_level="O0", inner=inner)
-    keep = properties.keep_batchnorm_fp32 if level in ("O2", "O3") else None
-    rules = {} if session.executor is None else session.executor.user_rules
-    return transform(model, opt_level=level, dtype=session.half, keep_batchnorm_fp32=keep, precision=rules, inner=inner)
+    if session.executor is not None:
+        return transform(model, opt_level="O1", dtype=session.half, precision=session.executor.user_rules, inner=inner)
+    if cast_type in HALVES:
+        level = "O2" if properties.master_weights else "O3"
+        return transform(model, opt_level=level, dtype=cast_type, keep_batchnorm_fp32=properties.keep_batchnorm_fp32, inner=inner)
+    return transform(model, opt_level="O0", inner=inner)
 
 
 def state_dict(destination: Any = None) -> Any:

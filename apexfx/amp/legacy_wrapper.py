@@ -113,19 +113,3 @@ class OptimWrapper:
         """Load into the optimizer."""
         self._predicated.settle(self._optimizer)
         self._optimizer.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forward to the optimizer."""
-        self._optimizer.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Forward to the optimizer."""
-        self._optimizer.add_param_group(param_group)
-
-    @property
-    def state(self) -> Any:
-        return self._optimizer.state
-
-    @property
-    def param_groups(self) -> Any:
-        return self._optimizer.param_groups

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..compiler import compiled_model
 from ..precision.rules import HALVES
+from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
 from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
@@ -60,7 +61,7 @@ class ForwardPatch:
             edits.bring_back()
         if self.outputs is None or inside:  # a model within a model hands its values on as they are
             return result
-        return cast_values(result, caster(self.outputs, only=self.only), self.outputs if self.only is None else None)
+        return _cast_outputs(self.outputs, self.only, None, None, result)
 
 
 @torch.compiler.disable(reason="amp's O1 casts in eager mode; pass compile=True to amp.initialize to have them in the graph")
@@ -113,12 +114,38 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
     patch.own_forward = earlier.own_forward if earlier is not None else model.__dict__.pop("forward", None)
     cls = type(model)
     if earlier is None:
-        model.__class__ = _patched_class(cls)
+        model.__class__ = _amp_class(cls)
     model.__dict__[_PATCH] = patch
     if patch.executor is not None:
         for module in model.modules():
             if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_float_input, with_kwargs=True)
+
+
+def cast_around(
+    model: nn.Module, *, inputs: bool, outputs: torch.dtype | None, only: tuple[torch.dtype, ...] | None
+) -> None:
+    """Have a compiled model take and give the dtypes that a wrapped forward does, as far as its graphs do not.
+
+    Args:
+        inputs: float64 inputs become float32; the graphs cast all others.
+        outputs, only: as in `ForwardPatch`.
+    """
+    if inputs:
+        model.register_forward_pre_hook(_single_inputs, with_kwargs=True)
+    if outputs is not None:
+        model.register_forward_hook(functools.partial(_cast_outputs, outputs, only), prepend=True)
+
+
+def _single_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    cast = caster(torch.float32, only=(torch.float64,))
+    return cast_values(args, cast), cast_values(kwargs, cast)
+
+
+def _cast_outputs(
+    dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, module: nn.Module | None, args: Any, result: Any
+) -> Any:
+    return cast_values(result, caster(dtype, only=only), dtype if only is None else None)
 
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -129,9 +156,16 @@ def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, An
     return cast_values(args, cast), cast_values(kwargs, cast)
 
 
+class _AmpModule:
+    """Mixed into the class of a model whose forward amp wraps."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return reduced(super(), self, _AmpModule, _amp_class, protocol)
+
+
 @functools.cache
-def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
-    @functools.wraps(cls.forward)
+def _amp_class(cls: type[nn.Module]) -> type[nn.Module]:
+    @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__[_PATCH]
         own = patch.own_forward if patch.own_forward is not None else functools.partial(cls.forward, self)
@@ -139,20 +173,7 @@ def _patched_class(cls: type[nn.Module]) -> type[nn.Module]:
             return _call_eagerly(patch, own, args, kwargs)
         return patch.call(own, args, kwargs)
 
-    def reduce(self: Any, protocol: Any) -> Any:
-        function, arguments, *rest = super(made, self).__reduce_ex__(protocol)
-        return (_rebuild, (cls, function, tuple(cls if a is made else a for a in arguments)), *rest)
-
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__,
-             "forward": forward, "__reduce_ex__": reduce, "_amp_source_class": cls}
-    made = type(cls)(cls.__name__, (cls,), names)
-    return made
-
-
-def _rebuild(cls: type[nn.Module], function: Any, arguments: tuple[Any, ...]) -> nn.Module:
-    """Make an empty instance as pickle would, of the patched class."""
-    patched = _patched_class(cls)
-    return function(*(patched if a is cls else a for a in arguments))
+    return subclass(cls, _AmpModule, forward=forward)
 
 
 # ---- checkpoints in float32 ---------------------------------------------------------------------------------------------

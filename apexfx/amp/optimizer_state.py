@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -244,6 +244,3 @@ def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
         for column, tensor in zip(columns, row):
             column.append(tensor)
     return list(grouped.values())
-
-
-Hook = Callable[..., Any]

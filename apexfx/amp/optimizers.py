@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ..optimizers._base import FusedOptimizer
 from ..precision.rules import HALVES
+from ..subclassing import reduced, source_class, subclass
 from .optimizer_state import AmpOptimizerState
-from .scaler import LossScaler, is_clear
+from .scaler import LossScaler
 from .session import Session
 
 
@@ -42,7 +43,7 @@ class AmpOptimizer:
         """Drop (None) or zero the gradients of the model and of the masters."""
         if set_to_none is None:
             set_to_none = bool(getattr(self, "set_grad_none", True))
-        if set_to_none and type(self)._amp_source_class.zero_grad in _DROP_GRADIENTS:  # type: ignore[attr-defined]
+        if set_to_none and source_class(type(self), AmpOptimizer).zero_grad in _DROP_GRADIENTS:  # type: ignore[attr-defined]
             for group in self.param_groups:  # type: ignore[attr-defined]
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -96,7 +97,7 @@ class AmpOptimizer:
                 register_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (type(self)._amp_source_class,), self.__getstate__()  # type: ignore[attr-defined]
+        return reduced(super(), self, AmpOptimizer, amp_class, protocol)
 
 
 def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, master_weights: bool) -> None:
@@ -142,12 +143,7 @@ def _warn_of_half_sgd(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def amp_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__, "_amp_source_class": cls}
-    return type(cls)(cls.__name__, (AmpOptimizer, cls), names)
-
-
-def _rebuild(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    return object.__new__(amp_class(cls))
+    return subclass(cls, AmpOptimizer)
 
 
 def register_hooks(optimizer: Any) -> None:
@@ -201,6 +197,11 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if stash.session is not None:
         stash.session.end_iteration()
         stash.session.report_overflows()
+
+
+def is_clear(flag: Tensor) -> bool:
+    """Return whether the host can tell without waiting that `flag` is 0."""
+    return flag.device.type == "cpu" and not flag.numpy()
 
 
 def _take_flag(optimizer: Any) -> None:

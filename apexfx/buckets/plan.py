@@ -22,6 +22,7 @@ from tabulate import tabulate
 from ..config import BucketConfig
 from . import ddp_layout
 from .bucket import LOW_PRECISION, Bucket, GradientSpec, Slot, dtype_name
+from .windows import Window
 
 FORMAT_VERSION = 1
 APEX_MESSAGE_SIZE, LEAST_MESSAGE_SIZE = 10_000_000, 2**19  # elements; the least, so that latency stays small beside bytes
@@ -135,12 +136,12 @@ class BucketPlan:
             buckets.append(first.holding(slots, packed=packed))
         return dataclasses.replace(self, buckets=tuple(buckets), layout="edited")
 
-    def located(self, rows: Sequence[dict[str, Any]]) -> BucketPlan:
-        """Return this plan with where its communication lies in a graph, as `schedule.windows.windows` found it."""
-        found = {row["bucket"]: row for row in rows}
+    def located(self, windows: Sequence[Window]) -> BucketPlan:
+        """Return this plan with where its communication lies in a graph."""
+        found = {window.bucket: window for window in windows}
         return dataclasses.replace(self, buckets=tuple(
-            dataclasses.replace(bucket, start_after=found[index]["start_after"], wait_before=found[index]["wait_before"],
-                                window_flops=found[index]["flops"]) if index in found else bucket
+            dataclasses.replace(bucket, start_after=found[index].start_after, wait_before=found[index].wait_before,
+                                window_flops=found[index].flops) if index in found else bucket
             for index, bucket in enumerate(self.buckets)))
 
     def for_world_size(self, world_size: int) -> BucketPlan:

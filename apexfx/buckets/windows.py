@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
 from torch import fx
 
@@ -13,12 +13,28 @@ from .flops import node_flops
 MARK = "apexfx_bucket"  # meta key of every node that carries a bucket: the bucket's index in the plan
 
 
-def windows(gm: fx.GraphModule) -> list[dict[str, Any]]:
-    """Return one row a collective, in order.
+@dataclass(frozen=True)
+class Window:
+    """What lies between the start of a collective and its wait.
 
-    A row has `bucket` (its index in the plan, or None), the nodes `start` and `wait`, `start_after` and `wait_before` (the
-    nearest nodes that do not carry that bucket themselves), and `nodes` and `flops` in between.
+    Attributes:
+        bucket: the index in the plan of the bucket that it carries, or None.
+        start, wait: names of the two nodes.
+        start_after, wait_before: names of the nearest nodes that do not carry that bucket themselves.
+        nodes, flops: how many in between.
     """
+
+    bucket: int | None
+    start: str
+    start_after: str
+    wait: str
+    wait_before: str
+    nodes: int
+    flops: int
+
+
+def windows(gm: fx.GraphModule) -> list[Window]:
+    """Return the window of every collective, in graph order."""
     nodes = list(gm.graph.nodes)
     place = {node: index for index, node in enumerate(nodes)}
     flops = [0, *accumulate(map(node_flops, nodes))]
@@ -27,11 +43,8 @@ def windows(gm: fx.GraphModule) -> list[dict[str, Any]]:
     for node in filter(is_collective, nodes):
         wait = min((user for user in _readers(node) if is_wait(user)), key=place.__getitem__)
         begin, end = place[node], place[wait]
-        rows.append({
-            "bucket": node.meta.get(MARK), "start": node.name, "start_after": before[node].name,
-            "wait": wait.name, "wait_before": after[wait].name,
-            "nodes": end - begin - 1, "flops": flops[end] - flops[begin],
-        })
+        rows.append(Window(node.meta.get(MARK), node.name, before[node].name, wait.name, after[wait].name,
+                           end - begin - 1, flops[end] - flops[begin]))
     return rows
 
 

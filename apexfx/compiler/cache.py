@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def package_digest() -> str:
     """Return a hash over every source file and compiled library of this package."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent
+    root = Path(__file__).parents[1]
     for path in sorted([*root.rglob("*.py"), *root.rglob("*.so")]):
         digest.update(str(path.relative_to(root)).encode())
         digest.update(path.read_bytes())

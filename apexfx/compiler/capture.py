@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import PlainAOTInput
+from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled
 from ..graph.inputs import Placeholder
 from ..graph.nodes import MODULE_PATHS, graphs, set_value
 from .model_index import ModelIndex
@@ -40,7 +40,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
     """
     index = index if index is not None else ModelIndex()
     nodes = gm.graph.find_nodes(op="placeholder")
-    index.refresh(filter(None, (getattr(node, "_dynamo_source", None) for node in nodes)))
+    index.refresh(filter(None, map(dynamo_source, nodes)))
     frame = index.frame(guard=by_module)  # in which a node without a module was traced
     for graph_module in graphs(gm):
         for node in graph_module.graph.nodes:
@@ -56,7 +56,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
             node.meta[MODULE_PATHS] = next(reversed(paths.values()), frame)
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
-        source = getattr(node, "_dynamo_source", None)
+        source = dynamo_source(node)
         placeholder = _placeholder(position, source.name if source is not None else node.name, example, index)
         node.meta["apexfx_name"] = placeholder.name
         node.meta["apexfx_kind"] = placeholder.kind
@@ -105,4 +105,4 @@ def _size(size: Any) -> int:
 def records_gradients(gm: fx.GraphModule) -> bool:
     """Return whether autograd records a part of this captured graph; Dynamo captures another for another gradient mode."""
     return torch.is_grad_enabled() or any(
-        node.target is torch._C._set_grad_enabled and node.args[0] for graph in graphs(gm) for node in graph.graph.nodes)
+        node.target is set_grad_enabled and node.args[0] for graph in graphs(gm) for node in graph.graph.nodes)

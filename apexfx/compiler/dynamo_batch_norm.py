@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import BatchNorm
+from .._torch import BatchNorm, registries, replace_submodules, tensor_version
 from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import sync_batch_norm
 from ..report.data import Report
+from ..subclassing import source_class, subclass
 
 BATCH_NORMS = (BatchNorm,)  # torch.nn.SyncBatchNorm and user subclasses included
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -39,24 +40,25 @@ def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Re
     copies: dict[nn.Module, nn.Module] = {}
     for path, module in model.named_modules():
         if path and isinstance(module, BATCH_NORMS) and _needs_copy(module, group):
-            copies[module] = _rebuild(_original_class(module), {**module.__dict__, "_apexfx_path": path})
-            _configure(copies[module], group, report)
+            cls = source_class(type(module), TraceableBatchNorm)
+            copies[module] = _instance(_traceable_class(cls), module.__dict__)
+            _configure(copies[module], cls, path, group, report)
     if copies:
         _replace_below(model, copies)
     return copies
 
 
-def traced_forward(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> Callable[..., Any]:
+def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None,
+                   report: Report) -> Callable[..., Any]:
     """Return the function to trace as the forward of a transformed model, which may be such a batch norm itself.
 
     Args:
+        source: the class that the model was transformed from.
         model, group, report: as of `make_traceable`.
     """
-    source = type(model).__mro__[2]  # below the class that transform() made
     if not (isinstance(model, BATCH_NORMS) and _needs_copy(model, group)):
         return source.forward
-    model.__dict__["_apexfx_path"] = source.__name__
-    _configure(model, group, report)
+    _configure(model, source, source.__name__, group, report)
     return TraceableBatchNorm.forward
 
 
@@ -66,28 +68,28 @@ def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
     return group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None
 
 
-def _configure(module: nn.Module, group: dist.ProcessGroup | None, report: Report) -> None:
+def _configure(module: nn.Module, cls: type[nn.Module], path: str, group: dist.ProcessGroup | None, report: Report) -> None:
     if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
         group = watched(module.process_group, "batch_norm") if module.process_group is not None else group
         group = group or watched(dist.group.WORLD, "batch_norm")
-    module.__dict__["_apexfx_group"] = group.group_name if group is not None else ""
-    module.__dict__["_apexfx_report"] = report
+    module.__dict__.update(_apexfx_class=cls, _apexfx_path=path, _apexfx_report=report,
+                           _apexfx_group=group.group_name if group is not None else "")
 
 
 def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:
     """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
-    children: dict[str, nn.Module | None] = {}
+    made: dict[str, nn.Module | None] = {}
     changed = False
-    for name, child in module._modules.items():
-        if child is not None and child not in copies and child._modules:
+    for name, child in registries(module).modules.items():
+        if child is not None and child not in copies and registries(child).modules:
             container = object.__new__(type(child))
             container.__dict__.update(child.__dict__)
             if _replace_below(container, copies):
                 copies[child] = container
-        children[name] = copies.get(child, child)
-        changed |= children[name] is not child
+        made[name] = copies.get(child, child)
+        changed |= made[name] is not child
     if changed:
-        module.__dict__["_modules"] = children
+        replace_submodules(module, made)
     return changed
 
 
@@ -98,7 +100,7 @@ class TraceableBatchNorm:
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        original = type(self).__mro__[2].forward
+        original = self._apexfx_class.forward
         if not (self.training or self.running_mean is None):
             return original(self, input)
         compiling = torch.compiler.is_compiling()
@@ -125,13 +127,13 @@ class TraceableBatchNorm:
 
     def __reduce_ex__(self, protocol: int) -> Any:
         state = {k: v for k, v in self.__dict__.items() if not k.startswith("_apexfx")}
-        return _original, (_original_class(self), state)
+        return _instance, (self._apexfx_class, state)  # copies and pickles hold no group; building the model anew adds it
 
 
 def _note_eager(module: nn.Module) -> None:
     module.__dict__["_apexfx_ran_in_eager"] = True
     message = f"batch norm {module._apexfx_path!r} was left to eager by a graph break"
-    source = type(module).__mro__[2]
+    source = module._apexfx_class
     if source.forward not in _OWN_FORWARDS:
         raise RuntimeError(
             f"apexfx: {message}, where {source.__name__}.forward would use the statistics of this rank alone; "
@@ -157,7 +159,7 @@ class EagerBatchNorms:
         self._versions = self._count()
 
     def _count(self) -> dict[str, int]:
-        return {path: module.num_batches_tracked._version for path, module in self._modules.items()}
+        return {path: tensor_version(module.num_batches_tracked) for path, module in self._modules.items()}
 
     def find(self, in_graphs: Container[int]) -> list[str]:
         """Return the paths of those that have run since the last time.
@@ -170,24 +172,12 @@ class EagerBatchNorms:
                 and id(module.num_batches_tracked) not in in_graphs and "_apexfx_ran_in_eager" not in module.__dict__]
 
 
-def _original_class(module: nn.Module) -> type[nn.Module]:
-    cls = type(module)
-    return cls.__mro__[2] if issubclass(cls, TraceableBatchNorm) else cls
-
-
 @functools.cache
 def _traceable_class(cls: type[BatchNorm]) -> type[BatchNorm]:
-    return type(cls.__name__, (TraceableBatchNorm, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    return subclass(cls, TraceableBatchNorm)
 
 
-def _rebuild(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
-    module = object.__new__(_traceable_class(cls))
-    module.__dict__.update(state)
-    return module
-
-
-def _original(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
-    """Rebuild the user's own kind of module: copies and pickles hold no group; building the model anew adds it."""
+def _instance(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
     module = object.__new__(cls)
     module.__dict__.update(state)
     return module

@@ -13,22 +13,21 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .. import passes
-from .._torch import FakeTensor, process_group_timeout
-from ..buckets.plan import BucketPlan
-from ..config import BucketConfig, TransformConfig, describe_buckets
+from .._torch import FakeTensor, dynamo_source, process_group_timeout
+from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.gradient_sync import GradientSync
-from ..distributed.lazy_broadcast import FirstValues
+from ..distributed.lazy_broadcast import LazyBroadcast
 from ..distributed.watchdog import watched
 from ..errors import UnsynchronizedGradientError
+from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import graphs, named_argument, value
+from ..graph.nodes import value
 from ..report.data import GraphReport, Report
 from . import cache, capture
 from .backward_stage import BackwardPasses
@@ -87,7 +86,7 @@ class GraphCompiler:
         groups: the process groups.
         gradient_sync: watches the gradients of a data-parallel model; None otherwise.
         agreement: among the ranks of a data-parallel or synchronized model; None otherwise.
-        first_values: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known
+        lazy_broadcast: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known
             by its graphs alone; None where the model's owner does both.
         reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
         index: of the model's names.
@@ -101,7 +100,7 @@ class GraphCompiler:
         groups: Groups,
         gradient_sync: GradientSync | None = None,
         agreement: Agreement | None = None,
-        first_values: FirstValues | None = None,
+        lazy_broadcast: LazyBroadcast | None = None,
         reduce_gradients: bool = True,
         index: ModelIndex | None = None,
     ) -> None:
@@ -110,7 +109,7 @@ class GraphCompiler:
         self.groups = groups
         self.gradient_sync = gradient_sync
         self.agreement = agreement
-        self.first_values = first_values
+        self.lazy_broadcast = lazy_broadcast
         self.reduce_gradients = reduce_gradients
         self.index = index if index is not None else ModelIndex()
 
@@ -138,11 +137,12 @@ class GraphCompiler:
         if key is not None:
             record.load_backward = functools.partial(cache.load_stage, key)
         backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
-        described = self._collectives(gm, placeholders, reduces=trains and context.reduce_gradients)
+        averages = trains and context.reduce_gradients and self.groups.gradients is not None
+        collectives = self._collectives(gm, pipeline.stage("backward") if trains else (), averages=averages)
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, described, context, written, records=records)
+        return self._guarded(compiled, record, placeholders, collectives, context, written, records=records)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -150,7 +150,7 @@ class GraphCompiler:
         for node, p, tensor in zip(gm.graph.find_nodes(op="placeholder"), placeholders, example_inputs):
             if p.kind == "param" or not p.requires_grad or not tensor.is_leaf:
                 continue
-            if self.index.is_argument(tensor, getattr(node, "_dynamo_source", None)):
+            if self.index.is_argument(tensor, dynamo_source(node)):
                 continue
             if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
                 message = (f"apexfx: after a graph break, forward uses {p.source}, a leaf tensor of shape {list(tensor.shape)} "
@@ -165,32 +165,19 @@ class GraphCompiler:
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
-    def _collectives(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder], *, reduces: bool) -> list[Any]:
-        """Describe, in order, everything this graph will communicate, from what every rank can derive alone."""
-        rows: list[Any] = []
-        for graph in graphs(gm):
-            for node in graph.graph.nodes:
-                if node.target is torch.ops.apexfx.sync_batch_norm.default and named_argument(node, "group_name"):
-                    channels = value(node.args[0]).shape[1]
-                    rows.append(["sync_batch_norm", int(channels), named_argument(node, "group_name")])
-        if reduces and self.groups.gradients is not None:
-            rows.append(self._bucket_options())
-            rows += [[p.name, list(p.shape or ()), str(p.dtype)] for p in placeholders
-                     if p.kind == "param" and p.requires_grad]
-        return rows
+    def _collectives(self, gm: fx.GraphModule, backward: Sequence[passes.Pass], *, averages: bool) -> list[Any]:
+        """Describe, in order, everything this graph and its backward will communicate, from what every rank can derive alone.
 
-    def _bucket_options(self) -> dict[str, Any]:
-        """Return everything besides the parameters that the bucket plan follows from; a replayed plan whole."""
-        buckets = self.config.buckets
-        options = describe_buckets(buckets)
-        plan = buckets.plan if isinstance(buckets.plan, (BucketPlan, type(None))) else BucketPlan.load(buckets.plan)
-        options |= {"plan": plan.to_json() if plan is not None else None, "timeout_s": None}
-        given = self.config.describe()  # what decides in which dtype a gradient comes out
+        Args:
+            averages: it is to average gradients, so that a rank whose passes communicate nothing has something to say, too.
+        """
+        rows = [*issued(gm), *(row for pass_ in backward for row in pass_.collectives())]
+        options = self.config.describe()  # those that decide in which dtype a gradient comes out
         names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")
-        return {name: given[name] for name in names} | options
+        return [{name: options[name] for name in names}, *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 described: list[Any], context: passes.Context, written: Sequence[int], *,
+                 collectives: list[Any], context: passes.Context, written: Sequence[int], *,
                  records: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each.
 
@@ -200,7 +187,7 @@ class GraphCompiler:
         sync, agreement, ran = self.gradient_sync, self.agreement, self.index.ran
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
-        agreed = not described or agreement is None
+        agreed = not collectives or agreement is None
         begin = self._beginning(record, placeholders, context)
 
         def run(*args: Any) -> Any:
@@ -209,7 +196,7 @@ class GraphCompiler:
             if sync is not None:
                 check_not_in_ddp()
             if not agreed:
-                agreement.ensure(f"collectives of graph {record.index}", described)
+                agreement.ensure(f"collectives of graph {record.index}", collectives)
                 agreed = True
             if sync is None or not records:
                 return compiled(*args)
@@ -231,8 +218,8 @@ class GraphCompiler:
     def _beginning(self, record: GraphReport, placeholders: Sequence[Placeholder],
                    context: passes.Context) -> Callable[[Sequence[Any]], None]:
         """Return what is called with the inputs before each run with gradients."""
-        first_values, sync = self.first_values, self.gradient_sync
-        if first_values is None or not context.reduce_gradients:
+        lazy_broadcast, sync = self.lazy_broadcast, self.gradient_sync
+        if lazy_broadcast is None or not context.reduce_gradients:
             return lambda _: None
         held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
         sent: list[weakref.ref[Any]] = []
@@ -240,7 +227,7 @@ class GraphCompiler:
         def begin(args: Sequence[Any]) -> None:
             if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
                 check_not_sharded(self.index.modules())
-                first_values.send([(name, args[index]) for index, name in held])
+                lazy_broadcast.broadcast([(name, args[index]) for index, name in held])
                 sent[:] = [weakref.ref(args[index]) for index, _ in held]
             if record.training:
                 sync.on_training_forward()
@@ -257,7 +244,7 @@ def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] |
 
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
     """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
-    label = Label(source.agreement.label, "copy") if source.agreement is not None else ""
+    label = Label(source.agreement.group, "copy", of=source.agreement.label) if source.agreement is not None else ""
     return _compiler(source.config, source.groups, label)
 
 
@@ -268,11 +255,11 @@ def _compiler(config: TransformConfig, groups: Groups, label: str | Label, *, st
     if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
         timeout_s = buckets.timeout_s if buckets is not None else BucketConfig().timeout_s
         agreement = Agreement(group, label, timeout_s, getattr(groups.gradients or groups.batch_norm, "watchdog", None))
-    sync = first_values = None
+    sync = lazy_broadcast = None
     report = Report(config.describe())
     if groups.gradients is not None:
         sync = GradientSync(groups.gradients, buckets, agreement, report.note)
         if standalone and agreement is not None:
-            first_values = FirstValues(groups.gradients, agreement)
+            lazy_broadcast = LazyBroadcast(groups.gradients, agreement)
     return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement,
-                         first_values=first_values)
+                         lazy_broadcast=lazy_broadcast)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import aot_autograd, compile_fx, compile_fx_inner, count_calls
+from .._torch import aot_autograd, boxed, compile_fx, compile_fx_inner, count_calls
 from ..graph.nodes import graphs
 from . import lowerings
 
@@ -23,12 +23,9 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     return torch.backends.mkldnn.flags(enabled=False) if has_lstm else contextlib.nullcontext()
 
 
-def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
-    patches = {
-        "post_grad_custom_post_pass": backward,
-        # Inductor's default moves all compute before the collectives and hides nothing.
-        "reorder_for_peak_memory": False,
-    }
+def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
+    # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
+    patches |= {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False}
     return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
 
 
@@ -36,8 +33,7 @@ def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any
     if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         raise ValueError("apexfx: inner='cudagraphs' was given for a model that is not on CUDA, where there are no CUDA graphs "
                          "to record; use inner='inductor' or move the model")
-    patches = {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False, "triton.cudagraphs": True}
-    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
+    return _inductor(gm, example_inputs, backward, **{"triton.cudagraphs": True})
 
 
 def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
@@ -73,8 +69,7 @@ def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         args.clear()  # the boxed convention: the callee owns the arguments, so they can be freed early
         return gm.forward(*taken)
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    return boxed(call)
 
 
 INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}

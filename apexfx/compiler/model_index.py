@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._torch import compiled_module, traced_module, traced_value, tree_leaves
+from .._torch import compiled_module, registries, traced_module, traced_value, tree_leaves
 
 # What Dynamo writes between the names of attributes and keys.
 _REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
@@ -74,11 +74,12 @@ class ModelIndex:
         if (original := self._originals.get(id(module))) is not None:
             self._modules.setdefault(original, []).append(path)
         dot = f"{path}." if path else ""
-        for names, registry in ((self._parameters, module._parameters), (self._buffers, module._buffers)):
+        held = registries(module)
+        for names, registry in ((self._parameters, held.parameters), (self._buffers, held.buffers)):
             for name, tensor in registry.items():
                 if tensor is not None:
                     names.setdefault(id(tensor), []).append(dot + name)
-        for name, child in module._modules.items():
+        for name, child in held.modules.items():
             if child is not None:
                 self._walk(child, dot + name, above | {id(module)})
 

@@ -16,6 +16,7 @@ from ..graph import invariants, printing
 from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
 from ..report.data import PassReport, Report, StageReport
+from ..report.records import Artifacts
 from . import verification
 
 log = logging.getLogger(__name__)
@@ -77,11 +78,12 @@ class Pipeline:
         invariants.check(gm, stage=pass_.stage, pass_name=pass_.name)
         if before is not None and result.modified:
             verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
-        ops_after = count_ops(gm)
+        ops_after, artifacts = count_ops(gm), pass_.artifacts()
         report = PassReport(
             name=pass_.name, stage=pass_.stage, numeric=pass_.numeric, ms=ms, matches=list(pass_.matches),
             nodes_before=nodes_before, nodes_after=_num_nodes(gm), added=ops_after - ops_before,
-            removed=ops_before - ops_after, artifacts=pass_.artifacts(),
+            removed=ops_before - ops_after,
+            artifacts=artifacts if isinstance(artifacts, Artifacts) else Artifacts.from_json(artifacts),
             warning=None if pass_.matches else pass_.why_no_match(gm),
         )
         report.code = printing.to_python(gm, header=f"{pass_.stage} graph after {pass_.name} ({ms:.1f} ms)")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from .._torch import resolve_process_group, tree_leaves, tree_map
+from .._torch import OpOverload, resolve_process_group, tree_leaves, tree_map
 from ..errors import PassError
 from ..graph.collectives import is_collective, is_wait
 from ..graph.nodes import graphs
@@ -53,7 +53,7 @@ class _Local(fx.Interpreter):
         return tree_map(lambda t: t * world if isinstance(t, Tensor) else t, args[0])
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, torch._ops.OpOverload) and target.namespace == "apexfx":
+        if isinstance(target, OpOverload) and target.namespace == "apexfx":
             # An op that would talk to its group computes over this rank alone when the group's name is empty.
             names = [a.name for a in target._schema.arguments]
             if "group_name" in names:

@@ -9,14 +9,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 
 from . import show
 from .data import NUM_TRAIN
-from .loss_chart import loss_chart
 from .train import Options, Result, train_float32
 
 REQUIRED_ACCURACY = 0.97
@@ -26,14 +25,17 @@ _GRACE_S = 20.0
 
 def run(options: Options) -> int:
     """Run the demo; return its exit status: 0 for accuracies as they should be, 1 for others, 2 for no start."""
-    if importlib.util.find_spec("sklearn") is None:
-        return _refuse("the demo trains on scikit-learn's digits, and that is not installed; pip install scikit-learn")
+    missing = [name for module, name in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"))
+               if importlib.util.find_spec(module) is None]
+    if missing:
+        return _refuse(f"the demo needs {' and '.join(missing)}; pip install {' '.join(missing)}")
     if options.global_batch == 0:
         return _refuse(f"--batch-size {options.batch_size} leaves nothing for some of {options.ranks} ranks; "
                        f"give at least {options.ranks}")
     if options.global_batch > NUM_TRAIN:
         return _refuse(f"--batch-size {options.batch_size} is more than the {NUM_TRAIN} training images")
-    if options.inner == "cudagraphs" and not _on_devices(options).cuda:
+    options = replace(options, cuda=torch.cuda.device_count() >= options.ranks and torch.distributed.is_nccl_available())
+    if options.inner == "cudagraphs" and not options.cuda:
         return _refuse(f"--inner cudagraphs needs a CUDA device for each of {options.ranks} ranks, and "
                        f"{torch.cuda.device_count()} were found; use --inner eager or inductor")
     out = Path(options.out)
@@ -43,7 +45,6 @@ def run(options: Options) -> int:
     except OSError as error:
         return _refuse(f"cannot write under --out {options.out}: {error}")
     start = time.perf_counter()
-    options = _on_devices(options)
     status = launch_ranks(options)
     if status != 0:
         print(f"apexfx demo: the ranks failed with exit status {status}; the first error is above", file=sys.stderr)
@@ -56,11 +57,6 @@ def run(options: Options) -> int:
 def _refuse(message: str) -> int:
     print(f"apexfx demo: {message}", file=sys.stderr)
     return 2
-
-
-def _on_devices(options: Options) -> Options:
-    enough = torch.cuda.device_count() >= options.ranks and torch.distributed.is_nccl_available()
-    return Options(**{**asdict(options), "cuda": enough})
 
 
 def launch_ranks(options: Options) -> int:
@@ -98,8 +94,7 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
-    (out / "loss.svg").write_text(loss_chart("Training loss on handwritten digits, mean of each epoch",
-                                             [(r.name, r.losses) for r in (ranks, eager)]))
+    show.write_loss_chart([(result.name, result.losses) for result in (ranks, eager)], out / "loss.svg")
     good = ranks.accuracy >= REQUIRED_ACCURACY
     close = ranks.accuracy >= eager.accuracy - ALLOWED_LOSS
     show.write_json({"ranks": asdict(ranks), "float32": asdict(eager), "passed": good and close}, out / "summary.json")

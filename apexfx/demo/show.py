@@ -1,10 +1,10 @@
-"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, part of backward, files."""
+"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, part of backward, loss chart, files."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,8 @@ def passes(report: Report, say: Callable[[str], None]) -> None:
     say(f"\n{report.casts().summary}; the rows are in casts.txt")
     say(f"\n{report.buckets()}")
     say("\nthe backward graph where it communicates:")
-    say(excerpt(report.code(stage="backward", graph=training_graph(report))))
-
-
-def training_graph(report: Report) -> int:
-    """Return the index of the first graph that has a backward."""
-    return next(graph.index for graph in report.graphs if graph.training)
+    trained = next(graph.index for graph in report.graphs if graph.training)
+    say(excerpt(report.code(stage="backward", graph=trained)))
 
 
 def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:
@@ -74,3 +70,18 @@ def write(report: Report, out: Path) -> None:
 def write_json(data: Any, path: Path) -> None:
     """Write `data` to `path`, one value a line."""
     path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def write_loss_chart(curves: Sequence[tuple[str, Sequence[float]]], path: Path) -> None:
+    """Write training loss over epochs as SVG; (name, loss of each epoch) a curve. Losses that are not finite leave gaps."""
+    from matplotlib.figure import Figure  # only the process that draws loads it, not the ranks
+    from matplotlib.ticker import MaxNLocator
+
+    axes = Figure(figsize=(6.4, 4.0), layout="constrained").add_subplot()
+    for (name, losses), line in zip(curves, ("o-", "s--")):
+        axes.plot(range(1, len(losses) + 1), losses, line, markersize=4, label=name)
+    axes.set(title="Training loss on handwritten digits, mean of each epoch", xlabel="epoch", ylabel="training loss")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.grid(axis="y", alpha=0.4)
+    axes.legend()
+    axes.figure.savefig(path, format="svg")

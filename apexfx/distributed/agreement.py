@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import time
-from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,30 +22,30 @@ from .watchdog import Watchdog
 
 _NOTHING = "nothing"
 _POLL_S = 0.5  # between two looks for ranks that have failed
-_num_read: Counter[str] = Counter()
 
 
 class Label:
-    """What tells one model's keys in a group's store apart: `str` gives "of/origin/n".
+    """The prefix of one model's keys in a group's store: "group name/origin/n", as `str(label)`.
 
     It is numbered when it is first read, which is at the model's first training forward at the latest. Every rank trains its
-    models in the same order, so the n-th is the same model everywhere; one that a rank makes alone, to evaluate an average
-    of the weights, say, is never read and shifts no other's number.
+    models in the same order, so the n-th is the same model everywhere. A model that one rank makes alone, such as an average
+    of the weights to evaluate, is never read and does not shift the numbers of the others.
 
     Args:
-        of: the name of the group, or the label of the model copied.
-        origin: how the model came about.
+        group: whose store also holds the counters, one for each rank.
+        origin: how the model was made: "transform", "ddp", "copy", ...
+        of: the label of the model that this one is a copy of, or "".
     """
 
-    def __init__(self, of: str | Label, origin: str) -> None:
-        self._of, self._origin = of, origin
+    def __init__(self, group: dist.ProcessGroup, origin: str, of: str | Label = "") -> None:
+        self._group, self._origin, self._of = group, origin, of
         self._text = ""
 
     def __str__(self) -> str:
         if not self._text:
-            kind = f"{self._of}/{self._origin}"
-            _num_read[kind] += 1
-            self._text = f"{kind}/{_num_read[kind]}"
+            kind = f"{self._of or self._group.group_name}/{self._origin}"
+            counter = f"apexfx/labels/{kind}/{dist.get_rank(self._group)}"
+            self._text = f"{kind}/{process_group_store(self._group).add(counter, 1)}"
         return self._text
 
 

@@ -1,4 +1,4 @@
-"""A callback at the end of the backward under way, and how to tell that there will be none."""
+"""A callback at the end of the backward pass under way, which can be seen to have been dropped."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from .._torch import queue_backward_callback
 
 
-class EndOfBackward:
-    """Has autograd call a function, once, when the backward under way is over; one that raises drops it unsaid.
+class BackwardCallback:
+    """Queues a function that autograd calls once, at the end of the backward pass under way.
 
-    Its callbacks are held by autograd alone, so a dropped one is gone.
+    If that pass raises, autograd drops the callback without calling it. Autograd holds the only reference to the function
+    (pass a bound method, which is made anew each time), so that a dead weak reference shows a dropped callback.
     """
 
     def __init__(self) -> None:
         self._queued: weakref.ref[Any] | None = None
 
-    def queue(self, callback: Callable[[], None]) -> None:
-        """Have `callback` called, unless one is queued; it, or who finds that it was dropped, calls `clear()`."""
+    def queue(self, function: Callable[[], None]) -> None:
+        """Have `function` called, unless one is queued already; `clear()` is to follow when it runs or was dropped."""
         if self._queued is None:
-            self._queued = weakref.ref(callback)
-            torch.autograd.Variable._execution_engine.queue_callback(callback)
+            self._queued = weakref.ref(function)
+            queue_backward_callback(function)
 
     def was_dropped(self) -> bool:
-        """Whether the backward in which the callback was queued has raised."""
+        """Return whether the backward in which the function was queued has raised."""
         return self._queued is not None and self._queued() is None
 
     def clear(self) -> None:

@@ -23,13 +23,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .._torch import in_backward
+from .._torch import in_backward, tensor_version
 from ..buckets.plan import given_plan
 from ..buckets.reduce import reduce_gradients
 from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
 from .agreement import Agreement
-from .backward_callback import EndOfBackward
+from .backward_callback import BackwardCallback
 from .watchdog import WatchedGroup
 
 log = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ class GradientSync:
         self._averaged_again: set[int] = set()  # those that were in it in any backward
         self._graphs_average = False  # in the backward under way
         self._flush_due = False
-        self._end = EndOfBackward()
+        self._end = BackwardCallback()
 
     @functools.cached_property
     def _count(self) -> Any:
@@ -250,7 +250,7 @@ class GradientSync:
         """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
         for place, key in places:
             if (gradient := gradients[place]) is not None:
-                self.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), gradient._version))
+                self.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), tensor_version(gradient)))
 
     def _refuse_to_sum_twice(self, parameters: Sequence[nn.Parameter], *, flushes: bool) -> None:
         """Raise where `.grad` would hold sums over the ranks, not averages, and local gradients: what follows sums both."""
@@ -437,7 +437,7 @@ def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
     """
     if gradient.numel() == 0:
         return True
-    address, version, num_added = gradient.data_ptr(), gradient._version, len(averages) - 1
+    address, version, num_added = gradient.data_ptr(), tensor_version(gradient), len(averages) - 1
     for average in averages:
         if average.address == address:
             return version == average.version + num_added

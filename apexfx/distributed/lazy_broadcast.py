@@ -1,4 +1,4 @@
-"""Rank 0's values for what compiled graphs train: `torch.compile` shows a backend the model as inputs of its graphs."""
+"""Rank 0's parameters for compiled graphs: `torch.compile` shows a backend the model only as inputs of its graphs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .agreement import Agreement
 from .broadcast import broadcast_from_first
 
 
-class FirstValues:
-    """Copies each parameter and buffer from rank 0 once, right before the first graph that uses it runs with gradients on.
+class LazyBroadcast:
+    """Copies each parameter and buffer from rank 0 once, right before the first training graph that uses it runs.
 
     Args:
         group: the ranks.
@@ -23,21 +23,21 @@ class FirstValues:
 
     def __init__(self, group: dist.ProcessGroup, agreement: Agreement) -> None:
         self._group, self._agreement = group, agreement
-        self._sent: Any = WeakTensorKeyDictionary()
-        self._names: set[str] = set()  # of what was sent
+        self._done: Any = WeakTensorKeyDictionary()
+        self._names: set[str] = set()  # of what was copied
 
-    def send(self, named: Sequence[tuple[str, Tensor]]) -> None:
+    def broadcast(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Copy those of `named` that have not been copied; every rank must call it.
 
-        A buffer that a forward has put in the place of one that was copied is this rank's own.
+        A buffer that a forward has replaced since its first copy is this rank's own, and is not copied again.
 
         Raises:
             RankMismatchError: ranks hold different models.
         """
-        fresh = [(name, t) for name, t in named if t not in self._sent]
+        fresh = [(name, t) for name, t in named if t not in self._done]
         if any(isinstance(t, nn.Parameter) or name not in self._names for name, t in fresh):
             self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in fresh])
             broadcast_from_first([t for _, t in fresh], self._group)
         for name, tensor in fresh:
             self._names.add(name)
-            self._sent[tensor] = None
+            self._done[tensor] = None

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch import fx
 
+from .._torch import OpOverload
+from .nodes import argument, graphs, module_path
+
 # Collectives whose result may not be read before a wait.
-_ASYNC = ("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
-          "reduce_scatter_tensor", "broadcast", "broadcast_")
+_ASYNC = tuple(f"_c10d_functional::{name}" for name in (
+    "all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_", "all_gather_into_tensor",
+    "reduce_scatter_tensor", "broadcast", "broadcast_"))
 
 
 def namespace(node: fx.Node) -> str:
     """Return the namespace of the node's op ("aten", "_c10d_functional", ...), or ""."""
-    return node.target.namespace if isinstance(node.target, torch._ops.OpOverload) else ""
+    return node.target.namespace if isinstance(node.target, OpOverload) else ""
 
 
 def is_collective(node: fx.Node) -> bool:
-    return namespace(node) == "_c10d_functional" and node.target._opname in _ASYNC
+    """Return whether `node` starts a collective."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _ASYNC
+
+
+def group_name(node: fx.Node) -> str:
+    """Return the name of the process group over which running `node` communicates, or ""."""
+    takes_part = isinstance(node.target, OpOverload) and not is_wait(node)
+    return argument(node, "group_name") or "" if takes_part else ""
+
+
+def issued(gm: fx.GraphModule) -> list[Any]:
+    """Return a row for every node of `gm` that communicates, in order: its op, module and process group.
+
+    Nothing in it depends on this rank's inputs, so that the rows of two ranks are equal where they communicate alike.
+    """
+    return [[str(node.target), module_path(node), group] for graph in graphs(gm) for node in graph.graph.nodes
+            if (group := group_name(node))]
 
 
 def is_wait(node: fx.Node) -> bool:
-    return namespace(node) == "_c10d_functional" and node.target._opname == "wait_tensor"
+    """Return whether `node` waits for a collective."""
+    return isinstance(node.target, OpOverload) and node.target._schema.name == "_c10d_functional::wait_tensor"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
+from .._torch import HigherOrderOperator
 from ..errors import PassError
 from .collectives import is_collective, is_wait, namespace
 from .nodes import evaluate, fake_mode, graphs, signature, value
@@ -25,7 +25,7 @@ def check(gm: fx.GraphModule, *, stage: str, pass_name: str = "pipeline", thorou
             raise PassError(pass_name, f"left a graph that does not lint: {error}") from error
         for node in graph_module.graph.nodes:
             # AOTAutograd itself gives the higher-order ops of a checkpoint's random state no value.
-            higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
+            higher_order = isinstance(node.target, HigherOrderOperator)
             if node.op in ("call_function", "call_method") and "val" not in node.meta and not higher_order:
                 raise PassError(pass_name, "has no meta['val']; make nodes with apexfx.graph.call", node)
             if is_collective(node):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .._torch import below_functorch, tree_leaves
+from .._torch import HigherOrderOperator, OpOverload, below_functorch, tree_leaves
 from .nodes import argument, graphs, value
 from .op_names import canonical_name
 
@@ -28,7 +28,7 @@ def storages(val: Any) -> frozenset[StorageWeakRef]:
 
 def writes_first(node: fx.Node) -> bool:
     """Return whether `node` writes its first argument: `add_`, `operator.iadd`, `relu(inplace=True)`, `x[i] = y`."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         info = node.target._schema.arguments[0].alias_info if node.target._schema.arguments else None
         return bool(info and info.is_write)
     if not isinstance(node.target, str) and not callable(node.target):
@@ -43,11 +43,11 @@ def written(node: fx.Node) -> list[fx.Node]:
     """Return the argument nodes that `node` writes in place."""
     if node.op not in ("call_function", "call_method"):
         return []
-    if isinstance(node.target, torch._ops.HigherOrderOperator):
+    if isinstance(node.target, HigherOrderOperator):
         return _written_by_body(node)
     found: list[Any] = [node.args[0]] if node.args and writes_first(node) else []
     found += tree_leaves(node.kwargs.get("out"))
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         found += _written_by_schema(node)
     elif node.op == "call_function":
         found += statistics(node)
@@ -60,8 +60,6 @@ def statistics(node: fx.Node) -> list[Any]:
     """Return the running statistics among the arguments of a batch or instance norm; empty for any other node."""
     if canonical_name(node.target) not in _WITH_STATISTICS:
         return []
-    if node.target is torch.batch_norm:  # written in C, without a signature to ask
-        return list(node.args[3:5])
     return [argument(node, "running_mean"), argument(node, "running_var")]
 
 
@@ -95,7 +93,7 @@ _PLAIN_CALLS = ("tag_activation_checkpoint", "wrap_activation_checkpoint", "wrap
 
 def body_of(node: fx.Node) -> tuple[fx.GraphModule, tuple[Any, ...]] | None:
     """Return the body of a higher-order call and its operands, where the body may be rewritten; None otherwise."""
-    if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _PLAIN_CALLS:
+    if not isinstance(node.target, HigherOrderOperator) or node.target.name() not in _PLAIN_CALLS:
         return None
     if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != "get_attr":
         return None

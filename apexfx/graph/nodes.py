@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import FakeTensor, FakeTensorMode, tree_leaves
+from .._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, tree_leaves
 
 MODULE_PATHS = "apexfx_module_paths"  # meta key: every path of the module in which a node of a Dynamo graph was traced
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
@@ -134,7 +134,7 @@ def refake(gm: fx.GraphModule, changed: set[fx.Node] | None = None) -> set[fx.No
             continue
         if not everything and not any(source in dirty for source in node.all_input_nodes):
             continue
-        new = _body_value(gm, node) if isinstance(node.target, torch._ops.HigherOrderOperator) else evaluate(node, mode)
+        new = _body_value(gm, node) if isinstance(node.target, HigherOrderOperator) else evaluate(node, mode)
         if new is not None and signature(new) != signature(value(node)):
             moved.add(node)
             dirty.add(node)
@@ -165,34 +165,32 @@ def _body_value(gm: fx.GraphModule, node: fx.Node) -> Any:
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """Return what the call gives for the parameter `name`, by position or by name, or None."""
+    """Return the argument `name` of a call, however it was passed; else its default, or None where there is none.
+
+    Nothing is known of the parameters of a method, nor of a function written in C that publishes no signature.
+    """
     if name in node.kwargs:
         return node.kwargs[name]
-    position = _positions(node.target).get(name) if callable(node.target) else None
-    return node.args[position] if position is not None and position < len(node.args) else None
+    parameters = _parameters(node.target) if callable(node.target) else {}
+    place, default = parameters.get(name, (len(node.args), None))
+    return node.args[place] if place < len(node.args) else default
+
+
+# Functions written in C, and the op that has the same parameters.
+_OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default, torch.layer_norm: torch.ops.aten.layer_norm.default,
+              torch.rms_norm: torch.ops.aten.rms_norm.default}
 
 
 @functools.cache
-def _positions(target: Callable[..., Any]) -> dict[str, int]:
-    if isinstance(target, torch._ops.OpOverload):
-        return {parameter.name: place for place, parameter in enumerate(target._schema.arguments)}
+def _parameters(target: Callable[..., Any]) -> dict[str, tuple[int, Any]]:
+    """Return {name: (position, default)} of the parameters of `target`."""
+    if isinstance(target, OpOverload):
+        return {a.name: (place, a.default_value) for place, a in enumerate(target._schema.arguments)}
     try:
-        return {name: place for place, name in enumerate(inspect.signature(target).parameters)}
-    except (ValueError, TypeError):  # most functions written in C publish no signature
-        return {}
-
-
-def named_argument(node: fx.Node, name: str) -> Any:
-    """Return the argument `name` of a node that calls an OpOverload, however it was passed; its default where it was not."""
-    for place, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            return node.args[place] if place < len(node.args) else node.kwargs.get(name, argument.default_value)
-    raise KeyError(name)
-
-
-def last_use(node: fx.Node) -> fx.Node:
-    """Return the last node of the graph that reads `node`, or `node` itself when nobody does."""
-    return max(node.users, default=node)
+        parameters = inspect.signature(target).parameters.values()
+    except (ValueError, TypeError):  # written in C
+        return _parameters(_OVERLOADS[target]) if target in _OVERLOADS else {}
+    return {p.name: (place, None if p.default is p.empty else p.default) for place, p in enumerate(parameters)}
 
 
 def insert_after(node: fx.Node) -> Any:
@@ -229,9 +227,9 @@ def op_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, str):
         return target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         return str(target)
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, HigherOrderOperator):
         return f"hop.{target.name()}"
     name = getattr(target, "__name__", str(target))
     module = getattr(target, "__module__", None) or ""

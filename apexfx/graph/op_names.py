@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
+from .._torch import OpOverload, OpOverloadPacket
 
 # Another spelling of the same op -> its name in the table.
 ALIASES = {
@@ -47,8 +47,8 @@ def canonical_name(func: Callable[..., Any] | str) -> str:
     """
     if isinstance(func, str):
         return _plain(func)
-    if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        namespace, _, name = _qualified(func).partition("::")
+    if isinstance(func, (OpOverload, OpOverloadPacket)):
+        namespace, name = str(func).split(".")[:2]
         return _plain(name) if namespace in ("aten", "prims") else f"{namespace}.{name}"
     name = getattr(func, "__name__", None) or type(func).__name__
     module = getattr(func, "__module__", None) or "torch"  # the methods of Tensor that are written in C have none
@@ -57,10 +57,6 @@ def canonical_name(func: Callable[..., Any] | str) -> str:
     if name == "fn" and "boolean_dispatch" in getattr(func, "__qualname__", ""):
         name = "pooling"  # F.max_pool2d and its kind: one wrapper that chooses by return_indices
     return _plain(name, operator="operator" in module)
-
-
-def _qualified(func: Any) -> str:
-    return func._schema.name if isinstance(func, torch._ops.OpOverload) else func._qualified_op_name
 
 
 def _plain(name: str, *, operator: bool = False) -> str:

@@ -140,13 +140,6 @@ def shorten_hashes(text: str) -> str:
     return re.sub(r"\b([0-9a-f]{7})[0-9a-f]{33}\b", r"\1", text)
 
 
-def channels_and_group(node: fx.Node) -> list[Any]:
-    """Return how many channels a synchronized batch norm node has, and the name of its process group."""
-    channels = value(node.args[0]).shape[1]
-    names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
-    return [channels if isinstance(channels, int) else -1, *names]
-
-
 def format_graph(gm: fx.GraphModule, only: str | None = None) -> str:
     """Return a short text of `gm` that is the same for every torch release: one numbered line a node.
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import process_group_store, resolve_process_group, tree_map
+from .._torch import resolve_process_group, tree_map
 from ..compiler import compiled_model
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
-from ..distributed.agreement import Agreement
-from ..distributed.broadcast import Message, broadcast_from_first
+from ..distributed.agreement import Agreement, Label
+from ..distributed.broadcast import broadcast_from_first
 from ..distributed.watchdog import watched
 from ..transform import TransformedModule
 from .arguments import check_arguments, communicators, names_of
@@ -37,8 +37,7 @@ from .reducer import Reducer as Reducer
 from .sending import Options
 
 _BUFFER_POLICIES = ("start", True, False)
-_NOT_COPIED = ("process_group", "communicators", "_reducer", "_tree", "_message")
-_KEPT_BYTES = 2**20  # of module buffers, up to which what they travel in is kept from forward to forward
+_NOT_COPIED = ("process_group", "communicators", "_reducer", "_tree")
 
 
 class DistributedDataParallel(nn.Module):
@@ -140,7 +139,6 @@ class DistributedDataParallel(nn.Module):
         self.in_graph = isinstance(module, TransformedModule)
         self._num_forwards = 0
         self._tree: ModuleTree | None = None
-        self._message: tuple[Any, Message] | None = None
         self.communicators: Sequence[dist.ProcessGroup] = [self.process_group]
         self.streams: Sequence[Any] = []
         if self.in_graph:
@@ -161,7 +159,8 @@ class DistributedDataParallel(nn.Module):
 
     def _start(self) -> None:
         """Make what lives on this process: the reducer and its agreement with the other ranks."""
-        label = self._label = _next_label(self.process_group, copy_of=self.__dict__.get("_label", ""))
+        copied = self.__dict__.get("_label", "")
+        label = self._label = str(Label(self.process_group, "copy" if copied else "ddp", of=copied))
         self._agreement = Agreement(self.process_group, label, self.config.timeout_s)
         planner = Planner(self.config, self.process_group, find_unused=self.find_unused_parameters, static=self.static_graph)
         options = Options(self.communicators, self.streams, self.find_unused_parameters, self.static_graph,
@@ -212,21 +211,11 @@ class DistributedDataParallel(nn.Module):
         return self._tree
 
     def _synchronize_state(self, tree: ModuleTree) -> None:
-        if self.broadcast_buffers is True and tree.buffers:
-            self._broadcast_buffers(tree)
+        if self.broadcast_buffers is True:
+            broadcast_from_first(tree.buffers, self._state_group)
         self._num_forwards += 1
         if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
             check_parameters(self.module, self._state_group)
-
-    def _broadcast_buffers(self, tree: ModuleTree) -> None:
-        if self._message is not None and self._message[0] == (tree, tree.num_walks):
-            self._message[1].broadcast()
-        elif sum(b.nbytes for b in tree.buffers) > _KEPT_BYTES or len({b.device for b in tree.buffers}) > 1:
-            broadcast_from_first(tree.buffers, self._state_group)
-        else:
-            message = Message(tree.buffers, self._state_group)
-            self._message = (tree, tree.num_walks), message
-            message.broadcast()
 
     def _graph_sync(self) -> Any:
         return compiled_model.of(self.module).compiler.gradient_sync
@@ -305,13 +294,6 @@ class DistributedDataParallel(nn.Module):
         names = state.pop("_group_names")
         super().__setstate__(state)
         self.process_group, self.communicators, self.streams, self._reducer = None, [], [], None
-        self._tree, self._message = None, None
+        self._tree = None
         if names and dist.is_available() and dist.is_initialized():
             self.process_group, *self.communicators = (resolve_process_group(name) for name in names)
-
-
-def _next_label(group: dist.ProcessGroup, *, copy_of: str = "") -> str:
-    # Every rank wraps its modules in the same order, and copies one in the same order; a copy on one rank alone, such as
-    # an average of the weights, must not shift the labels of the others. Counted in the group's store, a rank apart.
-    prefix = f"{copy_of}/copy" if copy_of else f"{group.group_name}/ddp"
-    return f"{prefix}{process_group_store(group).add(f'apexfx/labels/{prefix}/{dist.get_rank(group)}', 1)}"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .._torch import in_backward
 from ..buckets.plan import given_plan
 from ..distributed.agreement import Agreement
-from ..distributed.backward_callback import EndOfBackward
+from ..distributed.backward_callback import BackwardCallback
 from ..distributed.status import Status, StatusMessage
 from ..distributed.watchdog import Watchdog
 from ..errors import RankFailureError, UnsynchronizedGradientError
@@ -55,7 +55,7 @@ class OverlappedReducer:
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._round: Round | None = None
         self._fresh: tuple[Layout, set[int]] | None = None  # as it was when the backward under way began
-        self._end = EndOfBackward()
+        self._end = BackwardCallback()
         self._passage = Passage(self._enter)
         self._warned = False
         # Reducing an accumulated gradient as a whole averages right, but sums (or rounds) what was reduced before twice.

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassBase, PassResult
 
 from ..graph.nodes import module_path, source_line
+from ..report.records import Artifacts, Match
 
 STAGES = ("forward", "backward")
 NUMERIC_TIERS = ("bitwise", "reassociates", "changes_dtype")
-
-
-@dataclass(frozen=True)
-class Match:
-    """One place a pass rewrote: the node's name, the module and source line it came from, and what was done."""
-
-    node: str
-    module: str
-    source: str
-    detail: str
 
 
 class Pass(PassBase):
@@ -65,9 +55,17 @@ class Pass(PassBase):
         """Say why nothing matched although the user asked for this rewrite, or None where that is no surprise."""
         return None
 
-    def artifacts(self) -> dict[str, Any]:
-        """Return what the report keeps beside the matches, as JSON-able values (the cast ledger, the bucket plan)."""
-        return {}
+    def artifacts(self) -> Artifacts | dict[str, Any]:
+        """Return what the report keeps beside the matches; a pass of your own may return a dictionary of JSON-able values."""
+        return Artifacts()
+
+    def collectives(self) -> list[Any]:
+        """Return, in order, what a backward pass will have the ranks communicate, as JSON-able rows.
+
+        Ranks compare the rows before the graph first runs, when its backward is not compiled yet: they follow from the options
+        alone, never from a graph of this rank. What a forward pass inserts is in the graph by then and is not declared.
+        """
+        return []
 
     def options(self) -> dict[str, Any]:
         """Return everything that changes what the pass does, as JSON-able values: part of every cache key."""

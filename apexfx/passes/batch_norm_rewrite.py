@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,23 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .._torch import statically_known_true
+from .._torch import HigherOrderOperator, statically_known_true
 from ..graph.collectives import namespace
 from ..graph.mutation import storages, written
-from ..graph.nodes import inherit, named_argument, set_value, value
+from ..graph.nodes import argument, inherit, set_value, value
 from ..graph.op_names import canonical_name
 from ..ops import sync_batch_norm  # noqa: F401  registers the op
 
 SYNC = torch.ops.apexfx.sync_batch_norm.default
 _SYNC_ARGUMENTS = tuple(a.name for a in SYNC._schema.arguments)
 
-_NATIVE = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps", "cudnn_enabled")
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
-    torch.batch_norm: _NATIVE,
-    torch.ops.aten.batch_norm.default: _NATIVE,
-}
-_DEFAULTS = {"training": False, "momentum": 0.1, "eps": 1e-5}  # those of F.batch_norm
+_BATCH_NORMS = (F.batch_norm, torch.batch_norm, torch.ops.aten.batch_norm.default)
 
 
 @dataclass(frozen=True)
@@ -40,46 +34,27 @@ class _Tail:
 
 def is_batch_norm(node: fx.Node) -> bool:
     """Tell whether `node` is a batch norm of torch's or of ours."""
-    return node.op == "call_function" and (node.target is SYNC or node.target in _ARGUMENTS)
+    return node.target is SYNC or node.target in _BATCH_NORMS
 
 
 def training_batch_norms(graph: fx.Graph) -> list[fx.Node]:
     """Return torch's batch norm nodes that compute statistics from their input."""
-    return [node for node in _calls(graph) if node.target in _ARGUMENTS and _arguments(node)["training"]]
+    return [node for node in graph.nodes if node.target in _BATCH_NORMS and argument(node, "training")]
 
 
 def synchronized_batch_norms(graph: fx.Graph) -> list[fx.Node]:
     """Return the sync_batch_norm nodes, in graph order."""
-    return [node for node in _calls(graph) if node.target is SYNC]
-
-
-def input_of(node: fx.Node) -> fx.Node:
-    """Return the input of one of torch's batch norm nodes."""
-    return _arguments(node)["input"]
+    return [node for node in graph.nodes if node.target is SYNC]
 
 
 def rewrite(graph: fx.Graph, node: fx.Node, group_name: str) -> fx.Node:
     """Put a sync_batch_norm over the group in the place of one of torch's; "" is this rank alone."""
-    given = _arguments(node)
-    new_arguments = {
-        "x": given["input"],
-        **{name: given.get(name) for name in ("weight", "bias", "running_mean", "running_var")},
-        "momentum": given["momentum"],
-        "eps": given["eps"],
-        "group_name": group_name,
-    }
-    new = _insert(graph, before=node, arguments=new_arguments, like=node, val=value(node))
+    kept = ("weight", "bias", "running_mean", "running_var", "momentum", "eps")
+    arguments = {"x": argument(node, "input"), **{name: argument(node, name) for name in kept}, "group_name": group_name}
+    new = _insert(graph, before=node, arguments=arguments, like=node, val=value(node))
     node.replace_all_uses_with(new)
     graph.erase_node(node)
     return new
-
-
-def _calls(graph: fx.Graph) -> Iterator[fx.Node]:
-    return (node for node in graph.nodes if node.op == "call_function")
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    return {**_DEFAULTS, **dict(zip(_ARGUMENTS[node.target], node.args)), **node.kwargs}
 
 
 def _insert(graph: fx.Graph, *, before: fx.Node, arguments: dict[str, Any], like: fx.Node, val: Any) -> fx.Node:
@@ -99,7 +74,7 @@ def fuse_tails(graph: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple
         tail = _tail(node)
         if tail is None or not _movable(node, tail):
             continue
-        arguments = {name: named_argument(node, name) for name in _SYNC_ARGUMENTS}
+        arguments = {name: argument(node, name) for name in _SYNC_ARGUMENTS}
         arguments |= {"residual": tail.residual, "relu": True}
         new = _insert(graph, before=tail.relu, arguments=arguments, like=node, val=value(tail.relu))
         tail.relu.replace_all_uses_with(new)
@@ -112,7 +87,7 @@ def fuse_tails(graph: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple
 
 def _tail(node: fx.Node) -> _Tail | None:
     """Return the [add and] ReLU that alone reads `node`, or None."""
-    if named_argument(node, "relu") or named_argument(node, "residual") is not None:
+    if argument(node, "relu") or argument(node, "residual") is not None:
         return None
     user = _only_user(node)
     if user is None:
@@ -156,7 +131,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 def _movable(node: fx.Node, tail: _Tail) -> bool:
     """Return whether `node` may run where the ReLU does: nothing in between changes a mode, communicates or meets its tensors."""
-    running = [named_argument(node, name) for name in ("running_mean", "running_var")]
+    running = [argument(node, name) for name in ("running_mean", "running_var")]
     updated = _storages(running)
     operands = updated | _storages([*node.all_input_nodes, tail.residual])
     step = node.next
@@ -164,7 +139,7 @@ def _movable(node: fx.Node, tail: _Tail) -> bool:
         if step is not tail.add and step.op in ("call_function", "call_method"):
             if value(step) is None:  # gradients, autocast or inference mode switched on or off
                 return False
-            if step.target is SYNC or isinstance(step.target, torch._ops.HigherOrderOperator):
+            if step.target is SYNC or isinstance(step.target, HigherOrderOperator):
                 return False
             if "c10d" in namespace(step) or _storages(written(step)) & operands:
                 return False

@@ -22,6 +22,7 @@ from ..graph.inputs import Placeholder, gradients
 from ..graph.nodes import call, fake_mode, value
 from ..graph.printed_names import identifier
 from ..graph.printing import short_dtype
+from ..report.records import Artifacts
 from .base import Pass
 
 aten = torch.ops.aten
@@ -93,8 +94,14 @@ class BucketAllreduce(Pass):
             "parameters": [[p.index, p.name, p.stride] for p in self.placeholders if p.kind == "param"],
         }
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"plan": self.plan.to_json()} if self.plan else {}
+    def collectives(self) -> list[Any]:
+        """Return everything that the bucket plan follows from: the options (a replayed plan whole), then each parameter."""
+        options = {**describe_buckets(self.config), "plan": self.replayed.to_json() if self.replayed else None, "timeout_s": None}
+        return [options, *([p.name, list(p.shape or ()), str(p.dtype)] for p in self.placeholders
+                           if p.kind == "param" and p.requires_grad)]
+
+    def artifacts(self) -> Artifacts:
+        return Artifacts(plan=self.plan)
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
         if _is_bucketed(gm):
@@ -178,9 +185,8 @@ class _Emitter:
         self.reductions = reductions
         self.mode = fake_mode(gm.graph)
         self.place = {node: index for index, node in enumerate(gm.graph.nodes)}
-        self.last_placeholder = list(gm.graph.find_nodes(op="placeholder"))[-1]
-        self.previous = self.last_placeholder  # where the previous bucket's chain hangs, in the captured order
-        self.tail = self.last_placeholder  # the last node of that chain
+        self.previous = list(gm.graph.find_nodes(op="placeholder"))[-1]  # behind which the previous bucket hangs, as captured
+        self.tail = self.previous  # the last node of that chain
 
     def start(self, index: int) -> fx.Node:
         """Insert flatten, pre-divide and allreduce right after the node that completes the bucket."""
@@ -227,12 +233,8 @@ class _Emitter:
 
     def connect_outputs(self) -> None:
         """Return the reduced gradients, and drop the upcasts that nobody reads any more."""
-        replaced = [node for node, new in zip(self.output.args[0], self.outputs) if node is not new]
         self.output.args = (tuple(self.outputs),)
-        for node in replaced:
-            while node.op == "call_function" and not node.users and node.target in _CASTS and not node._erased:
-                node, dead = node.args[0], node
-                self.graph.erase_node(dead)
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in _CASTS)
 
     def _flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
         """Insert what makes the private buffer; of a complex bucket, of the real numbers that process groups add."""
@@ -278,9 +280,8 @@ class _Emitter:
         back = [slot.dim_order.index(d) for d in range(len(slot.dim_order))]
         return self._call(index, aten.permute.default, (part, back), like=like, name=name)
 
-    def _call(self, index: int, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *,
-              like: fx.Node, name: str | None = None) -> fx.Node:
-        node = call(self.graph, target, args, kwargs, like=like, mode=self.mode, name=name)
+    def _call(self, index: int, target: Any, args: tuple[Any, ...], *, like: fx.Node, name: str | None = None) -> fx.Node:
+        node = call(self.graph, target, args, like=like, mode=self.mode, name=name)
         node.meta[MARK] = index
         return node
 

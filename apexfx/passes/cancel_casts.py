@@ -10,10 +10,12 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .._torch import set_grad_enabled
 from ..graph.mutation import bodies, storages, written
 from ..graph.nodes import value
-from ..precision.casts import dtype_of, is_inserted_cast, ledger_row, user_cast
+from ..precision.casts import RemovedCast, dtype_of, is_inserted_cast, ledger_row, user_cast
 from ..precision.rules import FLOATS
+from ..report.records import Artifacts
 from .base import Pass
 
 # What each dtype holds exactly besides itself.
@@ -39,13 +41,9 @@ class CancelCasts(Pass):
     stage = "forward"
     numeric = "bitwise"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.removed: list[dict[str, Any]] = []
-
     def begin(self) -> None:
         super().begin()
-        self.removed = []
+        self.removed: list[RemovedCast] = []
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         before = len(self.removed)
@@ -60,15 +58,15 @@ class CancelCasts(Pass):
 
     def erase(self, cast: fx.Node, *, why: str, instead: fx.Node | None = None) -> None:
         row = cast.meta.get("apexfx_cast") or \
-            ledger_row(cast, cast.args[0], op="cast", rule="", reason="not made by precision").as_json()
-        self.record(cast, f"{why}; {row['bytes']} bytes saved")
-        self.removed.append({**row, "removed": why})
+            ledger_row(cast, cast.args[0], op="cast", rule="", reason="not made by precision")
+        self.record(cast, f"{why}; {row.bytes} bytes saved")
+        self.removed.append(RemovedCast(**vars(row), removed=why))
         if instead is not None:
             cast.replace_all_uses_with(instead)
         cast.graph.erase_node(cast)
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"removed_casts": self.removed, "bytes_saved": sum(row["bytes"] for row in self.removed)}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(removed_casts=self.removed)
 
 
 class _Graph:
@@ -83,7 +81,7 @@ class _Graph:
         region, enabled = 0, True
         for place, node in enumerate(gm.graph.nodes):
             self.place[node] = place
-            if node.target is torch._C._set_grad_enabled:
+            if node.target is set_grad_enabled:
                 enabled = bool(node.args[0])
                 region = 0 if enabled else place
             self.region[node] = region

@@ -9,19 +9,18 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import has_kernel, statically_known_true
 from ..graph.mutation import bodies
-from ..graph.nodes import value
+from ..graph.nodes import argument, value
 from .base import Pass
-from .batch_norm_rewrite import fuse_tails, input_of, rewrite, training_batch_norms
-from .fuse_norm import Ratios, Sizes, is_faster
-from .measured_speedups import LEAST_ELEMENTS, RATIO
+from .batch_norm_rewrite import fuse_tails, rewrite, training_batch_norms
+from .fuse_norm import is_faster
 
 
 class FuseBatchnorm(Pass):
     """Replace training-mode batch norms, with the [add and] ReLU behind them, by the op where it measured faster.
 
-    It is the op of `sync_batchnorm` over no group: it issues no collective. What the table (fuse_norm_table.py) does not
-    call faster for the device, inner compiler and dtype is left to the inner compiler. So are small images, where the
-    kernel wins nothing: against Inductor, CPU, two threads, time(torch) / time(apexfx) in float32 and bfloat16 was
+    It is the op of `sync_batchnorm` over no group: it issues no collective. What was not measured to be faster
+    (measured_speedups.py) for the device, inner compiler and dtype is left to the inner compiler. So are small images, where
+    the kernel wins nothing: against Inductor, CPU, two threads, time(torch) / time(apexfx) in float32 and bfloat16 was
     0.94 and 0.96 for (2, 8, 8, 8), 1.01 and 1.00 for (4, 16, 8, 8), 1.19 and 1.21 for (4, 16, 12, 12),
     2.72 and 2.48 for (8, 32, 16, 16).
 
@@ -30,28 +29,23 @@ class FuseBatchnorm(Pass):
 
     Args:
         inner: the inner compiler, "inductor", "eager" or "cudagraphs".
-        ratios: the measurements, as in fuse_norm_table.RATIO.
-        least_elements: the elements below which "batch_norm" is left alone, as in fuse_norm_table.LEAST_ELEMENTS.
     """
 
     name = "fuse_batchnorm"
     stage = "forward"
     numeric = "reassociates"
 
-    def __init__(self, *, inner: str, ratios: Ratios = RATIO, least_elements: Sizes = LEAST_ELEMENTS) -> None:
+    def __init__(self, *, inner: str) -> None:
         super().__init__()
         self.inner = inner
-        self.ratios = dict(ratios)
-        self.least_elements = dict(least_elements)
 
     def options(self) -> dict[str, Any]:
-        ratios = sorted((*key, *ratio) for key, ratio in self.ratios.items())
-        return {"inner": self.inner, "ratios": ratios, "least_elements": sorted(self.least_elements.items())}
+        return {"inner": self.inner}
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
         for body in bodies(gm):
-            found = [node for node in training_batch_norms(body.graph) if self._is_faster(value(input_of(node)))]
+            found = [node for node in training_batch_norms(body.graph) if self._is_faster(value(argument(node, "input")))]
             if not found:
                 continue
             modified = True
@@ -67,4 +61,4 @@ class FuseBatchnorm(Pass):
         # One value a channel is an error of F.batch_norm and of the op, but not of torch.batch_norm.
         return (isinstance(x, Tensor) and not statically_known_true(x.numel() == x.shape[1])
                 and has_kernel("apexfx::bn_forward", x.device.type.upper())
-                and is_faster(self.ratios, self.least_elements, "batch_norm", self.inner, x))
+                and is_faster("batch_norm", self.inner, x))

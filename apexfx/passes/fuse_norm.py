@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,6 +14,8 @@ from .._torch import below_functorch, has_kernel
 from ..graph.mutation import bodies
 from ..graph.nodes import call, fake_mode, insert_after, size_hint, value
 from ..ops import layer_norm, rms_norm  # noqa: F401  registers the ops
+from ..precision.casts import RemovedCast
+from ..report.records import Artifacts
 from .base import Pass
 from .measured_speedups import FLOOR, LEAST_ELEMENTS, MARGIN, RATIO
 from .norm_matching import Norm, is_safe, norms, with_casts
@@ -23,23 +24,16 @@ _LAYER_NORM = torch.ops.apexfx.layer_norm.default
 _RMS_NORM = torch.ops.apexfx.rms_norm.default
 
 
-Ratios = Mapping[tuple[str, str, str, str], tuple[float, float]]  # as in fuse_norm_table.RATIO
-Sizes = Mapping[str, int]  # as in fuse_norm_table.LEAST_ELEMENTS
+def is_faster(op: str, inner: str, x: Tensor) -> bool:
+    """Return whether the measured kernel of `op` beats what the inner compiler makes of torch's, for inputs like `x`.
 
-
-def is_faster(ratios: Ratios, least_elements: Sizes, op: str, inner: str, x: Tensor) -> bool:
-    """Tell whether the measurements prefer the kernel of `op` for inputs like `x` to what the inner compiler makes.
-
-    Of a dynamic size, what it was when the graph was captured counts. Never inside torch.func's transforms: they know
-    torch's norms, batched or differentiated twice, and not the ops.
+    A dynamic size counts as what it was when the graph was captured. False inside torch.func's transforms, which batch and
+    differentiate torch's norms but do not know the ops.
     """
-    if below_functorch(x) is not x:
-        return False
-    if math.prod(map(size_hint, x.shape)) < least_elements.get(op, 0):
+    if below_functorch(x) is not x or math.prod(map(size_hint, x.shape)) < LEAST_ELEMENTS.get(op, 0):
         return False
     inner = "eager" if inner == "cudagraphs" else inner  # which runs the ops as eager does
-    key = (op, x.device.type, inner, str(x.dtype).removeprefix("torch."))
-    mean, smallest = ratios.get(key, (0.0, 0.0))
+    mean, smallest = RATIO.get((op, x.device.type, inner, str(x.dtype).removeprefix("torch.")), (0.0, 0.0))
     return mean >= MARGIN and smallest >= FLOOR
 
 
@@ -48,10 +42,10 @@ class FuseNorm(Pass):
 
     Besides the nodes of torch's own norms, RMS norm as Llama and T5 write it is found, with its casts: the op computes
     in float32 and rounds once, to the dtype the written form ends in. Casts that earlier passes put around a norm go into
-    the op, which widens and rounds by itself. What the table (fuse_norm_table.py) does not call
-    faster for the op, device, inner compiler and dtype is left to the inner compiler.
+    the op, which widens and rounds by itself.
 
-    So is what is smaller than the smallest input of the table, where the kernel loses. Against Inductor, float32, CPU,
+    What was not measured to be faster (measured_speedups.py) for the op, device, inner compiler and dtype is left to the
+    inner compiler. So is an input smaller than any that was measured: the kernel loses there. Against Inductor, float32, CPU,
     two threads, time(torch) / time(apexfx) of (64, 64), (256, 128), (512, 256), (2048, 256) and (2048, 768) was
     0.77, 0.77, 0.76, 0.81 and 0.91 for layer norm, 0.82, 0.77, 0.78, 0.74 and 0.90 for RMS norm.
 
@@ -60,31 +54,25 @@ class FuseNorm(Pass):
 
     Args:
         inner: the inner compiler, "inductor", "eager" or "cudagraphs".
-        ratios: the measurements, as in fuse_norm_table.RATIO.
-        least_elements: op -> the elements below which its input is left alone, as in fuse_norm_table.LEAST_ELEMENTS.
     """
 
     name = "fuse_norm"
     stage = "forward"
     numeric = "changes_dtype"  # a written norm in half rounds in between, the op does not
 
-    def __init__(self, *, inner: str, ratios: Ratios = RATIO, least_elements: Sizes = LEAST_ELEMENTS) -> None:
+    def __init__(self, *, inner: str) -> None:
         super().__init__()
         self.inner = inner
-        self.ratios = dict(ratios)
-        self.least_elements = dict(least_elements)
-        self.removed: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         super().begin()
-        self.removed = []
+        self.removed: list[RemovedCast] = []
 
     def options(self) -> dict[str, Any]:
-        ratios = sorted((*key, *ratio) for key, ratio in self.ratios.items())
-        return {"inner": self.inner, "ratios": ratios, "least_elements": sorted(self.least_elements.items())}
+        return {"inner": self.inner}
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"removed_casts": self.removed, "bytes_saved": sum(row["bytes"] for row in self.removed)}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(removed_casts=self.removed)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
@@ -104,8 +92,7 @@ class FuseNorm(Pass):
     def _is_faster(self, norm: Norm) -> bool:
         op = "layer_norm" if norm.op == "layer_norm" else "rms_norm"
         x = value(norm.x)
-        faster = is_faster(self.ratios, self.least_elements, norm.op, self.inner, x)
-        return faster and has_kernel(f"apexfx::{op}", x.device.type.upper())
+        return is_faster(norm.op, self.inner, x) and has_kernel(f"apexfx::{op}", x.device.type.upper())
 
     def _rewrite(self, norm: Norm) -> None:
         graph, mode = norm.root.graph, fake_mode(norm.root.graph)
@@ -121,5 +108,5 @@ class FuseNorm(Pass):
         for node in reversed(norm.nodes):
             if not node.users:
                 if "apexfx_cast" in node.meta:
-                    self.removed.append({**node.meta["apexfx_cast"], "removed": f"inside {target}"})
+                    self.removed.append(RemovedCast(**vars(node.meta["apexfx_cast"]), removed=f"inside {target}"))
                 graph.erase_node(node)

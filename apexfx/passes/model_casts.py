@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .._torch import HigherOrderOperator
 from ..graph.mutation import body_of, statistics, storages, written_storages
 from ..graph.nodes import evaluate, set_value, value
 from ..graph.op_names import canonical_name, is_foreign
@@ -63,7 +64,7 @@ def _desired_by_users(tensor: fx.Node, policy: Policy) -> set[str]:
 def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
     if user.op == "output" or is_inserted_cast(user) or user_cast(user) is not None:
         return {KEEP}
-    if isinstance(user.target, torch._ops.HigherOrderOperator):
+    if isinstance(user.target, HigherOrderOperator):
         pair = body_of(user)
         if pair is None:
             return {KEEP}

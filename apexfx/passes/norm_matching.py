@@ -11,22 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 
-from .._torch import statically_known_true
+from .._torch import set_grad_enabled, statically_known_true
 from ..graph.mutation import storages, written
 from ..graph.nodes import argument, value
 from ..graph.op_names import canonical_name
 from ..precision.casts import is_inserted_cast
 
-_ARGUMENTS: dict[Any, tuple[str, ...]] = {
-    F.layer_norm: ("x", "shape", "weight", "bias", "eps"),
-    torch.layer_norm: ("x", "shape", "weight", "bias", "eps", "cudnn_enable"),
-    torch.ops.aten.layer_norm.default: ("x", "shape", "weight", "bias", "eps", "cudnn_enable"),
-    F.rms_norm: ("x", "shape", "weight", "eps"),
-    torch.rms_norm: ("x", "shape", "weight", "eps"),
-    torch.ops.aten.rms_norm.default: ("x", "shape", "weight", "eps"),
-}
-_RENAMED = {"input": "x", "normalized_shape": "shape"}
-_RMS_TARGETS = (F.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
+_LAYER_NORMS = (F.layer_norm, torch.layer_norm, torch.ops.aten.layer_norm.default)
+_RMS_NORMS = (F.rms_norm, torch.rms_norm, torch.ops.aten.rms_norm.default)
 
 
 @dataclass(frozen=True)
@@ -56,33 +48,28 @@ class Norm:
 
 
 def norms(graph: fx.Graph) -> Iterator[Norm]:
+    """Yield the norms of `graph` in order; the graph may be edited in between."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _ARGUMENTS:
+        if node.target in _LAYER_NORMS + _RMS_NORMS:
             found = _torch_norm(node)
-        elif node.op in ("call_function", "call_method") and _is(node, "mul"):
-            found = _written_norm(node)
         else:
-            found = None
+            found = _written_norm(node) if _is(node, "mul") else None
         if found is not None:
             yield found
 
 
 def _torch_norm(node: fx.Node) -> Norm | None:
     """Read a node of torch's layer_norm or rms_norm; None where an argument is not known at compile time."""
-    given = {**dict(zip(_ARGUMENTS[node.target], node.args)), **{_RENAMED.get(k, k): v for k, v in node.kwargs.items()}}
-    is_rms = node.target in _RMS_TARGETS
-    eps, x = given.get("eps", None if is_rms else 1e-5), given.get("x")
+    x, shape, weight, bias, eps = (argument(node, name) for name in ("input", "normalized_shape", "weight", "bias", "eps"))
     if not isinstance(x, fx.Node) or not isinstance(value(x), Tensor):
         return None
     if eps is None:  # torch's default, which for half is the computation's, not the tensor's
         if value(x).dtype not in (torch.float32, torch.float64):
             return None
         eps = torch.finfo(value(x).dtype).eps
-    shape = given.get("shape")
     if not isinstance(eps, float) or not isinstance(shape, (tuple, list, torch.Size)):
         return None
-    op = "rms_norm" if is_rms else "layer_norm"
-    return Norm(node, op, x, given.get("weight"), given.get("bias"), len(shape), eps, (node,))
+    return Norm(node, "rms_norm" if node.target in _RMS_NORMS else "layer_norm", x, weight, bias, len(shape), eps, (node,))
 
 
 def _written_norm(root: fx.Node) -> Norm | None:
@@ -138,14 +125,10 @@ def _squared(node: fx.Node) -> fx.Node | None:
     return node.args[0] if _is(node, "square") else None
 
 
-def _is(node: Any, name: str) -> bool:
-    """Tell whether `node` calls the op `name`, which writes nothing."""
-    return (
-        isinstance(node, fx.Node)
-        and node.op in ("call_function", "call_method")
-        and canonical_name(node.target) == name
-        and "out" not in node.kwargs
-    )
+def _is(node: Any, *names: str) -> bool:
+    """Tell whether `node` calls one of the ops `names`, none of which writes anything."""
+    is_call = isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and "out" not in node.kwargs
+    return is_call and canonical_name(node.target) in names
 
 
 def _operands(node: fx.Node) -> list[tuple[Any, Any]]:
@@ -161,7 +144,7 @@ _CASTS = ("to", "_to_copy", "float", "half", "bfloat16", "double", "type_as", "t
 def _behind_casts(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """Follow casts between floating dtypes back to what they cast; return it and the casts, last first."""
     casts = []
-    while any(_is(node, name) for name in _CASTS) and isinstance(node.args[0], fx.Node):
+    while _is(node, *_CASTS) and isinstance(node.args[0], fx.Node):
         source, result = value(node.args[0]), value(node)
         if not isinstance(source, Tensor) or not isinstance(result, Tensor) or source.device != result.device:
             break
@@ -210,7 +193,7 @@ def _undisturbed(norm: Norm) -> bool:
     touched = {storage for node in read for storage in storages(value(node))}
     step = norm.nodes[0]
     while step is not norm.root:
-        if step.target is torch._C._set_grad_enabled or any(
+        if step.target is set_grad_enabled or any(
             s in touched for source in written(step) for s in storages(value(source))
         ):
             return False

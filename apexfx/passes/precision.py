@@ -19,9 +19,10 @@ from ..graph.op_names import canonical_name
 from ..precision.casts import CastRow, dtype_of
 from ..precision.policy import Policy
 from ..precision.rules import HALVES
+from ..report.records import Artifacts
 from .base import Pass
+from .cast_inserter import CastInserter, enters_autocast
 from .model_casts import cast_entries
-from .precision_walk import Walk, enters_autocast
 
 log = logging.getLogger(__name__)
 
@@ -70,19 +71,19 @@ class Precision(Pass):
         before = len(self.rows)
         mode = fake_mode(gm.graph)
         captured = {node: value(node) for body in bodies(gm) for node in body.graph.nodes}
-        walk = Walk(gm, self.policy, self.note, captured, mode)
+        casts = CastInserter(gm, self.policy, self.add_row, captured, mode)
         if not level.patch_ops:
-            made = cast_entries(gm, self.policy, self.note, mode)
+            made = cast_entries(gm, self.policy, self.add_row, mode)
             captured.update({node: captured[original] for node, original in made.items()})
-            walk.changed.update(made)
-        walk.rewrite(gm)
-        walk.restore_outputs(gm)
+            casts.changed.update(made)
+        casts.rewrite(gm)
+        casts.restore_outputs(gm)
         self._find_uncovered(captured)
         self.left_alone = _left_alone(gm, level)
         if self.left_alone and (self.rows or self._halved_before(gm)):  # otherwise it is why nothing was rewritten
             self.remarks.append(self.left_alone)
             log.warning("apexfx: %s", self.left_alone)
-        return PassResult(gm, len(self.rows) > before or walk.edited)
+        return PassResult(gm, len(self.rows) > before or casts.edited)
 
     def _find_uncovered(self, nodes: Collection[fx.Node]) -> None:
         """Note the override keys that cover nothing here, with the nearest module path or op name that would."""
@@ -96,10 +97,10 @@ class Precision(Pass):
             self.uncovered[key] = (f"precision[{key!r}] covers no module path and no op"
                                    + (f"; did you mean {near[0]!r}?" if near else ""))
 
-    def note(self, cast: fx.Node, row: CastRow) -> None:
+    def add_row(self, cast: fx.Node, row: CastRow) -> None:
         """Put an inserted cast into the ledger."""
         self.rows.append(row)
-        cast.meta["apexfx_cast"] = row.as_json()
+        cast.meta["apexfx_cast"] = row
         self.record(cast, f"{row.op}: {row.tensor} {row.source_dtype} -> {row.target_dtype} ({row.rule})")
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
@@ -123,9 +124,8 @@ class Precision(Pass):
         return self.policy.level.half_parameters and any(
             dtype_of(n) in HALVES for n in gm.graph.find_nodes(op="placeholder"))
 
-    def artifacts(self) -> dict[str, Any]:
-        found = {"uncovered": self.uncovered, "remarks": self.remarks}
-        return {"casts": [row.as_json() for row in self.rows]} | {name: given for name, given in found.items() if given}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(casts=self.rows, uncovered=self.uncovered or None, remarks=self.remarks or None)
 
     def options(self) -> dict[str, Any]:
         overrides = {k: [r.kind, str(r.dtype)] for k, r in self.policy.overrides.items()}

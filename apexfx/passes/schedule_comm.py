@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import heapq
 import math
-import re
 from collections import defaultdict
-from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.windows import windows
+from .._torch import HigherOrderOperator, OpOverload
+from ..buckets.windows import Window, windows
 from ..graph.collectives import is_collective, is_wait
+from ..graph.mutation import written
+from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
 
@@ -37,16 +38,12 @@ class ScheduleComm(Pass):
     numeric = "bitwise"
     provides = ("scheduled",)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.schedule: list[dict[str, Any]] = []
-
     def begin(self) -> None:
         super().begin()
-        self.schedule = []
+        self.schedule: list[Window] = []
 
-    def artifacts(self) -> dict[str, Any]:
-        return {"schedule": self.schedule}
+    def artifacts(self) -> Artifacts:
+        return Artifacts(schedule=self.schedule)
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         body = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
@@ -62,8 +59,8 @@ class ScheduleComm(Pass):
                 output.prepend(node)
         self.schedule = windows(gm)
         by_name = {node.name: node for node in order}
-        for row in self.schedule:
-            self.record(by_name[row["start"]], f"{row['nodes']} nodes and {row['flops']} flops between start and wait")
+        for window in self.schedule:
+            self.record(by_name[window.start], f"{window.nodes} nodes and {window.flops} flops between start and wait")
         return PassResult(gm, modified)
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
@@ -82,28 +79,24 @@ def _segments(body: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _is_barrier(node: fx.Node) -> bool:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return not isinstance(node.target, torch._ops.HigherOrderOperator) and node.is_impure()
-    schema = node.target._schema
-    if not schema.is_mutable:
-        return False
-    mutated = [argument for argument, declared in zip(node.args, schema.arguments)
-               if declared.alias_info is not None and declared.alias_info.is_write]
-    return not (is_collective(node) and all(map(_is_private, mutated)))
+    if not isinstance(node.target, OpOverload):
+        return not isinstance(node.target, HigherOrderOperator) and node.is_impure()
+    changed = written(node)
+    return bool(changed) and not (is_collective(node) and all(map(_is_private, changed)))
 
 
-def _is_private(tensor: Any) -> bool:
-    """Return whether a mutated argument is a fresh buffer that nobody else sees."""
-    if not isinstance(tensor, fx.Node) or len(tensor.users) != 1 or not isinstance(tensor.target, torch._ops.OpOverload):
+def _is_private(tensor: fx.Node) -> bool:
+    """Return whether a tensor that a collective writes is a fresh buffer that nothing else reads."""
+    if len(tensor.users) != 1 or not isinstance(tensor.target, OpOverload):
         return False
     return all(returned.alias_info is None for returned in tensor.target._schema.returns)
 
 
 def _keeps_order(node: fx.Node) -> bool:
     """Return whether `node` may act on something that is not an argument: random state, or what a nested body does."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags or (node.is_impure() and not is_wait(node))
-    return isinstance(node.target, torch._ops.HigherOrderOperator)
+    return isinstance(node.target, HigherOrderOperator)
 
 
 class _Scheduler:
@@ -183,36 +176,3 @@ def _next(work: list[tuple[float, int]], early: list[int], waits: list[tuple[flo
     if work and early[0] < waits[0][1]:
         return heapq.heappop(early)
     return heapq.heappop(waits)[1]
-
-
-class Event(NamedTuple):
-    """One call in compiled code: kind is "start", "wait" or "compute"; name the op or kernel; buffer its first argument."""
-
-    kind: str
-    name: str
-    buffer: str
-
-
-_COLLECTIVE_CALL = re.compile(r"torch\.ops\._c10d_functional\.(\w+)\.default\((?:\[)?(\w+)")
-_COMPUTE_CALL = re.compile(
-    r"^\s*(?:\w+ = )?"
-    r"(extern_kernels\.\w+|torch\.ops\.\w+\.\w+(?:\.\w+)?|cpp_fused\w*|triton_\w+)(?:\.run)?\((\w*)"
-)
-
-
-def collective_order(code: str) -> list[Event]:
-    """Return the calls of Inductor's generated code in order: what really runs between a start and its wait.
-
-    Args:
-        code: one of the sources that `torch._inductor.utils.run_and_get_code` returns.
-    """
-    events = []
-    for line in code[max(code.find("def call("), 0):].splitlines():
-        if line.lstrip().startswith("#"):
-            continue
-        if found := _COLLECTIVE_CALL.search(line):
-            name = found[1]
-            events.append(Event("wait" if name == "wait_tensor" else "start", name, found[2]))
-        elif found := _COMPUTE_CALL.match(line):
-            events.append(Event("compute", found[1], found[2]))
-    return events

@@ -9,7 +9,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..errors import PassError
 from ..graph.mutation import bodies
-from ..graph.nodes import graphs, named_argument
+from ..graph.nodes import argument, graphs
 from .base import Pass
 from .batch_norm_rewrite import fuse_tails, is_batch_norm, rewrite, synchronized_batch_norms, training_batch_norms
 
@@ -54,7 +54,7 @@ class SyncBatchnorm(Pass):
                     details.pop(node, None)
                     details[new] = taken
             for node, detail in details.items():
-                self.record(node, f"sync_batch_norm{detail} over group {named_argument(node, 'group_name')!r}")
+                self.record(node, f"sync_batch_norm{detail} over group {argument(node, 'group_name')!r}")
             if details:
                 modified = True
                 body.recompile()

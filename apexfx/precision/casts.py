@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,9 +47,12 @@ class CastRow:
     module: str = ""
     source: str = ""
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the row as a dict of JSON values."""
-        return asdict(self)
+
+@dataclass(frozen=True, kw_only=True)
+class RemovedCast(CastRow):
+    """A cast that a later pass took out again; `removed` says why."""
+
+    removed: str = ""
 
 
 def dtype_of(node: Any) -> torch.dtype | None:

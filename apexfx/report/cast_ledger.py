@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from tabulate import tabulate
 
-from ..precision.casts import CastRow
+from ..precision.casts import RemovedCast
 from .fold_repeats import fold, group
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cast(CastRow):
+class Cast(RemovedCast):
     """One cast of a report.
 
     Attributes:
@@ -22,23 +22,14 @@ class Cast(CastRow):
     """
 
     graph: int
-    removed: str = ""
 
 
-_FIELDS = frozenset(f.name for f in fields(Cast))
-
-
-def cast_from_row(graph: int, row: dict[str, Any]) -> Cast:
-    """Build a `Cast` from a row of a pass's "casts"."""
-    return Cast(graph=graph, **{k: v for k, v in row.items() if k in _FIELDS})
-
-
-def take_out(casts: list[Cast], graph: int, row: dict[str, Any]) -> Cast:
-    """Take the cast out of `casts` that a row of a pass's "removed_casts" speaks of, and return it with the reason.
+def take_out(casts: list[Cast], graph: int, row: RemovedCast) -> Cast:
+    """Take the cast that `row` speaks of out of `casts`, and return it with the reason.
 
     A cast that the user's code made is in no ledger. Checkpoints may hold nodes of one name; what is cast decides.
     """
-    gone = cast_from_row(graph, row)
+    gone = Cast(graph=graph, **vars(row))
     named = [cast for cast in casts if cast.node == gone.node]
     found = next((cast for cast in named if cast.tensor == gone.tensor), named[0] if named else None)
     if found is not None:

@@ -11,14 +11,15 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
-from .cast_ledger import Cast, CastLedger, cast_from_row, take_out
+from .cast_ledger import Cast, CastLedger, take_out
 from .diff import unified
+from .records import Artifacts, Match
 from .text import places, report_text
 
 FORMAT_VERSION = 1
@@ -43,7 +44,7 @@ class PassReport:
         added, removed: how many of each op the pass put in and took out.
         ms: milliseconds spent in the pass itself.
         code: the graph after the pass, as runnable Python.
-        artifacts: what the pass keeps beside its matches: "casts", "plan", ...
+        artifacts: what the pass keeps beside its matches.
         warning: why nothing matched in this graph, where that is a surprise.
     """
 
@@ -53,10 +54,10 @@ class PassReport:
     ms: float
     nodes_before: int
     nodes_after: int
-    matches: list[Any] = field(default_factory=list)
+    matches: list[Match] = field(default_factory=list)
     added: Counter[str] = field(default_factory=Counter)
     removed: Counter[str] = field(default_factory=Counter)
-    artifacts: dict[str, Any] = field(default_factory=dict)
+    artifacts: Artifacts = field(default_factory=Artifacts)
     warning: str | None = None
     code: str = ""
 
@@ -127,8 +128,8 @@ class Report:
 
     def uncovered(self) -> list[str]:
         """Return what is to be said of the keys of `precision=` that cover nothing in any graph."""
-        ran = [p for graph in self.graphs for p in graph.forward.passes if "casts" in p.artifacts]
-        found = [p.artifacts.get("uncovered", {}) for p in ran]
+        found = [p.artifacts.uncovered or {} for graph in self.graphs for p in graph.forward.passes
+                 if p.artifacts.casts is not None]
         return [text for key, text in found[0].items() if all(key in others for others in found)] if found else []
 
     def unmatched(self) -> dict[str, str]:
@@ -205,7 +206,7 @@ class Report:
         return Text("\n".join(f"{count:6} x {text}" for count, text in places(self.matched(pass_name)))
                     or f"{pass_name} rewrote nothing")
 
-    def matched(self, pass_name: str) -> list[Any]:
+    def matched(self, pass_name: str) -> list[Match]:
         """Return every `Match` of a pass, in all graphs."""
         return [match for graph in self.graphs for stage in graph.stages for p in stage.passes if p.name == pass_name
                 for match in p.matches]
@@ -221,10 +222,10 @@ class Report:
         kept: list[Cast] = []
         removed: list[Cast] = []
         for graph in self.graphs:
-            rows = []
+            rows: list[Cast] = []
             for report in graph.forward.passes:
-                rows += [cast_from_row(graph.index, row) for row in report.artifacts.get("casts", ())]
-                removed += [take_out(rows, graph.index, row) for row in report.artifacts.get("removed_casts", ())]
+                rows += [Cast(graph=graph.index, **vars(row)) for row in report.artifacts.casts or ()]
+                removed += [take_out(rows, graph.index, row) for row in report.artifacts.removed_casts or ()]
             kept += rows
         return CastLedger(kept, removed, self.config.get("opt_level", ""))
 
@@ -243,9 +244,8 @@ class Report:
         for record in chosen:
             for stage in record.stages:
                 for report in stage.passes:
-                    if "plan" in report.artifacts:
-                        rows = [row for r in stage.passes for row in r.artifacts.get("schedule", ())]
-                        return BucketPlan.from_json(report.artifacts["plan"]).located(rows)
+                    if report.artifacts.plan is not None:
+                        return report.artifacts.plan.located([w for r in stage.passes for w in r.artifacts.schedule or ()])
         raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was "
                            "compiled; run a training step (loss.backward()) once, or model.capture(*inputs)")
 
@@ -327,12 +327,12 @@ def stage_to_json(stage: StageReport) -> dict[str, Any]:
 def _pass_to_json(report: PassReport) -> dict[str, Any]:
     # Not dataclasses.asdict, which rebuilds a Counter by counting its items.
     row = {**vars(report), "added": dict(report.added), "removed": dict(report.removed)}
-    row["matches"] = [asdict(m) if is_dataclass(m) else m for m in report.matches]
-    return row
+    return row | {"matches": [asdict(match) for match in report.matches], "artifacts": report.artifacts.to_json()}
 
 
 def stage_from_json(row: dict[str, Any]) -> StageReport:
-    """Rebuild a stage's record; matches come back as plain dictionaries."""
-    passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"])})
-              for p in row["passes"]]
+    """Rebuild a stage's record from what `stage_to_json` returned."""
+    passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"]),
+                            "matches": [Match(**match) for match in p["matches"]],
+                            "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
     return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"])

@@ -183,8 +183,8 @@ def _plans(report: Report) -> Iterator[tuple[GraphReport, BucketPlan]]:
     for graph in report.graphs:
         for stage in graph.stages:
             for entry in stage.passes:
-                if "plan" in entry.artifacts:
-                    yield graph, BucketPlan.from_json(entry.artifacts["plan"])
+                if entry.artifacts.plan is not None:
+                    yield graph, entry.artifacts.plan
 
 
 def _slots(bucket: Bucket) -> Iterator[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from tabulate import tabulate
 
 from ..graph.printing import shorten_hashes
 from .fold_repeats import fold
+from .records import Match
 
 if TYPE_CHECKING:
     from .data import GraphReport, PassReport, Report
@@ -54,13 +55,12 @@ def ops_text(added: Counter[str], removed: Counter[str]) -> str:
     return "\n".join(lines) or "-"
 
 
-def places(matches: Iterable[Any]) -> list[tuple[int, str]]:
+def places(matches: Iterable[Match]) -> list[tuple[int, str]]:
     """Return (how many, where and what) for matches, equal layers folded; the most frequent first."""
     texts = []
     for match in matches:
-        row = match if isinstance(match, dict) else vars(match)
-        source = f"  ({row['source']})" if row["source"] else ""
-        texts.append(shorten_hashes(f"{row['module'] or 'model'}: {row['detail']}{source}"))
+        source = f"  ({match.source})" if match.source else ""
+        texts.append(shorten_hashes(f"{match.module or 'model'}: {match.detail}{source}"))
     return sorted(fold(texts), key=lambda entry: -entry[0])
 
 
@@ -107,7 +107,7 @@ def remarks(report: Report) -> list[str]:
     lines += [f"warning: {text}" for text in report.uncovered()]
     for graph in report.graphs:
         lines += [f"warning: graph {graph.index}, {text}"
-                  for stage in graph.stages for entry in stage.passes for text in entry.artifacts.get("remarks", ())]
+                  for stage in graph.stages for entry in stage.passes for text in entry.artifacts.remarks or ()]
         if graph.local:
             lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
         lines += _backward_remark(graph)

@@ -1,5 +1,6 @@
 """The timeline of a data-parallel step on paper: buckets, links and compute that share a processor, without any rank.
 
-Read in this order: `profile` (what one process takes), `network` (what a link takes), `simulator` (a step of both), `timeline`
-(as a picture), `page` (the command), `models` (names it knows), `graph_plan` and `calibration`.
+Read in this order: `devices` (what an op takes), `profile` (what a step takes on one rank), `network` (what an allreduce takes),
+`timeline` (a program run on paper), `simulator` (a step of many ranks as such a program), `graph_plan` (the buckets of a compiled
+step), `models` (what can be named), `command` (`python -m apexfx simulate`).
 """

@@ -14,9 +14,8 @@ the outermost level, as libraries choose by size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -76,50 +75,12 @@ class Network:
         for level in self.levels:
             members = left if level.ranks is None else min(left, level.ranks)
             left = math.ceil(left / members)
-            seconds += _fastest(level.link, num_bytes, members) if left == 1 else ring(level.link, num_bytes, members)
-            num_bytes /= members
+            seconds_of_ring = ring(level.link, num_bytes, members)
             if left == 1:
-                break
-        return seconds
-
-    def algorithm(self, num_bytes: float, num_ranks: int) -> str:
-        """Return "ring" or "tree": what the outermost level in use runs."""
-        for level in self.levels:
-            members = num_ranks if level.ranks is None else min(num_ranks, level.ranks)
-            num_ranks = math.ceil(num_ranks / members)
-            if num_ranks == 1:
-                return "ring" if ring(level.link, num_bytes, members) <= tree(level.link, num_bytes, members) else "tree"
+                return seconds + min(seconds_of_ring, tree(level.link, num_bytes, members))
+            seconds += seconds_of_ring
             num_bytes /= members
         raise AssertionError("the last level takes all ranks")
-
-
-@dataclass(frozen=True)
-class MeasuredNetwork:
-    """Allreduces as they were timed: straight lines between the samples, the nearest one before and (in proportion) beyond.
-
-    Other numbers of ranks take what the fitted ring does.
-
-    Attributes:
-        samples: (bytes, seconds), by bytes.
-        num_ranks: that took part.
-        fitted: what `fit` makes of the samples.
-    """
-
-    samples: tuple[tuple[float, float], ...]
-    num_ranks: int
-    fitted: Network
-
-    def allreduce_seconds(self, num_bytes: float, num_ranks: int) -> float:
-        """Return the seconds in which `num_ranks` ranks sum `num_bytes` each."""
-        if num_ranks != self.num_ranks:
-            return self.fitted.allreduce_seconds(num_bytes, num_ranks)
-        (first, first_s), (last, last_s) = self.samples[0], self.samples[-1]
-        if num_bytes <= first:
-            return first_s
-        for (low, low_s), (high, high_s) in pairwise(self.samples):
-            if num_bytes <= high:
-                return low_s + (high_s - low_s) * (num_bytes - low) / (high - low)
-        return last_s * num_bytes / last
 
 
 def ring(link: Link, num_bytes: float, num_ranks: int) -> float:
@@ -134,57 +95,15 @@ def tree(link: Link, num_bytes: float, num_ranks: int) -> float:
     return 2 * (math.ceil(math.log2(num_ranks)) * link.latency_s + num_bytes / link.bytes_per_s)
 
 
-def _fastest(link: Link, num_bytes: float, num_ranks: int) -> float:
-    return min(ring(link, num_bytes, num_ranks), tree(link, num_bytes, num_ranks))
-
-
-def flat(latency_s: float, bytes_per_s: float, *, ranks_per_node: int = 1, node: Link | None = None,
-         source: str = "") -> Network:
-    """Return a network of one kind of link, or of nodes of `ranks_per_node` ranks joined inside by `node`.
+def flat(latency_s: float, bytes_per_s: float, *, ranks_per_node: int = 1) -> Network:
+    """Return a network of one kind of link, or of nodes of `ranks_per_node` ranks joined inside by NVLink.
 
     Args:
         latency_s, bytes_per_s: between nodes; the ranks of a node share the bandwidth.
         ranks_per_node: ranks behind one such link.
-        node: default: NVLink as in the preset "nvlink4+ib400".
     """
     outer = Level(Link(latency_s, bytes_per_s / ranks_per_node))
-    if ranks_per_node == 1:
-        return Network((outer,), source=source)
-    return Network((Level(node or NVLINK4, ranks_per_node), outer), source=source)
-
-
-def fit(samples: Sequence[tuple[float, float]], num_ranks: int) -> Network:
-    """Return the one-level network whose ring takes the measured times: least squares of the relative error.
-
-    Args:
-        samples: (bytes, seconds) of allreduces on `num_ranks` ranks, of at least two sizes.
-
-    Raises:
-        ValueError: fewer than two sizes, or times that do not grow with the bytes.
-    """
-    if len({num_bytes for num_bytes, _ in samples}) < 2 or num_ranks < 2:
-        raise ValueError(f"apexfx: fit() was given {len({b for b, _ in samples})} sizes on {num_ranks} ranks, expected at "
-                         "least two sizes and two ranks")
-    fixed, per_byte = fit_line(samples)
-    if per_byte <= 0:
-        raise ValueError("apexfx: fit() was given times that do not grow with the bytes; measure larger allreduces, longer")
-    steps = 2 * (num_ranks - 1)
-    return Network((Level(Link(fixed / steps, steps / num_ranks / per_byte)),), source="measured")
-
-
-def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return (a, b), neither negative, that minimize the sum of ((a + b x - y) / y)^2 over (x, y)."""
-    weighted = [(1 / y, x / y) for x, y in samples]
-    aa, ab, bb = (sum(u[i] * u[j] for u in weighted) for i, j in ((0, 0), (0, 1), (1, 1)))
-    a, b = (sum(u[i] for u in weighted) for i in (0, 1))
-    determinant = aa * bb - ab * ab
-    if determinant > 1e-12 * aa * bb:
-        fixed, slope = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
-        if fixed >= 0 and slope >= 0:
-            return fixed, slope
-        if slope < 0:
-            return a / aa, 0.0
-    return 0.0, b / bb
+    return Network((outer,) if ranks_per_node == 1 else (Level(NVLINK4, ranks_per_node), outer))
 
 
 _NCCL = "latencies: src/graph/tuning.cc of NCCL (LL protocol; the tree's for the network)"

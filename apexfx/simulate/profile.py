@@ -1,15 +1,14 @@
-"""A training step of one rank without communication, piece by piece: analytic from shapes, or measured.
+"""A training step of one rank without communication, in segments: priced from shapes, or measured.
 
-A piece of backward ends where a gradient is ready, so that a bucket plan can be laid over the pieces. Batch norms end
-pieces too: there a synchronized one communicates.
+A segment of backward ends where a gradient is ready, so that a bucket plan can be laid over the segments. One ends at every
+synchronized batch norm too: there it communicates.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,22 +16,22 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
-from ..buckets.bucket import GradientSpec
 from ..buckets.ddp_layout import dim_order
-from ..buckets.flops import Device, op_cost
+from ..buckets.plan import GradientSpec
+from .devices import Device, op_cost
 
-_FORWARD_VALUES, _BACKWARD_VALUES = 2, 2  # a channel, in float64: ops/sync_batch_norm.py
+_STATISTICS_BYTES = 8 * 2  # a channel, each way: two numbers of float64 (ops/sync_batch_norm.py)
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """A stretch of compute.
 
     Attributes:
-        name: the parameter whose gradient ends it, or the batch norm before whose statistics it lies, or "rest".
+        name: the parameter whose gradient ends it, or the batch norm that does, or "rest".
         seconds: of compute.
         gradients: parameters whose gradients are ready when it ends.
-        sync_bytes: that a synchronized batch norm reduces, and waits for, when it ends; 0 for none.
+        sync_bytes: what a synchronized batch norm reduces, and waits for, when it ends; 0 for none.
     """
 
     name: str
@@ -52,21 +51,21 @@ class Profile:
         source: how the seconds came about.
     """
 
-    forward: tuple[Piece, ...]
-    backward: tuple[Piece, ...]
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
     optimizer_s: float
     gradients: tuple[GradientSpec, ...]
     source: str = ""
 
     @property
-    def compute_s(self) -> float:
-        """Seconds of a step on one rank alone."""
-        return sum(piece.seconds for piece in (*self.forward, *self.backward)) + self.optimizer_s
-
-    @property
     def micro_batch_s(self) -> float:
         """Seconds of forward and backward."""
-        return self.compute_s - self.optimizer_s
+        return sum(segment.seconds for segment in (*self.forward, *self.backward))
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step on one rank alone."""
+        return self.micro_batch_s + self.optimizer_s
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +74,7 @@ class Profile:
 
     def without_sync(self) -> Profile:
         """Return this profile with local batch norms."""
-        forward, backward = (tuple(replace(p, sync_bytes=0) for p in pieces) for pieces in (self.forward, self.backward))
+        forward, backward = (tuple(replace(s, sync_bytes=0) for s in part) for part in (self.forward, self.backward))
         return replace(self, forward=forward, backward=backward)
 
 
@@ -101,16 +100,16 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
         return x.to("meta", dtype if x.is_floating_point() else x.dtype)
 
     model = model.to("meta", dtype).train()
-    recorder = _Recorder(device)
+    clock = _OpClock(device)
     try:
-        with recorder:
-            forward, backward, order = _run(model, tree_map(moved, inputs), recorder.clock, sync_bn)
+        with clock:
+            forward, backward, gradients = _run(model, tree_map(moved, inputs), lambda: clock.now, sync_bn)
     except (NotImplementedError, RuntimeError) as error:
         raise ValueError(f"apexfx: {type(model).__name__} cannot be run on shapes alone ({error}); measure it instead "
                          "(--measured)") from error
-    numbers = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    seconds = device.seconds(0, 4 * numbers * optimizer_passes, dtype) if numbers else 0.0
-    return Profile(forward, backward, seconds, order, f"shapes on {device.name}, {dtype}".replace("torch.", ""))
+    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    seconds = device.seconds(0, 4 * num_parameters * optimizer_passes, dtype)
+    return Profile(forward, backward, seconds, gradients, f"shapes on {device.name}, {dtype}".replace("torch.", ""))
 
 
 def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False,
@@ -135,110 +134,96 @@ def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False, lr: float =
     def take() -> Profile:
         begin = clock()
         optimizer.zero_grad()
-        forward, backward, order = _run(model, inputs, clock, sync_bn, begin)
+        forward, backward, gradients = _run(model, inputs, clock, sync_bn, begin)
         begin = clock()
         optimizer.step()
-        return Profile(forward, backward, clock() - begin, order, "measured, 1 step")
+        return Profile(forward, backward, clock() - begin, gradients, "measured, 1 step")
 
     return take
 
 
-def combine(samples: Sequence[Profile], source: str, of: Callable[[list[float]], float] = statistics.median) -> Profile:
-    """Return one profile from several of the same model: `of` every piece's begin and end, counted from its pass's start."""
-    first = samples[0]
-
-    def joined(name: str) -> tuple[Piece, ...]:
+def combine(samples: Sequence[Profile], source: str) -> Profile:
+    """Return one profile from several of the same model: medians of every segment's end, counted from its pass's start."""
+    def joined(name: str) -> tuple[Segment, ...]:
         rows = [getattr(sample, name) for sample in samples]
         ends = [0.0]
         for index in range(len(rows[0])):
-            ends.append(max(ends[-1], of([sum(piece.seconds for piece in row[:index + 1]) for row in rows])))
-        return tuple(replace(piece, seconds=end - begin) for piece, begin, end in zip(rows[0], ends, ends[1:]))
+            ends.append(max(ends[-1], statistics.median(sum(s.seconds for s in row[:index + 1]) for row in rows)))
+        return tuple(replace(segment, seconds=end - begin) for segment, begin, end in zip(rows[0], ends, ends[1:]))
 
-    return Profile(joined("forward"), joined("backward"), of([s.optimizer_s for s in samples]), first.gradients, source)
+    optimizer_s = statistics.median(sample.optimizer_s for sample in samples)
+    return Profile(joined("forward"), joined("backward"), optimizer_s, samples[0].gradients, source)
 
 
 def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: bool,
-         begin: float | None = None) -> tuple[tuple[Piece, ...], tuple[Piece, ...], tuple[GradientSpec, ...]]:
-    """Run forward and backward with a stamp where each piece ends; return both passes and the gradients as they come."""
-    cutter = _Cutter(clock, clock() if begin is None else begin)
-    names: dict[Tensor, str] = {p: n for n, p in model.named_parameters() if p.requires_grad}
-    order: list[GradientSpec] = []
-    with _hooks(model, names, cutter, order, sync_bn):
-        out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
-        loss = sum(leaf.float().square().mean() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
-        forward = cutter.finish()
-        if not isinstance(loss, Tensor):
-            raise ValueError(f"apexfx: no output of {type(model).__name__} takes a gradient; there is no backward to simulate")
-        loss.backward()
-        backward = cutter.finish()
-    return forward, backward, tuple(order)
-
-
-class _Cutter:
-    """Cuts a pass into pieces at the moments it is told of."""
-
-    def __init__(self, clock: Callable[[], float], begin: float) -> None:
-        self.clock, self.last = clock, begin
-        self.pieces: list[Piece] = []
-
-    def cut(self, name: str, gradients: tuple[str, ...] = (), sync_bytes: int = 0) -> None:
-        now = self.clock()
-        self.pieces.append(Piece(name, now - self.last, gradients, sync_bytes))
-        self.last = now
-
-    def finish(self) -> tuple[Piece, ...]:
-        self.cut("rest")
-        pieces, self.pieces = tuple(self.pieces), []
-        return pieces
-
-
-@contextmanager
-def _hooks(model: nn.Module, names: dict[Tensor, str], cutter: _Cutter, order: list[GradientSpec],
-           sync_bn: bool) -> Iterator[None]:
-    handles: list[Any] = []
+         begin: float | None = None) -> tuple[tuple[Segment, ...], tuple[Segment, ...], tuple[GradientSpec, ...]]:
+    """Run forward and backward; return the segments of both, and the gradients in the order in which they come."""
+    recorder = _SegmentRecorder(clock, clock() if begin is None else begin)
+    names = {p: n for n, p in model.named_parameters() if p.requires_grad}
+    gradients: list[GradientSpec] = []
 
     def on_gradient(p: Tensor) -> None:
         name = names[p]
         if p.grad is not None and p.grad.layout != torch.strided:
             raise ValueError(f"apexfx: the gradient of {name!r} is {p.grad.layout}; only dense gradients travel in buckets")
-        cutter.cut(name, (name,))
-        order.append(GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, torch.device(p.device.type),
-                                  dim_order(p.shape, p.stride())))
+        recorder.end_segment(name, (name,))
+        gradients.append(GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, torch.device(p.device.type),
+                                      dim_order(p.shape, p.stride())))
 
-    handles += [p.register_post_accumulate_grad_hook(on_gradient) for p in names]
-    if sync_bn:
-        for name, module in model.named_modules():
-            if isinstance(module, BatchNorm):
-                handles += _sync_hooks(name, module, cutter)
+    hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in names]
+    for name, module in model.named_modules():
+        if sync_bn and isinstance(module, BatchNorm):
+            hooks += _sync_hooks(name, module, recorder)
     try:
-        yield
+        out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        loss = sum(leaf.float().square().mean() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        forward = recorder.end_pass()
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"apexfx: no output of {type(model).__name__} takes a gradient; there is no backward to simulate")
+        loss.backward()
+        return forward, recorder.end_pass(), tuple(gradients)
     finally:
-        for handle in handles:
-            handle.remove()
+        for hook in hooks:
+            hook.remove()
 
 
-def _sync_hooks(name: str, module: nn.Module, cutter: _Cutter) -> list[Any]:
-    channels = module.num_features
+class _SegmentRecorder:
+    """Splits a pass into segments at the moments that hooks tell it of."""
+
+    def __init__(self, clock: Callable[[], float], begin: float) -> None:
+        self.clock, self.begin = clock, begin
+        self.segments: list[Segment] = []
+
+    def end_segment(self, name: str, gradients: tuple[str, ...] = (), sync_bytes: int = 0) -> None:
+        now = self.clock()
+        self.segments.append(Segment(name, now - self.begin, gradients, sync_bytes))
+        self.begin = now
+
+    def end_pass(self) -> tuple[Segment, ...]:
+        self.end_segment("rest")
+        segments, self.segments = tuple(self.segments), []
+        return segments
+
+
+def _sync_hooks(name: str, module: nn.Module, recorder: _SegmentRecorder) -> list[Any]:
+    num_bytes = _STATISTICS_BYTES * module.num_features
 
     def before_forward(_module: nn.Module, _inputs: Any) -> None:
-        cutter.cut(name, sync_bytes=8 * (_FORWARD_VALUES * channels + 1))
+        recorder.end_segment(name, sync_bytes=num_bytes + 8)  # and the number of elements
 
     def after_forward(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
         if out.requires_grad:  # when the gradient of the output is there
-            out.register_hook(lambda _grad: cutter.cut(name, sync_bytes=8 * _BACKWARD_VALUES * channels))
+            out.register_hook(lambda _grad: recorder.end_segment(name, sync_bytes=num_bytes))
 
     return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
 
 
-class _Recorder(TorchDispatchMode):
-    """Adds up what every op would take."""
+class _OpClock(TorchDispatchMode):
+    """Adds up what every op would take: `now`, in seconds."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
         self.device, self.now = device, 0.0
-
-    def clock(self) -> float:
-        return self.now
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

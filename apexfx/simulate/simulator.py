@@ -1,9 +1,9 @@
 """Predict a data-parallel training step on any number of ranks: the bucket plan, laid over a profile, on a network.
 
-The eager executor's program (`parallel/overlap.py`), step by step: a bucket is filled and started when its last gradient
-is ready and all earlier ones are started; the ranks' status travels behind the last one's gradients, or after it; after
-backward every bucket is waited for, then all results are written back; then the optimizer runs. A synchronized batch norm
-waits for its statistics on the spot. `simulate` builds that program and runs it on paper (`timeline.py`).
+What the eager executor does, in its order: a bucket is filled and started when its last gradient is ready and all earlier
+ones are started; after backward every bucket is waited for, then all results are written back; then the optimizer runs. A
+synchronized batch norm waits for its statistics on the spot. `simulate` writes that down as a program and runs it on paper
+(`timeline.py`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..buckets.bucket import Bucket
-from ..buckets.flops import Device
-from ..buckets.plan import BucketPlan, plan_buckets
+from ..buckets.plan import Bucket, BucketPlan, plan_buckets
 from ..config import BucketConfig
+from .devices import Device
 from .network import Network
-from .profile import Piece, Profile
+from .profile import Profile
 from .timeline import Start, Task, Timeline, Wait, Work, run
 
-_STATUS_HEADER, _STATUS_BYTES = 35, 4  # parallel/status.py: so many numbers and two for each parameter, of int32 by themselves
+_BUCKETS, _STATISTICS = 0, 1  # channels: buckets follow each other, statistics of batch norms have a communicator of their own
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds of a piece of bookkeeping: `fixed_s` each time, `tensor_s` a gradient, `byte_s` a byte of the bucket."""
+class LinearCost:
+    """Seconds of work on a bucket: `fixed_s` each time, `tensor_s` a gradient, `byte_s` a byte of the bucket."""
 
     fixed_s: float = 0.0
     tensor_s: float = 0.0
@@ -43,22 +42,22 @@ class Costs:
     Attributes:
         gradient_s: of the hook that every gradient calls.
         fill, write: of a bucket: laying gradients out and starting the allreduce; copying results back.
-        status_s: of composing and reading the status.
+        per_step_s: once a step, after backward.
         compute_rate, wire_rate: see `timeline.run`; 1 and 1 where communication needs no processor.
     """
 
     gradient_s: float = 0.0
-    fill: Line = Line()
-    write: Line = Line()
-    status_s: float = 0.0
+    fill: LinearCost = LinearCost()
+    write: LinearCost = LinearCost()
+    per_step_s: float = 0.0
     compute_rate: float = 1.0
     wire_rate: float = 1.0
 
     @classmethod
     def on(cls, device: Device) -> Costs:
         """Return estimates for a device: a bucket is one launch (`cat`, `_foreach_copy_`) that reads and writes every byte."""
-        copy = Line(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
-        return cls(0.0, copy, copy, 0.0)
+        copy = LinearCost(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
+        return cls(fill=copy, write=copy)
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class Prediction:
         num_ranks: that take part.
         step_s: of the whole step.
         compute_s: forward, backward and optimizer, on one rank alone.
-        bookkeeping_s: fill, write back, hooks and status.
+        bookkeeping_s: fill, write back and hooks.
         communication_s: of all collectives, each alone on the wire.
         exposed_s: what communication adds to the step: waiting, and compute that it slows down.
         sync_tax_s: what synchronized batch norms add to the step.
@@ -131,8 +130,7 @@ def plan_for(profile: Profile, config: BucketConfig, num_ranks: int) -> BucketPl
 
 
 def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None, *,
-             costs: Costs | None = None, plan: BucketPlan | None = None, num_channels: int = 1,
-             check_status: bool = True) -> Prediction:
+             costs: Costs | None = None, plan: BucketPlan | None = None) -> Prediction:
     """Predict a step.
 
     Args:
@@ -142,8 +140,6 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
         config: the bucket options; default `BucketConfig()`.
         costs: of the executor; default: none.
         plan: instead of the one that `config` gives.
-        num_channels: communicators on which buckets take turns (`num_allreduce_streams`).
-        check_status: False leaves the status out, as `static_graph=True` does.
 
     Raises:
         ValueError: a plan for other gradients.
@@ -151,90 +147,52 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
     costs = costs or Costs()
     plan = plan or plan_for(profile, config or BucketConfig(), num_ranks)
     plan.check([spec for spec in profile.gradients if spec.numel])
-    step = _Step(profile, network, num_ranks, plan, costs, num_channels, check_status and num_ranks > 1)
     rates = {"compute_rate": costs.compute_rate, "wire_rate": costs.wire_rate}
-    program = step.program()
+    program = _program(profile, network, num_ranks, plan, costs)
     timeline = run(program, **rates)
+    step_s, tax = timeline.seconds, 0.0
     local = profile.without_sync()
-    tax = 0.0
     if local != profile:
-        tax = timeline.seconds - run(replace(step, profile=local).program(), **rates).seconds
+        tax = step_s - run(_program(local, network, num_ranks, plan, costs), **rates).seconds
     work = sum(task.seconds for task in program if isinstance(task, Work))
     alone = {task.name: task.seconds for task in program if isinstance(task, Start)}
-    seconds = timeline.seconds
-    return Prediction(num_ranks, seconds, profile.compute_s, work - profile.compute_s, sum(alone.values()), seconds - work, tax,
+    return Prediction(num_ranks, step_s, profile.compute_s, work - profile.compute_s, sum(alone.values()), step_s - work, tax,
                       tuple(_rows(plan, timeline, alone)), plan, timeline)
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Everything that a rank's program follows from."""
+def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan, costs: Costs) -> list[Task]:
+    """Return what a rank does in a step, in order."""
+    program: list[Task] = []
+    ready: set[str] = set()
+    started = 0
 
-    profile: Profile
-    network: Network
-    num_ranks: int
-    plan: BucketPlan
-    costs: Costs
-    num_channels: int
-    status: bool
+    def collective(name: str, num_bytes: int, channel: int) -> Start:
+        return Start(name, network.allreduce_seconds(num_bytes, num_ranks), channel, num_bytes)
 
-    def program(self) -> list[Task]:
-        tasks: list[Task] = []
-        for index, piece in enumerate(self.profile.forward):
-            tasks += self._piece(piece, f"forward {index}", "forward")
-        missing = [len(bucket.slots) for bucket in self.plan.buckets]
-        home = {name: index for index, bucket in enumerate(self.plan.buckets) for name in bucket.parameters}
-        started = 0
-        for index, piece in enumerate(self.profile.backward):
-            tasks += self._piece(piece, f"backward {index}", "backward")
-            for name in piece.gradients:
-                if name in home and self.plan.buckets[home[name]].start == "ready":
-                    missing[home[name]] -= 1
-            while started < len(missing) and not missing[started]:
-                tasks += self._start(started)
-                started += 1
-        for index in range(started, len(missing)):
-            tasks += self._start(index)
-        return tasks + self._finish()
+    def start_next() -> None:
+        nonlocal started
+        bucket = plan.buckets[started]
+        program.append(Work(f"fill bucket {started}", costs.fill.seconds(bucket), "fill"))
+        program.append(collective(f"bucket {started}", bucket.total_bytes, _BUCKETS))
+        started += 1
 
-    def _piece(self, piece: Piece, label: str, kind: str) -> list[Task]:
-        seconds = piece.seconds + self.costs.gradient_s * len(piece.gradients)
-        tasks: list[Task] = [Work(piece.name, seconds, kind)] if seconds else []
-        if piece.sync_bytes and self.num_ranks > 1:
-            name = f"statistics of {piece.name}, {label}"
-            tasks += [self._collective(name, piece.sync_bytes, -1), Wait(name)]
-        return tasks
-
-    def _start(self, index: int) -> list[Task]:
-        bucket = self.plan.buckets[index]
-        filled: Task = Work(f"fill bucket {index}", self.costs.fill.seconds(bucket), "fill")
-        num_bytes, tasks = bucket.total_bytes, [filled]
-        if self._carries_status(index):
-            num_bytes += self._num_status() * bucket.reduce_dtype.itemsize
-            tasks.append(Work("status", self.costs.status_s, "fill"))
-        return [*tasks, self._collective(f"bucket {index}", num_bytes, index % self.num_channels)]
-
-    def _num_status(self) -> int:
-        return _STATUS_HEADER + 2 * len(self.profile.gradients)
-
-    def _carries_status(self, index: int) -> bool:
-        bucket = self.plan.buckets[index]
-        plain = bucket.dtype == bucket.reduce_dtype == bucket.output_dtype and bucket.start == "ready"
-        bitwise = self.plan.layout == "ddp" and self.num_ranks > 2
-        return self.status and plain and not bitwise and index + 1 == len(self.plan.buckets)
-
-    def _finish(self) -> list[Task]:
-        waits: list[Task] = [Wait(f"bucket {index}") for index in range(len(self.plan.buckets))]
-        if self.status and self.plan.buckets and not self._carries_status(len(self.plan.buckets) - 1):
-            num_bytes = _STATUS_BYTES * self._num_status()
-            composed = Work("status", self.costs.status_s, "write")
-            waits = [composed, self._collective("status", num_bytes, 0), *waits, Wait("status")]
-        writes = [Work(f"write back bucket {index}", self.costs.write.seconds(bucket), "write")
-                  for index, bucket in enumerate(self.plan.buckets)]
-        return [*waits, *writes, Work("optimizer", self.profile.optimizer_s, "optimizer")]
-
-    def _collective(self, name: str, num_bytes: int, channel: int) -> Start:
-        return Start(name, self.network.allreduce_seconds(num_bytes, self.num_ranks), channel, num_bytes)
+    for kind, segments in (("forward", profile.forward), ("backward", profile.backward)):
+        for index, segment in enumerate(segments):
+            program.append(Work(segment.name, segment.seconds + costs.gradient_s * len(segment.gradients), kind))
+            if segment.sync_bytes and num_ranks > 1:
+                name = f"statistics of {segment.name}, {kind} {index}"
+                program += [collective(name, segment.sync_bytes, _STATISTICS), Wait(name)]
+            ready.update(segment.gradients)
+            while started < len(plan.buckets) and plan.buckets[started].start == "ready" \
+                    and ready.issuperset(plan.buckets[started].parameters):
+                start_next()
+    while started < len(plan.buckets):
+        start_next()
+    program.append(Work("executor", costs.per_step_s, "write"))
+    program += [Wait(f"bucket {index}") for index in range(len(plan.buckets))]
+    program += [Work(f"write back bucket {index}", costs.write.seconds(bucket), "write")
+                for index, bucket in enumerate(plan.buckets)]
+    return [*program, Work("optimizer", profile.optimizer_s, "optimizer")]
 
 
 def _rows(plan: BucketPlan, timeline: Timeline, alone: dict[str, float]) -> list[BucketRow]:

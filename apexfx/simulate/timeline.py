@@ -118,8 +118,8 @@ class Timeline:
         return "\n".join(lines)
 
 
-LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits for the wire  0-9 bucket on the wire "
-          "(last digit)  s statistics  ! status")
+LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits for the wire  0-9 bucket on the wire (last digit)"
+          "  s statistics")
 _MARKS = {"forward": "░", "backward": "█", "fill": "=", "write": "=", "optimizer": "▒", "wait": "·"}
 
 
@@ -140,7 +140,7 @@ def _mark(event: Event) -> str:
     if event.track == "compute":
         return _MARKS.get(event.kind, "-")
     kind, _, number = event.name.partition(" ")
-    return number[-1] if kind == "bucket" else "!" if kind == "status" else "s"
+    return number[-1] if kind == "bucket" else "s"
 
 
 def run(program: Sequence[Task], *, compute_rate: Any = 1, wire_rate: Any = 1) -> Timeline:
@@ -159,13 +159,13 @@ def run(program: Sequence[Task], *, compute_rate: Any = 1, wire_rate: Any = 1) -
             raise ValueError(f"apexfx: {name}={rate!r} was given, expected a number above 0 and at most 1")
     machine = _Machine(compute_rate, wire_rate)
     for task in program:
-        machine.do(task)
+        machine.step(task)
     machine.drain()
     return machine.timeline
 
 
 class _Machine:
-    """The state between two moments at which anything changes."""
+    """The state of compute and wire; time moves from one moment at which anything changes to the next."""
 
     def __init__(self, compute_rate: Any, wire_rate: Any) -> None:
         self.compute_rate, self.wire_rate = compute_rate, wire_rate
@@ -175,7 +175,7 @@ class _Machine:
         self.known: set[str] = set()
         self.timeline = Timeline()
 
-    def do(self, task: Task) -> None:
+    def step(self, task: Task) -> None:
         begin = self.now
         if isinstance(task, Start):
             if task.name in self.known:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from apexfx.amp import scaler
+from apexfx.amp import optimizers
 from tests.amp.amp_cases import fresh_state
 
 
@@ -19,4 +19,4 @@ def _fresh_amp():
 def flag(request, monkeypatch):
     """Whether the flag is at hand, as on the CPU, or known to the device only, as on a GPU."""
     if request.param == "device":
-        monkeypatch.setattr(scaler, "HOST_DEVICES", frozenset())
+        monkeypatch.setattr(optimizers, "is_clear", lambda flag: False)

@@ -129,7 +129,7 @@ def _one_code_for_many_layers(rank, world_size):
         layer.forward = torch.compile(layer.forward, backend="apex", options=options)
     for _ in range(2):
         model(batch(rank)).sum().backward()
-    assert len(apexfx.last_report().graphs) == 2  # the first layer has an input without gradient
+    assert len(apexfx.last_report().graphs) == 1  # of the second layer, the first with a gradient at its input; the third runs it
     assert_equal_on_all_ranks(model.parameters(), world_size)
     assert_equal_on_all_ranks([p.grad for p in model.parameters()], world_size)
 

@@ -11,9 +11,9 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn.parallel import DistributedDataParallel
 
 import apexfx
-from apexfx.passes.schedule_comm import collective_order
 from tests.distributed.data_parallel_models import MODELS, batch, loss_of
 from tests.distributed.launch import run_ranks
+from tests.passes.generated_code import collective_order
 
 
 class StillNeeded(nn.Module):

@@ -247,7 +247,7 @@ def outcomes(cases: Iterable[Case]) -> dict[Case, tuple[str, str]]:
         with tempfile.TemporaryDirectory() as folder:
             journal, died = Path(folder, "journal"), ""
             try:
-                run_ranks(run_cases, 2, todo, str(journal), timeout=WATCHDOG_S * len(todo))
+                run_ranks(run_cases, 2, todo, str(journal), timeout=WATCHDOG_S * len(todo), method="spawn")
             except AssertionError as error:
                 died = str(error)
             rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []

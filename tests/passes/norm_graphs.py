@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -13,7 +15,8 @@ from apexfx.passes.fuse_norm import FuseNorm
 
 EVERYWHERE = {
     (op, "cpu", "eager", dtype): (2.0, 2.0)
-    for op in ("layer_norm", "rms_norm", "written_rms_norm") for dtype in ("float32", "bfloat16", "float16")
+    for op in ("batch_norm", "layer_norm", "rms_norm", "written_rms_norm")
+    for dtype in ("float32", "bfloat16", "float16", "float64")
 }
 needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::rms_norm", "CPU"), reason="the compiled CPU ops are not built")
 
@@ -22,25 +25,29 @@ def text(gm):
     return "\n".join(format_graph(body) for body in graphs(gm))
 
 
-def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements=None, autocast=None):
+def measured(ratios=EVERYWHERE, least_elements=None):
+    """Return a context in which these are the measurements."""
+    return mock.patch.multiple("apexfx.passes.fuse_norm", RATIO=ratios, LEAST_ELEMENTS=least_elements or {})
+
+
+def rewrite(model, *inputs, pass_type=FuseNorm, inner="eager", autocast=None, **measurements):
     """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
     kept = []
 
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
         before = text(gm)
-        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements or {}}
-        pass_ = FuseNorm(**options)
+        pass_ = pass_type(inner=inner)
         assert pass_(gm).modified == (text(gm) != before)
         gm.graph.lint()
         after = text(gm)
-        assert not FuseNorm(**options)(gm).modified and text(gm) == after  # twice is once
+        assert not pass_type(inner=inner)(gm).modified and text(gm) == after  # twice is once
         kept[:] = [pass_, gm]
         gm.recompile()
         return gm.forward
 
     torch._dynamo.reset()
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with measured(**measurements), torch.autocast("cpu", autocast, enabled=autocast is not None):
         result = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
     return *kept, result
 

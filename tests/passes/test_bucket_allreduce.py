@@ -64,7 +64,7 @@ def test_report():
     [report] = stage.passes
     assert [m.detail for m in report.matches] == ["allreduce of 2 gradients, 128 bytes", "allreduce of 2 gradients, 80 bytes"]
     assert report.warning is None and report.added["_c10d_functional.all_reduce_.default"] == 2
-    plan = BucketPlan.from_json(json.loads(json.dumps(report.artifacts["plan"])))
+    plan = BucketPlan.from_json(json.loads(json.dumps(report.artifacts.to_json()))["plan"])
     assert [b.parameters for b in plan.buckets] == [("2.bias", "2.weight"), ("0.bias", "0.weight")]
     assert [b.wait_before for b in plan.buckets] == ["output", "output"]
     assert plan.buckets[0].window_flops == 2 * 3 * 4 * 5  # the first layer's weight gradient

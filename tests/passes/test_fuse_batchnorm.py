@@ -12,16 +12,15 @@ from torch import nn
 
 import apexfx
 from apexfx._torch import has_kernel
-from apexfx.compiler import capture
 from apexfx.graph.printing import format_graph
 from apexfx.passes.fuse_batchnorm import FuseBatchnorm
 from apexfx.passes.fuse_norm import FuseNorm
 from apexfx.passes.measured_speedups import LEAST_ELEMENTS, RATIO
 from apexfx.testing import assert_close
+from tests.passes import norm_graphs
 
 # ruff: noqa: E501  printed graphs
 
-EVERYWHERE = {("batch_norm", "cpu", "eager", dtype): (2.0, 2.0) for dtype in ("float32", "bfloat16", "float16", "float64")}
 SYNC = torch.ops.apexfx.sync_batch_norm.default
 needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::bn_forward", "CPU"), reason="the compiled CPU ops are not built")
 pytestmark = needs_kernel
@@ -39,26 +38,8 @@ class Block(nn.Module):
         return torch.relu(x + self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x))))))
 
 
-def rewrite(model, *inputs, inner="eager", ratios=EVERYWHERE, least_elements=None):
-    """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
-    kept = []
-
-    def backend(gm, example_inputs):
-        capture.annotate(gm, example_inputs)
-        before = format_graph(gm)
-        options = {"inner": inner, "ratios": ratios, "least_elements": least_elements or {}}
-        pass_ = FuseBatchnorm(**options)
-        assert pass_(gm).modified == (format_graph(gm) != before)
-        gm.graph.lint()
-        after = format_graph(gm)
-        assert not FuseBatchnorm(**options)(gm).modified and format_graph(gm) == after  # twice is once
-        kept[:] = [pass_, gm]
-        gm.recompile()
-        return gm.forward
-
-    torch._dynamo.reset()
-    result = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
-    return *kept, result
+def rewrite(model, *inputs, **options):
+    return norm_graphs.rewrite(model, *inputs, pass_type=FuseBatchnorm, **options)
 
 
 def test_printed_graph():
@@ -145,7 +126,6 @@ def test_images_on_which_nothing_is_won_stay(dynamic):
         pass_, gm, _ = rewrite(Block(), x, least_elements=LEAST_ELEMENTS)
         assert len(pass_.matches) == 2 * fires
         assert not dynamic or isinstance(next(iter(gm.graph.output_node().args[0])).meta["val"].shape[0], torch.SymInt)
-    assert FuseBatchnorm(inner="eager").options() != FuseBatchnorm(inner="eager", least_elements={}).options()
 
 
 def test_a_batch_norm_without_gradient_stays_without():
@@ -178,8 +158,8 @@ def test_torch_func_keeps_torchs_norms(transformed, shape):
     x, f = torch.randn(shape), transformed(norms)
     pass_, gm, y = rewrite(f, x)
     assert not pass_.matches
-    ratios = {("layer_norm", "cpu", "eager", "float32"): (2.0, 2.0)}
-    assert not FuseNorm(inner="eager", ratios=ratios, least_elements={})(gm).modified
+    with norm_graphs.measured():
+        assert not FuseNorm(inner="eager")(gm).modified
     assert_close(y, f(x), scale=16)
 
 

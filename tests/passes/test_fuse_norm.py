@@ -17,9 +17,10 @@ from apexfx.config import OPT_LEVELS
 from apexfx.graph.printing import format_graph
 from apexfx.passes.cancel_casts import CancelCasts
 from apexfx.passes.fuse_norm import FuseNorm
+from apexfx.passes.measured_speedups import LEAST_ELEMENTS, RATIO
 from apexfx.passes.precision import Precision
 from apexfx.testing import assert_close
-from tests.passes.norm_graphs import EVERYWHERE, draw, fused, llama, needs_kernel, rewrite
+from tests.passes.norm_graphs import EVERYWHERE, draw, fused, llama, measured, needs_kernel, rewrite
 
 
 def t5(x, weight, eps=1e-6):
@@ -224,11 +225,12 @@ def after_o1(model, *inputs):
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
         passes = [Precision(level=OPT_LEVELS["O1"], half_dtype=torch.bfloat16, overrides={}), CancelCasts(),
-                  FuseNorm(inner="eager", ratios=EVERYWHERE, least_elements={})]  # fmt: skip
+                  FuseNorm(inner="eager")]  # fmt: skip
         pipeline = Pipeline(passes, verify="final")
         kept[:] = [passes, gm]
         before = copy.deepcopy(gm)
-        pipeline.run("forward", gm)
+        with measured():
+            pipeline.run("forward", gm)
         Pipeline(passes[:2]).run("forward", before)
         gm.recompile()
         kept.append(before)
@@ -248,8 +250,56 @@ def test_casts_of_o1_go_into_the_op_and_leave_the_ledger(affine):
     assert fused(gm) == ["apexfx.layer_norm.default"]
     node = gm.graph.find_nodes(op="call_function", target=torch.ops.apexfx.layer_norm.default)[0]
     assert node.args[0].meta["val"].dtype == torch.bfloat16 and node.meta["val"][0].dtype == torch.bfloat16
-    removed = passes[-1].artifacts()["removed_casts"]
-    assert [(row["source_dtype"], row["target_dtype"]) for row in removed] == [("f32", "bf16"), ("bf16", "f32")]
+    removed = passes[-1].artifacts().removed_casts
+    assert [(row.source_dtype, row.target_dtype) for row in removed] == [("f32", "bf16"), ("bf16", "f32")]
     casts = [sum(n.target is torch.ops.aten._to_copy.default for n in g.graph.nodes) for g in (gm, unfused)]
     assert casts[0] == casts[1] - 2
     assert_close(y, model(x), dtype=torch.bfloat16)
+
+
+def test_table_decides():
+    x = draw(3, 8)
+    slow = dict.fromkeys(EVERYWHERE, (1.04, 1.04))
+    uneven = dict.fromkeys(EVERYWHERE, (2.0, 0.5))
+    for ratios in ({}, slow, uneven):
+        assert fused(rewrite(nn.LayerNorm(8), x, ratios=ratios)[1]) == []
+    assert fused(rewrite(nn.LayerNorm(8), x, inner="inductor")[1]) == []  # measured for eager only
+
+
+@needs_kernel
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("norm", "function"), [
+    ("layer_norm", nn.LayerNorm(4096)),
+    ("rms_norm", nn.RMSNorm(4096)),
+    ("written_rms_norm", lambda x: llama(x, torch.ones(4096))),
+])  # fmt: skip
+def test_norms_smaller_than_any_that_was_measured_stay(norm, function, dynamic):
+    for rows, fires in ((511, False), (512, True)):
+        x = draw(rows, 4096)
+        if dynamic:
+            torch._dynamo.mark_dynamic(x, 0)
+        _, gm, y = rewrite(function, x, least_elements=LEAST_ELEMENTS)
+        assert bool(fused(gm)) == fires
+        assert not dynamic or isinstance(next(iter(gm.graph.output_node().args[0])).meta["val"].shape[0], torch.SymInt)
+        assert_close(y, function(x))
+
+
+@needs_kernel
+def test_the_least_elements_are_those_of_the_op():
+    x = draw(3, 8)
+    assert fused(rewrite(nn.LayerNorm(8), x, least_elements={"layer_norm": 25})[1]) == []
+    _, gm, _ = rewrite(nn.LayerNorm(8), x, least_elements={"layer_norm": 24, "rms_norm": 25})
+    assert fused(gm) == ["apexfx.layer_norm.default"]
+
+
+def test_without_a_kernel_nothing_changes(monkeypatch):
+    monkeypatch.setattr("apexfx.passes.fuse_norm.has_kernel", lambda op, key: False)
+    assert fused(rewrite(nn.LayerNorm(8), draw(3, 8))[1]) == []
+
+
+def test_the_table_is_well_formed():
+    assert RATIO
+    for (op, device, inner, dtype), (mean, smallest) in RATIO.items():
+        assert op in ("batch_norm", "layer_norm", "rms_norm", "written_rms_norm") and device in ("cpu", "cuda")
+        assert inner in ("eager", "inductor") and isinstance(getattr(torch, dtype), torch.dtype)
+        assert 0 < smallest <= mean and LEAST_ELEMENTS[op] > 0

@@ -89,7 +89,7 @@ def test_every_op_of_a_ledger_can_be_overridden_by_that_name(level):
     assert names >= ({"torch.linear", "torch.gelu", "F.softmax", "operator.iadd"} if level == "O1" else set())
     for name in names:
         _, again = run(Ops(), torch.randn(4, 8), level=level, overrides={name: "float32"})
-        assert not any(report.artifacts.get("uncovered") for report in again.reports), name
+        assert not any(report.artifacts.uncovered for report in again.reports), name
         reasons = {row["reason"] for row in again.casts() if row["op"] == name}
         in_place = lookup("add_").reason  # stands: what such an op writes cannot change its dtype
         assert reasons - {in_place} <= {f"override precision[{name!r}]"}

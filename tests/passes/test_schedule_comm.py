@@ -18,8 +18,9 @@ from apexfx.config import BucketConfig
 from apexfx.graph.nodes import call
 from apexfx.graph.printing import format_graph
 from apexfx.passes.bucket_allreduce import BucketAllreduce
-from apexfx.passes.schedule_comm import ScheduleComm, collective_order
+from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import record
+from tests.passes.generated_code import collective_order
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -168,7 +169,7 @@ def test_random_draws_keep_their_order():
 def test_must_not_fire_without_collectives():
     recorder = record(mlp(), torch.randn(4, 8), make_passes=lambda _: [ScheduleComm()])
     [report] = recorder.reports[0].passes
-    assert not report.matches and report.warning is None and report.artifacts == {"schedule": []}
+    assert not report.matches and report.warning is None and report.artifacts.schedule == []
 
 
 def test_a_weight_gradient_travels_before_the_next_layer_starts():
@@ -193,9 +194,9 @@ def test_a_weight_gradient_travels_before_the_next_layer_starts():
 def test_report():
     recorder = record(mlp(), torch.randn(4, 8), make_passes=both(message_size=72))
     report = recorder.reports[0].passes[1]
-    rows = report.artifacts["schedule"]
+    rows = report.artifacts.schedule
     product = 2 * 4 * 8 * 8  # one of the five matrix products; the first layer has no input gradient
-    assert [(row["bucket"], row["flops"]) for row in rows] == [(0, 4 * product), (1, 2 * product), (2, 0)]
+    assert [(row.bucket, row.flops) for row in rows] == [(0, 4 * product), (1, 2 * product), (2, 0)]
     assert len(report.matches) == 3 and "flops between start and wait" in report.matches[0].detail
 
 

@@ -1,4 +1,4 @@
-"""The network model: closed forms against rings and trees carried out message by message, and what a fit recovers."""
+"""The network model: closed forms against rings and trees carried out message by message."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from apexfx.simulate.network import PRESETS, Level, Link, MeasuredNetwork, Network, fit, fit_line, flat, ring, tree
+from apexfx.simulate.network import PRESETS, Level, Link, Network, flat, ring, tree
 from apexfx.testing import tolerance
 
 CLOSE = {"rel": tolerance(torch.float64)["rtol"], "abs": 0.0}
@@ -64,7 +64,6 @@ def test_a_hierarchy_reduces_inside_the_node_and_sends_one_share_between_nodes()
 
 def test_small_messages_take_the_tree_and_large_ones_the_ring():
     network = Network((Level(LINK),))
-    assert (network.algorithm(64, 64), network.algorithm(1e9, 64)) == ("tree", "ring")
     assert network.allreduce_seconds(64, 64) == tree(LINK, 64, 64)
     assert network.allreduce_seconds(1e9, 64) == ring(LINK, 1e9, 64)
 
@@ -79,31 +78,10 @@ def test_more_bytes_and_less_bandwidth_never_take_less_time(preset, few, more, n
     assert network.allreduce_seconds(low, num_ranks) <= slower.allreduce_seconds(low, num_ranks)
 
 
-@given(st.floats(1e-6, 1e-3), st.floats(1e7, 1e11), st.integers(2, 64))
-def test_a_fit_recovers_the_link(latency_s, bytes_per_s, num_ranks):
-    link = Link(latency_s, bytes_per_s)
-    samples = [(2**k, ring(link, 2**k, num_ranks)) for k in range(4, 34, 3)]
-    [level] = fit(samples, num_ranks).levels
-    assert level.link.latency_s == pytest.approx(latency_s, rel=1e-6)
-    assert level.link.bytes_per_s == pytest.approx(bytes_per_s, rel=1e-6)
-
-
-def test_a_fitted_line_has_no_negative_part():
-    assert fit_line([(1, 1), (2, 2)]) == (0.0, 1.0) or fit_line([(1, 1), (2, 2)])[0] >= 0
-    fixed, slope = fit_line([(1, 3.0), (2, 2.0), (3, 1.0)])
-    assert slope == 0.0 and 1.0 <= fixed <= 3.0
-    fixed, slope = fit_line([(1, 0.5), (2, 2.0), (3, 4.0)])
-    assert fixed == 0.0 and slope > 0
-
-
-def test_a_measured_network_returns_its_samples_and_the_fit_elsewhere():
-    samples = ((100, 1.0), (200, 3.0), (400, 4.0))
-    fitted = flat(1e-6, 1e9)
-    network = MeasuredNetwork(samples, 2, fitted)
-    assert [network.allreduce_seconds(b, 2) for b, _ in samples] == [1.0, 3.0, 4.0]
-    assert network.allreduce_seconds(150, 2) == 2.0 and network.allreduce_seconds(10, 2) == 1.0
-    assert network.allreduce_seconds(800, 2) == 8.0
-    assert network.allreduce_seconds(100, 3) == fitted.allreduce_seconds(100, 3)
+def test_the_ranks_of_a_node_share_its_link():
+    inner, outer = flat(5e-6, 80e9, ranks_per_node=8).levels
+    assert (inner.ranks, inner.link, outer.link) == (8, PRESETS["nvlink4+ib400"].levels[0].link, Link(5e-6, 10e9))
+    assert flat(5e-6, 80e9) == Network((Level(Link(5e-6, 80e9)),))
 
 
 @pytest.mark.parametrize("make, named", [
@@ -111,8 +89,6 @@ def test_a_measured_network_returns_its_samples_and_the_fit_elsewhere():
     (lambda: Link(math.nan, 1e9), "latency_s=nan"), (lambda: Network(()), "expected whole numbers"),
     (lambda: Network((Level(LINK), Level(LINK))), "levels of \\[None, None\\]"),
     (lambda: Network((Level(LINK, 8),)), "None for the last"),
-    (lambda: fit([(10, 1.0), (10, 2.0)], 2), "at least two sizes"),
-    (lambda: fit([(10, 2.0), (1000, 1.0)], 2), "do not grow"),
     (lambda: PRESETS["ethernet-10g"].allreduce_seconds(10, 0), "expected at least 0 bytes and 1 rank"),
 ])  # fmt: skip
 def test_nonsense_is_refused(make, named):

@@ -1,4 +1,4 @@
-"""transform(): what Dynamo captures of a model's forward, and what is said of the rest."""
+"""What Dynamo captures of a transformed model's forward, and what is said of the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calibrate the simulator on the ranks at hand: the network, what the executor costs, how compute and wire share a processor.
+"""Calibrate the simulator on the ranks at hand: the network, what the executor costs, how compute and wire slow each other.
 
 Nothing here looks at a step to be predicted: flat tensors go through the process group, synthetic gradients through bucket
 buffers, modules of one-element parameters through the executor. Every rank calls every function.
@@ -10,24 +10,48 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
+import numpy
 import torch
 import torch.distributed as dist
+from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from .._torch import process_group_timeout
-from ..buckets.bucket import GradientSpec
-from ..buckets.flat_buffer import BucketBuffer
-from ..buckets.plan import plan_buckets
-from ..config import BucketConfig
-from .network import MeasuredNetwork, fit, fit_line
-from .profile import Profile
-from .simulator import Costs, Line
+from apexfx.buckets.flat_buffer import BucketBuffer
+from apexfx.buckets.plan import GradientSpec, plan_buckets
+from apexfx.config import BucketConfig
+from apexfx.parallel import DistributedDataParallel
+from apexfx.simulate.profile import Profile
+from apexfx.simulate.simulator import Costs, LinearCost
 
 KIB, MIB = 2**10, 2**20
 SIZES = (256, 16 * KIB, 128 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB)
 _MANY, _FEW = 48, 4  # gradients of a synthetic module
-_BESIDE_BYTES = 2 * MIB
+_OVERLAP_BYTES = 2 * MIB
+
+
+@dataclass(frozen=True)
+class MeasuredNetwork:
+    """Allreduces as they were timed: straight lines between the samples, the first one before and in proportion beyond.
+
+    Attributes:
+        samples: (bytes, seconds), by bytes.
+    """
+
+    samples: tuple[tuple[int, float], ...]
+
+    def allreduce_seconds(self, num_bytes: float, _num_ranks: int) -> float:
+        """Return the seconds in which the ranks that were measured sum `num_bytes` each."""
+        sizes, seconds = zip(*self.samples)
+        return float(numpy.interp(num_bytes, sizes, seconds)) * max(1.0, num_bytes / sizes[-1])
+
+
+def fit_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return (a, b), neither negative, that minimize the sum of ((a + b x - y) / y)^2 over (x, y)."""
+    x, y = numpy.array(samples).T
+    (fixed, slope), _ = nnls(numpy.stack([1 / y, x / x.max() / y], axis=1), numpy.ones(len(x)))
+    return float(fixed), float(slope / x.max())
 
 
 def slowest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
@@ -41,11 +65,9 @@ def slowest_profile(profile: Profile, group: dist.ProcessGroup) -> Profile:
     """Return `profile` with every stamp as the slowest rank has it: what a collective at that place waits for."""
     passes = {}
     for name in ("forward", "backward"):
-        pieces, ends = getattr(profile, name), [0.0]
-        for piece in pieces:
-            ends.append(ends[-1] + piece.seconds)
-        latest = [0.0, *slowest(ends[1:], group)]
-        passes[name] = tuple(replace(p, seconds=end - begin) for p, begin, end in zip(pieces, latest, latest[1:]))
+        segments = getattr(profile, name)
+        latest = [0.0, *slowest(list(accumulate(segment.seconds for segment in segments)), group)]
+        passes[name] = tuple(replace(s, seconds=end - begin) for s, begin, end in zip(segments, latest, latest[1:]))
     return replace(profile, optimizer_s=slowest([profile.optimizer_s], group)[0], **passes)
 
 
@@ -61,16 +83,16 @@ class Calibration:
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        alone = dist.new_group([dist.get_rank()], process_group_timeout(self.group), use_local_synchronization=True)
+        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         self._copies = {count: _copies(count, 16 * count) for count in (_FEW, _MANY)}
         self._trips = {num_bytes: _copies(1, num_bytes) for num_bytes in SIZES}
         self._bare = {count: _Tiny(count) for count in (_FEW, _MANY)}
-        self._wrapped = {count: _wrap(_Tiny(count), alone) for count in (_FEW, _MANY)}
-        self._beside: dict[str, int] = {}
-        self._flats = [torch.zeros(_BESIDE_BYTES // 4) for _ in range(8)]
+        self._wrapped = {count: DistributedDataParallel(_Tiny(count), process_group=alone) for count in (_FEW, _MANY)}
+        self._num_overlapped: dict[str, int] = {}
+        self._flats = [torch.zeros(_OVERLAP_BYTES // 4) for _ in range(8)]
 
     def take(self) -> None:
-        """Take one sample of everything but `beside`."""
+        """Take one sample of everything but the overlap slowdown."""
         small = {num_bytes: trip for num_bytes, trip in self._trips.items() if num_bytes < MIB}
         for num_bytes, (buffer, gradients) in [*4 * list(small.items()), *self._trips.items()]:
             self._add(f"fill {num_bytes}", _timed(lambda: buffer.fill(gradients)))
@@ -87,26 +109,25 @@ class Calibration:
             self._add(f"write of {count}", _timed(buffer.finish))
         for count in self._bare:
             self._add(f"bare {count}", _timed(self._bare[count].step))
-            self._add(f"wrapped {count}", _timed(lambda: self._wrapped[count][1].step(self._wrapped[count][0])))
+            self._add(f"wrapped {count}", _timed(lambda: self._wrapped[count].module.step(self._wrapped[count])))
 
-    def beside(self, name: str, step: Callable[[], Profile], seconds: float) -> None:
-        """Take one sample of `step` and of flat allreduces, both at once: how much each gets done beside the other.
+    def take_overlap(self, name: str, step: Callable[[], Profile], seconds: float) -> None:
+        """Take one sample of `step` and of flat allreduces, both at once: how much each slows the other.
 
         Args:
             name: of the step.
             step: takes `seconds` alone, the same number on every rank, and communicates nothing.
         """
-        if name not in self._beside:
-            self._beside[name] = 4 + int(4 * seconds / self.typical(f"allreduce {_BESIDE_BYTES}"))
+        if name not in self._num_overlapped:
+            self._num_overlapped[name] = 4 + int(4 * seconds / self.typical(f"allreduce {_OVERLAP_BYTES}"))
         dist.barrier(self.group)
         begin = time.perf_counter()
         works = [dist.all_reduce(self._flats[i % len(self._flats)], group=self.group, async_op=True)
-                 for i in range(self._beside[name])]
+                 for i in range(self._num_overlapped[name])]
         step()
         end = time.perf_counter()
-        done = sum(work.is_completed() for work in works)
-        self._add(f"beside {name}", end - begin)
-        self._add(f"done beside {name}", done)
+        self._add(f"overlapped {name}", end - begin)
+        self._add(f"allreduces during {name}", sum(work.is_completed() for work in works))
         for work in works:
             work.wait()
 
@@ -125,34 +146,31 @@ class Calibration:
 
     def network(self) -> MeasuredNetwork:
         """Return the network as it was timed."""
-        samples, num_ranks = self.by_size("allreduce"), dist.get_world_size(self.group)
-        return MeasuredNetwork(samples, num_ranks, fit(samples, num_ranks))
+        return MeasuredNetwork(self.by_size("allreduce"))
 
-    def costs(self, name: str = "", seconds: float = 0.0) -> Costs:
-        """Return what the executor takes on these ranks.
+    def costs(self, name: str, seconds: float) -> Costs:
+        """Return what the executor takes on these ranks, and the overlap slowdown of a step.
 
         Args:
-            name, seconds: of a step given to `beside`, and what it takes alone; "": the two do not disturb each other.
+            name, seconds: of a step given to `take_overlap`, and what it takes alone.
         """
-        lines = {}
-        for what in ("fill", "write"):
-            few, many = (self.typical(f"{what} of {count}") for count in (_FEW, _MANY))
-            tensor_s = max(0.0, (many - few) / (_MANY - _FEW))
-            fixed_s, byte_s = fit_line(self.by_size(what))
-            lines[what] = Line(max(0.0, fixed_s - tensor_s), tensor_s, byte_s)
         launch = self.typical("launch")
+        fill, write = self._copy_cost("fill"), self._copy_cost("write")
         few, many = (self.typical(f"wrapped {count}") - self.typical(f"bare {count}") for count in (_FEW, _MANY))
         per_gradient = max(0.0, (many - few) / (_MANY - _FEW))
-        fill, write = lines["fill"], lines["write"]
         gradient_s = max(0.0, per_gradient - fill.tensor_s - write.tensor_s)
-        status_s = max(0.0, few - _FEW * per_gradient - fill.fixed_s - write.fixed_s - launch)
-        rates = (1.0, 1.0)
-        if name:
-            both = self.typical(f"beside {name}")
-            done = self.typical(f"done beside {name}") * self.typical(f"allreduce {_BESIDE_BYTES}")
-            launches = self._beside[name] * launch
-            rates = min(1.0, (seconds + launches) / both), min(1.0, max(done / both, 1e-3))
-        return Costs(gradient_s, Line(fill.fixed_s + launch, fill.tensor_s, fill.byte_s), write, status_s, *rates)
+        per_step_s = max(0.0, few - _FEW * per_gradient - fill.fixed_s - write.fixed_s - launch)
+        both = self.typical(f"overlapped {name}")
+        reduced = self.typical(f"allreduces during {name}") * self.typical(f"allreduce {_OVERLAP_BYTES}")
+        compute_rate = min(1.0, (seconds + self._num_overlapped[name] * launch) / both)
+        wire_rate = min(1.0, max(reduced / both, 1e-3))
+        return Costs(gradient_s, replace(fill, fixed_s=fill.fixed_s + launch), write, per_step_s, compute_rate, wire_rate)
+
+    def _copy_cost(self, what: str) -> LinearCost:
+        few, many = (self.typical(f"{what} of {count}") for count in (_FEW, _MANY))
+        tensor_s = max(0.0, (many - few) / (_MANY - _FEW))
+        fixed_s, byte_s = fit_line(self.by_size(what))
+        return LinearCost(max(0.0, fixed_s - tensor_s), tensor_s, byte_s)
 
 
 def _timed(function: Callable[[], object]) -> float:
@@ -181,9 +199,3 @@ class _Tiny(nn.Module):
     def step(self, forward: Callable[[], Tensor] | None = None) -> None:
         self.zero_grad()
         (forward or self)().backward()
-
-
-def _wrap(module: _Tiny, group: dist.ProcessGroup) -> tuple[nn.Module, _Tiny]:
-    from ..parallel import DistributedDataParallel
-
-    return DistributedDataParallel(module, process_group=group), module

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
-from apexfx.simulate.calibration import SIZES, Calibration, slowest, slowest_profile
 from apexfx.simulate.models import load
-from apexfx.simulate.profile import Piece, Profile, combine, sampler
+from apexfx.simulate.profile import Profile, Segment, combine, sampler
 from apexfx.simulate.simulator import simulate
+from benchmarks.calibration import SIZES, Calibration, MeasuredNetwork, fit_line, slowest, slowest_profile
 from tests.distributed.launch import run_ranks
 
 
 def calibrate(rank, world_size):
     assert slowest([rank, -rank], dist.group.WORLD) == [1.0, 0.0]
-    early = Profile((Piece("f", 1.0 + rank),), (Piece("a", 3.0 - rank), Piece("b", 2.0 * rank)), 1.0 - rank, ())
+    early = Profile((Segment("f", 1.0 + rank),), (Segment("a", 3.0 - rank), Segment("b", 2.0 * rank)), 1.0 - rank, ())
     late = slowest_profile(early, dist.group.WORLD)
     assert [p.seconds for p in (*late.forward, *late.backward)] == [2.0, 3.0, 1.0] and late.optimizer_s == 1.0
 
@@ -26,7 +27,7 @@ def calibrate(rank, world_size):
     for _ in range(4):
         calibration.take()
         profiles.append(slowest_profile(take(), dist.group.WORLD))
-        calibration.beside("cnn", take, profiles[0].compute_s)
+        calibration.take_overlap("cnn", take, profiles[0].compute_s)
     profile, network = combine(profiles, "measured"), calibration.network()
     costs = calibration.costs("cnn", profile.compute_s)
     assert [num_bytes for num_bytes, _ in network.samples] == list(SIZES)
@@ -36,7 +37,7 @@ def calibrate(rank, world_size):
 
     config = BucketConfig(message_size=30_000)
     made = simulate(profile, network, world_size, config, costs=costs)
-    numbers = [made.step_s, made.exposed_s, costs.gradient_s, costs.status_s]
+    numbers = [made.step_s, made.exposed_s, costs.gradient_s, costs.per_step_s]
     assert slowest([*numbers, *(-n for n in numbers)], dist.group.WORLD) == [*numbers, *(-n for n in numbers)], "ranks differ"
     assert made.step_s > profile.compute_s > 0
 
@@ -44,6 +45,17 @@ def calibrate(rank, world_size):
     for _ in range(2):
         wrapped(x).square().mean().backward()
     assert [b.parameters for b in wrapped.bucket_plan.buckets] == [b.parameters for b in made.plan.buckets]
+
+
+def test_a_fitted_line_has_no_negative_part():
+    fixed, slope = fit_line([(2.0**k, 3e-6 + 2.0**k / 5e9) for k in range(4, 30)])
+    assert (fixed, slope) == (pytest.approx(3e-6), pytest.approx(2e-10))
+    assert fit_line([(1, 3.0), (2, 2.0), (3, 1.0)])[1] == 0.0 == fit_line([(1, 0.5), (2, 2.0), (3, 4.0)])[0]
+
+
+def test_a_measured_network_goes_straight_between_its_samples():
+    network = MeasuredNetwork(((100, 1.0), (200, 3.0), (400, 4.0)))
+    assert [network.allreduce_seconds(b, 2) for b in (10, 100, 150, 200, 400, 800)] == [1.0, 1.0, 2.0, 3.0, 4.0, 8.0]
 
 
 def test_two_ranks_calibrate_and_predict():

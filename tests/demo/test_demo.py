@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from apexfx.demo.data import batches, load_digits
 from apexfx.demo.train import Options, Result, fit, initial_model
 
 pytest.importorskip("sklearn")
+pytest.importorskip("matplotlib")
 
 
 def test_digits_are_split_once_and_for_all():
@@ -67,6 +70,16 @@ def test_the_exit_status_is_the_verdict(tmp_path, capsys, ranks, float32, status
     captured = capsys.readouterr()
     assert says in captured.err if says else captured.err == ""
     assert f"{100 * ranks:.2f} %" in captured.out and f"{100 * float32:.2f} %" in captured.out
+
+
+@pytest.mark.parametrize("losses", [[1.09, 0.637, 0.569], [0.3], [math.nan], [0.3, math.inf, 0.2]])
+def test_the_chart_shows_every_training(tmp_path, losses):
+    show.write_loss_chart([("O2, 2 ranks", losses), ("float32 <eager>", [1.0] * len(losses))], tmp_path / "loss.svg")
+    text = (tmp_path / "loss.svg").read_text()
+    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
+    for name in ("training loss", "epoch", "O2, 2 ranks", "float32 &lt;eager&gt;", "1"):
+        assert f"<!-- {name} -->" in text, name
+    assert "<!-- 1.5 -->" not in text and "<!-- 0.990 -->" not in text, "epochs are whole"
 
 
 BACKWARD = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 from torch.fx.passes.infra.pass_base import PassResult
 
@@ -39,6 +40,15 @@ def test_everything_counts(monkeypatch):
     monkeypatch.setattr(cache, "package_digest", lambda: "an edited pass of ours")
     keys.append(key())
     assert len(set(keys)) == len(keys)
+
+
+def test_every_room_of_the_package_counts(monkeypatch):
+    read = []
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or real(path))
+    cache.package_digest.__wrapped__()
+    root = Path(apexfx.__file__).parent
+    assert {root / "config.py", root / "passes" / "precision.py", root / "ops" / "bucket.py"} <= set(read)
 
 
 def test_a_pass_without_source_bypasses_the_cache():

@@ -1,4 +1,4 @@
-"""The visit of a graph's nodes in order that decides, casts and re-evaluates: how the rule table meets a graph."""
+"""How the rule table is applied to a graph: visit its nodes in order, decide, cast, and evaluate again."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import free_unbacked_symbols, tree_leaves, tree_map
+from .._torch import HigherOrderOperator, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
 from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
 from ..graph.nodes import argument, evaluate, op_name, set_value, signature, value
@@ -31,46 +31,52 @@ _CAPTURED = "the dtypes it was captured with"
 
 
 def enters_autocast(node: fx.Node, *, enabled: bool = True) -> bool:
+    """Return whether a region begins at `node` in which torch.autocast is on, or with `enabled=False`, off."""
     if node.op != "call_function" or canonical_name(node.target) != "_enter_autocast":
         return False
     return bool(node.args[2] if len(node.args) > 2 else node.kwargs.get("enabled", True)) is enabled
 
 
-class Walk:
-    """One visit of every node in order: decide its casts from what its inputs are now, then re-evaluate it.
+class CastInserter:
+    """Casts the arguments of every node as its rule says of the dtypes that they have by then, and evaluates it again.
 
     Args:
         gm: the outermost graph.
         policy: gives the rule of every node.
-        note: takes every inserted cast and its row of the ledger.
+        record: takes every inserted cast and its row of the ledger.
         captured: what every node's value was before the pass.
         mode: the fake mode of the graph's values.
+
+    Attributes:
+        changed: nodes whose value is another than the captured one.
+        edited: whether anything but casts was changed.
     """
 
     def __init__(
         self,
         gm: fx.GraphModule,
         policy: Policy,
-        note: Callable[[fx.Node, CastRow], None],
+        record: Callable[[fx.Node, CastRow], None],
         captured: dict[fx.Node, Any],
         mode: Any,
     ) -> None:
         self.policy = policy
-        self.note = note
+        self.record = record
         self.captured = captured
-        self.touched = written_storages(gm)
+        self.written_memory = written_storages(gm)
         self.mode = mode
         self.changed: set[fx.Node] = set()
-        self.user_casts: set[fx.Node] = set()  # made float32 by the user's own words, through any number of views
-        self.float32_limits: set[fx.Node] = set()  # holds finite numbers beyond half's range: an additive mask
-        self.entered: set[int] = set()
-        self.limited: dict[tuple[fx.Node, torch.dtype, fx.Node | None], fx.Node] = {}
-        self.pending: list[tuple[fx.Node, CastRow]] = []
+        self.user_casts: set[fx.Node] = set()  # cast to float32 by the user's code, perhaps viewed since
+        self.float32_limits: set[fx.Node] = set()  # hold finite numbers beyond half's range: additive masks
+        self.visited_bodies: set[int] = set()
+        self.saturated: dict[tuple[fx.Node, torch.dtype, fx.Node | None], fx.Node] = {}
+        self.unrecorded: list[tuple[fx.Node, CastRow]] = []
         self.no_grad: fx.Node | None = None  # the node that switched gradients off, inside such a region
         self.body = ""
         self.edited = False
 
     def rewrite(self, gm: fx.GraphModule) -> None:
+        """Visit the nodes of `gm`, and of the bodies that a pass may rewrite, in order."""
         regions: set[fx.Node] = set()
         for node in list(gm.graph.nodes):
             if node.op not in ("call_function", "call_method"):
@@ -79,9 +85,9 @@ class Walk:
                 regions.add(node)
             elif node.op == "call_function" and canonical_name(node.target) == "_exit_autocast":
                 regions.discard(node.args[0])
-            elif node.target is torch._C._set_grad_enabled:
+            elif node.target is set_grad_enabled:
                 self.no_grad = None if node.args[0] else node
-            elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            elif isinstance(node.target, HigherOrderOperator):
                 self._higher_order(node)
             else:
                 self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)
@@ -102,7 +108,7 @@ class Walk:
             return casts[node]
 
         output.args = fx.node.map_arg(output.args, restored)
-        self._flush()
+        self._record_casts()
         if casts:
             set_value(output, fx.node.map_arg(output.args[0], value))
 
@@ -126,12 +132,12 @@ class Walk:
             moved |= self._limit_numbers(node, name)
             if moved or stale:
                 self._evaluate(node, before)
-        self._flush()
+        self._record_casts()
 
-    def _flush(self) -> None:
-        for cast, row in self.pending:
-            self.note(cast, row)
-        self.pending.clear()
+    def _record_casts(self) -> None:
+        for cast, row in self.unrecorded:
+            self.record(cast, row)
+        self.unrecorded.clear()
 
     def _rule(self, node: fx.Node, name: str, *, casts_off: bool) -> Rule:
         rule = self.policy.rule(node)
@@ -184,22 +190,22 @@ class Walk:
             if argument not in made:
                 source = argument
                 if target in HALVES and (argument is mask or argument in self.float32_limits):
-                    source = self._limited(argument, target, node)
+                    source = self._saturated(argument, target, node)
                 made[argument] = self._cast(source, target, like=node, before=node, op=op, rule=rule, reason=reason)
             return made[argument]
 
         node.args, node.kwargs = tree_map(cast, (tuple(node.args), dict(node.kwargs)))
         return bool(made)
 
-    def _limited(self, mask: fx.Node, half: torch.dtype, node: fx.Node) -> fx.Node:
+    def _saturated(self, mask: fx.Node, half: torch.dtype, node: fx.Node) -> fx.Node:
         """Return `mask` with its finite values inside the range of `half`; made once, unless something writes it."""
         if dtype_of(mask) in HALVES:
             return mask
         key = (mask, half, self.no_grad)
-        if key not in self.limited or storages(value(mask)) & self.touched:
-            self.limited[key] = insert_limits(mask, half, before=node, like=node, mode=self.mode)
-            self.captured[self.limited[key]] = self.captured.get(mask)
-        return self.limited[key]
+        if key not in self.saturated or storages(value(mask)) & self.written_memory:
+            self.saturated[key] = insert_limits(mask, half, before=node, like=node, mode=self.mode)
+            self.captured[self.saturated[key]] = self.captured.get(mask)
+        return self.saturated[key]
 
     def _cast(
         self, tensor: fx.Node, dtype: torch.dtype, *, like: fx.Node, before: fx.Node, op: str, rule: str, reason: str
@@ -209,7 +215,7 @@ class Walk:
         if tensor in self.float32_limits:
             self.float32_limits.add(cast)
         row = ledger_row(cast, tensor, op=op, rule=rule, reason=reason, body=self.body)
-        self.pending.append((cast, row))
+        self.unrecorded.append((cast, row))
         return cast
 
     def _limit_numbers(self, node: fx.Node, name: str) -> bool:
@@ -240,9 +246,9 @@ class Walk:
     def _undo(self, node: fx.Node, before: tuple[Any, Any]) -> None:
         """Give `node` the arguments it had, and take the casts made for it out again."""
         node.args, node.kwargs = before
-        for cast, _ in reversed(self.pending):
+        for cast, _ in reversed(self.unrecorded):
             cast.graph.erase_node(cast)
-        self.pending.clear()
+        self.unrecorded.clear()
 
     def _as_captured(self, node: fx.Node, reason: str) -> bool:
         """Cast every argument of `node` back to the dtype it was captured with; return whether any moved."""
@@ -258,18 +264,18 @@ class Walk:
         pair = body_of(node)
         if pair is None:
             self._as_captured(node, "its body is not rewritten: it gets " + _CAPTURED)
-            self._flush()
+            self._record_casts()
             return
         body, operands = pair
         inputs = body.graph.find_nodes(op="placeholder")
-        if id(body) in self.entered:
+        if id(body) in self.visited_bodies:
             pairs = [(dtype_of(o), dtype_of(p)) for o, p in zip(operands, inputs)]
             targets = [None, *(p if o not in (None, p) else None for o, p in pairs)]
             targets += [None] * len(tree_leaves(node.kwargs))
             self._replace(node, targets, op=op_name(node), rule="captured", reason="its body serves another call too")
-            self._flush()
+            self._record_casts()
         else:
-            self.entered.add(id(body))
+            self.visited_bodies.add(id(body))
             for placeholder, operand in zip(inputs, operands):
                 if signature(value(placeholder)) != signature(value(operand)):
                     self.changed.add(placeholder)

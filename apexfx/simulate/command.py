@@ -1,4 +1,4 @@
-"""What `python -m apexfx simulate` prints: one row a number of ranks, the bucket sizes tried, and a picture of the step."""
+"""The command `python -m apexfx simulate`: its options, and its text: a table over numbers of ranks, and pictures of the step."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from ..buckets.flops import DEVICES
 from ..config import BucketConfig
+from .devices import DEVICES
 from .graph_plan import graph_plan
 from .models import MODELS, load
 from .network import PRESETS, Network, flat
@@ -83,7 +83,7 @@ def _positive(kind: type) -> Any:
     return parse
 
 
-def page(given: argparse.Namespace) -> str:
+def text(given: argparse.Namespace) -> str:
     """Return what to print; write the files asked for.
 
     Raises:
@@ -99,7 +99,7 @@ def page(given: argparse.Namespace) -> str:
         itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
         config = BucketConfig(message_size=max(1, round(given.bucket_mib * 2**20 / itemsize)))
     predictions = _predict(given, profile, network, config, costs)
-    choices = [best_bucket(profile, network, num_ranks, config, costs=costs, check_status=not given.graph)
+    choices = [best_bucket(profile, network, num_ranks, config, costs=costs)
                for num_ranks in given.ranks]
     micro_batches = [accumulation_break_even(made, profile, given.share / 100) for made in predictions]
     if given.trace:
@@ -149,7 +149,7 @@ def _predict(given: argparse.Namespace, profile: Profile, network: Network, conf
     model, inputs = load(given.model, given.batch, device=device.type)
     plan = graph_plan(model, inputs, config, max(given.ranks), device=device,
                       dtype=torch.float32 if given.measured else getattr(torch, given.dtype))
-    return [simulate(profile, network, num_ranks, plan=plan.for_world_size(num_ranks), costs=costs, check_status=False)
+    return [simulate(profile, network, num_ranks, plan=plan.for_world_size(num_ranks), costs=costs)
             for num_ranks in given.ranks]
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from apexfx.__main__ import main
-from apexfx.buckets.flops import DEVICES
 from apexfx.config import BucketConfig
+from apexfx.simulate.devices import DEVICES
 from apexfx.simulate.graph_plan import fake_world
 from apexfx.simulate.models import MODELS, load
 from apexfx.simulate.network import PRESETS
@@ -74,7 +74,7 @@ def test_the_buckets_of_the_graph(capsys, tmp_path, dtype):
     for a, b in zip(eager, graph):
         assert [bucket["num_bytes"] for bucket in a["buckets"]] == [bucket["num_bytes"] for bucket in b["buckets"]]
         assert len(b["buckets"]) > 3
-        assert b["communication_s"] < a["communication_s"], "the graph sends no status"
+        assert b["communication_s"] == pytest.approx(a["communication_s"])
 
 
 def test_a_fake_world_needs_a_process_without_a_group():

@@ -1,0 +1,36 @@
+"""torch.compile(backend="apex"): one report for every torch.compile(), for as long as the compiled model lives."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import torch
+from torch import nn
+
+import apexfx
+from tests.backward_graphs import TwoGraphs
+
+OPTIONS = {"opt_level": "O0", "inner": "eager"}
+
+
+def test_graphs_of_one_model_share_a_report_without_options():
+    torch.compile(TwoGraphs(), backend="apex")(torch.randn(2, 4))
+    assert len(apexfx.last_report().graphs) == 2
+
+
+def test_models_with_one_options_object_have_a_report_each():
+    reports = []
+    for width in (3, 4):
+        torch.compile(nn.Linear(width, 2), backend="apex", options=OPTIONS)(torch.randn(2, width))
+        reports.append(apexfx.last_report())
+    assert reports[0] is not reports[1] and [len(report.graphs) for report in reports] == [1, 1]
+
+
+def test_nothing_outlives_the_compiled_model():
+    torch.compile(nn.Linear(3, 2), backend="apex", options=OPTIONS)(torch.randn(2, 3))
+    report = weakref.ref(apexfx.last_report())
+    torch.compile(nn.Linear(4, 2), backend="apex", options=OPTIONS)(torch.randn(2, 4))  # is the last one now
+    torch._dynamo.reset()
+    gc.collect()
+    assert report() is None
