@@ -1,19 +1,20 @@
-"""The only importer of torch's private names.
+"""Every private name of torch that the package uses: imports, and attributes of torch's objects.
 
-Each name is followed by the torch versions on which it was checked; `tests/test_torch_names.py`
-fails, naming the line, when a torch release moves one of them.
+Each is followed by the torch versions on which it was checked. `tests/test_torch_names.py` fails, naming the line, where another
+file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
 """
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
+from torch import _foreach_add_ as foreach_add_  # 2.11, 2.13, 2.15
 from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
 from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
 from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
@@ -73,6 +74,12 @@ def active_ddp_module() -> object | None:
     return DistributedDataParallel._active_ddp_module
 
 
+def compile_call() -> object | None:
+    """Return what stands for one call of `torch.compile`, in the backend that it calls; None for another caller (2.13)."""
+    caller = sys._getframe(2).f_locals.get("self")  # of the function that asks
+    return caller if isinstance(caller, torch._TorchCompileWrapper) else None
+
+
 def compiled_module() -> torch.nn.Module | None:
     """Return the outermost module that the `torch.compile` now compiling a graph has called, or None (2.13)."""
     frame, found = sys._getframe(), None
@@ -129,12 +136,6 @@ def backend_of(module: torch.nn.Module) -> object | None:
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
 
 
-def compiling_backend() -> object | None:
-    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
-    return _innermost(translator.output.compiler_fn) if translator is not None else None
-
-
 def _innermost(backend: object | None) -> object | None:
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
@@ -147,7 +148,7 @@ def below_autograd() -> object:
 
 
 def functorch_is_active() -> bool:
-    """Tell whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
+    """Return whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -165,13 +166,13 @@ def dynamo_source(placeholder: torch.fx.Node) -> object | None:
 
 
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
-    """Tell whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
+    """Return whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
     source = dynamo_source(placeholder)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def is_replica(module: torch.nn.Module) -> bool:
-    """Tell whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
+    """Return whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
     return "_is_replica" in module.__dict__
 
 
@@ -232,12 +233,12 @@ def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def has_kernel(op: str, key: str) -> bool:
-    """Tell whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
+    """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 def in_backward() -> bool:
-    """Tell whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
+    """Return whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -259,14 +260,40 @@ def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> 
     _register_process_group(name, group)
 
 
-def post_accumulate_hooks(parameter: torch.Tensor) -> OrderedDict[int, object]:
-    """Return a hooked parameter's post-accumulate-grad hooks by handle id, in the order they run (2.11, 2.13, 2.15)."""
-    return parameter._post_accumulate_grad_hooks
+def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
+    """Return the parameters in each of a DDP module's rebuilt buckets; [] before there are any (2.11, 2.13)."""
+    recorded = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
+    return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
 
 
-def storage_users(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects hold a storage (2.11, 2.13)."""
-    return torch._C._storage_Use_Count(storage._cdata)
+def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before the forward of `module` (2.11, 2.13, 2.15)."""
+    return hook in module._forward_pre_hooks.values()
+
+
+def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run after `module.state_dict()` (2.11, 2.13, 2.15)."""
+    return hook in module._state_dict_hooks.values()
+
+
+def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
+    """Tell whether `hook` was registered to run before `optimizer.step()` (2.11, 2.13, 2.15)."""
+    return hook in optimizer._optimizer_step_pre_hooks.values()
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Tell whether `torch.compile` returned this module (2.11, 2.13, 2.15)."""
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0 (2.11, 2.13, 2.15)."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
+    return tensor._version
 
 
 def registered_ops(namespace: str) -> list[str]:
@@ -285,77 +312,3 @@ def update_loss_scale(
 ) -> None:
     """Back `scale` off, or count to `interval` in `growth` and grow it, on the device (2.11, 2.13, 2.15)."""
     torch._amp_update_scale_(scale, growth, found_inf, factor, backoff, interval)
-
-
-__all__ = [
-    "BackendCompilerFailed",
-    "BatchNorm",
-    "CustomGraphPass",
-    "DTensor",
-    "FailOnRecompileLimitHit",
-    "FakeTensor",
-    "FakeTensorMode",
-    "GradAOTOutput",
-    "HigherOrderOperator",
-    "OpOverload",
-    "OpOverloadPacket",
-    "PlainAOTInput",
-    "TorchDispatchMode",
-    "active_ddp_module",
-    "aot_autograd",
-    "backend_around",
-    "backend_of",
-    "below_autograd",
-    "below_functorch",
-    "boxed",
-    "compile_fx",
-    "compile_fx_inner",
-    "compiled_module",
-    "compiling_backend",
-    "count_calls",
-    "drop_compiled_call",
-    "dynamo_config",
-    "dynamo_source",
-    "fake_store",
-    "foreach_copy_",
-    "foreach_mul_",
-    "free_unbacked_symbols",
-    "fsdp_managed",
-    "function_mode_depth",
-    "functorch_config",
-    "functorch_is_active",
-    "graph_breaks",
-    "has_kernel",
-    "in_backward",
-    "inductor_cache_dir",
-    "inductor_config",
-    "inductor_ir",
-    "inductor_lowering",
-    "inductor_ops",
-    "inductor_state",
-    "is_fsdp_source",
-    "is_replica",
-    "not_traced",
-    "pop_function_mode",
-    "process_group_store",
-    "process_group_timeout",
-    "push_function_mode",
-    "queue_backward_callback",
-    "register_process_group",
-    "registered_ops",
-    "registries",
-    "replace_submodules",
-    "resolve_process_group",
-    "run_cached_graphs",
-    "set_grad_enabled",
-    "statically_known_true",
-    "storage_users",
-    "tensor_version",
-    "top_saved_tensor_hooks",
-    "trace_structured",
-    "traced_module",
-    "traced_value",
-    "tree_leaves",
-    "tree_map",
-    "update_loss_scale",
-]

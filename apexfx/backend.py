@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from ._torch import compiling_backend
-from .compiler.graph_compiler import GraphCompiler, Groups, _compiler
+from ._torch import compile_call
+from .compiler.graph_compiler import GraphCompiler, Groups, make_compiler
 from .compiler.pipeline import warn_unmatched
 from .config import TransformConfig
 from .distributed.agreement import Label
@@ -18,6 +20,19 @@ from .report.data import Report
 log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
+class _Shared:
+    """What calls of `torch.compile` with one options object share; each of them holds it.
+
+    Attributes:
+        options: what the object held then: a user may change it and compile another model.
+    """
+
+    compiler: GraphCompiler
+    options: dict[str, Any] | None
+
+
+_by_options: weakref.WeakValueDictionary[int, _Shared] = weakref.WeakValueDictionary()
 _last_report: Report | None = None
 
 
@@ -27,19 +42,33 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
 
     Found by torch through the package's entry point: import nothing, write `torch.compile(model, backend="apex")`.
 
+    Each call of `torch.compile` has one report, `last_report()`. Calls with one options object share it: the layers of a model
+    may be compiled one by one. Give two models an options object each.
+
     With `ddp`, what a graph holds is copied from rank 0 before its first run with gradients on, and every such run of a
     graph that trains counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`:
     each backward averages, which adds up to the same; `transform()` has it.
     """
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
-    backend = compiling_backend()  # there is one for every torch.compile(), and it lives as long as the compiled model
-    compiler = getattr(backend, "_apexfx_compiler", None) or compiler_for(TransformConfig.from_options(options), "compile")
-    if hasattr(backend, "compiler_name"):  # torch.compile()'s, not this function by itself
-        backend._apexfx_compiler = compiler
+    compiler = _compiler_of(compile_call(), options)
     compiled = compiler(gm, example_inputs)
     warn_unmatched(compiler.report, " so far")  # a graph break may be followed by graphs that have something for the pass
     return compiled
+
+
+def _compiler_of(call: Any, options: dict[str, Any] | None) -> GraphCompiler:
+    """Return the compiler of one call of `torch.compile`."""
+    shared = getattr(call, "_apexfx", None)
+    if shared is None:
+        shared = _by_options.get(id(options)) if options is not None else None
+        if shared is None or shared.options != options:
+            shared = _Shared(compiler_for(TransformConfig.from_options(options), "compile"), options and dict(options))
+        if options is not None:
+            _by_options[id(options)] = shared
+        if call is not None:
+            call._apexfx = shared
+    return shared.compiler
 
 
 def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCompiler:
@@ -51,7 +80,7 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     global _last_report
     groups = Groups(config)
     label = Label(groups.user, origin) if groups.user is not None else ""
-    compiler = _compiler(config, groups, label, standalone=origin == "compile")
+    compiler = make_compiler(config, groups, label, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
         compiler.report.note(message)

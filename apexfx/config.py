@@ -141,6 +141,13 @@ class BucketConfig:
             raise ValueError(f"apexfx: a plan is replayed as it is, and decides about {', '.join(given)} too; leave "
                              f"{'it' if len(given) == 1 else 'them'} out, or make a new plan with them by leaving out plan=")
 
+    def describe(self) -> dict[str, Any]:
+        """Return the options as JSON-able values, for reports and cache keys."""
+        row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        row["comm_dtype"] = str(self.comm_dtype) if self.comm_dtype else None
+        row["plan"] = str(self.plan) if self.plan is not None else None
+        return row
+
 
 # Options of Apex's amp.initialize that are none of transform().
 _ELSEWHERE = {
@@ -253,21 +260,11 @@ class TransformConfig:
         """Return the options as JSON-able values, for reports and cache keys."""
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         row["process_group"] = self.process_group.group_name if self.process_group is not None else None
-        row["ddp"] = describe_buckets(self.buckets)
+        row["ddp"] = self.buckets.describe() if self.buckets is not None else None
         row["precision"] = {str(k): str(v) for k, v in sorted(self.precision.items())}
         row["passes"] = [getattr(p, "name", repr(p)) for p in self.passes]
         row["dtype"] = str(self.dtype) if self.dtype else None
         return row
-
-
-def describe_buckets(buckets: BucketConfig | None) -> dict[str, Any] | None:
-    """Return the bucket options as JSON-able values, or None."""
-    if buckets is None:
-        return None
-    row = {f.name: getattr(buckets, f.name) for f in dataclasses.fields(buckets)}
-    row["comm_dtype"] = str(buckets.comm_dtype) if buckets.comm_dtype else None
-    row["plan"] = str(buckets.plan) if buckets.plan is not None else None
-    return row
 
 
 def _is_number(given: Any) -> bool:

@@ -74,8 +74,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
                       dist.get_world_size(compiler.groups.gradients))
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if compiler.agreement is not None:  # before the first collective, which would hang on a rank that differs
-        compiler.agreement.ensure("parameters and buffers of the model",
-                                  [[name, list(t.shape), str(t.dtype)] for name, t in tensors.items()])
+        compiler.agreement.ensure_model(tensors.items())
     compiler.groups.separate()
     if compiler.groups.gradients is not None:
         broadcast_from_first(tensors.values(), compiler.groups.gradients)
@@ -115,7 +114,7 @@ def _check_amp(model: nn.Module, config: TransformConfig) -> str:
     """Refuse a model that `amp.initialize` has cast, or casts as it runs, where that would decide about precision twice.
 
     Returns:
-        What is to be said of casts that stay, below the passes asked for; "" for none.
+        A note about casts of amp's that stay in the graphs, or "".
     """
     for name, module in model.named_modules():
         patch = module.__dict__.get("_amp_forward")  # amp/models.py
@@ -219,7 +218,7 @@ def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
 
 
 def _restored(cls: type[nn.Module], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes of a module of class `cls` that was given `state` as when it is unpickled."""
+    """Return the attributes that unpickling `state` gives a module of class `cls`."""
     module = object.__new__(cls)
     module.__setstate__(state)
     return dict(module.__dict__)

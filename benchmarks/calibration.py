@@ -95,7 +95,7 @@ class Calibration:
         """Take one sample of everything but the overlap slowdown."""
         small = {num_bytes: trip for num_bytes, trip in self._trips.items() if num_bytes < MIB}
         for num_bytes, (buffer, gradients) in [*4 * list(small.items()), *self._trips.items()]:
-            self._add(f"fill {num_bytes}", _timed(lambda: buffer.fill(gradients)))
+            self._add(f"fill {num_bytes}", _timed(lambda: buffer.copy_in(gradients)))
             dist.barrier(self.group)
             begin = time.perf_counter()
             work = buffer.all_reduce(self.group)
@@ -105,7 +105,7 @@ class Calibration:
             self._add("launch", launched - begin)
             self._add(f"write {num_bytes}", _timed(buffer.finish))
         for count, (buffer, gradients) in self._copies.items():
-            self._add(f"fill of {count}", _timed(lambda: buffer.fill(gradients)))
+            self._add(f"fill of {count}", _timed(lambda: buffer.copy_in(gradients)))
             self._add(f"write of {count}", _timed(buffer.finish))
         for count in self._bare:
             self._add(f"bare {count}", _timed(self._bare[count].step))

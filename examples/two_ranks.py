@@ -33,11 +33,11 @@ def main():
     optimizer.step()
 
     if dist.get_rank() == 0:
-        print(model.report)
-        print()
-        print(model.report.buckets())
-        print()
-        print(model.report.diff("bucket_allreduce"))
+        print("\n== captured", model.report.code(after="captured"), sep="\n")
+        print("\n== report", model.report, sep="\n")
+        print("\n== bucket plan", model.report.buckets(), sep="\n")
+        for name in ("sync_batchnorm", "precision", "bucket_allreduce", "schedule_comm"):
+            print(f"\n== {name}", model.report.diff(name), sep="\n")
     dist.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ from apexfx.graph import printing
 from apexfx.graph.nodes import graphs
 from apexfx.passes.base import Pass
 from apexfx.passes.precision import Precision
-from apexfx.report.data import PassReport
+from apexfx.report.records import PassReport
 
 
 class Recorder:

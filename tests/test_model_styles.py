@@ -113,7 +113,7 @@ def check_casts(style, source, entered, report, where):
 
 
 def test_an_override_reaches_its_module(monkeypatch):
-    for seed in range(16):
+    for seed in range(8):
         check(monkeypatch, seed)
 
 

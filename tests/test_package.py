@@ -10,8 +10,10 @@ import pytest
 import apexfx
 
 
-def test_apex_s_packages_are_found_when_they_are_reached_for():
-    code = "import sys, apexfx; assert 'apexfx.amp' not in sys.modules; apexfx.amp.initialize; apexfx.parallel.Reducer"
+def test_what_is_reached_for_is_imported():
+    """Apex's packages as attributes, and what is not shown by its full name."""
+    code = ("import sys, apexfx; assert 'apexfx.amp' not in sys.modules; apexfx.amp.initialize; apexfx.parallel.Reducer\n"
+            "import apexfx.config, apexfx.passes.precision as p; from apexfx import backend, config; config.BucketConfig; p")
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="has no attribute 'apm'"):
         getattr(apexfx, "apm")  # noqa: B009  a name that no checker knows
@@ -25,8 +27,3 @@ def test_only_what_is_promised_is_shown():
     ]  # fmt: skip
     assert all(getattr(apexfx, name) is not None for name in dir(apexfx)) and "__version__" in dir(apexfx)
     assert apexfx.fx is apexfx.graph  # its older name
-
-
-def test_what_is_not_shown_can_be_imported():
-    code = "import apexfx.config, apexfx.passes.precision as p; from apexfx import backend, config; config.BucketConfig; p"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,9 @@ OURS = ("_apexfx", "_amp")  # what the package itself puts on the user's objects
 NAMED_TUPLES = ("_replace", "_fields")
 # File -> names that it still reaches by itself. This table is to become empty.
 LEFT: dict[str, set[str]] = {
-    "amp/functions.py": {"_ops"},
-    "amp/models.py": {"_buffers", "_flat_weights", "_forward_pre_hooks", "_orig_mod", "_parameters", "_state_dict_hooks",
-                      "_version"},
-    "amp/optimizer_state.py": {"_foreach_add_", "_values", "_version"},
-    "amp/optimizers.py": {"_step_supports_amp_scaling"},
-    "amp/weight_cache.py": {"_version"},
-    "buckets/ddp_layout.py": {"_get_ddp_logging_data"},
-    "compat/amp_C.py": {"_foreach_mul_"},
-    "distributed/backward_callback.py": {"_execution_engine"},
     "distributed/gradient_sync.py": {"_version"},
     "fp16_utils/fp16_optimizer.py": {"_loss_scale", "_unskipped"},
     "parallel/module_tree.py": {"_buffers", "_modules", "_parameters"},
-    "precision/half_model.py": {"_buffers"},
 }
 
 
@@ -110,13 +99,6 @@ def test_the_search_finds(code):
 def test_the_search_leaves_alone(code):
     tree = ast.parse(code)
     assert not list(private_names(tree, own_names([tree])))
-
-
-def test_the_names_exist_and_are_listed():
-    module = importlib.import_module("apexfx._torch")
-    assert sorted(module.__all__, key=lambda n: (n[0].islower(), n)) == module.__all__
-    for name in module.__all__:
-        assert hasattr(module, name), name
 
 
 def test_the_checker_passes_this_torch_and_fails_an_empty_one(tmp_path):

@@ -72,6 +72,7 @@ def test_the_backend_knows_the_graphs_so_far(caplog, options):
         model(torch.randn(2, 3))
     assert warnings_of(caplog) == ["apexfx: " + NOTHING.replace("nothing", "nothing so far")]
     assert "rewrote nothing" not in str(apexfx.last_report())
+    assert len(apexfx.last_report().graphs) == 2
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])

@@ -189,7 +189,7 @@ def following(executor: CastExecutor, name: str, rule: Rule) -> Callable[..., An
             return result
         source = args[0] if args else None
         asked = asked_dtype(name, args, kwargs or {}) if casts else None
-        if asked is not None and isinstance(source, Tensor) and is_user_cast(name, source.dtype, asked):
+        if asked is not None and isinstance(result, Tensor) and is_user_cast(name, source.dtype, asked):
             if result is source:  # `x.float()` on a float32 tensor: the mark must not stay on x
                 result = source.view_as(source)
             setattr(result, USER_CAST, True)

@@ -20,7 +20,7 @@ from ..graph.op_names import canonical_name
 from ..precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
 from .cast_plan import FLOAT32_LIMITS, CastPlan, following, gives_float32_limits, mark
 from .eager_ledger import EagerLedger
-from .weight_cache import CASTS, WeightCache
+from .weight_cache import WeightCache
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
@@ -127,7 +127,7 @@ class CastExecutor(TorchFunctionMode):
         """Return `tensor` in `dtype`, and whether the weight cache had it."""
         kind = type(tensor)
         if kind is Tensor or not (self.caching and (kind is Parameter or isinstance(tensor, Parameter)) and dtype in HALVES):
-            return CASTS[dtype](tensor), False
+            return tensor.to(dtype), False
         return self.cache.get(tensor, dtype)
 
     # ---- copies of a model share it ---------------------------------------------------------------------------------

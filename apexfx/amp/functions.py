@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import tree_leaves, tree_map
+from .._torch import OpOverload, OpOverloadPacket, tree_leaves, tree_map
 from ..config import default_half
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.arguments import MARKS
@@ -110,7 +110,7 @@ def take_registered() -> tuple[dict[str, Rule], list[tuple[str, Any, str]]]:
     for kind, module, name in _registered:
         function = getattr(module, name)
         canonical = canonical_name(function)
-        if is_foreign(canonical) and not isinstance(function, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        if is_foreign(canonical) and not isinstance(function, (OpOverload, OpOverloadPacket)):
             foreign.append((kind, module, name))
         else:
             rules[canonical] = Rule(kind, f"amp.register_{kind}_function")

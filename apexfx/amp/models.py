@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module, version
 from ..compiler import compiled_model
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
@@ -88,7 +89,7 @@ def check_wrapper(model: Any) -> None:
     if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _is_own_wrapper(model):
         raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be "
                            "applied to the model(s) AFTER the model(s) have been returned from amp.initialize.")
-    if isinstance(model, torch.jit.ScriptModule) or hasattr(model, "_orig_mod"):
+    if isinstance(model, torch.jit.ScriptModule) or is_compiled_module(model):
         raise TypeError(f"amp.initialize was given a {type(model).__name__}, expected a plain module: call it before "
                         "torch.jit or torch.compile, or pass compile=True")
 
@@ -118,7 +119,7 @@ def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
     model.__dict__[_PATCH] = patch
     if patch.executor is not None:
         for module in model.modules():
-            if isinstance(module, nn.RNNBase) and _float_input not in module._forward_pre_hooks.values():
+            if isinstance(module, nn.RNNBase) and not has_forward_pre_hook(module, _float_input):
                 module.register_forward_pre_hook(_float_input, with_kwargs=True)
 
 
@@ -150,7 +151,7 @@ def _cast_outputs(
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
-    if module._flat_weights[0].dtype != torch.float32:
+    if next(module.parameters()).dtype != torch.float32:
         return None
     cast = caster(torch.float32, only=HALVES)
     return cast_values(args, cast), cast_values(kwargs, cast)
@@ -185,15 +186,16 @@ MASTER = "_amp_master"
 def save_float32(model: nn.Module) -> None:
     """Have `state_dict` hold float32 for what was cast to half, and `load_state_dict` reach the masters."""
     for module in model.modules():
-        if _upcast not in module._state_dict_hooks.values():
+        if not has_state_dict_hook(module, _upcast):
             module.register_state_dict_post_hook(_upcast)
             module.register_load_state_dict_pre_hook(_load_master)
 
 
 def _upcast(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+    own = {"recurse": False, "remove_duplicate": False}
+    for name, tensor in (*module.named_parameters(**own), *module.named_buffers(**own)):
         key = prefix + name
-        if tensor is not None and key in state_dict and tensor.dtype in HALVES:
+        if key in state_dict and tensor.dtype in HALVES:
             state_dict[key] = full_precision(tensor)
 
 
@@ -203,14 +205,14 @@ def full_precision(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     if linked is None:
         return tensor.float()
-    master, version = linked[0].detach(), linked[1]
-    if version == tensor._version:
+    master = linked[0].detach()
+    if linked[1] == version(tensor):
         return master
     return torch.where(master.to(tensor.dtype) == tensor, master, tensor.float())
 
 
 def _load_master(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-    for name, parameter in module._parameters.items():
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         linked = getattr(parameter, MASTER, None)
         loaded = state_dict.get(prefix + name)
         if linked is not None and isinstance(loaded, Tensor) and loaded.shape == linked[0].shape:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._torch import foreach_add_, version
 from ..ops.multi_tensor import multi_tensor_scale
 from ..precision.rules import HALVES
 from .models import MASTER
@@ -96,9 +98,9 @@ class AmpOptimizerState:
         with torch.no_grad():
             for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
                 linked = getattr(parameter, MASTER)
-                if not self._reconciled or linked[1] != parameter._version:
+                if not self._reconciled or linked[1] != version(parameter):
                     master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-                    linked[1] = parameter._version
+                    linked[1] = version(parameter)
         self._reconciled = True
 
     @torch.no_grad()
@@ -108,7 +110,7 @@ class AmpOptimizerState:
             ignored = torch.zeros((), device=models[0].device)
             multi_tensor_scale(masters, models, ignored)
         for parameter in self.all_fp16_params:
-            getattr(parameter, MASTER)[1] = parameter._version
+            getattr(parameter, MASTER)[1] = version(parameter)
 
     def zero_model_grads(self, set_to_none: bool) -> None:
         """Drop or zero the gradients of the model's half parameters, which the optimizer does not know."""
@@ -144,23 +146,14 @@ class AmpOptimizerState:
                 parameter.grad = grad
         self._forget_stash()
 
+    @torch.no_grad()
     def unscale(self, scaler: LossScaler, found_inf: Tensor) -> None:
         """Unscale the new gradients, add what was set aside, and set `found_inf` where a new one is not finite."""
-        if not self.all_fp16_params and not self.all_fp32_grad_stash:
-            grads = [parameter.grad for parameter in self.all_fp32_from_fp32_params if parameter.grad is not None]
-            if grads and not any([grad.is_sparse or grad.requires_grad for grad in grads]):
-                scaler.unscale(grads, grads, found_inf)
-                return
-        self._unscale_each(scaler, found_inf)
-
-    @torch.no_grad()
-    def _unscale_each(self, scaler: LossScaler, found_inf: Tensor) -> None:
-        masters = bool(self.all_fp16_params)  # otherwise everything is unscaled in place
         new, outputs, add_to, added = [], [], [], []
         for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
             if parameter.grad is None:
                 continue
-            grad = _dense(parameter.grad)
+            grad = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
             unscaled = torch.empty_like(grad, dtype=torch.float32)
             new.append(grad)
             outputs.append(unscaled)
@@ -174,27 +167,20 @@ class AmpOptimizerState:
             grad = parameter.grad
             if grad is None:
                 parameter.grad = earlier
-                continue
-            values = grad
-            if grad.is_sparse:
-                parameter.grad = grad = grad.coalesce()
-                values = grad._values()
-            new.append(values)
-            if masters:
-                outputs.append(values)
-            if earlier is None:
-                continue
-            if grad.is_sparse or earlier.is_sparse:
-                del new[-1], outputs[-1:]
+            elif grad.is_sparse or earlier is not None and earlier.is_sparse:
+                grad = grad.coalesce() if grad.is_sparse else grad
+                values = grad.values() if grad.is_sparse else grad
                 scaler.unscale([values], [values], found_inf)
-                parameter.grad = earlier + grad
+                parameter.grad = grad if earlier is None else earlier + grad
             else:
-                add_to.append(grad)
-                added.append(earlier)
-        if new:
-            scaler.unscale(new, outputs if masters else new, found_inf)
+                new.append(grad)
+                outputs.append(grad)
+                if earlier is not None:
+                    add_to.append(grad)
+                    added.append(earlier)
+        scaler.unscale(new, outputs, found_inf)
         if add_to:
-            torch._foreach_add_(add_to, added)
+            foreach_add_(add_to, added)
         self._forget_stash()
 
     def _forget_stash(self) -> None:
@@ -213,8 +199,6 @@ class AmpOptimizerState:
         return {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "step_flag": None, "session": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
-        import copy
-
         made = object.__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
@@ -225,16 +209,9 @@ class AmpOptimizerState:
 def _take_grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     """Take the gradients off `parameters`; [] where there are none."""
     grads = [parameter.grad for parameter in parameters]
-    for grad in grads:
-        if grad is not None:
-            for parameter in parameters:
-                parameter.grad = None
-            return grads
-    return []
-
-
-def _dense(grad: Tensor) -> Tensor:
-    return grad.to_dense() if grad.is_sparse else grad
+    for parameter in parameters:
+        parameter.grad = None
+    return [] if all(grad is None for grad in grads) else grads
 
 
 def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:

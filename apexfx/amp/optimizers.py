@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optimizers._base import FusedOptimizer
+from .._torch import has_step_pre_hook, reads_found_inf
 from ..precision.rules import HALVES
-from ..subclassing import reduced, source_class, subclass
+from ..subclassing import reduced, subclass
 from .optimizer_state import AmpOptimizerState
 from .scaler import LossScaler
 from .session import Session
@@ -30,10 +30,6 @@ def unwrap(optimizer: Any) -> torch.optim.Optimizer:
     return optimizer if inner is None else unwrap(inner)
 
 
-# Each does no more than that, between the marks of a profiler.
-_DROP_GRADIENTS = (torch.optim.Optimizer.zero_grad, FusedOptimizer.zero_grad)
-
-
 class AmpOptimizer:
     """Mixed into the class of an initialised optimizer."""
 
@@ -43,12 +39,7 @@ class AmpOptimizer:
         """Drop (None) or zero the gradients of the model and of the masters."""
         if set_to_none is None:
             set_to_none = bool(getattr(self, "set_grad_none", True))
-        if set_to_none and source_class(type(self), AmpOptimizer).zero_grad in _DROP_GRADIENTS:  # type: ignore[attr-defined]
-            for group in self.param_groups:  # type: ignore[attr-defined]
-                for parameter in group["params"]:
-                    parameter.grad = None
-        else:
-            super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
         self._amp_stash.drop_master_grads()
         self._amp_stash.zero_model_grads(set_to_none)
 
@@ -93,7 +84,7 @@ class AmpOptimizer:
         super().__setstate__(state)  # type: ignore[misc]
         if "_amp_stash" in self.__dict__:
             self._amp_stash.link()
-            if _before_step not in self._optimizer_step_pre_hooks.values():  # loading a state dict comes here too
+            if not has_step_pre_hook(self, _before_step):  # loading a state dict comes here too
                 register_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -214,7 +205,7 @@ def _take_flag(optimizer: Any) -> None:
 
 def _skips_on_flag(optimizer: Any) -> bool:
     """Return whether `optimizer` reads `found_inf` itself: this package's, and torch's with fused=True."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+    return reads_found_inf(optimizer) and all(
         group.get("fused", True) for group in optimizer.param_groups  # a loaded state dict may have turned torch's off
     )
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ class Properties:
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.options:
             raise AttributeError(f"amp has no option {name!r}; expected one of {', '.join(_BEFORE_INITIALIZE)}")
-        check = _CHECKS.get(name)
-        self.options[name] = value if check is None else check(self.options["opt_level"], value)
+        self.options[name] = _checked(name, value, self.options["opt_level"])
 
     def _update_options_dict(self, new_options: dict[str, Any]) -> None:
         for name, value in new_options.items():
@@ -47,64 +45,46 @@ class Properties:
             self.options[name] = value
 
 
-def _check_cast_model_type(level: str | None, value: Any) -> Any:
-    if level == "O1" and value is not None and value is not False and value != torch.float32:
-        warn_or_err("O1 inserts casts around Torch functions rather than model weights, so with O1, the model weights "
-                    f"themselves should remain FP32. cast_model_type={value} was given: use opt_level='O2' or 'O3' to "
-                    "cast the model, or dtype= to choose the half type of O1")
-    return value
-
-
-def _check_patch_torch_functions(level: str | None, value: Any) -> Any:
-    if level not in (None, "O1") and value:
-        warn_or_err(f"Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'; at {level} "
-                    "the model itself is cast")
-    return value
-
-
-def _check_keep_batchnorm(level: str | None, value: Any) -> Any:
-    if level == "O1" and value is not None:
-        warn_or_err("With opt_level O1, batchnorm parameters are fp32 already and its functions take half activations, "
-                    f"so keep_batchnorm_fp32 should be None, found {value}")
-    if value in ("True", "False"):
-        return value == "True"
-    assert value in (True, False, None), (
-        f"keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, found keep_batchnorm_fp32={value}"
-    )
-    return value
-
-
-def _check_master_weights(level: str | None, value: Any) -> Any:
-    if level == "O1" and value is not None:
-        warn_or_err("It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should "
-                    "be FP32.")
-    return value
-
-
-def _check_loss_scale(level: str | None, value: Any) -> Any:
-    if value == "dynamic":
-        return value
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"loss_scale={value!r} was given, expected 'dynamic' or a number") from None
-
-
-_CHECKS: dict[str, Callable[[str | None, Any], Any]] = {
-    "cast_model_type": _check_cast_model_type,
-    "patch_torch_functions": _check_patch_torch_functions,
-    "keep_batchnorm_fp32": _check_keep_batchnorm,
-    "master_weights": _check_master_weights,
-    "loss_scale": _check_loss_scale,
+_REFUSED_AT_O1 = {
+    "cast_model_type": "O1 inserts casts around Torch functions rather than model weights, so with O1, the model weights "
+                       "themselves should remain FP32. cast_model_type={} was given: use opt_level='O2' or 'O3' to cast the "
+                       "model, or dtype= to choose the half type of O1",
+    "keep_batchnorm_fp32": "With opt_level O1, batchnorm parameters are fp32 already and its functions take half activations, "
+                           "so keep_batchnorm_fp32 should be None, found {}",
+    "master_weights": "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should be "
+                      "FP32.",
 }
+
+
+
+def _checked(name: str, value: Any, level: str | None) -> Any:
+    """Return `value` as the option `name` takes it at `level`."""
+    means_nothing = value is None or name == "cast_model_type" and (value is False or value == torch.float32)
+    if level == "O1" and name in _REFUSED_AT_O1 and not means_nothing:
+        warn_or_err(_REFUSED_AT_O1[name].format(value))
+    if name == "patch_torch_functions" and level not in (None, "O1") and value:
+        warn_or_err(f"Currently, patch_torch_functions=True should only be set by selecting opt_level='O1'; at {level} the model "
+                    "itself is cast")
+    if name == "keep_batchnorm_fp32":
+        value = {"True": True, "False": False}.get(value, value)
+        assert value in (True, False, None), (
+            "keep_batchnorm_fp32 must be a boolean, the string 'True' or 'False', or None, found "
+            f"keep_batchnorm_fp32={value}"
+        )
+    if name == "loss_scale" and value != "dynamic":
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"loss_scale={value!r} was given, expected 'dynamic' or a number") from None
+    return value
 
 
 class _Level:
     """One row of the table of opt levels; calling it fills in a `Properties`."""
 
-    opt_level = ""
-    brief = ""
-    more = ""
+    opt_level: str
+    brief: str  # as Apex prints it
+    more: str
 
     def __call__(self, properties: Properties) -> Properties:
         level = OPT_LEVELS[self.opt_level]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from .properties import Properties
 from .scaler import LossScaler
 
 
+@dataclass(eq=False)
 class Session:
     """The properties, scalers and executor that belong together.
 
@@ -21,11 +23,10 @@ class Session:
         executor: of O1; None at the other levels and where functions are not patched.
     """
 
-    def __init__(self, properties: Properties, half: torch.dtype, scalers: list[LossScaler], executor: CastExecutor | None):
-        self.properties = properties
-        self.half = half
-        self.scalers = scalers
-        self.executor = executor
+    properties: Properties
+    half: torch.dtype
+    scalers: list[LossScaler]
+    executor: CastExecutor | None
 
     def end_iteration(self) -> None:
         """Forget the casts of parameters that are about to change."""
@@ -35,8 +36,7 @@ class Session:
     def report_overflows(self) -> None:
         """Print what the scalers have to say and is known on the host already."""
         for scaler in self.scalers:
-            if scaler.dynamic:
-                scaler.report_overflows()
+            scaler.report_overflows()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Session:
         return self  # a copied optimizer is scaled by the same scalers

@@ -6,11 +6,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .._torch import top_saved_tensor_hooks
-
-# Shorter ways to `tensor.to(dtype)`.
-CASTS = {
-    torch.float16: Tensor.half, torch.bfloat16: Tensor.bfloat16, torch.float32: Tensor.float, torch.float64: Tensor.double,
-}  # fmt: skip
+from .._torch import version as version_of
 
 # The parameter, its version and address when it was cast, the cast, and whether it was made for training.
 _Entry = tuple[Tensor, int, int, Tensor, bool]
@@ -44,14 +40,14 @@ class WeightCache:
             of, version, data_ptr, cast, _ = entries[key]
             if (
                 of is parameter
-                and version == parameter._version
+                and version == version_of(parameter)
                 and data_ptr == parameter.data_ptr()
                 and (not training or cast.requires_grad == parameter.requires_grad)
             ):
                 return cast, True
-        cast = CASTS[dtype](parameter)
+        cast = parameter.to(dtype)
         if cast.requires_grad or not (torch.is_inference_mode_enabled() or parameter.is_inference()):
-            entries[key] = (parameter, parameter._version, parameter.data_ptr(), cast, training)
+            entries[key] = (parameter, version_of(parameter), parameter.data_ptr(), cast, training)
             if not training:
                 self._passing = True
         if not self.recomputes:

@@ -1,10 +1,11 @@
-"""A bucket: the gradients that one allreduce carries, and where each lies in its buffer."""
+"""A bucket: the gradients that one allreduce carries, and the place of each in its buffer."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,11 +113,11 @@ class Bucket:
         """Elements to whose multiples slots are aligned: on the wire and in what leaves, whose elements may be wider."""
         return max(1, ALIGNMENT_BYTES // min(self.reduce_dtype.itemsize, self.output_dtype.itemsize))
 
-    def holding(self, slots: Iterable[Slot], *, packed: bool) -> Bucket:
+    def with_slots(self, slots: Iterable[Slot], *, packed: bool) -> Bucket:
         """Return a bucket of this kind with other slots, laid out anew.
 
         Args:
-            packed: one right behind the other, as torch DDP does; otherwise every slot starts at a multiple of 16 bytes.
+            packed: without gaps, as torch DDP does; otherwise every slot starts at a multiple of 16 bytes.
         """
         itemsize = self.reduce_dtype.itemsize
         step = 1 if packed else self._alignment
@@ -128,7 +129,7 @@ class Bucket:
                                    window_flops=None)
 
     def check(self, index: int) -> None:
-        """Raise `ValueError` where this bucket, number `index` of a plan, makes no sense."""
+        """Raise `ValueError` where this bucket, number `index` of a plan, is not a valid one."""
         where = f"apexfx: bucket {index} of the plan"
         for name in ("predivide", "postdivide"):
             divisor = getattr(self, name)
@@ -179,6 +180,44 @@ class Bucket:
                            tuple(s["dim_order"]) if s.get("dim_order") else None, tuple(s.get("shared_with", ())))
                       for s in row["slots"])
         return cls(**(row | dtypes | {"slots": slots}))
+
+
+def group_gradients(specs: Iterable[GradientSpec], is_full: Callable[[GradientSpec, int, int], bool]) -> list[list[GradientSpec]]:
+    """Group gradients of one dtype and device in the order given; groups are in the order in which they are closed.
+
+    Args:
+        specs: the gradients.
+        is_full: of the gradient just added, the elements of its group and the number of groups of its kind that are closed,
+            whether the group closes.
+    """
+    filling: dict[Any, list[GradientSpec]] = {}
+    numel: Counter[Any] = Counter()
+    num_closed: Counter[Any] = Counter()
+    closed = []
+    for spec in specs:
+        kind = (spec.dtype, spec.output_dtype, spec.device)
+        filling.setdefault(kind, []).append(spec)
+        numel[kind] += spec.numel
+        if is_full(spec, numel[kind], num_closed[kind]):
+            closed.append(filling.pop(kind))
+            numel[kind] = 0
+            num_closed[kind] += 1
+    return closed + list(filling.values())
+
+
+def dim_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the dimensions from outermost to innermost in memory, or None for the plain order.
+
+    None too for strides that are not a permutation of dense ones (an expanded or sliced parameter).
+    """
+    order = sorted(range(len(shape)), key=lambda d: (-stride[d], shape[d] == 1, d))
+    expected = 1
+    for d in reversed(order):
+        if shape[d] != 1 and stride[d] != expected:
+            return None
+        expected *= shape[d]
+    real = [d for d in order if shape[d] != 1]
+    return None if real == sorted(real) else tuple(order)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

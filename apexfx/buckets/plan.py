@@ -17,11 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
+from torch.nn.parallel import DistributedDataParallel
 
+from .._torch import ddp_bucket_indices
 from ..config import BucketConfig
 from . import ddp_layout
-from .bucket import LOW_PRECISION, Bucket, GradientSpec, Slot, dtype_name
+from .bucket import LOW_PRECISION, Bucket, GradientSpec, Slot, dim_order, group_gradients
 from .windows import Window
 
 FORMAT_VERSION = 1
@@ -104,15 +107,6 @@ class BucketPlan:
             raise ValueError(f"apexfx: the bucket plan holds parameter {name!r}, which the model was expected to have and "
                              f"has not (or has no gradient for); {_ADVICE}")
 
-    def signature(self) -> list[dict[str, Any]]:
-        """Return the ordered collectives as JSON-able values: what every rank must agree on."""
-        return [{
-            "op": "all_reduce", "reduce": "sum", "bytes": bucket.total_bytes, "dtype": dtype_name(bucket.reduce_dtype),
-            "group": self.group_name, "divide": [bucket.predivide, bucket.postdivide],
-            "parameters": list(bucket.parameters),
-            "layout": [[slot.offset_bytes, list(slot.dim_order) if slot.dim_order else None] for slot in bucket.slots],
-        } for bucket in self.buckets]
-
     def regroup(self, groups: Sequence[Sequence[str]]) -> BucketPlan:
         """Return this plan with other buckets: one for each list of parameter names, in this order.
 
@@ -133,10 +127,10 @@ class BucketPlan:
                     raise ValueError(f"apexfx: {name!r} and {group[0]!r} differ in dtype, divisor or device and cannot share "
                                      "a bucket")
             slots = [home[name][1] for name in group]
-            buckets.append(first.holding(slots, packed=packed))
+            buckets.append(first.with_slots(slots, packed=packed))
         return dataclasses.replace(self, buckets=tuple(buckets), layout="edited")
 
-    def located(self, windows: Sequence[Window]) -> BucketPlan:
+    def with_windows(self, windows: Sequence[Window]) -> BucketPlan:
         """Return this plan with where its communication lies in a graph."""
         found = {window.bucket: window for window in windows}
         return dataclasses.replace(self, buckets=tuple(
@@ -234,7 +228,7 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
         bucket = Bucket((), first.dtype, _reduce_dtype(first, config), first.output_dtype, first.device.type, 0,
                         predivide, postdivide, "end" if config.delay_allreduce else "ready")
         slots = [Slot(s.name, s.shape, 0, s.dim_order, s.shared_with) for s in members]
-        buckets.append(bucket.holding(slots, packed=config.layout == "ddp"))
+        buckets.append(bucket.with_slots(slots, packed=config.layout == "ddp"))
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
 
 
@@ -279,22 +273,14 @@ def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], 
 
 
 def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> list[list[GradientSpec]]:
-    filling: dict[Any, list[GradientSpec]] = {}
-    num_elements: Counter[Any] = Counter()
     message_size = config.message_size or default_message_size(specs)
-    closed = []
-    for spec in reversed(specs):
-        key = (spec.dtype, spec.output_dtype, spec.device)
-        filling.setdefault(key, []).append(spec)
-        num_elements[key] += spec.numel
+
+    def is_full(spec: GradientSpec, numel: int, _num_closed: int) -> bool:
         if config.trigger_params:
-            full = not set(config.trigger_params).isdisjoint((spec.name, *spec.shared_with))
-        else:
-            full = not config.delay_allreduce and num_elements[key] >= message_size
-        if full:
-            closed.append(filling.pop(key))
-            num_elements[key] = 0
-    return closed + list(filling.values())
+            return not set(config.trigger_params).isdisjoint((spec.name, *spec.shared_with))
+        return not config.delay_allreduce and numel >= message_size
+
+    return group_gradients(reversed(specs), is_full)
 
 
 def _reduce_dtype(spec: GradientSpec, config: BucketConfig) -> torch.dtype:
@@ -307,3 +293,27 @@ def _reduce_dtype(spec: GradientSpec, config: BucketConfig) -> torch.dtype:
 
 def _fold(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 2 else f"{names[0]} ... {names[-1]}"
+
+
+def plan_from_ddp(module: DistributedDataParallel) -> BucketPlan:
+    """Return the buckets of a torch DDP module as a plan: `BucketConfig(layout="ddp", plan=plan_from_ddp(ddp))` replays them.
+
+    Args:
+        module: has run three training iterations: its buckets are final and on record.
+
+    Raises:
+        TypeError: not a DDP module.
+        ValueError: it has not trained yet.
+    """
+    if not isinstance(module, DistributedDataParallel):
+        raise TypeError(f"apexfx: plan_from_ddp() was given a {type(module).__name__}, expected a DistributedDataParallel")
+    indices = ddp_bucket_indices(module)
+    if not indices:
+        raise ValueError("apexfx: this DDP module has no final buckets on record yet; run three training "
+                         "iterations first")
+    parameters = [(n, p) for n, p in module.module.named_parameters() if p.requires_grad]
+    specs = [GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, p.device, dim_order(p.shape, p.stride()))
+             for name, p in parameters]
+    plan = plan_buckets(specs, BucketConfig(layout="ddp"), dist.get_world_size(module.process_group),
+                        module.process_group.group_name)
+    return plan.regroup([[parameters[i][0] for i in bucket] for bucket in indices])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,20 +76,18 @@ def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
 
 
 @torch.no_grad()
-def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup,
-             wait: Callable[[dist.Work], Any] = lambda work: work.wait()) -> list[BucketBuffer]:
+def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
     """Issue every allreduce of `plan` in order, then wait for each and write the results back into `gradients`."""
     started = []
     for bucket in plan.buckets:
         members = [gradients[slot.parameter] for slot in bucket.slots]
         buffer = BucketBuffer(bucket, members[0].device)
-        buffer.fill(members)
+        buffer.copy_in(members)
         started.append((buffer, members, buffer.all_reduce(group)))
     for buffer, members, work in started:
-        wait(work)
+        work.wait()
         buffer.finish()
-        buffer.write(members)
-    return [buffer for buffer, _, _ in started]
+        buffer.copy_out(members)
 
 
 def _used_anywhere(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[bool]:

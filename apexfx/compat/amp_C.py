@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import foreach_mul_
 from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_axpby as multi_tensor_axpby
 from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm as multi_tensor_l2norm
 from ..multi_tensor_apply.multi_tensor_apply import multi_tensor_l2norm_scale as multi_tensor_l2norm_scale
@@ -50,7 +51,7 @@ def multi_tensor_adam_capturable(
     """Adam over [g, p, m, v] or [g, p, m, v, master], with everything on the device; `g` is unscaled in place."""
     g, p, m, v, *masters = tensor_lists
     skip = _flag(noop_flag, p[0])
-    torch._foreach_mul_(g, torch.where(skip != 0, torch.ones_like(skip), inv_scale.reshape(())))
+    foreach_mul_(g, torch.where(skip != 0, torch.ones_like(skip), inv_scale.reshape(())))
     params, copies = (masters[0], p) if masters else (p, [])
     torch.ops.apexfx.adam_(params, g, m, v, copies, _steps_before(step, p[0]), 0.0, beta1, beta2, eps, weight_decay,
                            bool(mode), bool(bias_correction), lr_tensor=_scalar(lr), found_inf=skip)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from .._torch import CustomGraphPass, inductor_config
 from ..graph import printing
 from ..graph.inputs import Placeholder, is_backward
-from ..report.data import GraphReport, StageReport
+from ..report.records import GraphReport, StageReport
 from . import cache, capture
 from .pipeline import Pipeline
 

@@ -24,7 +24,7 @@ from .._torch import inductor_cache_dir
 from ..graph.nodes import graphs
 from ..graph.printing import format_graph
 from ..passes.base import Pass
-from ..report.data import StageReport, stage_from_json, stage_to_json
+from ..report.records import StageReport, stage_from_json, stage_to_json
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,8 @@ from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import value
-from ..report.data import GraphReport, Report
+from ..report.data import Report
+from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
 from .inner_compilers import INNER, traceable_rnn
@@ -245,10 +246,16 @@ def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] |
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
     """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
     label = Label(source.agreement.group, "copy", of=source.agreement.label) if source.agreement is not None else ""
-    return _compiler(source.config, source.groups, label)
+    return make_compiler(source.config, source.groups, label)
 
 
-def _compiler(config: TransformConfig, groups: Groups, label: str | Label, *, standalone: bool = False) -> GraphCompiler:
+def make_compiler(config: TransformConfig, groups: Groups, label: str | Label, *, standalone: bool = False) -> GraphCompiler:
+    """Return a compiler with an empty report.
+
+    Args:
+        label: tells the agreements of this model from those of others.
+        standalone: the model is known by its graphs alone, so that they broadcast its parameters and count its forwards.
+    """
     buckets, group = config.buckets, groups.user
     agreement = None
     # The fake process group, made for looking at graphs, has no peers to ask.

@@ -37,7 +37,7 @@ def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any
 
 
 def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:
-    """Compile one graph of AOTAutograd's, of which Inductor returns one without calls as it is: no pass would see it."""
+    """Compile one graph of AOTAutograd's. Inductor runs no pass over a backward without calls, so ours run here."""
     if options.get("is_backward") and count_calls(gm.graph) == 0:
         backward.run(gm)
         gm.recompile()

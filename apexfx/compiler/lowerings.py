@@ -29,7 +29,7 @@ def register() -> None:
 
 
 def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype, divisor: float = 1.0) -> Any:
-    """Lay each tensor's own buffer into the flat one, where nothing else reads it; copy it there otherwise."""
+    """Make each tensor's own buffer a slice of the flat one where nothing else reads it, and copy it there otherwise."""
     device = tensors[0].get_device()
     kernel = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
     flat = ir.StorageBox(kernel)

@@ -1,4 +1,4 @@
-"""Passes and the pipeline that runs them: contracts, order, timing, checks, one report a pass."""
+"""Runs passes over a graph in order: times and checks each, and reports what it did."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from ..errors import PassError
 from ..graph import invariants, printing
 from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
-from ..report.data import PassReport, Report, StageReport
-from ..report.records import Artifacts
+from ..report.data import Report
+from ..report.records import Artifacts, PassReport, StageReport
 from . import verification
 
 log = logging.getLogger(__name__)
+
 
 class Pipeline:
     """An ordered schedule of passes, validated at construction.
@@ -41,6 +42,7 @@ class Pipeline:
         self.strict = strict
 
     def stage(self, name: str) -> tuple[Pass, ...]:
+        """Return the passes of a stage, in order."""
         return tuple(p for p in self.passes if p.stage == name)
 
     def run(self, stage: str, gm: fx.GraphModule, *, inputs: Callable[[], Sequence[Any]] | None = None) -> StageReport:
@@ -94,7 +96,7 @@ class Pipeline:
         if report.warning:
             if self.strict:
                 raise PassError(report.name, f"rewrote nothing: {report.warning}")
-            # Of the forward passes, whoever sees all graphs of a call says it: `warn_unmatched`.
+            # A forward pass may match in another graph: `warn_unmatched` warns when all graphs of a call are known.
             log.log(logging.WARNING if report.stage == "backward" else logging.INFO,
                     "apexfx: %s rewrote nothing in this graph: %s", report.name, report.warning)
         log.info("%s: %d matches, %d -> %d nodes, %.1f ms", report.name, len(report.matches), report.nodes_before,

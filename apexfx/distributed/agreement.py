@@ -10,11 +10,12 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from .._torch import process_group_store
 from ..errors import RankMismatchError
@@ -93,6 +94,10 @@ class Agreement:
         if any(other[1] != digest for other in given):
             raise RankMismatchError(_explain(given))
         self._agreed.add(digest)
+
+    def ensure_model(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Return when every rank has given tensors of the same names, shapes and dtypes, as `ensure` does."""
+        self.ensure("parameters and buffers of the model", [[name, list(t.shape), str(t.dtype)] for name, t in named])
 
     def _collect(self, store: Any, prefix: str, world: int, what: str) -> list[list[str]]:
         keys = [f"{prefix}/{rank}" for rank in range(world)]

@@ -30,6 +30,7 @@ from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
 from .agreement import Agreement
 from .backward_callback import BackwardCallback
+from .step_check import GraphStepCheck
 from .watchdog import WatchedGroup
 
 log = logging.getLogger(__name__)
@@ -156,9 +157,7 @@ class GradientSync:
     def _count(self) -> Any:
         if self._agreement is None:
             return None
-        from .forward_count import ForwardCount  # which needs apexfx.parallel, which needs this
-
-        return ForwardCount(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
+        return GraphStepCheck(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
 
     def watch(self, name: str, parameter: Tensor) -> None:
         """Look at the gradients of `parameter` from now on, under the name that errors use; to be called for each forward."""

@@ -36,7 +36,7 @@ class LazyBroadcast:
         """
         fresh = [(name, t) for name, t in named if t not in self._done]
         if any(isinstance(t, nn.Parameter) or name not in self._names for name, t in fresh):
-            self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in fresh])
+            self._agreement.ensure_model(fresh)
             broadcast_from_first([t for _, t in fresh], self._group)
         for name, tensor in fresh:
             self._names.add(name)

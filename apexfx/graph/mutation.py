@@ -1,4 +1,4 @@
-"""What a node writes: which of its arguments change in place, and which nodes share memory with them."""
+"""Which arguments a node writes in place, and in which memory values live."""
 
 from __future__ import annotations
 

@@ -1,14 +1,28 @@
 """What the batch norm ops ask of their arguments, as csrc/batch_norm.h; references and fakes call these.
 
-Every function raises ValueError or TypeError, naming the op and the argument.
+`check_normalize` and the other functions named after an op take that op's arguments. Every function raises ValueError or
+TypeError, naming the op and the argument.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 INPUT_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def checked(check: Callable[..., object], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` behind `check`, which takes the same arguments."""
+
+    def call(*arguments: Any, **keywords: Any) -> Any:
+        check(*arguments, **keywords)
+        return function(*arguments, **keywords)
+
+    return call
 
 
 def check_dense(op: str, name: str, tensor: Tensor | None, like: Tensor | None = None) -> None:
@@ -84,31 +98,18 @@ def check_affine(
     check_vector(op, "invstd", invstd, channels, x, torch.float64)
 
 
-def check_normalize(
-    x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
-) -> None:
+def check_normalize(x, mean, invstd, weight=None, bias=None, residual=None, relu=False) -> None:
     check_affine("bn_normalize", x, mean, invstd, weight, bias)
     if residual is not None:
         check_like("bn_normalize", "residual", residual, x)
 
 
-def check_backward_reduce(
-    grad_output: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None
-) -> None:
+def check_backward_reduce(grad_output, x, mean, invstd, weight=None, bias=None, relu=False) -> None:
     check_affine("bn_backward_reduce", x, mean, invstd, weight, bias)
     check_like("bn_backward_reduce", "grad_output", grad_output, x)
 
 
-def check_backward_elementwise(
-    grad_output: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    sums: Tensor,
-    count: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> None:
+def check_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight=None, bias=None, relu=False) -> None:
     op = "bn_backward_elementwise"
     check_affine(op, x, mean, invstd, weight, bias)
     check_like(op, "grad_output", grad_output, x)
@@ -154,30 +155,20 @@ def check_running_buffers(
     check_average(op, num_batches_tracked, momentum, like)
 
 
-def check_running_stats(
-    stats: Tensor,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-) -> None:
+def check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum) -> None:
     op = "bn_running_stats"
     check_stats(op, stats)
     check_running_buffers(op, stats, stats.shape[0] // 2, running_mean, running_var, num_batches_tracked, momentum)
 
 
-def check_forward(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float
-) -> None:
+def check_forward(op, x, weight, bias, residual, eps, relu=False) -> None:
     check_parameters(op, x, weight, bias)
     check_eps(op, eps)
     if residual is not None:
         check_like(op, "residual", residual, x)
 
 
-def check_backward(
-    grad_output: Tensor, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> None:
+def check_backward(grad_output, x, stats, weight, bias, eps, relu=False, needs_x=True) -> None:
     op = "bn_backward"
     channels = check_parameters(op, x, weight, bias)
     check_like(op, "grad_output", grad_output, x)

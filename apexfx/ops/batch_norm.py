@@ -1,16 +1,18 @@
-"""Batch norm in pieces: normalize by given statistics, and the two halves of the backward.
+"""Batch norm in pieces: statistics, normalizing by given ones, and the two halves of the backward.
 
 The pieces are what `apexfx::sync_batch_norm` is traced into, with one all_reduce between the first and the second:
 
-    bn_local_stats -> (all_reduce) -> bn_global_stats -> bn_normalize         (the statistics: `batch_norm_stats`)
+    bn_local_stats -> (all_reduce) -> bn_global_stats -> bn_normalize
                                    -> bn_running_stats
     bn_backward_reduce -> (all_reduce) -> bn_backward_elementwise
 
 `x` is (N, C) or (N, C, L...), float64, float32, float16 or bfloat16, of any strides; results shaped like `x` have the
 strides of `torch.empty_like(x)`, so channels_last stays channels_last. Parameters may be of any floating dtype.
 
-Vectors of C elements are float64 whatever the input: what is done once per element of `x` is done in float32 (float64
-for float64 input).
+Vectors of C elements are float64 whatever the input: [n, sum x, sum x^2] is then additive over ranks (uneven and empty
+ones included), sum x^2 / n - mean^2 keeps float32 accuracy up to |mean| / std of about 1e4, and x - mean is right when
+|mean| >> std, where one float32 mean would be wrong by half a unit of |mean|. What is done once per element of `x` is done
+in float32 (float64 for float64 input).
 
 These operators have no derivative of their own; `sync_batch_norm` carries the formula.
 """
@@ -20,12 +22,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._batch_norm_arguments import check_backward_elementwise, check_backward_reduce, check_normalize, check_relu_backward
-from .batch_norm_stats import _sum_per_channel
+from ._batch_norm_arguments import (
+    check_backward_elementwise,
+    check_backward_reduce,
+    check_global_stats,
+    check_input,
+    check_normalize,
+    check_relu_backward,
+    check_running_stats,
+    checked,
+)
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 # Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
 _ANY_STRIDES = (torch.Tag.flexible_layout,)
+_LIBRARY.define("bn_local_stats(Tensor x) -> Tensor", tags=_ANY_STRIDES)
+_LIBRARY.define("bn_global_stats(Tensor stats, float eps) -> (Tensor mean, Tensor invstd)")
+_LIBRARY.define(
+    "bn_running_stats(Tensor stats, Tensor running_mean, Tensor running_var, Tensor? num_batches_tracked, "
+    "float? momentum) -> (Tensor new_running_mean, Tensor new_running_var)"
+)
+
 _LIBRARY.define(
     "bn_normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight=None, Tensor? bias=None, "
     "Tensor? residual=None, bool relu=False) -> Tensor",
@@ -42,6 +59,37 @@ _LIBRARY.define(
     tags=_ANY_STRIDES,
 )
 _LIBRARY.define("bn_relu_backward(Tensor grad_output, Tensor output) -> Tensor", tags=_ANY_STRIDES)
+
+
+def bn_local_stats(x: Tensor) -> Tensor:
+    """Return [n, sum x (C), sum x^2 (C)] per channel of `x`: (N, C, ...), as float64 of 2C + 1; zeros if N is 0."""
+    return torch.ops.apexfx.bn_local_stats(x)
+
+
+def bn_global_stats(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and 1 / sqrt(biased variance + eps), float64 of C, from summed `stats` (float64 of 2C + 1).
+
+    An empty global batch has mean 0 and variance 0.
+    """
+    return torch.ops.apexfx.bn_global_stats(stats, eps)
+
+
+def bn_running_stats(
+    stats: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the new running buffers, (1 - momentum) * old + momentum * batch, in the dtypes of the old ones.
+
+    The variance is unbiased; of a single value it is 0. `momentum=None` is the cumulative average, 1 /
+    `num_batches_tracked` (already counted up). An empty global batch leaves the buffers as they are.
+
+    Apart from `bn_global_stats`, because activation checkpointing computes that one again in the backward pass, when
+    the old buffers are gone.
+    """
+    return torch.ops.apexfx.bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
 
 
 def bn_normalize(
@@ -102,6 +150,49 @@ def bn_relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
 # ---------------------------------------------------------------------------------------------- pure-torch reference
 
 
+def _sum_per_channel(x: Tensor) -> Tensor:
+    """Return the float64 sum over every dimension but 1."""
+    return x.sum([0, *range(2, x.dim())], dtype=torch.float64)
+
+
+@torch.library.impl(_LIBRARY, "bn_local_stats", "CompositeExplicitAutograd")
+def _local_stats_reference(x: Tensor) -> Tensor:
+    channels = check_input("bn_local_stats", x)
+    x = x.double()
+    count = x.new_full((1,), x.numel() // channels if channels else 0)
+    return torch.cat([count, _sum_per_channel(x), _sum_per_channel(x * x)])
+
+
+def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the count (at least 1), the mean and the biased variance."""
+    channels = stats.shape[0] // 2
+    count, total, total_of_squares = stats.split([1, channels, channels])
+    count = count.clamp(min=1)
+    mean = total / count
+    return count, mean, (total_of_squares / count - mean * mean).clamp(min=0)
+
+
+@torch.library.impl(_LIBRARY, "bn_global_stats", "CompositeExplicitAutograd")
+def _global_stats_reference(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    check_global_stats(stats, eps)
+    _, mean, var = _moments(stats)
+    return mean, (var + eps).rsqrt()
+
+
+@torch.library.impl(_LIBRARY, "bn_running_stats", "CompositeExplicitAutograd")
+def _running_stats_reference(stats, running_mean, running_var, num_batches_tracked, momentum) -> tuple[Tensor, Tensor]:
+    check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+    count, mean, var = _moments(stats)
+    unbiased = var * (count / (count - 1).clamp(min=1))
+    share = num_batches_tracked.double().view(1).reciprocal() if momentum is None else count.new_full((1,), momentum)
+    share = torch.where(stats[:1] > 0, share, 0)
+
+    def moved(running: Tensor, batch: Tensor) -> Tensor:
+        return (running + share * (batch - running)).to(running.dtype)
+
+    return moved(running_mean, mean), moved(running_var, unbiased)
+
+
 def _per_channel(vector: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `vector` (C) in `dtype`, shaped to broadcast over `x`."""
     return vector.to(dtype).view([1, -1] + [1] * (x.dim() - 2))
@@ -126,9 +217,7 @@ def _affine(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias
     return y if bias is None else y.add_(_per_channel(bias, x, dtype))
 
 
-def _masked(
-    grad_output: Tensor, x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None, relu: bool
-) -> Tensor:
+def _masked(grad_output, x, mean, invstd, weight, bias, relu) -> Tensor:
     """Return `grad_output` in the compute dtype, zeroed where ReLU cut the (rounded) normalized value."""
     grad = grad_output.to(_compute_dtype(x))
     if not relu:
@@ -142,15 +231,7 @@ def _like(y: Tensor, x: Tensor) -> Tensor:
 
 
 @torch.library.impl(_LIBRARY, "bn_normalize", "CompositeExplicitAutograd")
-def _normalize_reference(
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    relu: bool = False,
-) -> Tensor:
+def _normalize_reference(x, mean, invstd, weight=None, bias=None, residual=None, relu=False) -> Tensor:
     check_normalize(x, mean, invstd, weight, bias, residual)
     y = _affine(x, mean, invstd, weight, bias)
     if residual is not None:
@@ -159,32 +240,14 @@ def _normalize_reference(
 
 
 @torch.library.impl(_LIBRARY, "bn_backward_reduce", "CompositeExplicitAutograd")
-def _backward_reduce_reference(
-    grad_output: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    relu: bool = False,
-) -> Tensor:
+def _backward_reduce_reference(grad_output, x, mean, invstd, weight=None, bias=None, relu=False) -> Tensor:
     check_backward_reduce(grad_output, x, mean, invstd, weight, bias)
     grad = _masked(grad_output, x, mean, invstd, weight, bias, relu)
     return torch.cat([_sum_per_channel(grad), _sum_per_channel(grad * _centered(x, mean))])
 
 
 @torch.library.impl(_LIBRARY, "bn_backward_elementwise", "CompositeExplicitAutograd")
-def _backward_elementwise_reference(
-    grad_output: Tensor,
-    x: Tensor,
-    mean: Tensor,
-    invstd: Tensor,
-    sums: Tensor,
-    count: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    relu: bool = False,
-) -> Tensor:
+def _backward_elementwise_reference(grad_output, x, mean, invstd, sums, count, weight=None, bias=None, relu=False) -> Tensor:
     check_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias)
     dtype = _compute_dtype(x)
     sum_grad, sum_grad_centered = (sums / count.clamp(min=1)).chunk(2)
@@ -205,27 +268,25 @@ def _relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- fakes
 
 
-@torch.library.register_fake("apexfx::bn_normalize", lib=_LIBRARY)
-def _normalize_fake(x, mean, invstd, weight=None, bias=None, residual=None, relu=False) -> Tensor:
-    check_normalize(x, mean, invstd, weight, bias, residual)
-    return torch.empty_like(x)
+def _check_local_stats(x: Tensor) -> None:
+    check_input("bn_local_stats", x)
 
 
-@torch.library.register_fake("apexfx::bn_backward_reduce", lib=_LIBRARY)
-def _backward_reduce_fake(grad_output, x, mean, invstd, weight=None, bias=None, relu=False) -> Tensor:
-    check_backward_reduce(grad_output, x, mean, invstd, weight, bias)
-    return mean.new_empty(2 * x.shape[1])
+def _vectors(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return stats.new_empty(stats.shape[0] // 2), stats.new_empty(stats.shape[0] // 2)
 
 
-@torch.library.register_fake("apexfx::bn_backward_elementwise", lib=_LIBRARY)
-def _backward_elementwise_fake(
-    grad_output, x, mean, invstd, sums, count, weight=None, bias=None, relu=False
-) -> Tensor:
-    check_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias)
-    return torch.empty_like(x)
+def _running(stats: Tensor, mean: Tensor, var: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return mean.new_empty(mean.shape[0]), var.new_empty(var.shape[0])
 
 
-@torch.library.register_fake("apexfx::bn_relu_backward", lib=_LIBRARY)
-def _relu_backward_fake(grad_output: Tensor, output: Tensor) -> Tensor:
-    check_relu_backward(grad_output, output)
-    return torch.empty_like(output)
+for _name, _check, _result in (
+    ("bn_local_stats", _check_local_stats, lambda x: x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)),
+    ("bn_global_stats", check_global_stats, _vectors),
+    ("bn_running_stats", check_running_stats, _running),
+    ("bn_normalize", check_normalize, lambda x, *_: torch.empty_like(x)),
+    ("bn_backward_reduce", check_backward_reduce, lambda grad_output, x, mean, *_: mean.new_empty(2 * x.shape[1])),
+    ("bn_backward_elementwise", check_backward_elementwise, lambda grad_output, x, *_: torch.empty_like(x)),
+    ("bn_relu_backward", check_relu_backward, lambda grad_output, output: torch.empty_like(output)),
+):
+    torch.library.register_fake(f"apexfx::{_name}", checked(_check, _result), lib=_LIBRARY)

@@ -13,15 +13,24 @@ These operators have no derivative of their own; `local_batch_norm` carries the 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._batch_norm_arguments import check_backward, check_forward, check_running_buffers
+from ._batch_norm_arguments import check_backward, check_forward, check_running_buffers, checked
 from ._direct_autograd import with_direct_autograd
-from .batch_norm import _backward_elementwise_reference, _backward_reduce_reference, _normalize_reference, bn_relu_backward
-from .batch_norm_stats import _global_stats_reference, _local_stats_reference, _running_stats_reference, bn_running_stats
+from .batch_norm import (
+    _backward_elementwise_reference,
+    _backward_reduce_reference,
+    _global_stats_reference,
+    _local_stats_reference,
+    _normalize_reference,
+    _running_stats_reference,
+    bn_relu_backward,
+    bn_running_stats,
+)
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _ANY_STRIDES = (torch.Tag.flexible_layout,)  # as in batch_norm
@@ -117,9 +126,7 @@ def local_batch_norm(
 
 
 @torch.library.impl(_LIBRARY, "bn_forward", "CompositeExplicitAutograd")
-def _forward_reference(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, relu: bool
-) -> tuple[Tensor, Tensor]:
+def _forward_reference(x, weight, bias, residual, eps, relu) -> tuple[Tensor, Tensor]:
     check_forward("bn_forward", x, weight, bias, residual, eps)
     stats = _local_stats_reference(x)
     mean, invstd = _global_stats_reference(stats, eps)
@@ -130,8 +137,9 @@ def _forward_reference(
 def _forward_in_place_reference(
     x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
 ) -> tuple[Tensor, Tensor]:
-    check_forward("bn_forward_", x, weight, bias, residual, eps)
-    check_running_buffers("bn_forward_", x, x.shape[1], running_mean, running_var, num_batches_tracked, momentum)
+    _check_forward_in_place(
+        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
+    )
     y, stats = _forward_reference(x, weight, bias, residual, eps, relu)
     new_mean, new_var = _running_stats_reference(stats, running_mean, running_var, num_batches_tracked, momentum)
     running_mean.copy_(new_mean)
@@ -140,9 +148,7 @@ def _forward_in_place_reference(
 
 
 @torch.library.impl(_LIBRARY, "bn_backward", "CompositeExplicitAutograd")
-def _backward_reference(
-    grad_output, x, stats, weight, bias, eps, relu, needs_x=True
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward_reference(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
     check_backward(grad_output, x, stats, weight, bias, eps)
     mean, invstd = _global_stats_reference(stats, eps)
     sums = _backward_reduce_reference(grad_output, x, mean, invstd, weight, bias, relu)
@@ -161,27 +167,29 @@ def _of_parameter(grad: Tensor, parameter: Tensor | None) -> Tensor:
 # ------------------------------------------------------------------------------------------------------------- fakes
 
 
-@torch.library.register_fake("apexfx::bn_forward", lib=_LIBRARY)
-def _forward_fake(x, weight, bias, residual, eps, relu) -> tuple[Tensor, Tensor]:
-    check_forward("bn_forward", x, weight, bias, residual, eps)
-    return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
-
-
-@torch.library.register_fake("apexfx::bn_forward_", lib=_LIBRARY)
-def _forward_in_place_fake(
+def _check_forward_in_place(
     x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
-) -> tuple[Tensor, Tensor]:
+) -> None:
     check_forward("bn_forward_", x, weight, bias, residual, eps)
     check_running_buffers("bn_forward_", x, x.shape[1], running_mean, running_var, num_batches_tracked, momentum)
+
+
+def _output_and_stats(x, *_) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
 
 
-@torch.library.register_fake("apexfx::bn_backward", lib=_LIBRARY)
-def _backward_fake(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
-    check_backward(grad_output, x, stats, weight, bias, eps)
+def _gradients_fake(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(x) if needs_x else x.new_empty(0), *(
         stats.new_empty(0) if p is None else p.new_empty(p.shape[0]) for p in (weight, bias)
     )
+
+
+for _name, _check, _result in (
+    ("bn_forward", functools.partial(check_forward, "bn_forward"), _output_and_stats),
+    ("bn_forward_", _check_forward_in_place, _output_and_stats),
+    ("bn_backward", check_backward, _gradients_fake),
+):
+    torch.library.register_fake(f"apexfx::{_name}", checked(_check, _result), lib=_LIBRARY)
 
 
 # ---------------------------------------------------------------------------------------------------------- autograd
@@ -214,23 +222,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_output is None or not any(ctx.needs_input_grad):
         return (None,) * 10
-    # Where the caller asks for create_graph=True: a function of its own, so that a second derivative says no.
+    # With create_graph=True through a function of its own, whose derivative raises.
     differentiate = _Backward.apply if torch.is_grad_enabled() else _gradients
     grads = differentiate(grad_output, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[0])
     return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), *(None,) * 6
 
 
-def _gradients(
-    grad_output: Tensor,
-    x: Tensor,
-    stats: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    output: Tensor | None,
-    eps: float,
-    relu: bool,
-    needs_x: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _gradients(grad_output, x, stats, weight, bias, output, eps, relu, needs_x) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight, bias and residual."""
     grad_output = grad_output if output is None else bn_relu_backward(grad_output, output)
     grads = torch.ops.apexfx.bn_backward.default(grad_output, x, stats, weight, bias, eps, relu, needs_x)

@@ -26,8 +26,15 @@ from torch import Tensor
 from .._torch import statically_known_true  # which also registers the functional collectives
 from ._batch_norm_arguments import check_average, check_dense, check_input, check_vector
 from ._direct_autograd import is_direct
-from .batch_norm import bn_backward_elementwise, bn_backward_reduce, bn_normalize, bn_relu_backward
-from .batch_norm_stats import bn_global_stats, bn_local_stats, bn_running_stats
+from .batch_norm import (
+    bn_backward_elementwise,
+    bn_backward_reduce,
+    bn_global_stats,
+    bn_local_stats,
+    bn_normalize,
+    bn_relu_backward,
+    bn_running_stats,
+)
 from .local_batch_norm import SECOND_DERIVATIVE, local_batch_norm
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
@@ -184,7 +191,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _NormalizeBackward(torch.autograd.Function):
-    """The gradients of x, weight, bias and residual; a function of its own so that a second derivative says no."""
+    """The gradients of x, weight, bias and residual; a function of its own, whose derivative raises."""
 
     @staticmethod
     def forward(

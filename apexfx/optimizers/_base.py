@@ -6,9 +6,8 @@ clips, updates and writes the low-precision model copy while it reads each gradi
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable
-from itertools import chain
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +15,30 @@ from torch import Tensor
 
 from .._torch import foreach_mul_
 from ..ops import multi_tensor
-from ._batches import Batch, Held, KeptBatch, places_of_state
 from ._checkpoints import unwrap_state, wrapped_state
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-_dtype, _device, _is_sparse = map(operator.attrgetter, ("dtype", "device", "is_sparse"))
+
+
+@dataclass
+class Batch:
+    """Tensors of one op call.
+
+    Attributes:
+        device: of all of them.
+        first_run: whether the parameters' state was made in this step.
+        params: what is updated: masters where they exist.
+        models: the low-precision copies of `params`, or [].
+        states: name -> one tensor for each of `params`.
+    """
+
+    device: torch.device
+    first_run: bool
+    states: dict[str, list[Tensor]]
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    models: list[Tensor] = field(default_factory=list)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -42,8 +59,6 @@ class FusedOptimizer(torch.optim.Optimizer):
     _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
     last_grad_norm: Tensor | None = None
     last_found_inf: Tensor | None = None
-    _last_held: Held | None = None
-    _last_batches: list[list[KeptBatch]]
 
     def __init__(
         self,
@@ -92,7 +107,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gathered = self._gather_all()
+        gathered = [self._gather(group) for group in self.param_groups]
         scalars = self._scalars([batch for batches in gathered for batch in batches])
         for group, batches in zip(self.param_groups, gathered):
             for batch in batches:
@@ -113,46 +128,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _update(self, group, batch: Batch, step: Tensor, lr: dict[str, float], scalars: dict[str, Tensor | None]) -> None:
         raise NotImplementedError
 
-    def _gather_all(self) -> list[list[Batch]]:
-        """Return the batches of each group: those of the last step with new gradients, where nothing else is new."""
-        groups = [group["params"] for group in self.param_groups]
-        grads = [[param.grad for param in params] for params in groups]
-        params = list(chain.from_iterable(groups))
-        names = [self._names(group) for group in self.param_groups]
-        absent = [[grad is None for grad in given] for given in grads]
-        dtypes = list(map(_dtype, params)) if self.master_weights else []  # which of them have masters
-        facts = [names, self.master_weights, absent, dtypes, list(map(_device, params))]
-        held = Held(self, params, facts)
-        if held.is_as(self._last_held):
-            kept = zip(self._last_batches, groups, grads)
-            again = [[batch.again(params, given, held) for batch in batches] for batches, params, given in kept]
-            if any(map(_is_sparse, chain.from_iterable(batch.grads for batches in again for batch in batches))):
-                raise self._sparse_error()  # before any group is updated
-            return again
-        gathered = [self._gather(group) for group in self.param_groups]
-        if any(batch.first_run for batches in gathered for batch in batches):
-            self._last_held = None
-        else:
-            self._last_held, places = Held(self, params, facts).kept(), places_of_state(self)  # with the state just made
-            self._last_batches = [
-                [KeptBatch(batch, params, places) for batch in batches] for batches, params in zip(gathered, groups)
-            ]
-        return gathered
-
     def _gather(self, group: dict[str, Any]) -> list[Batch]:
         batches: dict[tuple[Any, ...], Batch] = {}
-        names, all_state, has_masters = self._names(group), self.state, self.master_weights
-        states = (*names, *self._scalar_state_names)
-        for i, param in enumerate(group["params"]):
+        names = self._names(group)
+        for param in group["params"]:
             grad = param.grad
             if grad is None:
                 continue
             if grad.is_sparse:
-                raise self._sparse_error()
-            state, first_run, complete = all_state[param], False, not has_masters
-            for name in states:
-                complete = complete and name in state
-            if not complete:
+                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
+            state, first_run = self.state[param], False
+            if self.master_weights or any(name not in state for name in (*names, *self._scalar_state_names)):
                 first_run = any(name not in state for name in names)
                 self._check_param(param)
                 self._init_state(group, param, state)
@@ -160,8 +146,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             key = (param.device, master is not None, first_run, param.dtype is torch.float64)
             batch = batches.get(key)
             if batch is None:
-                batch = batches[key] = Batch(param.device, first_run, states={name: [] for name in states})
-            batch.positions.append(i)
+                states = {name: [] for name in (*names, *self._scalar_state_names)}
+                batch = batches[key] = Batch(param.device, first_run, states)
             batch.params.append(param if master is None else master)
             batch.grads.append(grad)
             if master is not None:
@@ -169,9 +155,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, tensors in batch.states.items():
                 tensors.append(state[name])
         return list(batches.values())
-
-    def _sparse_error(self) -> RuntimeError:
-        return RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
 
     def _check_param(self, param: Tensor) -> None:
         if param.dtype not in _DTYPES:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer
-from ._batches import Batch
+from ._base import Batch, FusedOptimizer
 
 
 class FusedNovoGrad(FusedOptimizer):

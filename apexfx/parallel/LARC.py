@@ -36,6 +36,7 @@ class LARC:
         self.eps = eps
 
     def __getattr__(self, name: str) -> Any:
+        """Return what the optimizer has: `state`, `state_dict`, `zero_grad`, ..."""
         if name == "optim" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)  # while unpickling, before `optim` exists
         return getattr(self.optim, name)
@@ -44,28 +45,12 @@ class LARC:
         return repr(self.optim)
 
     @property
-    def state(self) -> Any:
-        return self.optim.state
-
-    @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optim.param_groups
 
     @param_groups.setter
     def param_groups(self, value: list[dict[str, Any]]) -> None:
         self.optim.param_groups = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.optim.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.optim.load_state_dict(state_dict)
-
-    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        self.optim.zero_grad(*args, **kwargs)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        self.optim.add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -12,14 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import resolve_process_group, tree_map
+from ..backend import compiler_for
 from ..compiler import compiled_model
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.broadcast import broadcast_from_first
 from ..distributed.watchdog import watched
-from ..transform import TransformedModule
+from ..transform import TransformedModule, _build, source_class
 from .arguments import check_arguments, communicators, names_of
+from .bucket_assignment import BucketPlanner
 from .checksum import check_parameters
 from .flat import apply_flat_dist_call as apply_flat_dist_call
 from .flat import extract_tensors as extract_tensors
@@ -29,15 +31,11 @@ from .flat import split_by_type as split_by_type
 from .flat import split_half_float_double as split_half_float_double
 from .flat import unflatten as unflatten
 from .grad_bucket import CommHook
-from .graph import data_parallel_copy
-from .layout import Planner
-from .module_tree import ModuleTree
-from .overlap import OverlappedReducer
+from .overlapped_reducer import OverlappedReducer, ReducerOptions
 from .reducer import Reducer as Reducer
-from .sending import Options
 
 _BUFFER_POLICIES = ("start", True, False)
-_NOT_COPIED = ("process_group", "communicators", "_reducer", "_tree")
+_NOT_COPIED = ("process_group", "communicators", "streams", "_reducer", "_agreement")
 
 
 class DistributedDataParallel(nn.Module):
@@ -48,10 +46,6 @@ class DistributedDataParallel(nn.Module):
     rank (another model, a skipped or failed backward, an unused parameter) raises on every rank; nothing hangs longer
     than `timeout_s`.
 
-    After a backward of the hooks, `p.grad` of a large parameter is a window on its bucket's storage. `torch.save` of that
-    gradient alone, and `copy.deepcopy` of a module that has gradients, write or copy the whole bucket: save a `clone()`,
-    and set gradients to None before the copy.
-
     Apex's arguments:
         module: the model; `state_dict()` keys carry "module." in front.
         message_size: elements at which a bucket is closed; None: 10,000,000 as in Apex, or less for a small model, see
@@ -59,7 +53,7 @@ class DistributedDataParallel(nn.Module):
         delay_allreduce: one allreduce a dtype at the end of backward, of the gradients that any rank has.
         shared_param: must be None, as in Apex.
         allreduce_trigger_params: parameters whose gradient closes a bucket, instead of the size.
-        retain_allreduce_buffers: all gradients become parts of the reduced buffers, kept in `allreduce_buffers`.
+        retain_allreduce_buffers: gradients become views of the reduced buffers, which are kept in `allreduce_buffers`.
         allreduce_always_fp32: reduce half gradients in float32.
         num_allreduce_streams: buckets take turns on that many communicators (and, on CUDA, streams).
         allreduce_communicators: (process groups, CUDA streams or Nones) to take turns on, `num_allreduce_streams` of each.
@@ -138,7 +132,6 @@ class DistributedDataParallel(nn.Module):
         self.prof = prof
         self.in_graph = isinstance(module, TransformedModule)
         self._num_forwards = 0
-        self._tree: ModuleTree | None = None
         self.communicators: Sequence[dist.ProcessGroup] = [self.process_group]
         self.streams: Sequence[Any] = []
         if self.in_graph:
@@ -147,24 +140,23 @@ class DistributedDataParallel(nn.Module):
             return
         self.module = module
         self._start()
-        tensors = [*module.named_parameters(), *module.named_buffers()]
         self._agreement.ensure("options of DistributedDataParallel", [self._describe()])
-        self._agreement.ensure("parameters and buffers of the model", [[n, list(t.shape), str(t.dtype)] for n, t in tensors])
+        self._agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
         self.communicators, self.streams = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
         self._reducer.options.groups, self._reducer.options.streams = self.communicators, self.streams
         broadcast_from_first(module.parameters(), self._state_group)
         if broadcast_buffers:
             broadcast_from_first(module.buffers(), self._state_group)
-        self._reducer.use_parameters(self._walked().active())
+        self._reducer.use_parameters(self._active_key())
 
     def _start(self) -> None:
         """Make what lives on this process: the reducer and its agreement with the other ranks."""
         copied = self.__dict__.get("_label", "")
         label = self._label = str(Label(self.process_group, "copy" if copied else "ddp", of=copied))
         self._agreement = Agreement(self.process_group, label, self.config.timeout_s)
-        planner = Planner(self.config, self.process_group, find_unused=self.find_unused_parameters, static=self.static_graph)
-        options = Options(self.communicators, self.streams, self.find_unused_parameters, self.static_graph,
-                          self.retain_allreduce_buffers, self.prof)
+        find_unused, static = self.find_unused_parameters, self.static_graph
+        planner = BucketPlanner(self.config, self.process_group, find_unused=find_unused, static=static)
+        options = ReducerOptions(self.communicators, self.streams, self.retain_allreduce_buffers, self.prof)
         self._reducer = OverlappedReducer(planner, options, self._agreement, label, self._active_parameters)
 
     def _describe(self) -> dict[str, Any]:
@@ -175,7 +167,13 @@ class DistributedDataParallel(nn.Module):
                          "check_every": self.check_parameters_every}
 
     def _active_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters that take gradients now, by name."""
+        check_whole(self.module)
         return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+
+    def _active_key(self) -> tuple[Any, ...]:
+        """Return what changes when other parameters take gradients, or when one gets another dtype or device."""
+        return tuple([(id(p), p.dtype, p.device) for p in self.module.parameters() if p.requires_grad])
 
     # ---- running -------------------------------------------------------------------------------------------------------
 
@@ -185,14 +183,13 @@ class DistributedDataParallel(nn.Module):
             device = self.device_ids[0]
             inputs, kwargs = tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, (inputs, kwargs))
         trains = torch.is_grad_enabled() and self.training
-        tree = self._walked()
-        if trains and self._synchronizes:
-            self._synchronize_state(tree)
+        if trains and self._synchronizer.enabled:
+            self._synchronize_state()
         if self.in_graph or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
         reducer = self._live_reducer()
         reducer.before_forward()
-        reducer.use_parameters(tree.active())
+        reducer.use_parameters(self._active_key())
         outputs = self.module(*inputs, **kwargs)
         reducer.after_forward(outputs, counts=trains)
         return outputs
@@ -202,27 +199,17 @@ class DistributedDataParallel(nn.Module):
         """What parameters and buffers travel over."""
         return watched(self.process_group, "module state", self.config.timeout_s)
 
-    def _walked(self) -> ModuleTree:
-        """Return what hangs on the module now."""
-        if self._tree is None or self._tree.module is not self.module:
-            self._tree = ModuleTree(self.module)
-        if self._tree.refresh():
-            check_whole(self.module)
-        return self._tree
-
-    def _synchronize_state(self, tree: ModuleTree) -> None:
+    def _synchronize_state(self) -> None:
         if self.broadcast_buffers is True:
-            broadcast_from_first(tree.buffers, self._state_group)
+            broadcast_from_first(self.module.buffers(), self._state_group)
         self._num_forwards += 1
         if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
             check_parameters(self.module, self._state_group)
 
-    def _graph_sync(self) -> Any:
-        return compiled_model.of(self.module).compiler.gradient_sync
-
     @property
-    def _synchronizes(self) -> bool:
-        return (self._graph_sync() if self.in_graph else self._live_reducer()).enabled
+    def _synchronizer(self) -> Any:
+        """What averages gradients while it is `enabled`: the reducer, or the graphs' `GradientSync`."""
+        return compiled_model.of(self.module).compiler.gradient_sync if self.in_graph else self._live_reducer()
 
     def _live_reducer(self) -> OverlappedReducer:
         """Return the reducer; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
@@ -241,23 +228,20 @@ class DistributedDataParallel(nn.Module):
 
         Every rank runs backwards inside, as many as it likes, or none does; anything else raises in the first one after it.
         """
-        before = self._synchronizes
-        self._set_enabled(False)
+        synchronizer = self._synchronizer
+        before, synchronizer.enabled = synchronizer.enabled, False
         try:
             yield
         finally:
-            self._set_enabled(before)
+            synchronizer.enabled = before
 
     def disable_allreduce(self) -> None:
         """Keep gradients local until `enable_allreduce()`."""
-        self._set_enabled(False)
+        self._synchronizer.enabled = False
 
     def enable_allreduce(self) -> None:
         """Average gradients again, those accumulated meanwhile included."""
-        self._set_enabled(True)
-
-    def _set_enabled(self, enabled: bool) -> None:
-        (self._graph_sync() if self.in_graph else self._live_reducer()).enabled = enabled
+        self._synchronizer.enabled = True
 
     # ---- inspection ----------------------------------------------------------------------------------------------------
 
@@ -268,15 +252,15 @@ class DistributedDataParallel(nn.Module):
                              "comm_dtype=, or wrap the module that is not transformed")
         if not callable(hook):
             raise TypeError(f"apexfx: hook={hook!r} was given, expected a callable of (state, bucket)")
-        self._live_reducer().sender.comm_hook = (state, hook)
+        self._live_reducer().comm_hook = (state, hook)
 
     @property
     def bucket_plan(self) -> Any:
         """The buckets in use: print, save, edit, replay with `plan=`."""
         if self.in_graph:
             return self.module.report.buckets()
-        layout = self._reducer.layout if self._reducer is not None else None
-        return layout.plan if layout is not None else None
+        assignment = self._reducer.assignment if self._reducer is not None else None
+        return assignment.plan if assignment is not None else None
 
     @property
     def allreduce_buffers(self) -> list[Tensor]:
@@ -286,7 +270,7 @@ class DistributedDataParallel(nn.Module):
     # ---- copies --------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in (*_NOT_COPIED, "_agreement", "streams")}
+        state = {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
         groups = [self.process_group, *self.communicators] if self.process_group is not None else []
         return {**state, "_group_names": [group.group_name for group in groups]}
 
@@ -294,6 +278,24 @@ class DistributedDataParallel(nn.Module):
         names = state.pop("_group_names")
         super().__setstate__(state)
         self.process_group, self.communicators, self.streams, self._reducer = None, [], [], None
-        self._tree = None
         if names and dist.is_available() and dist.is_initialized():
             self.process_group, *self.communicators = (resolve_process_group(name) for name in names)
+
+
+def data_parallel_copy(
+    module: nn.Module, buckets: BucketConfig, process_group: dist.ProcessGroup, *, broadcast_buffers: bool
+) -> nn.Module:
+    """Return a module on the parameters and submodules of `module`, transformed with its options and `ddp=buckets`.
+
+    `module` itself is to be left alone from now on: a backward through it raises `UnsynchronizedGradientError`.
+    """
+    config = dataclasses.replace(compiled_model.of(module).config, ddp=buckets, process_group=process_group)
+    compiler = compiler_for(config)
+    if compiler.agreement is not None:
+        compiler.agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
+    compiler.groups.separate()
+    broadcast_from_first(module.parameters(), compiler.groups.gradients)
+    if broadcast_buffers:
+        broadcast_from_first(module.buffers(), compiler.groups.gradients)
+    state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"}
+    return _build(source_class(module), state, config, compiler)

@@ -25,24 +25,30 @@ class GradBucket:
 
     def __init__(self, index: int, buffer: BucketBuffer, parameters: Sequence[nn.Parameter], is_last: bool) -> None:
         self._index, self._parameters, self._is_last = index, list(parameters), is_last
-        self._flat, self._bucket = buffer.gradients.detach(), buffer.bucket  # a hook that keeps it is seen
+        self._flat, self._bucket = buffer.gradients.detach(), buffer.bucket
 
     def index(self) -> int:
+        """Return the bucket's number."""
         return self._index
 
     def buffer(self) -> Tensor:
+        """Return the flat gradients, 1-D."""
         return self._flat
 
     def set_buffer(self, flat: Tensor) -> None:
+        """Put another tensor in place of the flat gradients."""
         self._flat = flat
 
     def gradients(self) -> list[Tensor]:
+        """Return views of the buffer with the parameters' shapes."""
         itemsize = self._bucket.reduce_dtype.itemsize
         begins = [slot.offset_bytes // itemsize for slot in self._bucket.slots]
         return [self._flat[b:b + slot.numel].view(slot.shape) for b, slot in zip(begins, self._bucket.slots)]
 
     def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients these are."""
         return self._parameters
 
     def is_last(self) -> bool:
+        """Return whether no bucket follows."""
         return self._is_last

@@ -33,7 +33,7 @@ class _Tail:
 
 
 def is_batch_norm(node: fx.Node) -> bool:
-    """Tell whether `node` is a batch norm of torch's or of ours."""
+    """Return whether `node` is a batch norm of torch's or of ours."""
     return node.target is SYNC or node.target in _BATCH_NORMS
 
 
@@ -123,14 +123,14 @@ def _is_add(node: fx.Node) -> bool:
 
 
 def _alike(a: Any, b: Any) -> bool:
-    """True where both are tensors of one dtype, device and (whatever the symbols stand for) shape."""
+    """Return whether both are tensors of one dtype, device and (whatever the symbols stand for) shape."""
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype, a.device) != (b.dtype, b.device):
         return False
     return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape))
 
 
 def _movable(node: fx.Node, tail: _Tail) -> bool:
-    """Return whether `node` may run where the ReLU does: nothing in between changes a mode, communicates or meets its tensors."""
+    """Return whether `node` may run where the ReLU does: nothing between changes a mode, communicates or touches its tensors."""
     running = [argument(node, name) for name in ("running_mean", "running_var")]
     updated = _storages(running)
     operands = updated | _storages([*node.all_input_nodes, tail.residual])

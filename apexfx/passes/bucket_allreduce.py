@@ -13,10 +13,10 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..buckets.ddp_layout import dim_order
+from ..buckets.bucket import dim_order
 from ..buckets.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
 from ..buckets.windows import MARK, windows
-from ..config import BucketConfig, describe_buckets
+from ..config import BucketConfig
 from ..errors import PassError
 from ..graph.inputs import Placeholder, gradients
 from ..graph.nodes import call, fake_mode, value
@@ -89,14 +89,14 @@ class BucketAllreduce(Pass):
 
     def options(self) -> dict[str, Any]:
         return {
-            "config": describe_buckets(self.config), "group": self.group_name, "world_size": self.world_size,
+            "config": self.config.describe(), "group": self.group_name, "world_size": self.world_size,
             "plan": self.replayed.to_json() if self.replayed else None,
             "parameters": [[p.index, p.name, p.stride] for p in self.placeholders if p.kind == "param"],
         }
 
     def collectives(self) -> list[Any]:
         """Return everything that the bucket plan follows from: the options (a replayed plan whole), then each parameter."""
-        options = {**describe_buckets(self.config), "plan": self.replayed.to_json() if self.replayed else None, "timeout_s": None}
+        options = {**self.config.describe(), "plan": self.replayed.to_json() if self.replayed else None, "timeout_s": None}
         return [options, *([p.name, list(p.shape or ()), str(p.dtype)] for p in self.placeholders
                            if p.kind == "param" and p.requires_grad)]
 
@@ -128,7 +128,7 @@ class BucketAllreduce(Pass):
         emitter.connect_outputs()
         for start, bucket in zip(starts, plan.buckets):
             self.record(start, f"allreduce of {len(bucket.slots)} gradients, {bucket.total_bytes} bytes")
-        self.plan = plan.located(windows(gm))
+        self.plan = plan.with_windows(windows(gm))
         return PassResult(gm, True)
 
     def _find(self, gm: fx.GraphModule) -> list[_Reduction]:

@@ -126,7 +126,7 @@ def _squared(node: fx.Node) -> fx.Node | None:
 
 
 def _is(node: Any, *names: str) -> bool:
-    """Tell whether `node` calls one of the ops `names`, none of which writes anything."""
+    """Return whether `node` calls one of the ops `names`, none of which writes anything."""
     is_call = isinstance(node, fx.Node) and node.op in ("call_function", "call_method") and "out" not in node.kwargs
     return is_call and canonical_name(node.target) in names
 
@@ -156,7 +156,7 @@ def _behind_casts(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
 
 
 def is_safe(norm: Norm) -> bool:
-    """Tell whether one op at the root computes the same: the shapes and dtypes it has, nothing written in between."""
+    """Return whether one op at the root computes the same: the shapes and dtypes it has, nothing written in between."""
     x, y = value(norm.x), value(norm.root)
     parameters = [p for p in (norm.weight, norm.bias) if p is not None]
     tensors = [value(p) for p in parameters if isinstance(p, fx.Node)]
@@ -188,7 +188,7 @@ def _is_contiguous(t: Tensor) -> bool:
 
 
 def _undisturbed(norm: Norm) -> bool:
-    """Tell whether, from the first node to the root, gradients stay on or off and nobody writes what is read."""
+    """Return whether, from the first node to the root, gradients stay on or off and nothing writes what is read."""
     read = [node for node in (norm.x, norm.weight, norm.bias, *norm.nodes) if node is not None]
     touched = {storage for node in read for storage in storages(value(node))}
     step = norm.nodes[0]

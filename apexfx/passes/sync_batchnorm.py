@@ -26,7 +26,6 @@ class SyncBatchnorm(Pass):
 
     Args:
         group_name: the process group whose ranks share statistics.
-        fuse_relu: also take in a ReLU, or an add and a ReLU, that is the only reader of a batch norm.
     """
 
     name = "sync_batchnorm"
@@ -34,25 +33,23 @@ class SyncBatchnorm(Pass):
     numeric = "reassociates"
     provides = ("sync_batchnorm",)
 
-    def __init__(self, *, group_name: str, fuse_relu: bool = True) -> None:
+    def __init__(self, *, group_name: str) -> None:
         super().__init__()
         if not isinstance(group_name, str):
             raise TypeError(f"apexfx: group_name is {group_name!r}, expected the .group_name of a process group")
         self.group_name = group_name
-        self.fuse_relu = fuse_relu
 
     def options(self) -> dict[str, Any]:
-        return {"group_name": self.group_name, "fuse_relu": self.fuse_relu}
+        return {"group_name": self.group_name}
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         _refuse_conditional(gm, self.name)
         modified = False
         for body in bodies(gm):
             details = {rewrite(body.graph, node, self.group_name): "" for node in training_batch_norms(body.graph)}
-            if self.fuse_relu:
-                for node, (new, taken) in fuse_tails(body.graph, synchronized_batch_norms(body.graph)).items():
-                    details.pop(node, None)
-                    details[new] = taken
+            for node, (new, taken) in fuse_tails(body.graph, synchronized_batch_norms(body.graph)).items():
+                details.pop(node, None)
+                details[new] = taken
             for node, detail in details.items():
                 self.record(node, f"sync_batch_norm{detail} over group {argument(node, 'group_name')!r}")
             if details:

@@ -49,4 +49,4 @@ def cast_own(module: nn.Module, dtype: torch.dtype, *, only: tuple[torch.dtype, 
                 parameter.grad = parameter.grad.to(dtype)
     for name, buffer in module.named_buffers(recurse=False):
         if buffers and is_cast(buffer):
-            module._buffers[name] = buffer.to(dtype)
+            setattr(module, name, buffer.to(dtype))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,10 @@ class Cast(RemovedCast):
     graph: int
 
 
-def take_out(casts: list[Cast], graph: int, row: RemovedCast) -> Cast:
-    """Take the cast that `row` speaks of out of `casts`, and return it with the reason.
+def remove_cast(casts: list[Cast], graph: int, row: RemovedCast) -> Cast:
+    """Remove the cast that `row` names from `casts`, and return it with the reason.
 
-    A cast that the user's code made is in no ledger. Checkpoints may hold nodes of one name; what is cast decides.
+    A cast that the user's code made is in no ledger. Nested graphs may hold nodes of one name; what is cast decides.
     """
     gone = Cast(graph=graph, **vars(row))
     named = [cast for cast in casts if cast.node == gone.node]
@@ -70,9 +70,6 @@ class CastLedger(Sequence[Cast]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.casts[index]
-
-    def __iter__(self) -> Iterator[Cast]:
-        return iter(self.casts)
 
     @property
     def total_bytes(self) -> int:

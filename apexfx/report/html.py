@@ -5,18 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jinja2 import Environment
-
-from ..buckets.plan import Bucket, BucketPlan
+from ..buckets.plan import Bucket
 from ..graph.printing import comparable
-from .cast_ledger import Cast, size_text
+from .cast_ledger import Cast, CastLedger, size_text
 from .diff import grouped_opcodes
+from .records import GraphReport, PassReport, StageReport, runs
 from .text import ops_text, options_text, places, remarks
-
-if TYPE_CHECKING:
-    from .data import GraphReport, PassReport, Report, StageReport
 
 _CONTEXT = 2
 _DEFINES = re.compile(r"\s*(\w+)(?:: [^=]*)? = ")
@@ -39,7 +35,7 @@ td.removed { background: #fde8e8; } td.added { background: #e4f5e7; } td.gap { c
 td.short, td.number { white-space: nowrap; } .bar div { background: #7fa8d1; border-right: 1px solid #fff; min-width: 1px; }
 </style></head><body>
 <h1>apexfx report: {{ options }}</h1>
-<p>{{ report.graphs | length }} graph{{ "s" if report.graphs | length != 1 }}. Marked in them: a cast <span class="half">&nbsp;to half</span>, a cast
+<p>{{ graphs | length }} graph{{ "s" if graphs | length != 1 }}. Marked in them: a cast <span class="half">&nbsp;to half</span>, a cast
 <span class="float">&nbsp;to float</span>, a <span class="collective">&nbsp;collective</span>; the pointer over a cast shows
 its rule and reason.</p>
 <table class="rows"><tr><th class="number">graph</th><th>stage</th><th>pass</th><th class="number">matches</th>
@@ -118,14 +114,16 @@ class _Row:
     text: list[_Line]
 
 
-def report_page(report: Report) -> str:
+def report_page(config: dict[str, Any], graphs: Sequence[GraphReport], notes: Sequence[str], ledger: CastLedger) -> str:
     """Return the whole page."""
+    from jinja2 import Environment  # only where a page is asked for
+
     environment = Environment(autoescape=True, trim_blocks=True)
-    ledger = report.casts()
-    rows = [row for graph in report.graphs for row in _rows(graph, [c for c in ledger if c.graph == graph.index])]
+    rows = [row for graph in graphs for row in _rows(graph, [c for c in ledger if c.graph == graph.index])]
+    plans = [(graph, entry.artifacts.plan) for graph, _, entry in runs(graphs) if entry.artifacts.plan is not None]
     return environment.from_string(_PAGE).render(
-        report=report, options=options_text(report.config), rows=rows, ledger=ledger, plans=list(_plans(report)),
-        remarks=[line for line in remarks(report) if line], places=places, ops=ops_text, size=size_text, slots=_slots,
+        graphs=graphs, options=options_text(config), rows=rows, ledger=ledger, plans=plans,
+        remarks=[line for line in remarks(graphs, notes) if line], places=places, ops=ops_text, size=size_text, slots=_slots,
     )
 
 
@@ -177,14 +175,6 @@ def _side_by_side(before: str, after: str, casts: dict[str, Cast]) -> list[_Diff
     if lines and len(left) > seen:
         lines.append(_DiffLine(gap=len(left) - seen))
     return lines
-
-
-def _plans(report: Report) -> Iterator[tuple[GraphReport, BucketPlan]]:
-    for graph in report.graphs:
-        for stage in graph.stages:
-            for entry in stage.passes:
-                if entry.artifacts.plan is not None:
-                    yield graph, entry.artifacts.plan
 
 
 def _slots(bucket: Bucket) -> Iterator[tuple[Any, ...]]:

@@ -1,7 +1,9 @@
-"""What a pass hands to the report: the places that it rewrote, and what it keeps beside them."""
+"""What passes leave for the report, as data: one `GraphReport` a captured graph, of stages, of passes, of matches."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -72,3 +74,117 @@ class Artifacts:
         if "removed_casts" in kept:
             own.pop("bytes_saved", None)
         return cls(**kept, own=own)
+
+
+@dataclass
+class PassReport:
+    """One pass over one graph.
+
+    Attributes:
+        matches: what was rewritten, one `Match` a place.
+        added, removed: how many of each op the pass put in and took out.
+        ms: milliseconds spent in the pass itself.
+        code: the graph after the pass, as runnable Python.
+        artifacts: what the pass keeps beside its matches.
+        warning: why nothing matched in this graph, where that is a surprise.
+    """
+
+    name: str
+    stage: str
+    numeric: str
+    ms: float
+    nodes_before: int
+    nodes_after: int
+    matches: list[Match] = field(default_factory=list)
+    added: Counter[str] = field(default_factory=Counter)
+    removed: Counter[str] = field(default_factory=Counter)
+    artifacts: Artifacts = field(default_factory=Artifacts)
+    warning: str | None = None
+    code: str = ""
+
+
+@dataclass
+class StageReport:
+    """The passes of one stage over one graph, and the graph they started from.
+
+    Attributes:
+        captured: the graph before the first pass, as runnable Python.
+        lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when that came from a cache.
+        from_cache: no pass ran in this process: this is the record kept beside the compile cache's entry.
+    """
+
+    stage: str
+    captured: str = ""
+    passes: list[PassReport] = field(default_factory=list)
+    from_cache: bool = False
+    lowered: str = ""
+
+
+@dataclass
+class GraphReport:
+    """One captured graph: its forward stage, and its backward stage once that is compiled.
+
+    Attributes:
+        training: whether a backward graph belongs to it.
+        parameters: names of the parameters that enter it.
+        local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`.
+        load_backward: reads the backward record kept beside a compile cache entry, when no pass ran in this process.
+    """
+
+    index: int
+    training: bool
+    forward: StageReport
+    backward: StageReport | None = None
+    parameters: tuple[str, ...] = ()
+    local: bool = False
+    load_backward: Callable[[], StageReport | None] | None = None
+
+    @property
+    def stages(self) -> list[StageReport]:
+        """The forward stage, and the backward stage where there is one."""
+        if self.backward is None and self.training and self.load_backward is not None:
+            self.backward = self.load_backward()
+        return [self.forward] + ([self.backward] if self.backward else [])
+
+
+def runs(graphs: Iterable[GraphReport]) -> Iterator[tuple[GraphReport, StageReport, PassReport]]:
+    """Yield every run of a pass over a graph, in the order in which they ran."""
+    for graph in graphs:
+        for stage in graph.stages:
+            for entry in stage.passes:
+                yield graph, stage, entry
+
+
+def unmatched(graphs: Iterable[GraphReport]) -> dict[str, str]:
+    """Return the passes that rewrote no graph although that is a surprise, and why."""
+    entries = [entry for _, _, entry in runs(graphs)]
+    matched = {entry.name for entry in entries if entry.matches}
+    # Reversed, so that the first graph's reason is the one that stays.
+    return {entry.name: entry.warning for entry in reversed(entries) if entry.warning and entry.name not in matched}
+
+
+def uncovered(graphs: Iterable[GraphReport]) -> list[str]:
+    """Return what is to be said of the keys of `precision=` that cover nothing in any graph."""
+    found = [entry.artifacts.uncovered or {} for graph in graphs for entry in graph.forward.passes
+             if entry.artifacts.casts is not None]
+    return [text for key, text in found[0].items() if all(key in others for others in found)] if found else []
+
+
+def stage_to_json(stage: StageReport) -> dict[str, Any]:
+    """Return a stage's record as JSON-able values; `stage_from_json` is its inverse."""
+    return {"stage": stage.stage, "captured": stage.captured, "lowered": stage.lowered, "from_cache": stage.from_cache,
+            "passes": [_pass_to_json(entry) for entry in stage.passes]}
+
+
+def _pass_to_json(entry: PassReport) -> dict[str, Any]:
+    # Not dataclasses.asdict, which rebuilds a Counter by counting its items.
+    return {**vars(entry), "added": dict(entry.added), "removed": dict(entry.removed),
+            "matches": [asdict(match) for match in entry.matches], "artifacts": entry.artifacts.to_json()}
+
+
+def stage_from_json(row: dict[str, Any]) -> StageReport:
+    """Rebuild a stage's record from what `stage_to_json` returned."""
+    passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"]),
+                            "matches": [Match(**match) for match in p["matches"]],
+                            "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
+    return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"])

@@ -3,45 +3,42 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from tabulate import tabulate
 
 from ..graph.printing import shorten_hashes
 from .fold_repeats import fold
-from .records import Match
-
-if TYPE_CHECKING:
-    from .data import GraphReport, PassReport, Report
+from .records import GraphReport, Match, runs, uncovered, unmatched
 
 _MAX_OPS = 4  # kinds of ops shown a row
 _MAX_PLACES = 5  # kinds of places shown a pass
 _MANY_GRAPHS = 4  # beyond this, rows in which nothing happened are left out
 
 
-def report_text(report: Report) -> str:
+def report_text(config: dict[str, Any], graphs: Sequence[GraphReport], notes: Sequence[str]) -> str:
     """Return the whole text, or what to do where nothing was captured yet."""
-    if not report.graphs:
-        return "\n".join([f"apexfx report ({options_text(report.config)}): no graph yet; call the model once, or "
-                          "model.capture(*inputs)", *(f"note: {note}" for note in report.notes)])
-    rows, left_out = [], 0
-    for graph in report.graphs:
-        for stage in graph.stages:
-            for entry in stage.passes:
-                if len(report.graphs) > _MANY_GRAPHS and not entry.matches and not entry.added and not entry.warning:
-                    left_out += 1
-                    continue
-                rows.append((graph.index, stage.stage + (" (cached)" if stage.from_cache else ""), entry.name,
-                             len(entry.matches), f"{entry.nodes_before} -> {entry.nodes_after}",
-                             ops_text(entry.added, entry.removed), f"{entry.ms:.1f}"))
+    if not graphs:
+        return "\n".join([f"apexfx report ({options_text(config)}): no graph yet; call the model once, or "
+                          "model.capture(*inputs)", *(f"note: {note}" for note in notes)])
+    rows, left_out, num_runs, ms = [], 0, 0, 0.0
+    for graph, stage, entry in runs(graphs):
+        num_runs += 1
+        ms += entry.ms
+        if len(graphs) > _MANY_GRAPHS and not entry.matches and not entry.added and not entry.warning:
+            left_out += 1
+            continue
+        rows.append((graph.index, stage.stage + (" (cached)" if stage.from_cache else ""), entry.name, len(entry.matches),
+                     f"{entry.nodes_before} -> {entry.nodes_after}", ops_text(entry.added, entry.removed), f"{entry.ms:.1f}"))
     headers = ("graph", "stage", "pass", "matches", "nodes", "ops added (+), removed (-)", "ms")
-    table = tabulate(rows, headers=headers, disable_numparse=True,
-                     colalign=("right", "left", "left", "right", "right", "left", "right"))
-    lines = [_title(report), table]
+    lines = [f"apexfx report ({options_text(config)}): {len(graphs)} graph{'' if len(graphs) == 1 else 's'}, "
+             f"{num_runs} pass runs, {ms:.1f} ms",
+             tabulate(rows, headers=headers, disable_numparse=True,
+                      colalign=("right", "left", "left", "right", "right", "left", "right"))]
     if left_out:
         lines.append(f"{left_out} rows in which a pass had nothing to do are left out.")
-    return "\n".join([*lines, *_places_lines(report), *remarks(report)])
+    return "\n".join([*lines, *_places_lines(graphs), *remarks(graphs, notes)])
 
 
 def ops_text(added: Counter[str], removed: Counter[str]) -> str:
@@ -64,14 +61,6 @@ def places(matches: Iterable[Match]) -> list[tuple[int, str]]:
     return sorted(fold(texts), key=lambda entry: -entry[0])
 
 
-def _title(report: Report) -> str:
-    entries = [p for g in report.graphs for stage in g.stages for p in stage.passes]
-    ms = sum(p.ms for p in entries)
-    number = len(report.graphs)
-    return (f"apexfx report ({options_text(report.config)}): {number} graph{'' if number == 1 else 's'}, "
-            f"{len(entries)} pass runs, {ms:.1f} ms")
-
-
 def options_text(config: dict[str, Any]) -> str:
     """Return the options that say what was asked for: "O2, sync_bn, ddp, inner=eager"."""
     shown = [str(config.get("opt_level", "?"))]
@@ -83,16 +72,14 @@ def options_text(config: dict[str, Any]) -> str:
     return ", ".join(shown)
 
 
-def _places_lines(report: Report) -> list[str]:
-    by_pass: dict[str, list[PassReport]] = {}
-    for graph in report.graphs:
-        for stage in graph.stages:
-            for entry in stage.passes:
-                if entry.matches:
-                    by_pass.setdefault(entry.name, []).append(entry)
+def _places_lines(graphs: Sequence[GraphReport]) -> list[str]:
+    by_pass: dict[str, list[Match]] = {}
+    for _, _, entry in runs(graphs):
+        if entry.matches:
+            by_pass.setdefault(entry.name, []).extend(entry.matches)
     lines = []
-    for name, entries in by_pass.items():
-        folded = places(match for entry in entries for match in entry.matches)
+    for name, matches in by_pass.items():
+        folded = places(matches)
         shown = _MAX_PLACES + (len(folded) == _MAX_PLACES + 1)  # a line that says "one more" would take its place
         lines += ["", f"{name} rewrote"] + [f"{number:6} x {text}" for number, text in folded[:shown]]
         if rest := folded[shown:]:
@@ -101,17 +88,17 @@ def _places_lines(report: Report) -> list[str]:
     return lines
 
 
-def remarks(report: Report) -> list[str]:
+def remarks(graphs: Sequence[GraphReport], notes: Sequence[str]) -> list[str]:
     """Return warnings, where a backward came from, and notes, after an empty line; or nothing."""
-    lines = [f"warning: {name} rewrote nothing: {why}" for name, why in report.unmatched().items()]
-    lines += [f"warning: {text}" for text in report.uncovered()]
-    for graph in report.graphs:
-        lines += [f"warning: graph {graph.index}, {text}"
-                  for stage in graph.stages for entry in stage.passes for text in entry.artifacts.remarks or ()]
+    lines = [f"warning: {name} rewrote nothing: {why}" for name, why in unmatched(graphs).items()]
+    lines += [f"warning: {text}" for text in uncovered(graphs)]
+    for graph in graphs:
+        lines += [f"warning: graph {graph.index}, {text}" for _, _, entry in runs([graph])
+                  for text in entry.artifacts.remarks or ()]
         if graph.local:
             lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
         lines += _backward_remark(graph)
-    lines += [f"note: {note}" for note in report.notes]
+    lines += [f"note: {note}" for note in notes]
     return ["", *lines] if lines else []
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
-from ..buckets.ddp_layout import dim_order
-from ..buckets.plan import GradientSpec
+from ..buckets.bucket import GradientSpec, dim_order
 from .devices import Device, op_cost
 
 _STATISTICS_BYTES = 8 * 2  # a channel, each way: two numbers of float64 (ops/sync_batch_norm.py)

@@ -1,9 +1,9 @@
 """Predict a data-parallel training step on any number of ranks: the bucket plan, laid over a profile, on a network.
 
 What the eager executor does, in its order: a bucket is filled and started when its last gradient is ready and all earlier
-ones are started; after backward every bucket is waited for, then all results are written back; then the optimizer runs. A
-synchronized batch norm waits for its statistics on the spot. `simulate` writes that down as a program and runs it on paper
-(`timeline.py`).
+ones are started, the last one at the end of backward; the ranks' status travels behind the last one's gradients, or after it;
+after backward every bucket is waited for, then all results are written back; then the optimizer runs. A synchronized batch norm
+waits for its statistics on the spot. `simulate` writes that down as a program and runs it on paper (`timeline.py`).
 """
 
 from __future__ import annotations

@@ -45,17 +45,13 @@ CASES += [
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(map(str, options.values())))
-def test_outputs(options):
-    (_, eager), (_, compiled) = both(**options)
+def test_outputs_and_checkpoints(options):
+    (eager_model, eager), (compiled_model, compiled) = both(**options)
     assert {name: value.dtype for name, value in compiled.items()} == {name: value.dtype for name, value in eager.items()}
     for name in ("logits", "half"):
         torch.testing.assert_close(compiled[name].float(), eager[name].float(), rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(map(str, options.values())))
-def test_checkpoints_hold_float32(options):
-    for model, _ in both(**options):
-        assert {v.dtype for v in model.state_dict().values()} == {F32, torch.int64}
+    for model in (eager_model, compiled_model):
+        assert {value.dtype for value in model.state_dict().values()} == {F32, torch.int64}
 
 
 @pytest.mark.parametrize("options", [{"opt_level": "O3"}, {"opt_level": "O3", "keep_batchnorm_fp32": True},

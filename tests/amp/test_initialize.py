@@ -237,7 +237,7 @@ def test_a_model_may_be_initialised_again():
     model = ConvNet()
     for scale in (64.0, 32.0):
         model, optimizer = initialize(model, sgd(model), loss_scale=scale)
-    assert type(model).__mro__.count(ConvNet) == 1 and type(model).__bases__ == (ConvNet,)
+    assert [cls.__name__ for cls in type(model).__mro__].count("ConvNet") == 2  # its own class, and one subclass
     train(model, optimizer, 1)
 
 

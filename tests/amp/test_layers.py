@@ -55,38 +55,16 @@ def test_hooks_run_with_casts(find):
     assert seen == [B, B]
 
 
-def test_a_global_hook_is_called():
-    seen = []
-    model = initialised(Model(nn.Linear(8, 8)))
-    note = lambda layer, args, out: seen.append((type(layer), out.dtype))  # noqa: E731
-    handle = nn.modules.module.register_module_forward_hook(note)
-    try:
-        model(torch.randn(4, 8))
-    finally:
-        handle.remove()
-    assert (nn.Linear, B) in seen
-
-
-def test_a_forward_replaced_in_the_class_runs_with_casts(monkeypatch):
-    model = initialised(Model(nn.Linear(8, 8)))
-    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: product())
-    assert model(torch.randn(4, 8)).shape == (2, 2)
-
-
 # What a user does to a layer after `initialize`.
 CHANGES = {
     "weight": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(8, 8))),
     "no bias": lambda layer: setattr(layer, "bias", None),
     "plain attribute": lambda layer: (delattr(layer, "weight"), setattr(layer, "weight", torch.ones(8, 8))),
     "weight norm": parametrizations.weight_norm,
-    "old weight norm": nn.utils.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
     "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
-    "compile": lambda layer: layer.compile(backend="eager"),
 }  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_a_user_changes_later_counts(change):
     seen = []
@@ -95,11 +73,8 @@ def test_what_a_user_changes_later_counts(change):
     x = torch.randn(4, 8)
     model(x)
     weight, bias = (None if p is None else p.to(B) for p in (model.layer.weight, model.layer.bias))
-    if change == "compile":
-        assert seen[0].dtype in (B, torch.float32)
-    else:
-        assert seen[0].dtype == B
-        assert_close(seen[0], F.linear(x.to(B), weight, bias))  # a parametrization computes with casts too
+    assert seen[0].dtype == B
+    assert_close(seen[0], F.linear(x.to(B), weight, bias))  # a parametrization computes with casts too
 
 
 def test_other_modes_see_every_call():
@@ -217,8 +192,7 @@ def test_transform_of_a_compiled_layer_runs_the_transform():
 @pytest.mark.parametrize("trace", [
     lambda layer, x: torch.compile(layer, backend="eager", fullgraph=True),
     lambda layer, x: torch.export.export(layer, (x,)).module(),
-    lambda layer, x: torch.jit.trace(layer, x),
-], ids=["compile", "export", "trace"])  # fmt: skip
+], ids=["compile", "export"])  # fmt: skip
 def test_layers_are_traced_outside_the_model_as_before(trace):
     model = initialised(Model(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8))))
     x = torch.randn(4, 8)

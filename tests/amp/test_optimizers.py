@@ -255,3 +255,20 @@ def test_double_parameters_train_at_o1():
     with amp.scale_loss(out.sum(), optimizer) as loss:
         loss.backward()
     assert torch.equal(model.bias.grad, torch.full((4,), 2.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("opt_level, make, warns", [
+    ("O3", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), True),
+    ("O3", lambda p: torch.optim.SGD(p, lr=0.1, fused=False), False),
+    ("O3", lambda p: torch.optim.Adam(p, lr=0.1, fused=True), False),
+    ("O3", lambda p: optimizers.FusedSGD(p, lr=0.1), False),
+    ("O2", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), False),
+    ("O1", lambda p: torch.optim.SGD(p, lr=0.1, fused=True), False),
+])
+def test_fused_sgd_of_half_parameters_on_the_cpu_is_warned_of(opt_level, make, warns):
+    model = nn.Linear(4, 4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        amp.initialize(model, make(model.parameters()), opt_level=opt_level, verbosity=0)
+    messages = [str(w.message) for w in caught if "fused=False or take apexfx.optimizers.FusedSGD" in str(w.message)]
+    assert len(messages) == warns

@@ -42,7 +42,7 @@ def overflow(model, optimizer):
 
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_skipped_step_changes_nothing(name, opt_level, flag):
+def test_skipped_step_changes_nothing(name, opt_level):
     model, optimizer = made(name, opt_level)
     before = everything(model, optimizer)
     assert overflow(model, optimizer) is None  # the very first step: no state was there
@@ -76,7 +76,7 @@ def test_training_after_skips_equals_training_without(name, flag):
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam_fused", "adam_foreach", "fused_sgd", "fused_adam", "fused_lamb",
                                   "fused_novograd", "larc"])
-def test_no_read_on_the_host_in_a_step(name, opt_level, flag):
+def test_no_read_on_the_host_in_a_step(name, opt_level):
     model, optimizer = made(name, opt_level, loss_scale="dynamic")
     own = CountReads()
     plain = ConvNet()
@@ -92,7 +92,7 @@ def test_no_read_on_the_host_in_a_step(name, opt_level, flag):
 
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "fused_adam"])
-def test_a_step_that_raises_keeps_nothing(name, flag):
+def test_a_step_that_raises_keeps_nothing(name):
     model, optimizer = made(name, "O1")
     train(model, optimizer, 1)
     before = everything(model, optimizer)
@@ -124,7 +124,7 @@ def test_a_grad_scaler_keeps_its_own_flag(name):
     assert not torch.equal(everything(model, optimizer)[2][0], before[2][0])
 
 
-def test_overflow_is_printed_at_the_step(flag, capsys):
+def test_overflow_is_printed_at_the_step(capsys):
     model, optimizer = made("sgd", "O1")
     amp._amp_state.verbosity = 1
     x, _ = batch()

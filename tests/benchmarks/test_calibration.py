@@ -11,10 +11,11 @@ from apexfx.simulate.models import load
 from apexfx.simulate.profile import Profile, Segment, combine, sampler
 from apexfx.simulate.simulator import simulate
 from benchmarks.calibration import SIZES, Calibration, MeasuredNetwork, fit_line, slowest, slowest_profile
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 
-def calibrate(rank, world_size):
+@on_ranks(2)
+def test_two_ranks_calibrate_and_predict(rank, world_size):
     assert slowest([rank, -rank], dist.group.WORLD) == [1.0, 0.0]
     early = Profile((Segment("f", 1.0 + rank),), (Segment("a", 3.0 - rank), Segment("b", 2.0 * rank)), 1.0 - rank, ())
     late = slowest_profile(early, dist.group.WORLD)
@@ -56,7 +57,3 @@ def test_a_fitted_line_has_no_negative_part():
 def test_a_measured_network_goes_straight_between_its_samples():
     network = MeasuredNetwork(((100, 1.0), (200, 3.0), (400, 4.0)))
     assert [network.allreduce_seconds(b, 2) for b in (10, 100, 150, 200, 400, 800)] == [1.0, 1.0, 2.0, 3.0, 4.0, 8.0]
-
-
-def test_two_ranks_calibrate_and_predict():
-    run_ranks(calibrate, 2)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline
 
-from apexfx.buckets import ddp_layout
+from apexfx.buckets.bucket import dim_order
 from apexfx.buckets.plan import BucketPlan, GradientSpec, check_options, default_message_size, plan_buckets
 from apexfx.config import BucketConfig
 
@@ -143,15 +143,15 @@ def test_the_ddp_layout_refuses_options_that_contradict_it(option):
 
 
 def test_dim_order():
-    assert ddp_layout.dim_order((4, 3, 2, 2), torch.empty(4, 3, 2, 2).stride()) is None
+    assert dim_order((4, 3, 2, 2), torch.empty(4, 3, 2, 2).stride()) is None
     channels_last = torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last)
-    assert ddp_layout.dim_order((4, 3, 2, 2), channels_last.stride()) == (0, 2, 3, 1)
-    assert ddp_layout.dim_order((4, 3), torch.empty(3, 4).t().stride()) == (1, 0)
-    assert ddp_layout.dim_order((4, 3), torch.empty(1, 3).expand(4, 3).stride()) is None
-    assert ddp_layout.dim_order((4, 3), torch.empty(4, 6)[:, :3].stride()) is None
+    assert dim_order((4, 3, 2, 2), channels_last.stride()) == (0, 2, 3, 1)
+    assert dim_order((4, 3), torch.empty(3, 4).t().stride()) == (1, 0)
+    assert dim_order((4, 3), torch.empty(1, 3).expand(4, 3).stride()) is None
+    assert dim_order((4, 3), torch.empty(4, 6)[:, :3].stride()) is None
     pointwise = torch.empty(4, 3, 1, 1).to(memory_format=torch.channels_last)
-    assert ddp_layout.dim_order((4, 3, 1, 1), pointwise.stride()) is None  # the same bytes either way
-    assert ddp_layout.dim_order((), ()) is None
+    assert dim_order((4, 3, 1, 1), pointwise.stride()) is None  # the same bytes either way
+    assert dim_order((), ()) is None
 
 
 def random_plan(seed):
@@ -188,15 +188,7 @@ def test_a_plan_holds_every_gradient_once_without_overlap_and_survives_json(seed
 def test_the_plan_does_not_depend_on_the_rank():
     on = [[dataclasses.replace(s, device=torch.device("cuda", rank)) for s in specs_of()] for rank in (0, 1)]
     first, second = (plan_buckets(s, BucketConfig(message_size=20), 2, "0") for s in on)
-    assert first == second and first.signature() == second.signature()
-
-
-def test_signature():
-    plan = plan_buckets([spec("a", (3,)), spec("w", (2, 1, 2), dim_order=(2, 0, 1))], BucketConfig(), 2, "7")
-    assert plan.signature() == json.loads(json.dumps(plan.signature())) == [{
-        "op": "all_reduce", "reduce": "sum", "bytes": 32, "dtype": "float32", "group": "7", "divide": [1.0, 2.0],
-        "parameters": ["w", "a"], "layout": [[0, [2, 0, 1]], [16, None]],
-    }]
+    assert first == second
 
 
 def test_a_plan_for_another_model_is_refused_with_the_first_difference():

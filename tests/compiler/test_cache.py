@@ -9,7 +9,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
 from apexfx.compiler import cache
-from apexfx.report.data import StageReport
+from apexfx.report.records import StageReport
 
 
 class Mine(apexfx.Pass):

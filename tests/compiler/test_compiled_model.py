@@ -13,6 +13,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 import apexfx
 from apexfx.testing import assert_close
 from tests.backward_graphs import TwoGraphs
+from tests.small_models import Model
 from tests.transform_models import transformed
 
 
@@ -73,15 +74,7 @@ def test_nothing_captured_is_an_error():
 
 
 def test_rnn_is_captured():
-    class Sequence(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn, self.bn = nn.LSTM(4, 4, batch_first=True), nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            return self.bn(self.rnn(x)[0][:, -1])
-
-    source = Sequence()
+    source = Model(lambda m, x: m.bn(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(4, 4, batch_first=True), bn=nn.BatchNorm1d(4))
     reference, x = copy.deepcopy(source), torch.randn(3, 5, 4)
     model = transformed(source, fullgraph=True)
     torch.testing.assert_close(model(x), reference(x))
@@ -174,30 +167,17 @@ def test_a_module_that_counts_its_calls(opt_level):
 
 @pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
 def test_a_half_layer_gets_the_half_inputs(opt_level):
-    class HalfStem(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head, self.stem = nn.Linear(4, 2), nn.Conv2d(3, 4, 1).bfloat16()
-
-        def forward(self, x):
-            return self.head(self.stem(x).float().mean((2, 3)))
-
-    model = transformed(HalfStem(), opt_level=opt_level)
+    source = Model(lambda m, x: m.head(m.stem(x).float().mean((2, 3))), head=nn.Linear(4, 2),
+                   stem=nn.Conv2d(3, 4, 1).bfloat16())
+    model = transformed(source, opt_level=opt_level)
     assert model(torch.ones(2, 3, 4, 4, dtype=torch.bfloat16)).shape == (2, 2) and not model.report.notes
 
 
 def test_activation_checkpoint():
     from torch.utils.checkpoint import checkpoint
 
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.bn, self.b = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.b(checkpoint(lambda z: F.gelu(self.bn(self.a(z))), x, use_reentrant=False))
-
-    source = Checkpointed()
+    source = Model(lambda m, x: m.b(checkpoint(lambda z: F.gelu(m.bn(m.a(z))), x, use_reentrant=False)),
+                   a=nn.Linear(4, 4), bn=nn.BatchNorm1d(4), b=nn.Linear(4, 4))
     reference, x = copy.deepcopy(source), torch.randn(6, 4)
     model = transformed(source)
     model(x).sum().backward()

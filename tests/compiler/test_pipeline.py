@@ -190,19 +190,6 @@ def test_a_pass_without_call_is_refused_at_once():
         validate([Misnamed()])
 
 
-def test_refake_only_touches_what_changed():
-    gm, _ = captured(lambda x, y: (torch.relu(x) + 1, torch.relu(y)), torch.randn(3), torch.randn(3))
-    x, y = gm.graph.find_nodes(op="placeholder")
-    left, right = list(x.users)[0], list(y.users)[0]
-    untouched = right.meta["val"]
-    with gm.graph.inserting_before(left):
-        cast = afx.call(gm.graph, torch.ops.aten._to_copy.default, (x,), {"dtype": torch.float16}, like=left)
-    left.replace_input_with(x, cast)
-    moved = afx.refake(gm, {cast})
-    assert {n.name for n in moved} >= {left.name} and left.meta["val"].dtype == torch.float16
-    assert right.meta["val"] is untouched
-
-
 def test_printed_code_runs():
     gm, inputs = captured(model, torch.randn(3))
     report = Pipeline([ScaleTwice()]).run("forward", gm)

@@ -41,6 +41,14 @@ def raises(case, report, rank, error, match, within):
     assert seconds < within, f"{case}: {seconds} s"
 
 
+def wait_until(condition, timeout_s=30.0):
+    """Return once `condition()` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.01)
+
+
 def explode(_):
     raise ZeroDivisionError("a failure in backward")
 

@@ -15,11 +15,27 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 mp.get_context("forkserver").set_forkserver_preload([__name__, "apexfx", "torch._inductor.compile_fx", "torch.testing", "pytest"])
+
+
+def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[[int, int], None]], Callable[[int], None]]:
+    """Make `case(rank, world_size)` a test that runs it on every rank, once for each of `world_sizes`; options of `run_ranks`."""
+
+    def decorate(case: Callable[[int, int], None]) -> Callable[[int], None]:
+        def test(world_size: int) -> None:
+            run_ranks(test, world_size, **options)
+
+        for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+            setattr(test, name, getattr(case, name))
+        test.case = case  # a rank finds the test by its name, and in it the case
+        return pytest.mark.parametrize("world_size", world_sizes)(test)
+
+    return decorate
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, lost: Collection[int] = (),
@@ -75,7 +91,7 @@ def _rank(fn: Callable[..., Any], rank: int, world_size: int, folder: str, args:
     try:
         store = dist.FileStore(str(Path(folder, "store")), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-        fn(rank, world_size, *args)
+        getattr(fn, "case", fn)(rank, world_size, *args)
         dist.barrier()
         dist.destroy_process_group()
     except SystemExit:

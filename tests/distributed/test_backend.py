@@ -9,7 +9,7 @@ from torch import nn
 
 import apexfx
 from apexfx.parallel import RankFailureError
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks, run_ranks
 
 # Each model takes a copy: torch.compile() calls with one options object share what they count.
 OPTIONS = {"opt_level": "O0", "inner": "eager", "ddp": apexfx.BucketConfig(timeout_s=20)}
@@ -50,7 +50,7 @@ def assert_equal_on_all_ranks(tensors, world_size):
     assert all(torch.equal(flat, other) for other in others)
 
 
-def _first_ranks_values(rank, world_size, breaks):
+def first_ranks_values(rank, world_size, breaks):
     model, first = Net(rank, breaks), Net(0, breaks)
     compiled = torch.compile(model, backend="apex", options=dict(OPTIONS))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -75,7 +75,8 @@ def _first_ranks_values(rank, world_size, breaks):
     assert torch.equal(model.last.weight, before)
 
 
-def _frozen_graph(rank, world_size):
+@on_ranks(2)
+def test_frozen_graph(rank, world_size):
     """What comes before a graph break and is not trained is to be rank 0's as well."""
     class Frozen(Net):
         def forward(self, x):
@@ -89,7 +90,8 @@ def _frozen_graph(rank, world_size):
     assert_equal_on_all_ranks([*model.first.parameters(), *model.last.parameters()], world_size)
 
 
-def _buffer_put_in_place_of_another(rank, world_size):
+@on_ranks(2)
+def test_buffer_put_in_place_of_another(rank, world_size):
     """A forward that makes a new buffer each time has each rank's own in it, as one that changes it in place."""
     class Sums(nn.Module):
         def __init__(self):
@@ -108,7 +110,8 @@ def _buffer_put_in_place_of_another(rank, world_size):
     assert torch.equal(model.total, torch.full((3,), (12 + rank) * (rank + 1.0)))
 
 
-def _a_rank_that_compiles_alone(rank, world_size):
+@on_ranks(2)
+def test_a_rank_that_compiles_alone(rank, world_size):
     model = Net(rank)
     compiled = torch.compile(model, backend="apex", options=dict(OPTIONS), dynamic=False)
     for rows in (4, 4, 6 if rank == 0 else 4):
@@ -116,7 +119,8 @@ def _a_rank_that_compiles_alone(rank, world_size):
     assert_equal_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None], world_size)
 
 
-def _one_code_for_many_layers(rank, world_size):
+@on_ranks(2)
+def test_one_code_for_many_layers(rank, world_size):
     """Layers of one class, compiled one by one, share a graph; each has parameters of its own."""
     class Layer(nn.Linear):
         def forward(self, x):
@@ -129,12 +133,12 @@ def _one_code_for_many_layers(rank, world_size):
         layer.forward = torch.compile(layer.forward, backend="apex", options=options)
     for _ in range(2):
         model(batch(rank)).sum().backward()
-    assert len(apexfx.last_report().graphs) == 1  # of the second layer, the first with a gradient at its input; the third runs it
+    assert len(apexfx.last_report().graphs) == 2  # the first layer has an input without gradient
     assert_equal_on_all_ranks(model.parameters(), world_size)
     assert_equal_on_all_ranks([p.grad for p in model.parameters()], world_size)
 
 
-def _skipped_backward(rank, world_size, breaks):
+def skipped_backward(rank, world_size, breaks):
     model = Net(rank, breaks)
     compiled = torch.compile(model, backend="apex", options=dict(OPTIONS))
     train(compiled, rank, 2)
@@ -150,7 +154,8 @@ def _skipped_backward(rank, world_size, breaks):
     train(compiled, rank)
 
 
-def _other_model(rank, world_size):
+@on_ranks(2)
+def test_other_model(rank, world_size):
     model = nn.Linear(3, 2, bias=False)
     model.register_buffer("scale", torch.ones(2 + rank))
     model.forward = lambda x: nn.functional.linear(x, model.weight) * model.scale.sum()
@@ -158,14 +163,7 @@ def _other_model(rank, world_size):
         train(torch.compile(model, backend="apex", options=dict(OPTIONS)), rank)
 
 
-def backend(rank, world_size):
-    for case, *args in ((_first_ranks_values, False), (_first_ranks_values, True), (_frozen_graph,),
-                        (_buffer_put_in_place_of_another,), (_a_rank_that_compiles_alone,), (_one_code_for_many_layers,),
-                        (_skipped_backward, False), (_skipped_backward, True), (_other_model,)):
-        torch._dynamo.reset()
-        case(rank, world_size, *args)
-        dist.barrier()
-
-
-def test_backend():
-    run_ranks(backend, 2, timeout=120)
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("case", [first_ranks_values, skipped_backward])
+def test_with_and_without_a_graph_break(case, breaks):
+    run_ranks(case, 2, breaks)

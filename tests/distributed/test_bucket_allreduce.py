@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from apexfx.buckets.ddp_layout import plan_from_ddp
+from apexfx.buckets.plan import plan_from_ddp
 from apexfx.config import BucketConfig
 from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import Recorder
 from tests.distributed.data_parallel_models import batch, loss_of, twins
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 CAP_MB = {"mlp": 0.02, "cnn": 0.004, "transformer": 0.02}  # several buckets each
 
@@ -66,7 +66,8 @@ def parity(rank, world_size, name, config, *, warm_up=0, replay=False):
     return recorder.passes[0].plan, plan_from_ddp(ddp)
 
 
-def two_ranks(rank, world_size):
+@on_ranks(2)
+def test_bitwise_ddp_on_two_ranks(rank, world_size):
     for name in ("mlp", "cnn", "transformer"):
         torch._dynamo.reset()
         ours, theirs = parity(rank, world_size, name, BucketConfig(layout="ddp", bucket_cap_mb=CAP_MB[name]))
@@ -75,19 +76,12 @@ def two_ranks(rank, world_size):
         assert [b.total_bytes for b in ours.buckets] == [b.total_bytes for b in theirs.buckets]
 
 
-def three_ranks(rank, world_size):
+@on_ranks(3)
+def test_bitwise_ddp_on_three_ranks(rank, world_size):
     # DDP's buckets are final after its second step; from three ranks on, a ring's sums depend on them.
     for name, replay in (("mlp", False), ("cnn", True), ("transformer", False)):
         torch._dynamo.reset()
         parity(rank, world_size, name, BucketConfig(layout="ddp", bucket_cap_mb=CAP_MB[name]), warm_up=3, replay=replay)
-
-
-def test_bitwise_ddp_on_two_ranks():
-    run_ranks(two_ranks, 2, timeout=300)
-
-
-def test_bitwise_ddp_on_three_ranks():
-    run_ranks(three_ranks, 3, timeout=300)
 
 
 class Odd(nn.Module):
@@ -106,7 +100,8 @@ class Odd(nn.Module):
         return self.twice(torch.relu(self.twice(x))) * self.scale
 
 
-def odd_model(rank, world_size):
+@on_ranks(2)
+def test_odd_gradients(rank, world_size):
     torch.manual_seed(0)
     model = Odd()
     ddp = DistributedDataParallel(copy.deepcopy(model), find_unused_parameters=True)
@@ -121,7 +116,3 @@ def odd_model(rank, world_size):
             assert (ours.grad is None) == (theirs.grad is None) == name.startswith("idle"), name
             if theirs.grad is not None:
                 assert torch.equal(ours.grad, theirs.grad), (name, options)
-
-
-def test_odd_gradients_on_two_ranks():
-    run_ranks(odd_model, 2, timeout=300)

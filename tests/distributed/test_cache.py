@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import sys
@@ -45,7 +46,7 @@ def user_passes(folder, factor):
     """Write the pass with this factor, as an edit of its source file, and import it."""
     if factor is None:
         return ()
-    path = Path(folder, "user_pass.py")
+    path = folder / "user_pass.py"
     path.write_text(USER_PASS.replace("FACTOR", repr(factor)))
     spec = importlib.util.spec_from_file_location("user_pass", path)
     module = sys.modules["user_pass"] = importlib.util.module_from_spec(spec)
@@ -54,18 +55,13 @@ def user_passes(folder, factor):
 
 
 def _train(rank, world_size, folder, opt_level, factor, hit):
-    # A cache for each rank: which of them would compile a shared entry first is chance.
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(Path(folder, f"cache{rank}"))
-    torch.manual_seed(0)
-    source = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    reference = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    reference.load_state_dict(source.state_dict())
-    if rank == 0:
-        passes = user_passes(folder, factor)
-    dist.barrier()
-    if rank != 0:
-        passes = user_passes(folder, factor)
-    model = apexfx.transform(source, opt_level=opt_level, ddp=apexfx.BucketConfig(message_size=80), passes=passes)
+    own = Path(folder, str(rank))  # which rank would compile a shared entry first is chance
+    own.mkdir(exist_ok=True)
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(own)
+    source = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))  # products alone need no C++ compiler
+    reference = copy.deepcopy(source)
+    model = apexfx.transform(source, opt_level=opt_level, ddp=apexfx.BucketConfig(message_size=64),
+                             passes=user_passes(own, factor))
     x = torch.randn(6, 8) * (rank + 1)
     model(x).square().mean().backward()
     reference(x).square().mean().backward()

@@ -24,7 +24,7 @@ from torch import nn
 import apexfx
 from apexfx import RankMismatchError
 from apexfx._torch import process_group_timeout
-from apexfx.distributed.forward_count import ALWAYS
+from apexfx.distributed.step_check import ALWAYS
 from apexfx.parallel import DistributedDataParallel, RankFailureError, SyncBatchNorm, create_syncbn_process_group
 from apexfx.parallel.arguments import communicators
 from tests.distributed.faults import Net, explode, train, train_past_a_nan

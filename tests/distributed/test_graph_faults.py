@@ -1,59 +1,64 @@
-"""What goes wrong in data parallel training on transformed graphs, and what every rank is told. Run with -s to read it."""
+"""What goes wrong in data parallel training on transformed graphs, and what every rank is told.
+
+Faults that every executor meets alike are in `test_fault_table.py`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import apexfx
 from apexfx import RankMismatchError, UnsynchronizedGradientError
 from apexfx.config import BucketConfig
-from apexfx.distributed.forward_count import ALWAYS, INTERVAL
+from apexfx.distributed.step_check import ALWAYS, INTERVAL
 from apexfx.parallel import DistributedDataParallel, RankFailureError
-from tests.distributed.faults import Net, explode, raises, run_faults, train, train_past_a_nan
+from tests.distributed.faults import Net, explode, train
+from tests.distributed.launch import on_ranks
 
 
 def transformed(model=None, timeout_s=15, **options):
     return apexfx.transform(model or Net(), opt_level="O0", inner="eager", ddp=BucketConfig(timeout_s=timeout_s), **options)
 
 
-def _another_model(rank, world_size, report):
-    with raises("another model", report, rank, RankMismatchError, r'rank 0 has \["a.weight", \[4, 3\]', 20):
-        transformed(Net(5 if rank == 1 else 4))
-    dist.barrier()
+@on_ranks(3)
+def test_another_pass(rank, world_size):
     model = transformed(skip=("bucket_allreduce",) if rank == 1 else ())
-    with raises("another pass", report, rank, RankMismatchError, "do not agree on the collectives of graph 0", 20):
+    with pytest.raises(RankMismatchError, match="do not agree on the collectives of graph 0"):
         train(model, rank)
 
 
-def _skipped_backward(rank, world_size, report):
-    for model in (transformed(), DistributedDataParallel(apexfx.transform(Net(), opt_level="O0", inner="eager"), timeout_s=15)):
-        train(model, rank, 2)
-        if rank == 1:
-            model(torch.ones(2, 3))  # and no backward: the loss was not finite, say
-        message = "rank 1: 4 forwards so far\n.*A rank skipped|rank 1: 4"
-        with raises("skipped backward", report, rank, RankFailureError, message, 20):
-            train(model, rank)
-        train(model, rank, 2)  # the ranks are in step again
-        assert all((p.grad == 2).all() for name, p in model.named_parameters() if name.endswith("b.bias"))
+@on_ranks(3)
+def test_skipped_backward(rank, world_size):
+    model = DistributedDataParallel(apexfx.transform(Net(), opt_level="O0", inner="eager"), timeout_s=15)
+    train(model, rank, 2)
+    if rank == 1:
+        model(torch.ones(2, 3))  # and no backward: the loss was not finite, say
+    with pytest.raises(RankFailureError, match="rank 1: 4 forwards so far\n.*A rank skipped|rank 1: 4"):
+        train(model, rank)
+    train(model, rank, 2)  # the ranks are in step again
+    assert (model.module.b.bias.grad == 2).all()
 
 
-def _skipped_late(rank, world_size, report):
+@on_ranks(2)
+def test_skipped_late(rank, world_size):
     """After the first steps the ranks compare in turns."""
     model = transformed()
     train(model, rank, ALWAYS + 3)
     if rank == 1:
         model(torch.ones(2, 3))
-    with raises("skipped late", report, rank, RankFailureError, f"rank 1: {2 * INTERVAL + ALWAYS - 7} forwards", 20):
+    with pytest.raises(RankFailureError, match=f"rank 1: {2 * INTERVAL + ALWAYS - 7} forwards"):
         train(model, rank, INTERVAL)
     train(model, rank, 2)
     assert (model.b.bias.grad == 2).all()
 
 
-def _harmless_forwards(rank, world_size, report):
+@on_ranks(2)
+def test_harmless_forwards(rank, world_size):
     """Forwards that no backward is to follow, on one rank only, are no fault."""
     model = transformed()
     train(model, rank)
@@ -71,7 +76,8 @@ def _harmless_forwards(rank, world_size, report):
     assert (model.b.bias.grad == 4).all()
 
 
-def _several_backwards(rank, world_size, report):
+@on_ranks(2)
+def test_several_backwards(rank, world_size):
     model = transformed()
     x = torch.full((2, 3), rank + 1.0)
     for _ in range(2):
@@ -82,7 +88,8 @@ def _several_backwards(rank, world_size, report):
         assert (model.b.bias.grad == 4).all()
 
 
-def _failed_forward(rank, world_size, report):
+@on_ranks(2)
+def test_failed_forward(rank, world_size):
     """An exception between forward and backward on one rank is a skipped backward."""
     model = transformed()
     train(model, rank)
@@ -90,15 +97,16 @@ def _failed_forward(rank, world_size, report):
         loss = model(torch.full((2, 3), rank + 1.0)).sum()
         if rank == 0:
             raise ZeroDivisionError("in the user's loss")
-        with raises("failed loss", report, rank, RankFailureError, "rank 0: 3 forwards so far", 20):
+        with pytest.raises(RankFailureError, match="rank 0: 3 forwards so far"):
             loss.backward()
     if rank == 0:
-        with raises("failed loss", report, rank, RankFailureError, "rank 0: 3 forwards so far", 20):
+        with pytest.raises(RankFailureError, match="rank 0: 3 forwards so far"):
             train(model, rank)
     train(model, rank)
 
 
-def _failed_backward(rank, world_size, report):
+@on_ranks(2)
+def test_failed_backward(rank, world_size):
     """A backward that raised, and another of the same forward, which ends as any does: it averages what was accumulated."""
     model = transformed()
     train(model, rank)
@@ -119,43 +127,25 @@ def _failed_backward(rank, world_size, report):
     assert (model.b.bias.grad == 2).all()
 
 
-def _not_a_number(rank, world_size, report):
-    train_past_a_nan(transformed(), rank)
-
-
-def _bypassed(rank, world_size, report):
+@on_ranks(3)
+def test_bypassed(rank, world_size):
     source = Net()
     model = transformed(source)
     train(model, rank)
-    with raises("bypassed forward", report, rank, UnsynchronizedGradientError, "computed outside of the transformed model", 20):
+    with pytest.raises(UnsynchronizedGradientError, match="computed outside of the transformed model"):
         source(torch.full((2, 3), rank + 1.0)).sum().backward()
     dist.barrier()
     train(model, rank)
     assert (model.b.bias.grad == 2).all()
 
 
-def _killed(rank, world_size, report):
+@on_ranks(3)
+def test_killed(rank, world_size):
     model = transformed()
     train(model, rank)
     loss = model(torch.full((2, 3), rank + 1.0)).sum()
     if rank == 1:
         loss.register_hook(lambda _: os._exit(0))  # while the others wait in their graphs, as by SIGKILL
-    with raises("killed rank", report, rank, RankFailureError, "lost a connection.*nothing was heard of rank 1", 10):
+    with pytest.raises(RankFailureError, match="lost a connection.*nothing was heard of rank 1"):
         loss.backward()
     os._exit(0)  # the group is broken: no barrier
-
-
-CASES = (_another_model, _skipped_backward, _skipped_late, _harmless_forwards, _several_backwards, _failed_forward,
-         _failed_backward, _not_a_number, _bypassed, _killed)
-
-
-def every_fault(rank, world_size, report):
-    for case in CASES:
-        torch._dynamo.reset()
-        case(rank, world_size, report)
-        if case is not _killed:
-            dist.barrier()
-
-
-def test_every_fault(tmp_path):
-    run_faults(every_fault, tmp_path)

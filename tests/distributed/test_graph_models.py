@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import apexfx
-from apexfx.distributed.forward_count import ALONE_AFTER, ALWAYS, _Turns
+from apexfx.distributed.step_check import ALWAYS
 from apexfx.parallel import RankFailureError
 from tests.distributed.faults import Net, train
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 
 def transformed(model):
@@ -34,7 +34,8 @@ def train_both(generator, critic, rank):
         assert (model.b.bias.grad == 2).all()
 
 
-def _in_the_first_steps(rank, world_size):
+@on_ranks(2)
+def test_a_skipped_backward_of_one_of_two_models(rank, world_size):
     for width in (5, 4):  # other buckets, which gloo would refuse, and the same, which it would add up
         generator, critic = transformed(Net()), transformed(Net(width))
         for _ in range(2):
@@ -42,28 +43,12 @@ def _in_the_first_steps(rank, world_size):
         check_skipped(generator, critic, rank)
 
 
-def _later(rank, world_size):
+@on_ranks(2)
+def test_a_later_skipped_backward_of_one_of_two_models(rank, world_size):
     generator, critic = transformed(Net()), transformed(Net(5))
     for _ in range(ALWAYS + 3):
         train_both(generator, critic, rank)
-        train(critic, rank, 2)
+        train(critic, rank, ALWAYS // 2)  # still compared before its graph runs
     check_skipped(generator, critic, rank)
 
 
-def _all(rank, world_size):
-    for case in (_in_the_first_steps, _later):
-        torch._dynamo.reset()
-        case(rank, world_size)
-
-
-def test_a_skipped_backward_of_one_of_two_models():
-    run_ranks(_all, 2)
-
-
-def test_a_model_that_trains_alone_is_compared_in_turns():
-    turns = _Turns()
-    assert not any(turns.alternate(model) for model in (1, 1, 1, 2, 2, 3))  # one after the other
-    assert all(turns.alternate(model) for model in (2, 3, 3, 2, 2, 2))
-    assert [turns.alternate(2) for _ in range(ALONE_AFTER)] == [True] * (ALONE_AFTER - 3) + [False] * 3
-    turns.disagree()
-    assert all(turns.alternate(2) for _ in range(ALONE_AFTER)) and not turns.alternate(2)

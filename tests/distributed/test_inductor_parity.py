@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apexfx
 from tests.distributed.data_parallel_models import MODELS, batch, loss_of
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 from tests.passes.generated_code import collective_order
 
 
@@ -38,15 +38,12 @@ class Position(nn.Module):
         return x + self.p
 
 
-def no_call_in_backward(rank, world_size):
+@on_ranks(2)
+def test_a_backward_without_calls_is_averaged_too(rank, world_size):
     model = apexfx.transform(Position(), opt_level="O0", inner="inductor", ddp=True)
     model(torch.full((8, 16), float(rank))).square().sum().backward()
     assert torch.equal(model.p.grad, torch.ones(8, 16)), model.p.grad  # of 0 and 2
     assert "bucket_allreduce" in str(model.report)
-
-
-def test_a_backward_without_calls_is_averaged_too():
-    run_ranks(no_call_in_backward, 2)
 
 
 def parity(rank, name, options, num_steps=2):
@@ -69,13 +66,17 @@ def parity(rank, name, options, num_steps=2):
         assert error <= bound, f"{name}, {options}: the gradient is off by {error:.2e}, relative, more than {bound:.2e}"
 
 
-def in_place_on_a_gradient_still_read(rank, world_size):
+@pytest.mark.long
+@on_ranks(2, timeout=400)
+def test_a_bucket_never_overwrites_a_gradient_that_is_still_read(rank, world_size):
     parity(rank, "still_needed", {"message_size": 1})
     torch._dynamo.reset()
     parity(rank, "still_needed", {})
 
 
-def all_models(rank, world_size):
+@pytest.mark.long
+@on_ranks(2, timeout=1200)
+def test_gradients_under_inductor(rank, world_size):
     for name in MODELS:
         torch._dynamo.reset()
         parity(rank, name, {"message_size": 4000})
@@ -83,7 +84,8 @@ def all_models(rank, world_size):
         parity(rank, name, {"layout": "ddp", "bucket_cap_mb": 0.01})
 
 
-def final_order(rank, world_size):
+@on_ranks(1)
+def test_starts_and_waits_are_where_the_pass_put_them(rank, world_size):
     """Start and waits in the code that runs, against the plan."""
     torch.manual_seed(0)
     layers = [layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())]
@@ -98,17 +100,3 @@ def final_order(rank, world_size):
         "mm start mm mm start mm mm start mm mm start wait wait wait wait")
     starts = [e.buffer for e in events if e.kind == "start"]
     assert [e.buffer for e in events if e.kind == "wait"] == starts and len(set(starts)) == 4
-
-
-def test_starts_and_waits_are_where_the_pass_put_them():
-    run_ranks(final_order, 1, timeout=200)
-
-
-@pytest.mark.long
-def test_a_bucket_never_overwrites_a_gradient_that_is_still_read():
-    run_ranks(in_place_on_a_gradient_still_read, 2, timeout=400)
-
-
-@pytest.mark.long
-def test_gradients_under_inductor():
-    run_ranks(all_models, 2, timeout=1200)

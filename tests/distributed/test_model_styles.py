@@ -239,7 +239,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[Case], journal: str) -
         faulthandler.cancel_dump_traceback_later()
 
 
-def outcomes(cases: Iterable[Case]) -> dict[Case, tuple[str, str]]:
+def outcomes(cases: Iterable[Case], method: str = "forkserver") -> dict[Case, tuple[str, str]]:
     """Return the outcome of every case; after one that hangs or kills its processes, new ones go on."""
     found: dict[Case, tuple[str, str]] = {}
     todo = list(cases)
@@ -247,7 +247,7 @@ def outcomes(cases: Iterable[Case]) -> dict[Case, tuple[str, str]]:
         with tempfile.TemporaryDirectory() as folder:
             journal, died = Path(folder, "journal"), ""
             try:
-                run_ranks(run_cases, 2, todo, str(journal), timeout=WATCHDOG_S * len(todo), method="spawn")
+                run_ranks(run_cases, 2, todo, str(journal), timeout=WATCHDOG_S * len(todo), method=method)
             except AssertionError as error:
                 died = str(error)
             rows = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
@@ -286,10 +286,12 @@ def table(found: dict[Case, tuple[str, str]]) -> str:
 EVERY_DAY = [name for name in EXECUTORS if name != "transform inductor"]  # which compiles for seconds
 
 
-def test_model_styles():
-    often = [(executor, level) for level in ("O0", "O0", "O2") for executor in EVERY_DAY]  # O2 compiles its reference too
-    cases = [Case(seed, *row) for seed, row in zip(range(58), itertools.cycle(often))]
-    check(outcomes(cases + [Case(seed, "transform inductor", "O0") for seed in (58, 59)]))
+@pytest.mark.parametrize("executor", EXECUTORS)
+def test_model_styles(executor):
+    small = sorted(range(100), key=lambda seed: len(make(seed).description))[:58]  # they hold every trait, and compile sooner
+    seeds = small[EVERY_DAY.index(executor)::len(EVERY_DAY)] if executor in EVERY_DAY else small[:2]
+    levels = itertools.cycle(("O0", "O0", "O2"))  # O2 compiles its reference too
+    check(outcomes(Case(seed, executor, level) for seed, level in zip(seeds, levels)), equal_at_least=0.7)
 
 
 @pytest.mark.long
@@ -298,7 +300,7 @@ def test_many_model_styles(first):
     seeds = range(first, first + 35)
     cases = [Case(*row) for row in itertools.product(seeds, EVERY_DAY, LEVELS)]
     cases += [Case(seed, "transform inductor", level) for seed, level in zip(seeds, itertools.cycle(("O0", "O0", "O2")))]
-    found = outcomes(cases)
+    found = outcomes(cases, "spawn")
     print(f"\n{table(found)}")
     check(found)
 
@@ -309,7 +311,7 @@ def with_batch_norm(seeds: Iterable[int]) -> list[Case]:
 
 
 def test_batch_norms_are_synchronized():
-    check(outcomes(with_batch_norm(range(60))), equal_at_least=0.4)  # momentum=None leaves what no attribute holds to eager
+    check(outcomes(with_batch_norm(range(40))), equal_at_least=0.4)  # momentum=None leaves what no attribute holds to eager
 
 
 @pytest.mark.long

@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from apexfx.parallel import RankFailureError
@@ -15,26 +14,6 @@ from apexfx.testing import assert_close
 from tests.distributed.collectives import recorded
 from tests.distributed.launch import run_ranks
 from tests.distributed.wrapped import STATUS, backward, check_mean, local_gradients, wrapped
-
-
-def _users_hooks_come_first(rank):
-    """What a hook makes of a local gradient is what is averaged, whenever it was registered; as in torch DDP."""
-    model, twin, x = wrapped(rank, message_size=1)
-    torch_ddp = nn.parallel.DistributedDataParallel(twin, find_unused_parameters=True)
-
-    def scale(p):
-        p.grad.mul_(10 + rank)
-
-    for ddp in (model, torch_ddp):
-        for p in ddp.parameters():
-            p.register_post_accumulate_grad_hook(scale)
-    for _ in range(3):  # the second backward has learned the order
-        for ddp in (model, torch_ddp):
-            ddp.zero_grad()
-            ddp(x).square().sum().backward()
-        for p, q in zip(model.parameters(), torch_ddp.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None)
-            assert p.grad is None or torch.equal(p.grad, q.grad)
 
 
 def _no_sync(rank):
@@ -123,7 +102,7 @@ def _find_unused(rank):
         assert len(calls.buckets) == 6  # all of them on every rank, so that nobody waits
 
 
-CASES = (_users_hooks_come_first, _no_sync, _static_graph, _comm_hooks, _penalty_alone, _find_unused)
+CASES = (_no_sync, _static_graph, _comm_hooks, _penalty_alone, _find_unused)
 
 
 def every_backward(rank, world_size):

@@ -15,7 +15,7 @@ from torch import nn
 
 from apexfx import RankMismatchError
 from apexfx.parallel import DistributedDataParallel, RankFailureError
-from tests.distributed.faults import Net, explode, raises, run_faults, train, train_past_a_nan
+from tests.distributed.faults import Net, explode, raises, run_faults, train, train_past_a_nan, wait_until
 
 
 def _another_model(rank, world_size, report):
@@ -140,7 +140,7 @@ def _stuck(rank, world_size, report):
     model = DistributedDataParallel(Net(), process_group=dist.new_group(), timeout_s=3)
     train(model, rank)
     if rank == 1:
-        time.sleep(5)
+        wait_until(lambda: all(Path(report, f"stuck rank.{other}").exists() for other in (0, 2)))
         return
     lines = []
     handler = logging.Handler()
@@ -159,15 +159,15 @@ def _no_sync_alone(rank, world_size, report):
     """One rank is inside no_sync(): who waits for it finds out, and so does it when it comes."""
     model = DistributedDataParallel(Net(), timeout_s=30)
     train(model, rank)
-    for _ in range(2):
+    for case in ("no_sync alone", "no_sync alone again"):
         if rank == 1:
             with model.no_sync():
                 train(model, rank, 2)
-            time.sleep(4)  # the others wait
-            with raises("no_sync alone", report, rank, RankFailureError, "rank 1: .*holds gradients from inside", 8):
+            wait_until(lambda case=case: all(Path(report, f"{case}.{other}").exists() for other in (0, 2)))
+            with raises(case, report, rank, RankFailureError, "rank 1: .*holds gradients from inside", 8):
                 model(torch.ones(2, 3)).sum().backward()
         else:
-            with raises("no_sync alone", report, rank, RankFailureError, "rank 1 keeps the gradients of this", 8):
+            with raises(case, report, rank, RankFailureError, "rank 1 keeps the gradients of this", 8):
                 train(model, rank)
         train(model, rank)
         assert (model.module.b.bias.grad == 2).all()

@@ -8,9 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 import apexfx
-from apexfx.distributed.forward_count import ALWAYS, INTERVAL, ForwardCount
+from apexfx.distributed.step_check import ALWAYS, INTERVAL, StepCheck
 from apexfx.parallel import DistributedDataParallel, RankFailureError
-from apexfx.parallel.consensus import Consensus
 from tests.distributed.faults import Net, explode, train
 from tests.distributed.launch import run_ranks
 
@@ -30,8 +29,6 @@ def _same_gradients(rank, world_size):
         x = sum(range(1, world_size + 1)) / world_size
         expected = 2 * x * model.module.b.weight.sum(0)[:, None].expand(4, 3)
         assert torch.allclose(model.module.a.weight.grad, expected)
-    assert model._reducer._consensus._unread is not None
-    assert model._reducer._consensus._agreed == 3
 
 
 def _skipped_backward(rank, world_size):
@@ -76,7 +73,7 @@ def _failed_backward(rank, world_size):
             train(model, rank)  # before this forward: what was left of that backward
     else:
         train(model, rank)
-    with pytest.raises(RankFailureError, match="(?s)rank 0: failed: an exception ended.*Go back to a checkpoint"):
+    with pytest.raises(RankFailureError, match="(?s)rank 0: failed: an exception ended.*go back to a checkpoint"):
         train(model, rank)
     train(model, rank, 2)
     assert is_averaged(model, world_size)
@@ -96,7 +93,7 @@ def _no_sync_alone(rank, world_size):
 
 
 def _frozen_and_back(rank, world_size):
-    """A new layout learns its order from a status, which is read at once; so is the one before."""
+    """A new assignment learns its order from a status, which is read at once; so is the one before."""
     model = wrapped()
     train(model, rank, 2)
     model.module.b = nn.Sequential(model.module.b, nn.Linear(2, 2))
@@ -109,7 +106,7 @@ def _frozen_and_back(rank, world_size):
 
 
 def late_status(rank, world_size):
-    Consensus._can_wait = lambda self, tensor, layout: layout.learned and not self.uneven
+    StepCheck.defers = staticmethod(lambda device: True)
     for case in (_same_gradients, _skipped_backward, _unused_parameter, _failed_backward, _no_sync_alone, _frozen_and_back):
         case(rank, world_size)
         dist.barrier()
@@ -142,7 +139,7 @@ def _in_a_graph(rank, world_size):
 
 
 def late_counts(rank, world_size):
-    ForwardCount._can_wait = staticmethod(lambda device: True)
+    StepCheck.defers = staticmethod(lambda device: True)
     _in_a_graph(rank, world_size)
 
 

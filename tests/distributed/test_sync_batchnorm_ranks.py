@@ -1,6 +1,6 @@
 """sync_batchnorm on real gloo ranks: uneven and empty batches against full-batch batch norm in float64.
 
-One launch of ranks runs many cases; rank 0 prints the largest errors (shown by pytest -s).
+Rank 0 prints the largest errors (shown by pytest -s).
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import itertools
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,7 +21,7 @@ from apexfx.graph.printing import format_graph
 from apexfx.ops.sync_batch_norm import group_name, sync_batch_norm
 from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.testing import assert_close, tolerance
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 # Rows of each rank: even, uneven, one row, none.
 BATCHES = {2: ((3, 3), (5, 1), (4, 0)), 3: ((2, 2, 2), (1, 4, 2), (3, 0, 1))}
@@ -94,7 +93,8 @@ def largest(value, want):
     return float((value.double() - want.double()).detach().abs().max()) if value.numel() else 0.0
 
 
-def check_values(rank, world_size):
+@on_ranks(2, 3)
+def test_ranks_equal_full_batch(rank, world_size):
     worst = {}
     for shape, rows, dtype, (residual, relu) in itertools.product(
         SHAPES, BATCHES[world_size], DTYPES, ((False, False), (False, True), (True, True))
@@ -112,11 +112,10 @@ def check_values(rank, world_size):
     if rank == 0:
         for key, (y, grad, running) in worst.items():
             print(f"{world_size} ranks, {key}: max error of y {y:.1e}, gradients {grad:.1e}, running buffers {running:.1e}")
-    check_cumulative_average(rank, world_size)
-    check_group_of_one(rank)
 
 
-def check_cumulative_average(rank, world_size):
+@on_ranks(2)
+def test_cumulative_average(rank, world_size):
     torch.manual_seed(0)
     oracle, mean, var, tracked = nn.BatchNorm1d(3, momentum=None), torch.zeros(3), torch.ones(3), torch.tensor(0)
     for step in range(3):
@@ -129,8 +128,9 @@ def check_cumulative_average(rank, world_size):
     assert_close(var, oracle.running_var)
 
 
-def check_group_of_one(rank):
-    groups = [dist.new_group([r]) for r in range(dist.get_world_size())]
+@on_ranks(2)
+def test_group_of_one(rank, world_size):
+    groups = [dist.new_group([r]) for r in range(world_size)]
     assert group_name(groups[rank]) == ""
     assert group_name() == dist.group.WORLD.group_name
 
@@ -194,18 +194,18 @@ def check_model(rank, world_size, rows, rematerialize, inner):
         assert collectives == [one * 3, one * (4 if rematerialize else 3)], collectives
 
 
-def check_models(rank, world_size):
+@on_ranks(2, 3)
+def test_a_model_equals_full_batch(rank, world_size):
     even, uneven, empty = BATCHES[world_size]
     check_model(rank, world_size, empty, False, "aot")
     if world_size == 2:
         check_model(rank, world_size, uneven, True, "aot")
         check_model(rank, world_size, even, False, "eager")
-        check_dynamic_batches(rank, world_size)
 
 
-def check_dynamic_batches(rank, world_size):
+@on_ranks(2)
+def test_dynamic_batches(rank, world_size):
     """Ranks recompile for other batch sizes at different steps and still agree on every collective."""
-    torch._dynamo.reset()
     torch.manual_seed(2)
     model = Net()
     eager = copy.deepcopy(model)
@@ -214,13 +214,3 @@ def check_dynamic_batches(rank, world_size):
         rows = [2 if r == 0 else 2 + (step + r) % 3 for r in range(world_size)]
         full = torch.randn(sum(rows), 3, 4, 4)
         assert_close(compiled(mine(full, rank, rows), False), mine(eager(full, False), rank, rows), scale=8)
-
-
-def run_all(rank, world_size):
-    check_values(rank, world_size)
-    check_models(rank, world_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_equal_full_batch(world_size):
-    run_ranks(run_all, world_size)

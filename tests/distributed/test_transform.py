@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import apexfx
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 
 class Net(nn.Module):
@@ -67,7 +67,8 @@ def batches(rank, n):
     return [torch.randn(6, 8, generator=generator) for _ in range(n)]
 
 
-def _averages(rank, world_size):
+@on_ranks(2, 3)
+def test_averages(rank, world_size):
     model, reference = model_and_reference(rank)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     others = [torch.empty_like(flat) for _ in range(world_size)]
@@ -80,7 +81,8 @@ def _averages(rank, world_size):
     assert len(model.report.buckets().buckets) > 1
 
 
-def _accumulates(rank, world_size):
+@on_ranks(2, 3)
+def test_accumulates(rank, world_size):
     model, reference = model_and_reference(rank)
     for _ in range(2):
         x1, x2, x3 = batches(rank, 3)
@@ -103,7 +105,8 @@ def _accumulates(rank, world_size):
     check(model, expected_gradients(reference, [x1, x2], world_size))
 
 
-def _accumulates_by_a_plan(rank, world_size):
+@on_ranks(2)
+def test_accumulates_by_a_plan(rank, world_size):
     """What is accumulated is divided as the plan divides, here not at all."""
     steps = batches(rank, 3)
     model, _ = model_and_reference(rank, ddp=dataclasses.replace(SMALL, gradient_average=False))
@@ -117,7 +120,8 @@ def _accumulates_by_a_plan(rank, world_size):
     check(model, {name: grad if grad is None else world_size * grad for name, grad in expected.items()})
 
 
-def _forward_before_no_sync(rank, world_size):
+@on_ranks(2)
+def test_forward_before_no_sync(rank, world_size):
     model, reference = model_and_reference(rank)
     x1, x2 = batches(rank, 2)
     loss = model(x1).square().mean()
@@ -130,14 +134,16 @@ def _forward_before_no_sync(rank, world_size):
     check(model, expected_gradients(reference, [x1], world_size))
 
 
-def _two_backwards(rank, world_size):
+@on_ranks(2)
+def test_two_backwards(rank, world_size):
     model, reference = model_and_reference(rank)
     x1, x2 = batches(rank, 2)
     (model(x1).square().mean() + model(x2).square().mean()).backward()  # two forwards, one backward
     check(model, expected_gradients(reference, [x1, x2], world_size))
 
 
-def _bypassed(rank, world_size):
+@on_ranks(2)
+def test_bypassed(rank, world_size):
     source = Net()
     model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager")
     [x] = batches(rank, 1)
@@ -150,7 +156,8 @@ def _bypassed(rank, world_size):
         source(x).square().mean().backward()  # said to be meant
 
 
-def _eager_frame(rank, world_size):
+@on_ranks(2)
+def test_eager_frame(rank, world_size):
     class Disabled(Net):
         @torch._dynamo.disable
         def hidden(self, x):
@@ -165,7 +172,8 @@ def _eager_frame(rank, world_size):
         model(x).square().mean().backward()
 
 
-def _different_models(rank, world_size):
+@on_ranks(2, 3)
+def test_different_models(rank, world_size):
     source = Net(width=16 + rank)
     before = {name: p.detach().clone() for name, p in source.named_parameters()}
     with pytest.raises(apexfx.RankMismatchError) as error:
@@ -175,7 +183,8 @@ def _different_models(rank, world_size):
     assert all(torch.equal(p, before[name]) for name, p in source.named_parameters()) and type(source) is Net
 
 
-def _absent_rank(rank, world_size):
+@on_ranks(2)
+def test_absent_rank(rank, world_size):
     if rank == 0:
         start = time.monotonic()
         with pytest.raises(apexfx.RankMismatchError, match="after 2 s, rank 1 of 2 has not arrived"):
@@ -183,7 +192,8 @@ def _absent_rank(rank, world_size):
         assert time.monotonic() - start < 10
 
 
-def _different_graphs(rank, world_size):
+@on_ranks(2)
+def test_different_graphs(rank, world_size):
     class Branches(Net):
         def forward(self, x):
             return self.last(self.first(x)) if rank == 0 else self.last(self.twice(self.first(x)))
@@ -194,14 +204,16 @@ def _different_graphs(rank, world_size):
         model(x)
 
 
-def _different_buckets(rank, world_size):
+@on_ranks(2)
+def test_different_buckets(rank, world_size):
     config = apexfx.BucketConfig(message_size=200 + rank, timeout_s=20)
     model = apexfx.transform(Net(), opt_level="O0", ddp=config, inner="eager")
     with pytest.raises(apexfx.RankMismatchError, match='"message_size": 200.*"message_size": 201'):
         model(batches(rank, 1)[0])
 
 
-def _already_averaged(rank, world_size):
+@on_ranks(2)
+def test_already_averaged(rank, world_size):
     model = apexfx.transform(Net(), opt_level="O0", ddp=SMALL, inner="eager")
     wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
     with pytest.raises(ValueError, match="they would be averaged twice"):
@@ -212,7 +224,8 @@ def _already_averaged(rank, world_size):
     assert plain.first.weight.grad is not None
 
 
-def _rank_alone_evaluates_and_copies(rank, world_size):
+@on_ranks(2)
+def test_rank_alone_evaluates_and_copies(rank, world_size):
     model, _ = model_and_reference(rank)
     [x] = batches(rank, 1)
     if rank == 0:
@@ -242,7 +255,8 @@ class Raises(torch.autograd.Function):
         raise RuntimeError("out of memory, say")
 
 
-def _backward_raised(rank, world_size):
+@on_ranks(2)
+def test_backward_raised(rank, world_size):
     model, reference = model_and_reference(rank)
     [x] = batches(rank, 1)
     with pytest.raises(RuntimeError, match="out of memory"):
@@ -252,7 +266,8 @@ def _backward_raised(rank, world_size):
         model.last(model.first(x.detach())).square().mean().backward()
 
 
-def _unfrozen(rank, world_size):
+@on_ranks(2)
+def test_unfrozen(rank, world_size):
     torch.manual_seed(rank)
     source = Net().requires_grad_(False)
     model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager")
@@ -260,7 +275,8 @@ def _unfrozen(rank, world_size):
     check_accumulation(model, reference, rank, world_size)
 
 
-def _shared_with_another_model(rank, world_size):
+@on_ranks(2)
+def test_shared_with_another_model(rank, world_size):
     model, reference = model_and_reference(rank)
     other = apexfx.transform(nn.Sequential(model.first, nn.Linear(16, 2)), opt_level="O0", ddp=SMALL, inner="eager")
     check_accumulation(model, reference, rank, world_size)
@@ -269,7 +285,8 @@ def _shared_with_another_model(rank, world_size):
     check_accumulation(model, reference, rank, world_size)
 
 
-def _tied_across_a_graph_break(rank, world_size):
+@on_ranks(2)
+def test_tied_across_a_graph_break(rank, world_size):
     class Broken(Net):
         def forward(self, x, tied=True):
             x = self.twice(self.first(x))
@@ -286,7 +303,8 @@ def _tied_across_a_graph_break(rank, world_size):
         model(x, tied=False).square().mean().backward()
 
 
-def _recompile_limit(rank, world_size):
+@on_ranks(2)
+def test_recompile_limit(rank, world_size):
     source = Net()
     model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager", dynamic=False)
     [x] = batches(rank, 1)
@@ -299,24 +317,3 @@ def _recompile_limit(rank, world_size):
         for trains in (False, True):  # either may be followed by a backward
             with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="would now run in eager"):
                 model.train(trains)(x)
-
-
-CASES = [_backward_raised, _unfrozen, _shared_with_another_model, _tied_across_a_graph_break,
-         _averages, _accumulates, _accumulates_by_a_plan, _forward_before_no_sync, _two_backwards, _bypassed, _eager_frame,
-         _different_models, _different_graphs, _different_buckets, _already_averaged, _rank_alone_evaluates_and_copies,
-         _recompile_limit,
-         _absent_rank]
-
-
-def _all(rank, world_size, names):
-    for case in CASES:
-        if case.__name__ in names:
-            torch._dynamo.reset()
-            case(rank, world_size)
-            dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_transform(world_size):
-    names = [case.__name__ for case in CASES if world_size == 2 or case is not _absent_rank]
-    run_ranks(_all, world_size, names, timeout=240)

@@ -12,7 +12,7 @@ from torch import nn
 
 import apexfx
 from apexfx.testing import assert_close
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks
 
 
 class Scaled(nn.BatchNorm2d):
@@ -57,7 +57,8 @@ def full_batch(model, x):
     return model, x, y
 
 
-def _matches_full_batch(rank, world_size):
+@on_ranks(2, 3)
+def test_matches_full_batch(rank, world_size):
     worst = 0.0
     for offset in (0.0, 1000.0):
         whole, rows = batch(world_size, offset)
@@ -90,7 +91,8 @@ def _matches_full_batch(rank, world_size):
     print(f"rank {rank} of {world_size}: max |y - full batch in float64| = {worst:.1e}")
 
 
-def _left_to_eager(rank, world_size):
+@on_ranks(2)
+def test_left_to_eager(rank, world_size):
     class Broken(nn.Module):
         def __init__(self, norm):
             super().__init__()
@@ -120,7 +122,8 @@ def _left_to_eager(rank, world_size):
         apexfx.transform(Broken(Odd), opt_level="O0", sync_bn=True, inner="eager")(torch.randn(3, 4))
 
 
-def _sync_batch_norm_modules_stay_synchronized_unasked(rank, world_size):
+@on_ranks(2)
+def test_sync_batch_norm_modules_stay_synchronized_unasked(rank, world_size):
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(4, 4), nn.SyncBatchNorm(4))
     reference = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
@@ -130,7 +133,8 @@ def _sync_batch_norm_modules_stay_synchronized_unasked(rank, world_size):
     assert_close(model(whole[3 * rank:3 * rank + 3]), reference(whole.double())[3 * rank:3 * rank + 3])
 
 
-def _one_value_a_rank(rank, world_size):
+@on_ranks(2, 3)
+def test_one_value_a_rank(rank, world_size):
     torch.manual_seed(0)
     source = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     reference = copy.deepcopy(source).double()
@@ -144,7 +148,8 @@ class Doubled(nn.BatchNorm1d):
         return super().forward(input) * 2
 
 
-def _the_model_is_a_batch_norm(rank, world_size):
+@on_ranks(2)
+def test_the_model_is_a_batch_norm(rank, world_size):
     whole = torch.randn(3 * world_size, 4, generator=torch.Generator().manual_seed(1))
     for rows, source in ((1, nn.BatchNorm1d(4)), (3, nn.BatchNorm1d(4, momentum=None)), (3, nn.SyncBatchNorm(4)),
                          (3, Doubled(4))):
@@ -155,7 +160,8 @@ def _the_model_is_a_batch_norm(rank, world_size):
         torch.testing.assert_close(source.running_var, reference.running_var.float())
 
 
-def _after_a_graph_break(rank, world_size):
+@on_ranks(2)
+def test_after_a_graph_break(rank, world_size):
     class Broken(nn.Module):
         def __init__(self):
             super().__init__()
@@ -177,7 +183,8 @@ def _after_a_graph_break(rank, world_size):
     assert not said and "rewrote nothing" not in str(model.report)
 
 
-def _evaluation_without_running_statistics_is_local(rank, world_size):
+@on_ranks(2)
+def test_evaluation_without_running_statistics_is_local(rank, world_size):
     for norm in (nn.BatchNorm1d, nn.SyncBatchNorm):
         source = nn.Sequential(norm(4, track_running_stats=False))
         model = apexfx.transform(source, opt_level="O0", sync_bn=True, inner="eager", fullgraph=True).eval()
@@ -186,7 +193,8 @@ def _evaluation_without_running_statistics_is_local(rank, world_size):
             assert_close(model(x), nn.functional.batch_norm(x.double(), None, None, training=True))
 
 
-def _plain_backend(rank, world_size):
+@on_ranks(2)
+def test_plain_backend(rank, world_size):
     torch.manual_seed(0)
     source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2))
     reference = copy.deepcopy(source).double()
@@ -198,17 +206,3 @@ def _plain_backend(rank, world_size):
     for p, q in zip(source.parameters(), reference.parameters()):
         assert_close(p.grad, q.grad, scale=10)
     assert apexfx.last_report().buckets().parameters
-
-
-def _all(rank, world_size):
-    for case in (_matches_full_batch, _left_to_eager, _after_a_graph_break, _one_value_a_rank, _the_model_is_a_batch_norm,
-                 _evaluation_without_running_statistics_is_local, _sync_batch_norm_modules_stay_synchronized_unasked,
-                 _plain_backend):
-        torch._dynamo.reset()
-        case(rank, world_size)
-        dist.barrier()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_transform_batchnorm(world_size):
-    run_ranks(_all, world_size, timeout=240)

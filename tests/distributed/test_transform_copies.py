@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 
+import pytest
 import torch
 
 import apexfx
@@ -30,7 +31,7 @@ def again(model):
     return pickle.loads(pickle.dumps(model))
 
 
-def _one_rank_makes_more(rank, world_size, make):
+def one_rank_makes_more(rank, world_size, make):
     model, reference = model_and_reference(rank, ddp=apexfx.BucketConfig(message_size=200, timeout_s=10))
     [x] = batches(rank, 1)
     if rank == 0:
@@ -50,7 +51,7 @@ def _one_rank_makes_more(rank, world_size, make):
     check_trains(second, reference, rank, world_size)
 
 
-def _one_rank_makes_more_with_batch_norm(rank, world_size, make):
+def one_rank_makes_more_with_batch_norm(rank, world_size, make):
     torch.manual_seed(rank)
     norm = torch.nn.BatchNorm1d(4)
     model = apexfx.transform(torch.nn.Sequential(torch.nn.Linear(8, 4), norm), opt_level="O0", sync_bn=True, inner="eager")
@@ -62,11 +63,7 @@ def _one_rank_makes_more_with_batch_norm(rank, world_size, make):
     assert made[1].running_mean.abs().sum() > 0
 
 
-def _all(rank, world_size):
-    for make in (copy.deepcopy, again):
-        _one_rank_makes_more(rank, world_size, make)
-        _one_rank_makes_more_with_batch_norm(rank, world_size, make)
-
-
-def test_copies_that_one_rank_makes_alone():
-    run_ranks(_all, 2)
+@pytest.mark.parametrize("make", [copy.deepcopy, again])
+@pytest.mark.parametrize("case", [one_rank_makes_more, one_rank_makes_more_with_batch_norm])
+def test_copies_that_one_rank_makes_alone(case, make):
+    run_ranks(case, 2, make)

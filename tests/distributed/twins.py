@@ -56,12 +56,3 @@ def zero(*models, set_to_none=True):
                 p.grad.zero_()
             elif set_to_none:
                 p.grad = None
-
-
-def steps(ours, theirs, rank, num):
-    """Yield the numbers of `num` backwards, each on gradients that are None, after comparing what came of it."""
-    for step in range(num):
-        zero(ours, theirs)
-        backward(ours, theirs, rank, step)
-        equal(ours, theirs)
-        yield step

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from apexfx.distributed.step_check import num_flags
 from apexfx.parallel import DistributedDataParallel
 from apexfx.testing import assert_close
 from tests.distributed.collectives import recorded
 
 SIZES = [20, 4, 16, 4, 12, 3]  # parameters of Net, in order: 5x4, 4x4, 4x3 and biases
 PADDED = [20, 4, 16, 4, 12, 4]  # a slot is padded to 16 bytes
-STATUS = 35 + 2 * len(SIZES)  # numbers behind the last bucket
+STATUS = num_flags(len(SIZES))  # numbers behind the last bucket
 
 
 class Net(nn.Module):

@@ -7,8 +7,7 @@ import itertools
 import pytest
 import torch
 
-from apexfx.ops import batch_norm as module
-from apexfx.ops import batch_norm_stats
+from apexfx.ops import batch_norm
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
 from apexfx.ops.sync_batch_norm import sync_batch_norm
 from apexfx.testing import assert_close
@@ -23,22 +22,22 @@ def calls(shape, dtype, layout, device):
     """Yield (op, reference, arguments) on `device`."""
     tensors = [t.to(device) for t in draw(shape, dtype, layout)]
     x, grad, residual, weight, bias = tensors
-    stats = batch_norm_stats._local_stats_reference(x)
-    mean, invstd = batch_norm_stats._global_stats_reference(stats, 1e-5)
+    stats = batch_norm._local_stats_reference(x)
+    mean, invstd = batch_norm._global_stats_reference(stats, 1e-5)
     half_weight, half_bias = weight.half(), bias.bfloat16()
     running = torch.rand_like(weight), torch.rand_like(weight).half()
-    sums = module._backward_reduce_reference(grad, x, mean, invstd, weight, bias, True)
-    yield OPS.bn_local_stats, batch_norm_stats._local_stats_reference, (x,)
-    yield OPS.bn_global_stats, batch_norm_stats._global_stats_reference, (stats, 1e-5)
-    yield OPS.bn_running_stats, batch_norm_stats._running_stats_reference, (stats, *running, None, 0.1)
-    yield OPS.bn_running_stats, batch_norm_stats._running_stats_reference, (stats, *running, torch.tensor(3, device=device), None)
+    sums = batch_norm._backward_reduce_reference(grad, x, mean, invstd, weight, bias, True)
+    yield OPS.bn_local_stats, batch_norm._local_stats_reference, (x,)
+    yield OPS.bn_global_stats, batch_norm._global_stats_reference, (stats, 1e-5)
+    yield OPS.bn_running_stats, batch_norm._running_stats_reference, (stats, *running, None, 0.1)
+    yield OPS.bn_running_stats, batch_norm._running_stats_reference, (stats, *running, torch.tensor(3, device=device), None)
     weights, biases = (weight, half_weight, None), (half_bias, None)
     for w, b, z, relu in itertools.product(weights, biases, (residual, None), (True, False)):
-        yield OPS.bn_normalize, module._normalize_reference, (x, mean, invstd, w, b, z, relu)
+        yield OPS.bn_normalize, batch_norm._normalize_reference, (x, mean, invstd, w, b, z, relu)
     for w, b, relu in ((weight, bias, True), (weight, half_bias, False), (None, None, True)):
-        yield OPS.bn_backward_reduce, module._backward_reduce_reference, (grad, x, mean, invstd, w, b, relu)
+        yield OPS.bn_backward_reduce, batch_norm._backward_reduce_reference, (grad, x, mean, invstd, w, b, relu)
         arguments = (grad, x, mean, invstd, sums, stats[:1], w, b, relu)
-        yield OPS.bn_backward_elementwise, module._backward_elementwise_reference, arguments
+        yield OPS.bn_backward_elementwise, batch_norm._backward_elementwise_reference, arguments
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -66,7 +65,7 @@ def test_one_op_gives_the_bits_of_its_pieces(shape, dtype, layout, device):
         got = bn_forward(x, w, b, added, EPS, relu)
         assert_same_bits(got, pieces_forward(x, w, b, added, relu))
         running = torch.rand_like(weight), torch.rand_like(weight).half()
-        moved = batch_norm_stats.bn_running_stats(got[1], *running, None, 0.25)
+        moved = batch_norm.bn_running_stats(got[1], *running, None, 0.25)
         assert_same_bits(bn_forward_(x, w, b, *running, None, 0.25, added, EPS, relu), got)
         assert_same_bits(running, moved)
         if added is None:

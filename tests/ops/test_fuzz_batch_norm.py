@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from apexfx.ops import batch_norm, batch_norm_stats, local_batch_norm, sync_batch_norm
+from apexfx.ops import batch_norm, local_batch_norm, sync_batch_norm
 from tests.ops.fuzzing import run_campaign
 from tests.ops.test_fuzz_list_ops import NAMED, random_value
 
 REFERENCES: dict[str, Callable[..., object]] = {
-    "bn_local_stats": batch_norm_stats._local_stats_reference,
-    "bn_global_stats": batch_norm_stats._global_stats_reference,
-    "bn_running_stats": batch_norm_stats._running_stats_reference,
+    "bn_local_stats": batch_norm._local_stats_reference,
+    "bn_global_stats": batch_norm._global_stats_reference,
+    "bn_running_stats": batch_norm._running_stats_reference,
     "bn_normalize": batch_norm._normalize_reference,
     "bn_backward_reduce": batch_norm._backward_reduce_reference,
     "bn_backward_elementwise": batch_norm._backward_elementwise_reference,
@@ -122,9 +122,9 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
-def test_three_thousand_calls():
-    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed=0, calls=3000)
-    assert counts["result"] > 600 and counts["raised"] > 600, counts
+def test_a_thousand_calls():
+    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed=0, calls=1000)
+    assert counts["result"] > 200 and counts["raised"] > 200, counts
 
 
 @pytest.mark.long

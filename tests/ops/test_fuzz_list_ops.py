@@ -104,9 +104,9 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
-def test_three_thousand_calls():
-    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed=0, calls=3000)
-    assert counts["result"] > 300 and counts["raised"] > 1000, counts
+def test_a_thousand_calls():
+    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed=0, calls=1000)
+    assert counts["result"] > 100 and counts["raised"] > 330, counts
 
 
 @pytest.mark.long

@@ -176,3 +176,59 @@ def test_a_step_never_asks_for_a_host_value(name, monkeypatch):
     for method in ("item", "tolist", "__bool__", "__float__", "__int__", "numpy"):
         monkeypatch.setattr(torch.Tensor, method, refuse)
     optimizer.step()
+
+
+def test_a_model_made_half_gets_masters():
+    model = torch.nn.Linear(4, 4)
+    optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=True)
+    for step in range(4):
+        if step == 2:
+            model.bfloat16()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert all("master_param" in optimizer.state[parameter] for parameter in model.parameters())
+
+
+def test_parameters_may_be_swapped_after_steps():
+    model, optimizer = build("adamw")
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    torch.utils.swap_tensors(model[0].weight, torch.nn.Parameter(torch.ones(5, 7)))
+    assert model[0].weight.eq(1).all()
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_sparse_gradients_after_dense_ones_raise_before_any_group_is_updated(max_grad_norm):
+    weights = [torch.nn.Parameter(torch.ones(3, 2)) for _ in range(2)]
+    optimizer = FusedSGD([{"params": [weight]} for weight in weights], lr=0.1, max_grad_norm=max_grad_norm)
+    for _ in range(3):
+        for weight in weights:
+            weight.grad = torch.ones(3, 2)
+        optimizer.step()
+    before = [weight.detach().clone() for weight in weights]
+    weights[1].grad = torch.ones(3, 2).to_sparse()
+    with pytest.raises(RuntimeError, match="FusedSGD does not support sparse gradients"):
+        optimizer.step()
+    assert all(map(torch.equal, weights, before))
+    assert [group["step"].item() for group in optimizer.param_groups] == [3, 3]
+
+
+def test_steps_without_any_gradient_do_nothing():
+    model, optimizer = build("adamw")
+    backward(model, 0)
+    optimizer.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        optimizer.zero_grad()
+        optimizer.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+
+
+@pytest.mark.parametrize("data", [torch.zeros(3), torch.zeros(5, 7, dtype=torch.float64)])
+def test_data_of_the_state_that_does_not_fit_raises(data):
+    model, optimizer = build("adamw")
+    train(model, optimizer, 3)
+    optimizer.state[model[0].weight]["exp_avg"].data = data
+    with pytest.raises(RuntimeError, match=r"exp_avgs\[0\]"):
+        train(model, optimizer, 1)

@@ -1,7 +1,8 @@
-"""Runs fuse_norm over what Dynamo captures: a table that fires everywhere, inputs, and a norm as users write it."""
+"""Runs the passes over norms on what Dynamo captures: measurements that fire everywhere, inputs, a norm as users write it."""
 
 from __future__ import annotations
 
+import copy
 from unittest import mock
 
 import pytest
@@ -30,21 +31,27 @@ def measured(ratios=EVERYWHERE, least_elements=None):
     return mock.patch.multiple("apexfx.passes.fuse_norm", RATIO=ratios, LEAST_ELEMENTS=least_elements or {})
 
 
-def rewrite(model, *inputs, pass_type=FuseNorm, inner="eager", autocast=None, **measurements):
-    """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result."""
+def rewrite(model, *inputs, pass_type=FuseNorm, inner="eager", make=None, autocast=None, runs=True, **measurements):
+    """Run a pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result.
+
+    Args:
+        make: makes the pass, by default of `pass_type` for `inner`.
+        runs: False gives the result of the graph as captured, where the rewritten one has no ranks to talk to.
+    """
+    make = make or (lambda: pass_type(inner=inner))
     kept = []
 
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
-        before = text(gm)
-        pass_ = pass_type(inner=inner)
+        original, before = copy.deepcopy(gm), text(gm)
+        pass_ = make()
         assert pass_(gm).modified == (text(gm) != before)
         gm.graph.lint()
         after = text(gm)
-        assert not pass_type(inner=inner)(gm).modified and text(gm) == after  # twice is once
+        assert not make()(gm).modified and text(gm) == after  # twice is once
         kept[:] = [pass_, gm]
         gm.recompile()
-        return gm.forward
+        return gm.forward if runs else original.forward
 
     torch._dynamo.reset()
     with measured(**measurements), torch.autocast("cpu", autocast, enabled=autocast is not None):

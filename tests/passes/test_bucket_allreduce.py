@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from torch import nn
 
@@ -24,11 +25,13 @@ from tests.passes.bucket_graphs import (
     check_local,
     issued,
     local_gradients,
+    make_passes,
     multiplications,
     rewritten,
     scaling,
     two_layers,
 )
+from tests.small_models import Model
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -145,14 +148,12 @@ def test_options_name_everything_the_rewrite_depends_on(tmp_path):
     recorder = rewritten(two_layers(), torch.randn(4, 5), message_size=20)
     plan = recorder.passes[0].plan
     json.dumps(recorder.passes[0].options())
-    plan.save(tmp_path / "plan.json")
-    ph = recorder.passes[0].placeholders
-    of_file = [BucketAllreduce(placeholders=ph, config=BucketConfig(plan=tmp_path / "plan.json"), group_name="0", world_size=2)
-               .options()]
-    plan.regroup([plan.parameters]).save(tmp_path / "plan.json")
-    of_file.append(BucketAllreduce(placeholders=ph, config=BucketConfig(plan=tmp_path / "plan.json"), group_name="0",
-                                   world_size=2).options())
-    assert of_file[0] != of_file[1]  # the same path, another content
+    of_file = []
+    for content in (plan, plan.regroup([plan.parameters])):  # the same path
+        content.save(tmp_path / "plan.json")
+        [pass_] = make_passes(plan=tmp_path / "plan.json")(recorder.passes[0].placeholders)
+        of_file.append(pass_.options())
+    assert of_file[0] != of_file[1]
 
 
 # ---- plans ----------------------------------------------------------------------------------------------------------
@@ -195,3 +196,64 @@ def test_a_plan_for_another_model_is_refused():
         rewritten(two_layers(), torch.randn(4, 5), plan=plan, world_size=3)
     with pytest.raises(TypeError, match="plan=3 .* expected a BucketPlan or the path of one"):
         BucketAllreduce(placeholders=(), config=BucketConfig(plan=3), group_name="0", world_size=2)
+
+
+# ---- half precision: what is on the wire, and what is rounded -------------------------------------------------------
+
+
+def half_compute():
+    return Model(lambda m, x: F.linear(x.bfloat16(), m.weight.bfloat16(), m.bias.bfloat16()),
+                 weight=nn.Parameter(torch.randn(6, 5)), bias=nn.Parameter(torch.randn(6)))
+
+
+def test_half_gradients_are_reduced_before_their_upcast():
+    recorder = check_local(half_compute(), torch.randn(4, 5))
+    assert issued(recorder.backward[0]) == [(BF16, 40)]  # 6 -> 8 and 30 -> 32: 16 bytes in bfloat16
+    text = format_graph(recorder.backward[0], only="mm|flatten|all_reduce|wait|= aten._to_copy|convert|split")
+    assert_expected_inline(text, """\
+%1 = aten.mm.default(%0, %_to_copy) -> bf16[6,5]
+%6 = apexfx.flatten_bucket.default([%4, %5], [0, 8], 40, bfloat16) -> bf16[40]
+%7 = _c10d_functional.all_reduce_.default(%6, 'sum', '0') -> bf16[40]
+%8 = _c10d_functional.wait_tensor.default(%7) -> bf16[40]
+%9 = prims.convert_element_type.default(%8, float32) -> f32[40]
+%10 = aten.split_with_sizes.default(%9, [6, 2, 30, 2])""")
+    assert recorder.reports[0].passes[0].numeric == "changes_dtype"
+
+
+@pytest.mark.parametrize(("options", "wire"), [
+    ({"allreduce_always_fp32": True}, F32), ({"comm_dtype": F32}, F32), ({"comm_dtype": torch.float64}, torch.float64),
+    ({"comm_dtype": BF16}, BF16),
+])
+def test_dtype_on_the_wire_of_half_gradients(options, wire):
+    recorder = check_local(half_compute(), torch.randn(4, 5), **options)
+    assert {dtype for dtype, _ in issued(recorder.backward[0])} == {wire}
+
+
+@pytest.mark.parametrize("options", [{}, {"allreduce_always_fp32": True}, {"comm_dtype": F32}])
+def test_a_replayed_plan_decides_in_which_dtype_a_gradient_enters_its_buffer(options):
+    model, x = half_compute(), torch.randn(4, 5)
+    made = rewritten(model, x, **options)
+    torch._dynamo.reset()
+    replayed = rewritten(model, x, plan=made.passes[0].plan)
+    assert replayed.passes[0].plan == made.passes[0].plan and issued(replayed.backward[0]) == issued(made.backward[0])
+
+
+@pytest.mark.parametrize(("options", "wire"), [({}, BF16), ({"allreduce_always_fp32": True}, F32)])
+def test_half_parameters_get_half_gradients(options, wire):
+    model = two_layers().bfloat16()
+    recorder = check_local(model, torch.randn(4, 5, dtype=BF16), **options)
+    assert {dtype for dtype, _ in issued(recorder.backward[0])} == {wire}
+
+
+def test_comm_dtype_rounds_once():
+    model, x = two_layers(), torch.randn(4, 5)
+    local = local_gradients(model, x)
+    rewritten(model, x, comm_dtype=BF16, gradient_average=False)
+    for p, grad in zip(model.parameters(), local):
+        assert torch.equal(p.grad, grad.bfloat16().float())
+
+
+def test_mixed_dtypes_have_a_bucket_each():
+    model = Model(lambda m, x: m.b(m.a(x).bfloat16()), a=nn.Linear(4, 4), b=nn.Linear(4, 4).bfloat16())
+    recorder = check_local(model, torch.randn(4, 4))
+    assert issued(recorder.backward[0]) == [(BF16, 24), (F32, 20)]

@@ -20,148 +20,62 @@ from tests.passes.bucket_graphs import (
     rewritten,
     two_layers,
 )
+from tests.small_models import Model
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
 
-class Twice(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.a(F.relu(self.a(x)))
+def linear():
+    return nn.Linear(4, 4)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(9, 4)
-
-    def forward(self, x):
-        return self.embedding((x.abs() * 3).long()[:, 0] % 9) @ self.embedding.weight.t()
+def parameter():
+    return nn.Parameter(torch.randn(4, 4))
 
 
-class Unused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.never = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        self.b(x)  # in the graph, but not in the loss
-        return self.a(x)
-
-
-class SameGradient(nn.Module):
+def same_gradient():
     """The gradients of p and q are one node, the tangent itself: an input of the backward graph."""
-
-    def __init__(self):
-        super().__init__()
-        self.p, self.q = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return x + self.p + self.q
+    return Model(lambda m, x: x + m.p + m.q, p=parameter(), q=parameter())
 
 
-class StillNeeded(nn.Module):
-    """p's gradient is also read by the rest of backward, after its allreduce has started in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.p, self.scale = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.tensor(2.0))
-
-    def forward(self, x):
-        return self.b(self.a(x) + self.p) * self.scale
-
-
-class Expanded(nn.Module):
-    """The gradient of a sum is an expanded scalar."""
-
-    def __init__(self):
-        super().__init__()
-        self.p = nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x):
-        return (x.sum() + self.p.sum()).reshape(1)
-
-
-class Mutates(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.bn = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.bn(self.a(x))
+# Name -> (model, elements of the one bucket that holds everything).
+EDGE_CASES = {
+    "used twice": (lambda: Model(lambda m, x: m.a(F.relu(m.a(x))), a=linear()), 20),
+    "tied": (lambda: Model(lambda m, x: m.e((x.abs() * 3).long()[:, 0] % 9) @ m.e.weight.t(), e=nn.Embedding(9, 4)), 36),
+    "in the graph, but not in the loss": (lambda: Model(lambda m, x: (m.b(x), m.a(x))[1], a=linear(), b=linear(),
+                                                        never=nn.Parameter(torch.ones(3))), 20),
+    "one gradient for two": (same_gradient, 16),
+    # p's gradient is also read by the rest of backward, after its allreduce has started in place.
+    "still needed": (lambda: Model(lambda m, x: m.b(m.a(x) + m.p) * m.scale, a=linear(), b=linear(), p=parameter(),
+                                   scale=nn.Parameter(torch.tensor(2.0))), 60),
+    # The gradient of a sum is an expanded scalar.
+    "expanded": (lambda: Model(lambda m, x: (x.sum() + m.p.sum()).reshape(1), p=parameter()), 16),
+    "writes buffers": (lambda: nn.Sequential(linear(), nn.BatchNorm1d(4)), 28),
+    "checkpointed": (lambda: Model(lambda m, x: m.b(checkpoint(lambda y: torch.tanh(m.a(y)), x, use_reentrant=False)),
+                                   a=linear(), b=linear()), 40),
+    "empty": (lambda: Model(lambda m, x: m.a(x) + m.none.sum(), a=linear(), none=nn.Parameter(torch.zeros(0))), 20),
+    "complex": (lambda: Model(lambda m, x: (x.to(torch.complex64) @ m.w).abs(),
+                              w=nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))), 32),
+    "frozen": (lambda: nn.Sequential(linear().requires_grad_(False), linear()), 20),
+}
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.b(checkpoint(lambda y: torch.tanh(self.a(y)), x, use_reentrant=False))
-
-
-class Empty(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.none = nn.Linear(4, 4), nn.Parameter(torch.zeros(0))
-
-    def forward(self, x):
-        return self.a(x) + self.none.sum()
-
-
-class ReturnsParameter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.a(x), self.a.bias * 2
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex64))
-
-    def forward(self, x):
-        return (x.to(torch.complex64) @ self.w).abs()
-
-
-class Frozen(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
-@pytest.mark.parametrize(("model", "expected"), [
-    (Twice, [(F32, 20)]), (Tied, [(F32, 36)]), (Unused, [(F32, 20)]), (SameGradient, [(F32, 16)]),
-    (StillNeeded, [(F32, 60)]), (Expanded, [(F32, 16)]), (Mutates, [(F32, 28)]), (Checkpointed, [(F32, 40)]),
-    (Empty, [(F32, 20)]), (Complex, [(F32, 32)]), (Frozen, [(F32, 20)]),
-])
+@pytest.mark.parametrize("name", EDGE_CASES)
 @pytest.mark.parametrize("message_size", [1, 10_000_000])
-def test_edge_cases_leave_the_local_gradient_bitwise(model, expected, message_size):
-    recorder = check_local(model(), torch.randn(4, 4), message_size=message_size)
-    collectives = issued(recorder.backward[0])
-    assert len({dtype for dtype, _ in collectives}) == 1
-    assert sum(numel for _, numel in collectives) == sum(numel for _, numel in expected)
-    if message_size > 1:
-        assert collectives == expected
+def test_edge_cases_leave_the_local_gradient_bitwise(name, message_size):
+    make, numel = EDGE_CASES[name]
+    collectives = issued(check_local(make(), torch.randn(4, 4), message_size=message_size).backward[0])
+    assert {dtype for dtype, _ in collectives} == {F32} and sum(elements for _, elements in collectives) == numel
+    assert message_size == 1 or len(collectives) == 1
 
 
 def test_a_parameter_that_is_also_an_output():
-    check_local(ReturnsParameter(), torch.randn(4, 4), loss=lambda out: out[0].square().mean() + out[1].sum())
+    model = Model(lambda m, x: (m.a(x), m.a.bias * 2), a=linear())
+    check_local(model, torch.randn(4, 4), loss=lambda out: out[0].square().mean() + out[1].sum())
 
 
 def test_the_gradient_shared_by_two_parameters_is_reduced_once_and_never_aliased():
-    model = SameGradient()
+    model = same_gradient()
     plan = check_local(model, torch.randn(4, 4)).passes[0].plan
     assert plan.buckets[0].slots[0].parameter == "p" and plan.buckets[0].slots[0].shared_with == ("q",)
     model.p.grad.zero_()
@@ -182,16 +96,8 @@ def test_channels_last_gradients_are_views_of_the_bucket_in_the_parameters_layou
 
 
 def test_a_sparse_gradient_is_refused_by_name():
-    class Sparse(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(9, 4, sparse=True)
-
-        def forward(self, x):
-            return self.embedding(x)
-
-    with pytest.raises(ValueError, match="parameter 'embedding.weight' has a gradient of layout torch.sparse_coo"):
-        rewritten(Sparse(), torch.arange(4))
+    with pytest.raises(ValueError, match="parameter '0.weight' has a gradient of layout torch.sparse_coo"):
+        rewritten(nn.Sequential(nn.Embedding(9, 4, sparse=True)), torch.arange(4))
 
 
 def test_one_rank_is_bitwise_local():

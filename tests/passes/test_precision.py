@@ -15,6 +15,7 @@ from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.testing import assert_close
 from tests.forward_graphs import compiled, precision
 from tests.passes.precision_models import HALVES, Block, Nested, run
+from tests.small_models import Model
 
 
 def test_o1_casts_per_op():
@@ -66,15 +67,8 @@ def test_o3_casts_batch_norm_too_and_never_its_statistics():
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_synchronized_batch_norm_keeps_float32_parameters_beside_half_activations(level):
-    class Tail(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return F.relu(self.bn(self.conv(x)) + x)
-
-    model, x = Tail(), torch.randn(4, 3, 5, 5)
+    model = Model(lambda m, x: F.relu(m.bn(m.conv(x)) + x), conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3))
+    x = torch.randn(4, 3, 5, 5)
     reference = copy.deepcopy(model)
     fast, recorder = compiled(model, lambda: SyncBatchnorm(group_name=""), lambda: precision(level))
     out = fast(x)
@@ -151,17 +145,12 @@ def test_parameters_keep_storage_and_dtype_and_get_gradients_in_it(level, half):
 
 
 def test_checkpointed_bodies_are_rewritten():
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.b(checkpoint(lambda z: F.gelu(self.a(z)), x, use_reentrant=False))
+    def forward(m, x):
+        return m.b(checkpoint(lambda z: F.gelu(m.a(z)), x, use_reentrant=False))
 
     for level in ("O1", "O2"):
         torch._dynamo.reset()
-        model, x = Checkpointed(), torch.randn(3, 4)
+        model, x = Model(forward, a=nn.Linear(4, 4), b=nn.Linear(4, 4)), torch.randn(3, 4)
         out, recorder = run(model, x, level=level)
         assert_close(out, model(x), dtype=torch.bfloat16)
         out.sum().backward()

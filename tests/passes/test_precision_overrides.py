@@ -14,6 +14,7 @@ from apexfx.precision.rules import lookup
 from apexfx.testing import assert_close
 from tests.forward_graphs import precision
 from tests.passes.precision_models import Nested, run
+from tests.small_models import Model
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
@@ -66,41 +67,28 @@ def test_an_override_of_one_graph_is_not_missed_in_another(caplog):
     assert caplog.text.count("covers no module path") == 1
 
 
-class Ops(nn.Module):
-    """Ops in the spellings that the ledger prints: functions, operators, methods, in place, of a library."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-
-    def forward(self, x):
-        y = F.gelu(self.fc(x)) + F.softmax(self.fc(x), -1) + self.fc(x).softmax(-1)
-        z = self.fc(self.norm(y)) * y.exp().sum()
-        w = self.fc(z)
-        w += z
-        w.mul_(y).add_(z)
-        return torch.cat([self.fc(w), z]) @ self.fc.weight, 1.5 ** self.fc(y), self.fc(y).divide(z)
+def every_spelling(m, x):
+    """Call ops in the spellings that the ledger prints: functions, operators, methods, in place, of a library."""
+    y = F.gelu(m.fc(x)) + F.softmax(m.fc(x), -1) + m.fc(x).softmax(-1)
+    z = m.fc(m.norm(y)) * y.exp().sum()
+    w = m.fc(z)
+    w += z
+    w.mul_(y).add_(z)
+    return torch.cat([m.fc(w), z]) @ m.fc.weight, 1.5 ** m.fc(y), m.fc(y).divide(z)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_every_op_of_a_ledger_can_be_overridden_by_that_name(level):
-    _, recorder = run(Ops(), torch.randn(4, 8), level=level)
+    model = Model(every_spelling, fc=nn.Linear(8, 8), norm=nn.LayerNorm(8))
+    _, recorder = run(model, torch.randn(4, 8), level=level)
     names = {row["op"] for row in recorder.casts() if row["rule"] not in ("model", "output", "captured")}
     assert names >= ({"torch.linear", "torch.gelu", "F.softmax", "operator.iadd"} if level == "O1" else set())
     for name in names:
-        _, again = run(Ops(), torch.randn(4, 8), level=level, overrides={name: "float32"})
+        _, again = run(model, torch.randn(4, 8), level=level, overrides={name: "float32"})
         assert not any(report.artifacts.uncovered for report in again.reports), name
         reasons = {row["reason"] for row in again.casts() if row["op"] == name}
         in_place = lookup("add_").reason  # stands: what such an op writes cannot change its dtype
         assert reasons - {in_place} <= {f"override precision[{name!r}]"}
-
-
-def test_an_override_that_covers_nothing_is_in_the_report():
-    options = {"opt_level": "O1", "dtype": torch.bfloat16, "inner": "eager"}
-    model = apexfx.transform(Nested(), precision={"encodre": "float32"}, **options)
-    model(torch.randn(5, 4))
-    said = "warning: precision['encodre'] covers no module path and no op; did you mean 'encoder'?"
-    assert said in str(model.report).splitlines()
 
 
 @pytest.mark.parametrize("overrides, error", [

@@ -11,27 +11,21 @@ from torch import nn
 
 from apexfx.testing import assert_close
 from tests.passes.precision_models import HALVES, Block, run
+from tests.small_models import Model
 
 
-class Ema(nn.Module):
-    """A float buffer that is read by a matrix product and written through a view."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.register_buffer("ema", torch.zeros(4, 4))
-        self.register_buffer("scale", torch.full((4,), 2.0))
-
-    def forward(self, x):
-        y = self.fc(x) * self.scale
-        with torch.no_grad():
-            self.ema.view(-1).lerp_((x.mT @ x).view(-1), 0.5)
-        return y @ self.ema
+def average(m, x):
+    """Read a float buffer in a matrix product, and write it through a view."""
+    y = m.fc(x) * m.scale
+    with torch.no_grad():
+        m.ema.view(-1).lerp_((x.mT @ x).view(-1), 0.5)
+    return y @ m.ema
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_a_mutated_buffer_is_never_a_copy(level):
-    model, x = Ema(), torch.randn(3, 4)
+    model = Model(average, fc=nn.Linear(4, 4), ema=nn.Buffer(torch.zeros(4, 4)), scale=nn.Buffer(torch.full((4,), 2.0)))
+    x = torch.randn(3, 4)
     reference = copy.deepcopy(model)
     out, recorder = run(model, x, level=level)
     assert_close(out, reference(x), dtype=torch.bfloat16, scale=4)  # three products in a row

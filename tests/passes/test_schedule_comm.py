@@ -21,6 +21,7 @@ from apexfx.passes.bucket_allreduce import BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import record
 from tests.passes.generated_code import collective_order
+from tests.small_models import Model
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -216,18 +217,12 @@ def test_delayed_buckets_stay_at_the_end():
 
 
 def test_dropout_under_activation_checkpointing_keeps_its_gradients():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-            self.dropout = nn.Dropout(0.5)
+    def forward(m, x):
+        for layer in (m.a, m.b):
+            x = checkpoint(lambda y, layer=layer: m.dropout(torch.tanh(layer(y))), x, use_reentrant=False)
+        return x
 
-        def forward(self, x):
-            for layer in (self.a, self.b):
-                x = checkpoint(lambda y, layer=layer: self.dropout(torch.tanh(layer(y))), x, use_reentrant=False)
-            return x
-
-    model, x = Model(), torch.randn(16, 8)
+    model, x = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8), dropout=nn.Dropout(0.5)), torch.randn(16, 8)
     reference = copy.deepcopy(model)
     torch.manual_seed(5)
     torch.compile(reference, backend="aot_eager")(x).square().mean().backward()

@@ -13,11 +13,11 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils.checkpoint import checkpoint
 
-from apexfx.compiler import capture
-from apexfx.graph.nodes import graphs
 from apexfx.graph.printing import format_graph
 from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.testing import assert_close
+from tests.passes import norm_graphs
+from tests.passes.norm_graphs import text
 
 # ruff: noqa: E501  printed graphs
 
@@ -37,29 +37,8 @@ class Block(nn.Module):
         return self.tail(self.bn(x), z)
 
 
-def text(gm):
-    return "\n".join(format_graph(body) for body in graphs(gm))
-
-
-def rewrite(model, *inputs, **options):
-    """Run the pass over what Dynamo captures of `model`; return the pass, the graph, and the compiled call's result."""
-    options = {"group_name": "", **options}
-    kept = []
-
-    def backend(gm, example_inputs):
-        capture.annotate(gm, example_inputs)
-        original, before = copy.deepcopy(gm), text(gm)
-        pass_ = SyncBatchnorm(**options)
-        assert pass_(gm).modified == (text(gm) != before)
-        gm.graph.lint()
-        after = text(gm)
-        assert not SyncBatchnorm(**options)(gm).modified and text(gm) == after
-        kept[:] = [pass_, gm]
-        gm.recompile()
-        return original.forward if options["group_name"] else gm.forward  # there are no ranks to talk to
-
-    result = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
-    return *kept, result
+def rewrite(model, *inputs, group_name=""):
+    return norm_graphs.rewrite(model, *inputs, make=lambda: SyncBatchnorm(group_name=group_name), runs=not group_name)
 
 
 def ops(gm):
@@ -167,12 +146,6 @@ def test_not_fused(name):
     assert sum(op.startswith("apexfx.sync_batch_norm") for op in ops(gm)) == 1
     if expected is not None:
         assert_close(y, expected, dtype=torch.float32)
-
-
-def test_fuse_relu_can_be_left_out():
-    pass_, gm, _ = rewrite(Block(lambda y, z: F.relu(y + z)), *draw(), fuse_relu=False)
-    assert [m.detail for m in pass_.matches] == ["sync_batch_norm over group ''"]
-    assert pass_.options() == {"group_name": "", "fuse_relu": False}
 
 
 def test_downsample_keeps_the_order_of_batch_norms():

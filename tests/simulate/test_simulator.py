@@ -17,7 +17,7 @@ import apexfx
 from apexfx.buckets.plan import GradientSpec
 from apexfx.config import BucketConfig
 from apexfx.parallel import convert_syncbn_model
-from apexfx.parallel.layout import Planner
+from apexfx.parallel.bucket_assignment import BucketPlanner
 from apexfx.simulate.devices import DEVICES, Device
 from apexfx.simulate.models import MODELS, load
 from apexfx.simulate.network import PRESETS, Level, Link, Network
@@ -152,7 +152,7 @@ def test_the_plan_is_the_one_that_the_eager_executor_learns(fake_world, name, nu
     fake_world(num_ranks)
     model, inputs = small(name)
     config = BucketConfig(message_size=100_000)
-    planner = Planner(config, dist.group.WORLD, find_unused=False, static=False)
+    planner = BucketPlanner(config, dist.group.WORLD, find_unused=False, static=False)
     named = list(model.named_parameters())
     layout = planner.first(named)
     order = []

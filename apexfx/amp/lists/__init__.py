@@ -12,9 +12,8 @@ from ...precision.rules import Rule
 from . import functional_overrides as functional_overrides
 from . import tensor_overrides as tensor_overrides
 from . import torch_overrides as torch_overrides
+from .reading import KINDS
 
-_KINDS = {"FP16_FUNCS": "half", "FP32_FUNCS": "float", "CASTS": "promote", "SEQUENCE_CASTS": "sequence_promote",
-          "BANNED_FUNCS": "banned"}  # fmt: skip
 _MODULES = (torch_overrides, functional_overrides, tensor_overrides)
 
 
@@ -22,7 +21,7 @@ def _names(module: ModuleType, attribute: str) -> list[str]:
     return [entry[0] if isinstance(entry, tuple) else entry for entry in getattr(module, attribute, ())]
 
 
-_ORIGINAL = {(module, attribute): tuple(_names(module, attribute)) for module in _MODULES for attribute in _KINDS}
+_ORIGINAL = {(module, attribute): tuple(_names(module, attribute)) for module in _MODULES for attribute in KINDS}
 
 
 def edited_rules() -> dict[str, Rule]:
@@ -33,5 +32,5 @@ def edited_rules() -> dict[str, Rule]:
         for name in set(original) - now:
             removed[canonical_name(name)] = Rule("passthrough", f"removed from amp.lists.{where}")
         for name in now - set(original):
-            added[canonical_name(name)] = Rule(_KINDS[attribute], f"added to amp.lists.{where}")
+            added[canonical_name(name)] = Rule(KINDS[attribute], f"added to amp.lists.{where}")
     return {**removed, **added}

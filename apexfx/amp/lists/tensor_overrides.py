@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from .reading import names_of_kind
+from .reading import lists_of
 
 MODULE = torch.Tensor
 
-FP16_FUNCS = names_of_kind(MODULE, "half")
-FP32_FUNCS = names_of_kind(MODULE, "float")
-CASTS = names_of_kind(MODULE, "promote")
-SEQUENCE_CASTS = names_of_kind(MODULE, "sequence_promote")
-BANNED_FUNCS = [(name, "runs in float32 here") for name in names_of_kind(MODULE, "banned")]
+FP16_FUNCS, FP32_FUNCS, CASTS, SEQUENCE_CASTS, BANNED_FUNCS = lists_of(MODULE)

@@ -16,7 +16,8 @@ from apexfx.buckets.plan import GradientSpec, plan_buckets
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
 from apexfx.passes.base import Pass
-from apexfx.report.data import GraphReport, Report, stage_from_json, stage_to_json
+from apexfx.report.data import Report
+from apexfx.report.records import GraphReport, stage_from_json, stage_to_json
 
 aten = torch.ops.aten
 

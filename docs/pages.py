@@ -1,0 +1,159 @@
+"""Run the programs in README.md and docs/*.md, and put what they print into the pages.
+
+    python docs/pages.py        # rewrites the pages in place
+
+A page's Python blocks run in order, in one namespace and an empty folder. A comment in front of a block makes it:
+
+    <!-- run: ... -->       Python that runs here and is not shown (what the reader has at this point)
+    <!-- output -->         what the page has printed since the last such block; of a ```diff, the changed lines
+    <!-- output: COMMAND --> what a command prints; `<!-- output: COMMAND | TITLE -->` its part below the line "== TITLE"
+    <!-- file: PATH -->     a file of this repository
+    <!-- needs: MODULE -->  Python that runs where the module is installed
+    <!-- passes -->         the table of passes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+from apexfx import passes
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
+_PART = re.compile(r"<!-- run:(?P<hidden>.*?)-->|(?:<!-- (?P<marker>[^>]*?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```"
+                   r"|<!-- passes -->\n(?P<table>(?:\|[^\n]*\n)+)", re.DOTALL)
+
+
+def made(page: str) -> str:
+    """Return the text of a page with its programs run and its generated blocks made anew.
+
+    Raises:
+        RuntimeError: a command failed. What a Python block raises goes through.
+    """
+    text = (ROOT / page).read_text()
+    namespace: dict[str, Any] = {"__name__": "page"}
+    printed = io.StringIO()
+
+    def remake(match: re.Match[str]) -> str:
+        marker, language, block = match["marker"] or "", match["language"], match["text"]
+        if match["table"]:
+            return f"<!-- passes -->\n{_table()}\n"
+        kind, _, what = marker.partition(": ")
+        if kind == "needs" and not importlib.util.find_spec(what):
+            return match[0]
+        if match["hidden"] or (language == "python" and kind in ("", "needs")):
+            start = match.start("hidden" if match["hidden"] else "text")
+            lines_above = "\n" * text.count("\n", 0, start)  # so that errors and reports name the page's own line
+            with contextlib.redirect_stdout(printed):
+                exec(compile(lines_above + (match["hidden"] or block), page, "exec"), namespace)
+            return match[0]
+        if kind == "output":
+            block = _printed_by(what) if what else printed.getvalue()
+            block = _compact(block) if language == "diff" else block
+            printed.seek(0)
+            printed.truncate()
+        elif kind == "file":
+            block = (ROOT / what).read_text()
+        else:
+            return match[0]
+        return f"<!-- {marker} -->\n```{language}\n{block.strip()}\n```"
+
+    with _empty_folder():
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        try:
+            return _PART.sub(remake, text)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def _printed_by(what: str) -> str:
+    command, _, title = what.partition(" | ")
+    text = _run(command)
+    if not title:
+        return text
+    [part] = [part for part in text.split("\n== ") if part.startswith(f"{title}\n")]
+    return part.removeprefix(f"{title}\n")
+
+
+def _compact(diff: str) -> str:
+    """Return the changed lines of a diff without blank lines, source comments, indentation and the layouts of casts."""
+    lines = []
+    for line in diff.splitlines():
+        sign, text = line[:1], line[1:].strip()
+        if line.startswith(("--- ", "+++ ")):
+            lines.append(line)
+        elif sign in "+-" and text and not text.startswith("#"):
+            text = re.sub(r", layout = torch.strided|, device = device\(type='cpu'\)", "", text)
+            lines.append(f"{sign} {text}")
+    return "\n".join(lines)
+
+
+@functools.cache
+def _run(command: str) -> str:
+    """Return what a command prints: `python` runs in this process, which has torch imported, `torchrun` in its own."""
+    program, *arguments = shlex.split(command)
+    with _empty_folder():
+        if program == "python":
+            return _run_here(arguments)
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *arguments], capture_output=True, text=True,
+                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    if done.returncode != 0:
+        raise RuntimeError(f"{command} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def _run_here(arguments: list[str]) -> str:
+    printed, before = io.StringIO(), sys.argv
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[1:] if is_module else arguments
+    try:
+        with contextlib.redirect_stdout(printed):
+            run = runpy.run_module if is_module else runpy.run_path
+            run(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
+    finally:
+        sys.argv = before
+    return printed.getvalue()
+
+
+@contextlib.contextmanager
+def _empty_folder():
+    """Work in a temporary folder that holds nothing but the examples."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "examples").symlink_to(ROOT / "examples")
+        os.chdir(folder)
+        try:
+            yield
+        finally:
+            os.chdir(before)
+
+
+def _table() -> str:
+    rows = [(row["pass"], row["stage"], row["asked for by"], row["what it does"]) for row in passes.describe()]
+    return tabulate(rows, headers=("pass", "graph", "asked for by", "what it does"), tablefmt="github")
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or PAGES:
+        (ROOT / name).write_text(made(name))

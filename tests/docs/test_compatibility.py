@@ -1,0 +1,243 @@
+"""What docs/compatibility.md says goes together, does; what it says is refused, is, and says what to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.checkpoint import checkpoint
+
+import apexfx
+
+INPUTS, LABELS = torch.randn(4, 8), torch.tensor([0, 1, 1, 0])
+
+
+def network():
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 2))
+
+
+def transformed(source=None, **options):
+    return apexfx.transform(source or network(), inner="eager", **options)
+
+
+def backward(model):
+    F.cross_entropy(model(INPUTS), LABELS).backward()
+    return [p.grad for p in model.parameters()]
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("copied", [
+    copy.deepcopy,
+    lambda model: pickle.loads(pickle.dumps(model)),
+], ids=["deepcopy", "pickle"])  # fmt: skip
+def test_a_copy_is_transformed_and_has_graphs_of_its_own(copied):
+    model = transformed(opt_level="O2")
+    expected = backward(model)
+    model.zero_grad()
+    made = copied(model)
+    assert all(torch.equal(a, b) for a, b in zip(backward(made), expected))
+    assert isinstance(made, nn.Sequential) and made.report is not model.report
+
+
+def test_the_whole_model_is_saved_and_loaded():
+    file = io.BytesIO()
+    torch.save(transformed(), file)
+    file.seek(0)
+    backward(torch.load(file, weights_only=False))
+
+
+def test_state_dicts_move_freely_between_source_and_transformed():
+    model, plain = transformed(), network()
+    plain.load_state_dict(model.state_dict())
+    model.load_state_dict(network().state_dict())
+
+
+def test_an_average_of_the_weights_runs():
+    model = transformed()
+    average = AveragedModel(model)
+    backward(model)
+    average.update_parameters(model)
+    assert average(INPUTS).shape == (4, 2)
+
+
+def test_the_source_is_exported_and_averaged():
+    source = network()
+    model = transformed(source)
+    backward(model)
+    torch.export.export(source, (INPUTS,))
+    AveragedModel(source).update_parameters(source)
+
+
+@pytest.mark.parametrize("make", [
+    lambda model: torch.export.export(model, (INPUTS,)),
+    lambda model: torch.jit.script(model),
+    lambda model: torch.jit.trace(model, (INPUTS,)),
+], ids=["export", "script", "trace"])  # fmt: skip
+def test_an_export_is_refused(make):
+    with pytest.raises(RuntimeError, match="export the module that it was made from"):
+        make(transformed())
+
+
+@pytest.mark.parametrize("around", [
+    lambda model: torch.compile(model, backend="eager"),
+    DataParallel,  # without devices it calls the model
+    lambda model: model.compile() or model,
+], ids=["torch.compile", "DataParallel", "compile"])  # fmt: skip
+def test_a_wrapper_around_changes_nothing(around):
+    model = transformed()
+    wrapped = around(model)
+    backward(wrapped)
+    assert len(model.report.graphs) == 1
+
+
+def test_autocast_around_is_for_o0():
+    with torch.autocast("cpu", torch.bfloat16):
+        backward(transformed(opt_level="O0"))
+        with pytest.raises(ValueError, match="every op would be cast twice"):
+            backward(transformed())
+
+
+def test_torch_ddp_goes_around_a_model_without_ddp(one_rank):
+    backward(DistributedDataParallel(transformed()))
+    with pytest.raises(ValueError, match="averages the gradients itself"):
+        backward(DistributedDataParallel(transformed(ddp=True)))
+
+
+def test_fsdp_is_refused_before_and_after(one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    sharded = network()
+    fully_shard(sharded)
+    with pytest.raises(ValueError, match="sharded by FSDP"):
+        transformed(sharded)
+    model = transformed()
+    fully_shard(model)
+    with pytest.raises(ValueError, match="sharded by FSDP"):
+        model(INPUTS)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = network()
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def with_weight_norm():
+    source = network()
+    parametrizations.weight_norm(source[0])
+    return source
+
+
+def pruned():
+    source = network()
+    prune.l1_unstructured(source[0], "weight", 0.5)
+    return source
+
+
+def with_hook():
+    source = network()
+    source[1].register_forward_hook(lambda module, args, output: output * 2)
+    return source
+
+
+@pytest.mark.parametrize("source", [Checkpointed, with_weight_norm, pruned, with_hook])
+def test_what_is_inside_is_captured(source):
+    source = source()
+    expected = source(INPUTS)
+    model = transformed(source, opt_level="O0", fullgraph=True)
+    assert torch.equal(model(INPUTS), expected)
+    backward(model)
+
+
+def test_a_hook_on_a_submodule_counts_before_the_first_call_only():
+    seen = []
+    model = transformed()
+    model(INPUTS)
+    model[0].register_forward_hook(lambda *_: seen.append("submodule"))
+    model.register_forward_hook(lambda *_: seen.append("model"))
+    model(INPUTS)
+    assert seen == ["model"]
+
+
+def test_hooks_on_parameters_run():
+    seen = []
+    model = transformed()
+    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad is not None))
+    backward(model)
+    assert seen == [True]
+
+
+def test_backward_twice_and_two_forwards():
+    model = transformed()
+    loss = model(INPUTS).sum() + model(2 * INPUTS).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_double_backward_is_not_supported():
+    inputs = INPUTS.clone().requires_grad_()
+    [grad] = torch.autograd.grad(transformed()(inputs).sum(), inputs, create_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+def test_of_torch_func_only_functional_call():
+    model = transformed()
+    parameters = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    assert not torch.func.functional_call(model, parameters, (INPUTS,)).any()
+    with pytest.raises(RuntimeError, match="captured no graph"):
+        torch.vmap(transformed())(INPUTS)
+
+
+def test_lbfgs_inference_mode_and_anomaly_detection():
+    model = transformed()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(INPUTS), LABELS)
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with torch.inference_mode():
+        model(INPUTS)
+    with torch.autograd.set_detect_anomaly(True):
+        backward(model)
+
+
+def test_generate_and_save_pretrained(tmp_path):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=100, n_positions=64, bos_token_id=0, eos_token_id=0)
+    model = transformed(GPT2LMHeadModel(config)).eval()
+    assert model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (1, 5)
+    model.save_pretrained(tmp_path)
+    assert type(GPT2LMHeadModel.from_pretrained(tmp_path)) is GPT2LMHeadModel
+
+
+def test_a_loop_that_casts_too_is_refused():
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(True)
+    prepared = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(transformed())
+    accelerate.state.AcceleratorState._reset_state(True)
+    with pytest.raises(ValueError, match="every op would be cast twice"):
+        prepared(INPUTS)

@@ -1,0 +1,33 @@
+"""The pages run: their programs are executed, and the output they show is what the programs print now."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from docs import pages
+
+
+def normalised(text):
+    """Return text without what differs from run to run: fractions, and the column widths that follow them."""
+    return re.sub(r"[ -]+", " ", re.sub(r"\d+\.\d+", "#", text))
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_the_page_shows_what_its_programs_print(page):
+    text = (pages.ROOT / page).read_text()
+    assert normalised(pages.made(page)) == normalised(text), f"run: python docs/pages.py {page}"
+
+
+@pytest.mark.parametrize("page", [*pages.PAGES, "examples/README.md"])
+def test_what_the_page_links_to_is_there(page):
+    text = (pages.ROOT / page).read_text()
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
+        assert (pages.ROOT / page).parent.joinpath(target).exists(), target
+
+
+def test_the_map_is_the_contract_that_lint_checks():
+    [contract] = re.findall(r"^layers = \[\n(.*?)^\]", (pages.ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
+    [map_] = re.findall(r"## The map\n.*?```text\n(.*?)```", (pages.ROOT / "docs/architecture.md").read_text(), re.DOTALL)
+    assert [re.split(r"  +", line)[0] for line in map_.splitlines()] == re.findall(r'"(.*?)"', contract)

@@ -1,0 +1,53 @@
+"""The training program of the README resumes to the bit."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
+
+
+class Stopped(Exception):
+    pass
+
+
+def train(folder, monkeypatch, *, stop_after=None):
+    """Run the program in `folder`, up to the epoch after which it is stopped; return its last checkpoint."""
+    folder.mkdir(exist_ok=True)
+    monkeypatch.chdir(folder)
+    save = torch.save
+
+    def save_and_stop(state, path):
+        save(state, path)
+        if state["epoch"] == stop_after:
+            raise Stopped
+
+    monkeypatch.setattr(torch, "save", save_and_stop)
+    try:
+        runpy.run_path(str(TRAIN))
+    except Stopped:
+        pass
+    monkeypatch.undo()
+    return torch.load(folder / "checkpoint.pt")
+
+
+@pytest.fixture
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch, capsys, one_thread):
+    whole = train(tmp_path / "whole", monkeypatch)
+    assert float(capsys.readouterr().out.splitlines()[-1].split()[-2]) > 90  # test accuracy in percent
+    train(tmp_path / "stopped", monkeypatch, stop_after=2)
+    resumed = train(tmp_path / "stopped", monkeypatch)
+    printed = capsys.readouterr().out
+    assert [line.split(":")[0] for line in printed.splitlines()] == [f"epoch {n}" for n in range(1, 6)]
+    assert all(torch.equal(value, resumed["model"][name]) for name, value in whole["model"].items())
