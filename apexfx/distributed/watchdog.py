@@ -55,7 +55,7 @@ class Watchdog:
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, *, recovers: bool = False) -> None:
         self.group, self.backward, self.accumulates, self.failure = group, 0, False, ""
         self._recovers, self._given_s = recovers, 0.0
-        self._num_reports = self._report_seen = 0
+        self._num_reports, self._report_seen = 0, (0, 0.0)  # its number, and when
         self.timeout_s = timeout_s
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._store = process_group_store(group)
@@ -156,9 +156,10 @@ class Watchdog:
             raise RankFailureError(self.failure)
         number, text = json.loads(self._read("report") or '[0, ""]')
         if number > self._num_reports:
-            if number == self._report_seen:  # a rank that is about to find the same has had until the second look
+            if number != self._report_seen[0]:
+                self._report_seen = number, time.monotonic()
+            elif time.monotonic() - self._report_seen[1] > _POLL_S:  # this rank may have been about to find the same
                 self.give_up(text)
-            self._report_seen = number
         if not averages or self.accumulates or not self._is_local("local"):
             return
         ranks = [str(rank) for rank in range(self._world) if self._is_local(f"local/{rank}")]
