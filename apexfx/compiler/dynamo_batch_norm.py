@@ -154,7 +154,7 @@ class EagerBatchNorms:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {path: module for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)
+        self._modules = {path: module for path, module in model.named_modules() if path and isinstance(module, BATCH_NORMS)
                          and module.num_batches_tracked is not None and not getattr(module, "synchronizes_itself", False)}
         self._versions = self._count()
 
