@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import BatchNorm, registries, replace_submodules, tensor_version
+from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import sync_batch_norm
 from ..report.data import Report
 from ..subclassing import source_class, subclass
@@ -69,7 +70,8 @@ def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
 
 def _configure(module: nn.Module, cls: type[nn.Module], path: str, group: dist.ProcessGroup | None, report: Report) -> None:
     if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
-        group = module.process_group or group or dist.group.WORLD  # what the user chose for the module comes first
+        group = watched(module.process_group, "batch_norm") if module.process_group is not None else group
+        group = group or watched(dist.group.WORLD, "batch_norm")
     module.__dict__.update(_apexfx_class=cls, _apexfx_path=path, _apexfx_report=report,
                            _apexfx_group=group.group_name if group is not None else "")
 
@@ -152,7 +154,7 @@ class EagerBatchNorms:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = {path: module for path, module in model.named_modules() if isinstance(module, BATCH_NORMS)
+        self._modules = {path: module for path, module in model.named_modules() if path and isinstance(module, BATCH_NORMS)
                          and module.num_batches_tracked is not None and not getattr(module, "synchronizes_itself", False)}
         self._versions = self._count()
 

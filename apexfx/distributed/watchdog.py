@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import process_group_store, process_group_timeout, register_process_group
+from ..config import BucketConfig
 from ..errors import RankFailureError
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Watchdog:
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, *, recovers: bool = False) -> None:
         self.group, self.backward, self.accumulates, self.failure = group, 0, False, ""
         self._recovers, self._given_s = recovers, 0.0
-        self._num_reports = self._report_seen = 0
+        self._num_reports, self._report_seen = 0, (0, 0.0)  # its number, and when
         self.timeout_s = timeout_s
         self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
         self._store = process_group_store(group)
@@ -155,9 +156,10 @@ class Watchdog:
             raise RankFailureError(self.failure)
         number, text = json.loads(self._read("report") or '[0, ""]')
         if number > self._num_reports:
-            if number == self._report_seen:  # a rank that is about to find the same has had until the second look
+            if number != self._report_seen[0]:
+                self._report_seen = number, time.monotonic()
+            elif time.monotonic() - self._report_seen[1] > _POLL_S:  # this rank may have been about to find the same
                 self.give_up(text)
-            self._report_seen = number
         if not averages or self.accumulates or not self._is_local("local"):
             return
         ranks = [str(rank) for rank in range(self._world) if self._is_local(f"local/{rank}")]
@@ -269,7 +271,7 @@ class WatchedGroup(dist.ProcessGroup):
 
     Args:
         watchdog: of the ranks.
-        purpose: "gradients" or "batch_norm".
+        purpose: "gradients", "batch_norm" or "module state".
     """
 
     def __init__(self, watchdog: Watchdog, purpose: str) -> None:
@@ -317,18 +319,25 @@ class WatchedGroup(dist.ProcessGroup):
 _watched: dict[str, tuple[dist.ProcessGroup, Watchdog, dict[str, WatchedGroup]]] = {}  # by the name of the user's group
 
 
-def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float) -> dist.ProcessGroup:
+def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = None) -> dist.ProcessGroup:
     """Return what graphs communicate over for `purpose`: on gloo a communicator of our own, the same for all models of a group.
 
     One rank alone may call this. NCCL has a watchdog itself; a single rank, and the fake group, have nobody to wait for.
+
+    Args:
+        group: the ranks.
+        purpose: "gradients", "batch_norm" or "module state".
+        timeout_s: how long to wait; None leaves what another call has said, at first the default of `BucketConfig`.
     """
     if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
         return group
     known = _watched.get(group.group_name)
     if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
-        known = _watched[group.group_name] = group, Watchdog(group, group.group_name, timeout_s), {}
+        watchdog = Watchdog(group, group.group_name, BucketConfig().timeout_s)
+        known = _watched[group.group_name] = group, watchdog, {}
     _, watchdog, made = known
-    watchdog.timeout_s = timeout_s
+    if timeout_s is not None:
+        watchdog.timeout_s = timeout_s
     if purpose not in made:
         made[purpose] = WatchedGroup(watchdog, purpose)
     return made[purpose]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import BatchNorm, resolve_process_group
+from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import group_name, sync_batch_norm
 
 
@@ -91,9 +92,16 @@ class SyncBatchNorm(BatchNorm):
             tracked.add_(1)
         return sync_batch_norm(
             x, self.weight, self.bias, self.running_mean if updates else None, self.running_var if updates else None,
-            momentum=self.momentum, eps=self.eps, group_name=group_name(self.process_group), num_batches_tracked=tracked,
+            momentum=self.momentum, eps=self.eps, group_name=self._group_name(), num_batches_tracked=tracked,
             residual=z, relu=self.fuse_relu,
         )
+
+    @torch.compiler.assume_constant_result
+    def _group_name(self) -> str:
+        """Return the name of the group to synchronize over: on gloo a communicator that says which rank is gone."""
+        if not group_name(self.process_group):
+            return ""
+        return watched(self.process_group or dist.group.WORLD, "batch_norm").group_name
 
     def _local(self, x: Tensor, z: Tensor | None) -> Tensor:
         vectors = (self.running_mean, self.running_var, self.weight, self.bias)

@@ -25,7 +25,7 @@ import apexfx
 from apexfx import RankMismatchError
 from apexfx._torch import process_group_timeout
 from apexfx.distributed.step_check import ALWAYS
-from apexfx.parallel import DistributedDataParallel, RankFailureError, create_syncbn_process_group
+from apexfx.parallel import DistributedDataParallel, RankFailureError, SyncBatchNorm, create_syncbn_process_group
 from apexfx.parallel.arguments import communicators
 from tests.distributed.faults import Net, explode, train, train_past_a_nan
 from tests.distributed.launch import run_ranks
@@ -109,6 +109,18 @@ def _lost_in_batch_norm(rank, world_size, executor, folder):
     with told(folder, f"stopped before batch norm, {executor}", rank, RankFailureError,
               r"for the allreduce of \d+ x float64 \(batch_norm\).*nothing was heard of rank 1", 2 * LIMIT_S):
         step(model, rank)
+    sys.exit()
+
+
+def _lost_in_eager_batch_norm(rank, world_size, folder):
+    """Rank 1 is killed in front of a SyncBatchNorm that runs by itself."""
+    norm = SyncBatchNorm(4)
+    norm(torch.ones(2, 4) * rank).sum().backward()
+    if rank == 1:
+        _killed(None)
+    with told(folder, "killed before SyncBatchNorm", rank, RankFailureError,
+              r"(waited|lost a connection).* the allreduce of 9 x float64 \(batch_norm\).*nothing was heard of rank 1", 60):
+        norm(torch.ones(2, 4))
     sys.exit()
 
 
@@ -257,6 +269,11 @@ def test_a_rank_is_lost(executor, fault, table):
 @pytest.mark.parametrize("executor", ["inner=eager", pytest.param("inner=inductor", marks=pytest.mark.long)])
 def test_a_rank_is_stopped_before_batch_norm(executor, table):
     run_ranks(_lost_in_batch_norm, 3, executor, str(table), timeout=150, lost=[1])
+    assert len(list(table.iterdir())) == 2
+
+
+def test_a_rank_is_killed_before_a_batch_norm_of_its_own(table):
+    run_ranks(_lost_in_eager_batch_norm, 3, str(table), lost=[1])
     assert len(list(table.iterdir())) == 2
 
 
