@@ -22,8 +22,8 @@ _SUBPACKAGES = ("amp", "compat", "fp16_utils", "multi_tensor_apply", "normalizat
 _MODULES = ("graph", "ops", "buckets", "simulate")  # for passes of one's own, the ops by themselves, plans, and steps on paper
 
 
-def __getattr__(name: str) -> Any:  # Apex's packages, when they are reached for: the graphs need none of them
-    if name in _SUBPACKAGES:
+def __getattr__(name: str) -> Any:  # Apex's packages and the simulator, when they are reached for: the graphs need none of them
+    if name in (*_SUBPACKAGES, *_MODULES):
         return importlib.import_module(f".{name}", __name__)
     if name == "fx":  # the name that `graph` had
         return importlib.import_module(".graph", __name__)
