@@ -76,7 +76,7 @@ class Watchdog:
         self._poll_s = min(_POLL_S, self._warn_s / 8)
         self.options = dist.AllreduceOptions()
         self.options.asyncOp = True
-        if dist.get_backend(self.group) == "gloo":  # whose threads then end soon after the limit, and let the process exit
+        if uses_gloo(self.group):  # whose threads then end soon after the limit, and let the process exit
             self.options.timeout = timedelta(seconds=self._limit_s + 2 * _POLL_S)
 
     def accumulate(self) -> None:
@@ -329,7 +329,7 @@ def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = No
         purpose: "gradients", "batch_norm" or "module state".
         timeout_s: how long to wait; None leaves what another call has said, at first the default of `BucketConfig`.
     """
-    if dist.get_backend(group) != "gloo" or dist.get_world_size(group) == 1:
+    if not uses_gloo(group) or dist.get_world_size(group) == 1:
         return group
     known = _watched.get(group.group_name)
     if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
@@ -341,6 +341,11 @@ def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = No
     if purpose not in made:
         made[purpose] = WatchedGroup(watchdog, purpose)
     return made[purpose]
+
+
+def uses_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether gloo alone carries what is sent over `group`; one made without a backend's name has one a device."""
+    return {backend.rpartition(":")[2] for backend in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
 # ---- what ranks say of a backward that failed --------------------------------------------------------------------------

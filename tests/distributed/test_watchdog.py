@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from apexfx._torch import process_group_store
-from apexfx.distributed.watchdog import Watchdog
+from apexfx.distributed.watchdog import Watchdog, uses_gloo
 from apexfx.errors import RankFailureError
 
 
@@ -73,3 +73,11 @@ def test_what_another_rank_reports_ends_the_wait(watchdog):
     store.set("apexfx/other/watch/report", json.dumps([1, "the gradient of 'a' is local"]))
     with pytest.raises(RankFailureError, match="^apexfx: the gradient of 'a' is local$"):
         other.wait(NeverEnds(), torch.ones(1), "a sum")
+
+
+def test_a_group_made_without_the_name_of_a_backend_is_watched(tmp_path):
+    dist.init_process_group(store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        assert uses_gloo(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
