@@ -142,9 +142,9 @@ class Watchdog:
             self._announce(what)
             time.sleep(self._poll_s)  # for the others to find out as well, and say where they are
             self.look_for_failure(averages=averages)
-            self.give_up(f"rank {self._rank} lost a connection after {time.monotonic() - begin:.1f} s in {shown}: "
-                         f"another rank died, or issued other collectives; {self._others()}. Look at the logs of the other "
-                         "ranks.", error)
+            if (waited := time.monotonic() - begin) < self._limit_s:  # otherwise gloo's own limit, which is a little longer
+                self.give_up(f"rank {self._rank} lost a connection after {waited:.1f} s in {shown}: another rank died, or issued "
+                             f"other collectives; {self._others()}. Look at the logs of the other ranks.", error)
         self.give_up(f"rank {self._rank} waited {time.monotonic() - begin:.1f} s for {shown}; {self._others()}. "
                      "A rank that does not come died, is stuck, or issued other collectives: look at its log. If it is only "
                      "slow, raise timeout_s, or the process group's timeout where that is shorter.")

@@ -146,7 +146,7 @@ def _stuck(rank, world_size, report):
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("apexfx").addHandler(handler)
-    with raises("stuck rank", report, rank, RankFailureError, "rank [02] waited 3.* s for the allreduce of bucket 0", 8):
+    with raises("stuck rank", report, rank, RankFailureError, r"rank [02] waited \d\.\d s for the allreduce of bucket 0", 8):
         train(model, rank)
     logging.getLogger("apexfx").removeHandler(handler)
     [line] = lines
