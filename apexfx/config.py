@@ -179,6 +179,8 @@ class TransformConfig:
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
+        if isinstance(self.precision, dict):  # which its owner may change later
+            object.__setattr__(self, "precision", dict(self.precision))
         _one_of("opt_level", self.opt_level, OPT_LEVELS, hint="the letter O and a digit")
         _one_of("inner", self.inner, INNER_COMPILERS)
         _one_of("verify", self.verify, VERIFY_LEVELS)

@@ -146,7 +146,7 @@ class TransformedModule:
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in super().__getstate__().items() if not k.startswith("_apexfx")}
         state["_apexfx_config"] = compiled_model.of(self).config
-        return state
+        return state | compiled_model.of(self).own_forward
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return _rebuild, (source_class(self), self.__getstate__())

@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 import threading
+import types
 
 import pytest
 import torch
 from torch import nn
 
+import apexfx
 from tests.transform_models import Net, images, transformed
 
 
@@ -71,3 +73,15 @@ def test_to_double_and_load_state_dict_reach_the_graphs():
     assert torch.equal(model.eval()(x), other.eval()(x))
     model.double()
     assert model(x.double()).dtype == torch.float64
+
+
+def test_copies_keep_a_forward_set_on_the_instance():
+    source = nn.Linear(3, 3)
+    source.forward = types.MethodType(lambda self, x: 100 * nn.functional.linear(x, self.weight), source)
+    x = torch.ones(2, 3)
+    model = apexfx.transform(source, opt_level="O0", inner="eager")
+    other = copy.deepcopy(model)
+    assert torch.equal(other(x), model(x)) and torch.allclose(model(x), 100 * (x @ source.weight.T))
+    with torch.no_grad():
+        other.weight.zero_()
+    assert not other(x).any() and model(x).any()

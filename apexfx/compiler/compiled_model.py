@@ -53,6 +53,9 @@ class CompiledModel:
         config: the options.
         compiler: compiles the averaging variant.
         stand_ins: the modules that run in place of others of the source model.
+
+    Attributes:
+        own_forward: {"forward": the forward that the model has as an attribute of its own}, or {}; for its copies.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
@@ -62,6 +65,7 @@ class CompiledModel:
         self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins)
         self.report = compiler.report
         self._forward, self._of_inputs = forward, of_inputs
+        self.own_forward = {"forward": forward} if of_inputs else {}
         self._cached_only: Callable[..., Any] | None = None  # compiles nothing: once the recompile limit was met
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging

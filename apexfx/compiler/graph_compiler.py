@@ -8,8 +8,10 @@ Wrapping `inner_compile` instead would be skipped silently on a hit.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -190,6 +192,7 @@ class GraphCompiler:
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not collectives or agreement is None
         begin = self._beginning(record, placeholders, context)
+        hashed = zlib.crc32(json.dumps(collectives, sort_keys=True).encode())
 
         def run(*args: Any) -> Any:
             nonlocal agreed
@@ -211,7 +214,7 @@ class GraphCompiler:
             outputs = compiled(*args)
             if parameters:
                 made = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-                sync.on_forward(parameters, [*made, *[args[i] for i in written]], reduces=context.reduce_gradients)
+                sync.on_forward(parameters, [*made, *[args[i] for i in written]], reduces=context.reduce_gradients, graph=hashed)
             return outputs
 
         return run

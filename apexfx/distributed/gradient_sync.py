@@ -210,13 +210,15 @@ class GradientSync:
         """
         return self.enabled and not self._pending
 
-    def on_forward(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any], *, reduces: bool) -> None:
+    def on_forward(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any], *, reduces: bool,
+                   graph: int) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
         Args:
             parameters: those in the graph that have a gradient.
             tensors: what the graph returned, then what it wrote in place; one of them leads to the graph's autograd node.
             reduces: whether the graph's backward holds the allreduce nodes.
+            graph: a hash of what it communicates, the same on every rank that runs this graph.
         """
         node, places = _compiled_node(tensors, parameters)
         if node is None:
@@ -235,7 +237,7 @@ class GradientSync:
                 self._refuse_to_sum_twice(parameters, flushes=flush)
             if self._count is not None and (reduces or flush):
                 with self._local_unless_failed():
-                    self._count.send(device, flushes=flush)
+                    self._count.send(device, flushes=flush, graph=graph, parameters=[self._names[key] for key in keys])
             if not reduces:
                 self.local.update(keys)
             self._graphs_average |= reduces

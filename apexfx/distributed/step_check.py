@@ -8,16 +8,16 @@ What raises `RankFailureError` on every rank, with names, within the timeout:
 
 - A rank that skipped a backward, or ran a synchronizing training forward that the others did not.
 - A rank that put other steps than its peers into `no_sync()`.
-- A rank that runs a backward of another model of the same process group.
+- A rank that runs a backward of another model of the same process group, or of a graph with other collectives.
 - In the eager executor, a rank whose backward raised, or that has no gradient for a parameter (unless the options allow it).
 - A rank that died or is stuck: whoever waits for it is told by the `Watchdog` through which every wait goes.
 
-That all ranks run the same graph, with the same collectives, is agreed on before a graph first runs (`agreement.py`).
+That all ranks have the same graphs, with the same collectives, is agreed on before each first runs (`agreement.py`).
 
 When. The eager executor compares every backward: the record travels in the buffer of its last bucket where it can, and every
 rank issues every bucket of the plan, zeros where it has no gradient, so that nobody waits for a collective that never comes. A
 compiled graph has its collectives built in, so there the record takes a small allreduce: before the graph runs in the
-first `ALWAYS` backwards that one model runs in a row on a process group, and beside it in every `INTERVAL`-th after these. On
+first `ALWAYS` backwards that one graph runs in a row on a process group, and beside it in every `INTERVAL`-th after these. On
 CUDA, where reading a record makes the host wait for the device, it is read at the end of the next backward, by all ranks alike.
 
 What is not caught:
@@ -26,6 +26,8 @@ What is not caught:
 - In a graph, differences that cancel out between two comparisons, such as a forward too many and later one too few.
 - In time: what is compared only in every `INTERVAL`-th backward, or read one backward later. An optimizer may have used
   gradients that are averages over different steps by then; the error says to go back to a checkpoint.
+- A skipped backward of a model in `eval()` mode, whose forwards are not counted.
+- With `static_graph=True`, after the first backward: nothing is compared, and a backward that raises does so on its rank alone.
 - By name: a skipped backward of one of several compiled models that alternate less often than every `ALWAYS` backwards. A
   collective of one may then meet another's: an error of the process group where their sizes differ, and where they
   do not, the next comparison finds it.
@@ -227,7 +229,8 @@ class StepCheck:
         summaries = gather_answers(self.watchdog.group, key, shown, self.watchdog.timeout_s)
         lines = [f"  rank {rank}: {summary or 'no answer'}" for rank, summary in enumerate(summaries)]
         raise RankFailureError("\n".join([
-            "apexfx: the ranks run the backwards of different models, so these gradients must not be used.", *lines,
+            "apexfx: the ranks run the backwards of different models, or of different graphs of one, so these gradients must not "
+            "be used.", *lines,
             "A rank skipped a backward, or runs them in another order. Every rank must run the same backwards in the same "
             "order; to skip a step, skip it on all ranks, or use no_sync()." + (self._since(record) if late else "")]))
 
@@ -253,8 +256,8 @@ class _History:
     """The backwards of compiled models on one process group: the same on every rank, as long as they are in step.
 
     Attributes:
-        last: the model of the last one.
-        in_a_row: how many that model has run without another's in between.
+        last: the graph of the last one, and its model.
+        in_a_row: how many that graph has run without another's in between.
         num_disagreements: how often ranks ran different models' backwards.
     """
 
@@ -263,7 +266,7 @@ class _History:
     num_disagreements: int = 0
 
     def note(self, model: int) -> int:
-        """Note a backward of `model`; return `in_a_row`."""
+        """Note a backward of `model`, a graph's hash; return `in_a_row`."""
         self.in_a_row = self.in_a_row + 1 if model == self.last else 1
         self.last = model
         return self.in_a_row
@@ -309,12 +312,14 @@ class GraphStepCheck(StepCheck):
         """Note that there are no local gradients any more."""
         self.watchdog.accumulates = False
 
-    def send(self, device: torch.device, *, flushes: bool) -> None:
+    def send(self, device: torch.device, *, flushes: bool, graph: int, parameters: Collection[str]) -> None:
         """Send this rank's record, once in a backward, if it is one to compare.
 
         Args:
             device: on which the graph communicates.
             flushes: this backward ends an accumulation.
+            graph: a hash of what the graph communicates; that of the first graph of this backward counts.
+            parameters: whose gradients the graph gives, by name.
 
         Raises:
             RankFailureError: as `compare` does.
@@ -323,6 +328,7 @@ class GraphStepCheck(StepCheck):
             return
         self._in_backward = True
         self.begin_backward()
+        self._model, self.parameters = zlib.crc32(f"{self.label} {graph}".encode()) >> 1, parameters
         before_graph = _history_of(self.watchdog.group).note(self._model) <= ALWAYS
         record = self.record(accumulated=flushes)
         if flushes:

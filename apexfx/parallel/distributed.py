@@ -258,7 +258,7 @@ class DistributedDataParallel(nn.Module):
     def bucket_plan(self) -> Any:
         """The buckets in use: print, save, edit, replay with `plan=`."""
         if self.in_graph:
-            return self.module.report.buckets()
+            return compiled_model.of(self.module).report.buckets()
         assignment = self._reducer.assignment if self._reducer is not None else None
         return assignment.plan if assignment is not None else None
 
@@ -297,5 +297,5 @@ def data_parallel_copy(
     broadcast_from_first(module.parameters(), compiler.groups.gradients)
     if broadcast_buffers:
         broadcast_from_first(module.buffers(), compiler.groups.gradients)
-    state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"}
+    state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"} | compiled_model.of(module).own_forward
     return _build(source_class(module), state, config, compiler)

@@ -39,6 +39,7 @@ from .grad_bucket import CommHook, GradBucket
 
 # Parameter -> the reducer whose hooks it carries, and their handles: a later wrapper of the same module takes over.
 _hooked: Any = WeakTensorKeyDictionary()
+_num_takeovers = 0
 
 
 @dataclass
@@ -103,18 +104,28 @@ class AccumulatedGradients:
 
     def __init__(self) -> None:
         self._reduced: dict[int, Tensor] = {}  # by the id of the parameter
-        self._set_aside: dict[int, Tensor] = {}
+        self._set_aside: dict[int, tuple[Tensor, Tensor]] = {}  # parameter and gradient, likewise
 
     def set_aside(self, p: Tensor) -> None:
         """Leave `p` without gradient, if its gradient is one that was reduced."""
-        if p.grad is not None and self._reduced.get(id(p)) is p.grad:
-            self._set_aside[id(p)] = self._reduced.pop(id(p))
+        if p.grad is None:
+            self._set_aside.pop(id(p), None)  # zero_grad() since: what was accumulated is not wanted any more
+        elif self._reduced.get(id(p)) is p.grad:
+            self._set_aside[id(p)] = p, self._reduced.pop(id(p))
             p.grad = None
+
+    def restore(self) -> None:
+        """Give back what was set aside for a gradient that did not come: `torch.autograd.grad` returns it instead."""
+        for key, (p, gradient) in list(self._set_aside.items()):
+            if p.grad is None:
+                p.grad = self._reduced[key] = gradient
+                del self._set_aside[key]
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add the new gradients to those set aside."""
         for p in parameters:
-            if (before := self._set_aside.pop(id(p), None)) is not None:
+            if id(p) in self._set_aside:
+                _, before = self._set_aside.pop(id(p))
                 p.grad = before if p.grad is None else before.add_(p.grad)
             if p.grad is not None:
                 self._reduced[id(p)] = p.grad
@@ -152,6 +163,7 @@ class OverlappedReducer:
         self._assignments: dict[tuple[Any, ...], BucketAssignment] = {}
         self._pending: set[int] = set()  # ids of parameters whose .grad holds local, not yet averaged micro-batches
         self._state: BackwardState | None = None
+        self._seen_takeovers = 0
         self._callback = BackwardCallback()
         self._entered = False  # the backward under way came through the module
         self._opaque = False  # not every backward that comes through the module can be told
@@ -167,6 +179,11 @@ class OverlappedReducer:
 
     def use_parameters(self, key: tuple[Any, ...]) -> None:
         """Reduce the parameters that take gradients now, identified by `key`, after the ranks have agreed on them."""
+        if self._seen_takeovers != _num_takeovers:  # another wrapper of these parameters may be gone since
+            for assignment in self._assignments.values():
+                for p in assignment.parameters:
+                    self._hook(p)
+            self._seen_takeovers = _num_takeovers
         static = self.planner.static and self.assignment is not None and self.assignment.learned
         if key == self._key or static:
             return
@@ -180,9 +197,11 @@ class OverlappedReducer:
 
     def _hook(self, p: nn.Parameter) -> None:
         """Hook `p`, unless it is; another reducer's hooks on it are removed."""
+        global _num_takeovers
         owner, handles = _hooked.get(p, (None, ()))
         if owner is not None and owner() is self:
             return
+        _num_takeovers += owner is not None
         for handle in handles:
             handle.remove()
         reducer, parameter = weakref.ref(self), weakref.ref(p)  # which the hooks do not keep alive
@@ -194,6 +213,7 @@ class OverlappedReducer:
         def before(_: Tensor) -> None:
             if (me := reducer()) is not None and (p := parameter()) is not None:
                 me._accumulated.set_aside(p)
+                me._callback.queue(me._end_backward)
 
         handles = [p.register_post_accumulate_grad_hook(after)]
         if self._accumulated is not None:
@@ -352,6 +372,8 @@ class OverlappedReducer:
         if self._state is not None:
             self._state.fail("an exception ended the backward on this rank")
             self._finish()
+        elif self._accumulated is not None:
+            self._accumulated.restore()
 
     def _end_backward(self) -> None:
         self._callback.clear()
@@ -360,6 +382,8 @@ class OverlappedReducer:
             if bypassed:
                 self._note_bypass(self._state)
             self._finish()
+        elif self._accumulated is not None:
+            self._accumulated.restore()
 
     def _note_bypass(self, state: BackwardState) -> None:
         known = state.assignment.index

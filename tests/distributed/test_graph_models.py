@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import apexfx
 from apexfx.distributed.step_check import ALWAYS
@@ -52,3 +53,30 @@ def test_a_later_skipped_backward_of_one_of_two_models(rank, world_size):
     check_skipped(generator, critic, rank)
 
 
+
+
+class TwoHeads(nn.Module):
+    """Two layers of equal shape, of which a forward runs the one it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x, head):
+        return (self.a if head == "a" else self.b)(x)
+
+
+@on_ranks(2)
+def test_ranks_that_run_different_graphs_of_one_model(rank, world_size):
+    model = transformed(TwoHeads())
+
+    def train_head(head):
+        model.zero_grad()
+        model(torch.full((2, 3), rank + 1.0), head).sum().backward()
+
+    for head in "ab" * ALWAYS:
+        train_head(head)
+    with pytest.raises(RankFailureError, match=r"different graphs of one.*\n  rank 0: .*\(a\.weight.*\n  rank 1: .*\(b\.weight"):
+        train_head("ab"[rank])
+    train_head("a")
+    assert (model.a.bias.grad == 2).all()

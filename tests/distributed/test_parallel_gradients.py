@@ -174,6 +174,30 @@ def _wrapped_again(rank):
         equal(again, theirs)
 
 
+def _second_wrapper_gone(rank):
+    """A wrapper that is gone takes no averaging with it."""
+    net = nn.Linear(3, 2)
+    first = DistributedDataParallel(net)
+    second = DistributedDataParallel(net)
+    del second
+    for _ in range(2):
+        net.zero_grad()
+        first(torch.full((2, 3), rank + 1.0)).sum().backward()
+        assert (net.weight.grad == 2 * 1.5).all()
+
+
+def _looked_at(rank):
+    """`torch.autograd.grad` leaves `p.grad` alone, also where reduced gradients are kept apart from new ones."""
+    model = DistributedDataParallel(nn.Linear(3, 2), gradient_average=False)
+    x = torch.full((2, 3), rank + 1.0)
+    for _ in range(2):
+        model.zero_grad()
+        model(x).sum().backward()
+        reduced = model.module.weight.grad.clone()
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        assert torch.equal(model.module.weight.grad, reduced) and (reduced == 2 * 3).all()
+
+
 def _failed(rank):
     """After a failure gradients are this rank's own."""
     ours, theirs = twins(timeout_s=15)
@@ -229,7 +253,7 @@ def _failed_and_repeated(rank):
 
 
 CASES = (_zeroed_in_place, _accumulated, _second_order, _added_to_in_its_bucket, _held, _hooked, _users_own, _another_dtype,
-         _wrapped_again, _failed, _failed_after_the_last_gradient, _failed_and_repeated)
+         _wrapped_again, _second_wrapper_gone, _looked_at, _failed, _failed_after_the_last_gradient, _failed_and_repeated)
 
 
 def every_case(rank, world_size):
