@@ -85,10 +85,13 @@ def check(monkeypatch, seed):
     source = style.model()
     path = path_of(style, source)
     before, report = observed(monkeypatch, style, style.model(), opt_level=level)
-    after, _ = observed(monkeypatch, style, style.model(), opt_level=level, precision={path: "float32"})
+    after, overridden = observed(monkeypatch, style, style.model(), opt_level=level, precision={path: "float32"})
     where = f"seed {seed}, {level}, precision of {path}: {style.description}"
     check_casts(style, source, before, report, where)
     assert before.keys() == after.keys(), where
+    if any(repr(path) in text for text in overridden.uncovered()):  # Dynamo sees no module whose forward alone is called
+        assert "bound methods" in where and after == before, where
+        return
     for name in before:
         if name.startswith(f"{path}."):
             assert after[name] == [(op, torch.float32) for op, _ in before[name]], f"{name}: {after[name]}; {where}"

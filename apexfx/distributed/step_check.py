@@ -35,7 +35,6 @@ What is not caught:
 
 from __future__ import annotations
 
-import contextlib
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -201,8 +200,7 @@ class StepCheck:
 
     def leave_record(self, record: StepRecord) -> None:
         """Leave the record of a backward that this rank gives up for peers that find out later; wait for nobody."""
-        with contextlib.suppress(RuntimeError):  # the store may have gone with the rank that holds it
-            post(self.watchdog.group, self._key(record), record.summary())
+        self.watchdog.post(self._key(record), record.summary())
 
     def _evaluate(self, record: StepRecord, sums: Tensor, *, late: bool) -> StepStatus:
         status = StepStatus.decode(sums)

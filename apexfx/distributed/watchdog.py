@@ -186,6 +186,10 @@ class Watchdog:
         said = json.dumps([self._num_reports, text])
         self._ask(lambda store: store.set(f"{self._prefix}/report", said), None)
 
+    def post(self, key: str, mine: Any) -> None:
+        """Leave what this rank has to say where `gather_answers` looks for it, if the store answers; wait for nobody."""
+        self._ask(lambda store: store.set(f"{key}/{self._rank}", json.dumps(mine)), None)
+
     def _announce(self, what: str) -> None:
         said = json.dumps([self.backward, what])
         self._ask(lambda store: store.set(f"{self._prefix}/{self._rank}", said), None)
