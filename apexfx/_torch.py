@@ -183,7 +183,7 @@ def boxed(function: Callable[[list[object]], object]) -> Callable[[list[object]]
 
 
 def tensor_version(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was written in place (2.11, 2.13, 2.15)."""
+    """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
     return tensor._version
 
 
@@ -289,11 +289,6 @@ def is_compiled_module(module: torch.nn.Module) -> bool:
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0 (2.11, 2.13, 2.15)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
-
-
-def version(tensor: torch.Tensor) -> int:
-    """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
-    return tensor._version
 
 
 def registered_ops(namespace: str) -> list[str]:

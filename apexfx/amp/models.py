@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module, version
+from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module, tensor_version
 from ..compiler import compiled_model
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
@@ -206,7 +206,7 @@ def full_precision(tensor: Tensor) -> Tensor:
     if linked is None:
         return tensor.float()
     master = linked[0].detach()
-    if linked[1] == version(tensor):
+    if linked[1] == tensor_version(tensor):
         return master
     return torch.where(master.to(tensor.dtype) == tensor, master, tensor.float())
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import foreach_add_, version
+from .._torch import foreach_add_, tensor_version
 from ..ops.multi_tensor import multi_tensor_scale
 from ..precision.rules import HALVES
 from .models import MASTER
@@ -98,9 +98,9 @@ class AmpOptimizerState:
         with torch.no_grad():
             for parameter, master in zip(self.all_fp16_params, self.all_fp32_from_fp16_params):
                 linked = getattr(parameter, MASTER)
-                if not self._reconciled or linked[1] != version(parameter):
+                if not self._reconciled or linked[1] != tensor_version(parameter):
                     master.copy_(torch.where(master.to(parameter.dtype) == parameter, master, parameter.float()))
-                    linked[1] = version(parameter)
+                    linked[1] = tensor_version(parameter)
         self._reconciled = True
 
     @torch.no_grad()
@@ -110,7 +110,7 @@ class AmpOptimizerState:
             ignored = torch.zeros((), device=models[0].device)
             multi_tensor_scale(masters, models, ignored)
         for parameter in self.all_fp16_params:
-            getattr(parameter, MASTER)[1] = version(parameter)
+            getattr(parameter, MASTER)[1] = tensor_version(parameter)
 
     def zero_model_grads(self, set_to_none: bool) -> None:
         """Drop or zero the gradients of the model's half parameters, which the optimizer does not know."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from .._torch import top_saved_tensor_hooks
-from .._torch import version as version_of
+from .._torch import tensor_version, top_saved_tensor_hooks
 
 # The parameter, its version and address when it was cast, the cast, and whether it was made for training.
 _Entry = tuple[Tensor, int, int, Tensor, bool]
@@ -40,14 +39,14 @@ class WeightCache:
             of, version, data_ptr, cast, _ = entries[key]
             if (
                 of is parameter
-                and version == version_of(parameter)
+                and version == tensor_version(parameter)
                 and data_ptr == parameter.data_ptr()
                 and (not training or cast.requires_grad == parameter.requires_grad)
             ):
                 return cast, True
         cast = parameter.to(dtype)
         if cast.requires_grad or not (torch.is_inference_mode_enabled() or parameter.is_inference()):
-            entries[key] = (parameter, version_of(parameter), parameter.data_ptr(), cast, training)
+            entries[key] = (parameter, tensor_version(parameter), parameter.data_ptr(), cast, training)
             if not training:
                 self._passing = True
         if not self.recomputes:
