@@ -43,8 +43,9 @@ from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.13
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
-from torch.distributed.distributed_c10d import _register_process_group, _unregister_process_group  # 2.11, 2.13, 2.15
+from torch.distributed.distributed_c10d import _register_process_group  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # 2.11, 2.13, 2.15
+from torch.distributed.distributed_c10d import _unregister_process_group as unregister_process_group  # 2.11, 2.13, 2.15
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
     free_unbacked_symbols,
@@ -256,7 +257,7 @@ def queue_backward_callback(callback: Callable[[], None]) -> None:
 
 def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
     """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
-    _unregister_process_group(name)
+    unregister_process_group(name)
     _register_process_group(name, group)
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import process_group_store, process_group_timeout, register_process_group
+from .._torch import process_group_store, process_group_timeout, register_process_group, unregister_process_group
 from ..config import BucketConfig
 from ..errors import RankFailureError
 
@@ -337,6 +337,7 @@ def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = No
         return group
     known = _watched.get(group.group_name)
     if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
+        _forget_destroyed()
         watchdog = Watchdog(group, group.group_name, BucketConfig().timeout_s)
         known = _watched[group.group_name] = group, watchdog, {}
     _, watchdog, made = known
@@ -345,6 +346,17 @@ def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = No
     if purpose not in made:
         made[purpose] = WatchedGroup(watchdog, purpose)
     return made[purpose]
+
+
+def _forget_destroyed() -> None:
+    """Free the communicators of groups that destroy_process_group() has ended, each of which keeps threads running."""
+    for name, (group, _, made) in list(_watched.items()):
+        try:
+            dist.get_process_group_ranks(group)
+        except KeyError:
+            del _watched[name]
+            for communicator in made.values():
+                unregister_process_group(communicator.group_name)
 
 
 def uses_gloo(group: dist.ProcessGroup) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import os
+import sys
 import time
 
 import pytest
@@ -317,3 +320,20 @@ def test_recompile_limit(rank, world_size):
         for trains in (False, True):  # either may be followed by a backward
             with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="would now run in eager"):
                 model.train(trains)(x)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+@on_ranks(2)
+def test_a_destroyed_group_leaves_no_threads(rank, world_size):
+    counts = []
+    for _ in range(4):
+        group = dist.new_group()
+        model = apexfx.transform(nn.Linear(3, 2), ddp=True, sync_bn=True, inner="eager", process_group=group)
+        model(torch.ones(2, 3)).sum().backward()
+        dist.destroy_process_group(group)
+        del model, group
+        torch._dynamo.reset()
+        gc.collect()
+        dist.barrier()
+        counts.append(len(os.listdir("/proc/self/task")))
+    assert max(counts[2:]) <= counts[1], counts
