@@ -104,7 +104,7 @@ def compared(calibration: Calibration, profiles: dict[str, list[Profile]],
 def report(launches: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """Print medians over the launches, and the largest error of those and of any single one; save them all."""
     for launch in launches:
-        rates = "; ".join(f"{name} {cost['compute_rate']:.2f} and {cost['wire_rate']:.2f}"
+        rates = "; ".join(f"{name} {cost['compute_rate']:.2f} and {cost['network_rate']:.2f}"
                           for name, cost in launch["costs"].items())
         print(f"latency {launch['latency_us']:.0f} us, {launch['mb_per_s']:.0f} MB/s; of their speed, at once, compute and "
               f"an allreduce keep: {rates}; largest error {100 * max(abs(r['error']) for r in launch['rows']):.1f} %")
