@@ -1,7 +1,8 @@
-"""Calibrate the simulator on the ranks at hand: network, costs of the executor, overlap of compute and communication.
+"""Calibrate the simulator on real ranks; `simulate.py` imports it, it is no script.
 
-Nothing here looks at a step to be predicted: flat tensors go through the process group, synthetic gradients through bucket
-buffers, modules of one-element parameters through the executor. Every rank calls every function.
+Measured are the network, the executor's costs, and how compute and communication slow each other. Nothing here looks at a step
+that is to be predicted: flat tensors go through the process group, synthetic gradients through bucket buffers, modules of
+one-element parameters through the executor. Every rank calls every function.
 """
 
 from __future__ import annotations
