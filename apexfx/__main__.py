@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import __version__
 from .config import INNER_COMPILERS, OPT_LEVELS
 
-_EXIT_STATUS = "exit status: 0 all well, 1 not the result there should be, 2 wrong arguments or a missing requirement"
+_EXIT_STATUS = "exit status: 0 success, 1 the result is not as required, 2 wrong arguments or a missing requirement"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
