@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from . import __version__
 from .config import INNER_COMPILERS, OPT_LEVELS
 
-_EXIT_STATUS = "exit status: 0 all well, 1 not the result there should be, 2 wrong arguments or a missing requirement"
+_EXIT_STATUS = "exit status: 0 success, 1 the result is not as required, 2 wrong arguments or a missing requirement"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,11 +69,11 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     from .simulate.command import add_arguments
 
     simulate = commands.add_parser(
-        "simulate", help="what a data-parallel step would take on any number of ranks, on paper", epilog=_EXIT_STATUS,
-        description="Price a training step from shapes (or measure it here), lay the bucket plan over it, run it on a "
-                    "modelled network, and print exposed communication, the price of synchronized batch norm, the best "
-                    "bucket size, and how many micro-batches a step needs for the gradients' communication to be a small "
-                    "share of it (--share). docs/simulate.md has the formulas.",
+        "simulate", help="predict how long a data-parallel step takes on any number of ranks", epilog=_EXIT_STATUS,
+        description="Estimate a training step from shapes, or measure it here, simulate it with its buckets on a model of the "
+                    "network, and print exposed communication, the cost of synchronized batch norm, the best bucket size, and "
+                    "how many micro-batches a step needs for the gradients' communication to be a small share of it "
+                    "(--share). docs/simulate.md has the formulas.",
     )
     add_arguments(simulate)
     simulate.set_defaults(run=_simulate)

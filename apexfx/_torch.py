@@ -41,7 +41,7 @@ from torch._inductor.virtualized import V as inductor_state  # 2.13
 from torch._inductor.virtualized import ops as inductor_ops  # 2.13
 from torch._logging import trace_structured  # 2.11, 2.13, 2.15
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.13
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # 2.11, 2.13, 2.15
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _register_process_group  # 2.11, 2.13, 2.15
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # 2.11, 2.13, 2.15

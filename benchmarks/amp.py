@@ -1,10 +1,13 @@
-"""Step time of amp O1 eager against torch.autocast + GradScaler, same model, same optimizer, in one run.
+"""Measure a training step of eager amp O1 against torch.autocast + GradScaler, same model and optimizer.
 
-    python benchmarks/amp.py [--device cpu] [--rounds 30] [--models mlp] [--optimizers fused sgd] [--processes 7] [--json FILE]
+    python benchmarks/amp.py                                              # three small models, four optimizers
+    python benchmarks/amp.py --models resnet50 bert --repeats 1           # real sizes
+    python benchmarks/amp.py --processes 7 --json benchmarks/results/amp.json
 
-The bars: at most 1.25 on the small models, and at most 1.05 on real sizes (`--models resnet50 bert --repeats 1`).
-The two take turns; the ratio is the median over rounds of ours / theirs, with its quartiles. One process
-differs from the next by a few percent, for its whole life: with `--processes`, every number is the median over as many.
+A line has the microseconds of a step of each, medians over the rounds; their ratio, ours / theirs, with its quartiles; and the
+ratio of each process. The two take turns within a process. One process differs from the next by a few percent, for its whole
+life: with `--processes`, every number is the median over that many. The bars: at most 1.25 on the small models, and at most
+1.05 on real sizes.
 """
 
 from __future__ import annotations

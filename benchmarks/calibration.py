@@ -1,7 +1,8 @@
-"""Calibrate the simulator on the ranks at hand: the network, what the executor costs, how compute and wire slow each other.
+"""Calibrate the simulator on real ranks; `simulate.py` imports it, it is no script.
 
-Nothing here looks at a step to be predicted: flat tensors go through the process group, synthetic gradients through bucket
-buffers, modules of one-element parameters through the executor. Every rank calls every function.
+Measured are the network, the executor's costs, and how compute and communication slow each other. Nothing here looks at a step
+that is to be predicted: flat tensors go through the process group, synthetic gradients through bucket buffers, modules of
+one-element parameters through the executor. Every rank calls every function.
 """
 
 from __future__ import annotations
@@ -157,8 +158,8 @@ class Calibration:
         both = self.typical(f"overlapped {name}")
         reduced = self.typical(f"allreduces during {name}") * self.typical(f"allreduce {_OVERLAP_BYTES}")
         compute_rate = min(1.0, (seconds + self._num_overlapped[name] * launch) / both)
-        wire_rate = min(1.0, max(reduced / both, 1e-3))
-        return Costs(gradient_s, replace(fill, fixed_s=fill.fixed_s + launch), write, per_step_s, compute_rate, wire_rate)
+        network_rate = min(1.0, max(reduced / both, 1e-3))
+        return Costs(gradient_s, replace(fill, fixed_s=fill.fixed_s + launch), write, per_step_s, compute_rate, network_rate)
 
     def _copy_cost(self, what: str) -> LinearCost:
         few, many = (self.typical(f"{what} of {count}") for count in (_FEW, _MANY))

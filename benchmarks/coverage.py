@@ -1,9 +1,9 @@
-"""Train the zoo at O0-O3 and write docs/coverage.md: what is captured whole, what breaks graphs, how close to eager.
+"""Train the zoo of models at O0-O3 and write docs/coverage.md: what is captured whole, what breaks graphs, how close to eager.
 
     python benchmarks/coverage.py --inner eager inductor --models residual_cnn llama --json out/coverage.json
 
-Results are kept in the JSON file as they come, so that an interrupted run goes on where it stopped; `--fresh` starts
-over.
+The page explains its columns. Results are kept in the JSON file as they come, so that an interrupted run goes on where it
+stopped; `--fresh` starts over.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
-"""Step time and peak memory of data parallel training against torch's, on gloo ranks of this machine.
+"""Measure step time and peak memory of data parallel training against torch's, on gloo ranks of this machine.
 
     python benchmarks/ddp.py                  # eager executor against torch DDP
     python benchmarks/ddp.py --compile        # graph executor against torch DDP + torch.compile as well
     python benchmarks/ddp.py --memory         # peak resident memory, one launch a variant
 
-Variants take turns within one run, step by step, so that whatever else the machine does hits all of them; medians over
-`--steps` steps, of the slower rank. The ratio is ours over torch's in the same turn (below 1 is faster), with quartiles.
-`--launches` starts the ranks anew so many times, and gives the medians over them and the ratio of each: where
-tensors lie in memory alone moves a ratio by a few percent.
-What `--memory` prints with `--compile` is for warm compile caches: run it twice. A launch that compiles peaks about
-50 MiB higher, torch's as well as ours (cnn: 484 MiB and 477 cold, 422 to 432 and 421 to 434 warm), since Inductor runs in
-the process.
-A step is forward, backward with averaging, and SGD; "no buffers" leaves out the broadcast of buffers in every forward,
-which is torch's default and not ours.
+A step is forward, backward with averaging, and SGD; the variants "no buffers" leave out the broadcast of buffers in every
+forward, which is torch's default and not ours. Columns:
+
+    median_ms           of a step, of the slower rank, over `--steps` steps
+    against             the variant of torch that this one is compared with
+    ratio, low, high    ours / theirs in the same turn (below 1 is faster), median and quartiles
+    of launches         the ratio of each launch, with `--launches`; the other columns are medians over them
+
+Variants take turns, step by step, so that other work on the machine slows all of them. `--launches` starts the ranks anew: where
+tensors lie in memory moves a ratio by a few percent. `--memory --compile` is for warm compile caches, so run it twice: a launch
+that compiles peaks about 50 MiB higher, torch's as well as ours, since Inductor runs in the process.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What it costs to check in every backward that each gradient was averaged: its share of a training step.
+"""Measure which share of a training step the check costs that every gradient was averaged.
 
     python benchmarks/gradient_check.py
 
 Two gloo ranks train the models of `benchmarks/ddp.py` with `transform(ddp=True)` under Inductor. A clock runs whenever a part
-of the check does: when a graph's gradients are noted, when autograd hands one to a parameter, when it has been accumulated.
-The share is of the same step, so what else the machine does hits both; medians and quartiles over the steps. The clock's own
-time counts as the check's.
+of the check does: when a graph's gradients are noted, when autograd passes one to a parameter, when it has been accumulated.
+"check %" is the clock's time over that of the same step, so other work on the machine slows both; median and quartiles over the
+steps. The clock's own time counts as the check's.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Memory that each op and optimizer takes on top of its inputs, ours beside torch's, on the CPU of a Linux machine.
+"""Measure the memory that each op and optimizer takes on top of its inputs, ours beside torch's, on the CPU of a Linux machine.
 
     python benchmarks/memory.py [--only TEXT ...] [--json FILE]
 
-The rows are those of `ops.py`. Each way runs three times in a process forked for it; MiB by which the resident set grew at
-its peak: state, outputs and temporaries, without the pages of the libraries' own files, and with nothing left of what
-earlier rows gave back. A ratio above 1 means ours takes less.
+The rows are those of `ops.py`. Columns: MiB by which the resident set grows at its peak in three calls (state, outputs,
+temporaries), ours and the least of the others; "ratio" is theirs / ours, above 1 where ours takes less. Each way runs in a
+process forked for it, without the pages of the libraries' files and without memory that earlier rows have given back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One row of `ops.py`: a task with our way and others' of doing it."""
+"""One row of `ops.py`: a task, with our way and others' of doing it."""
 
 from __future__ import annotations
 

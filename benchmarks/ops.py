@@ -1,10 +1,16 @@
-"""Every op against the best torch does in the same run: interleaved medians, ratios with their spread, bytes a second.
+"""Measure every op against the best that torch does, on the same inputs.
 
     python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--clock wall|cpu] [--json FILE]
 
-Rows live in `ops_<family>.py` beside this file, with a function `rows(device)` that yields `op_row.Row`. A ratio above 1
-means ours is faster; low and high are the quartiles of the ratio over the rounds. `--json` keeps what the file has of
-rows that are not measured now, so that a table can be made in several runs: `--only ops_norm`, `--only ops_batch_norm`.
+Columns:
+
+    row, ours ms         the task; median time of our op
+    best other, ms       the fastest of the alternatives, and its median time
+    ratio, low, high     theirs / ours (above 1 is faster), median and quartiles over rounds in which the two take turns
+    copy                 bytes that the task has to move, a second, as a share of the bandwidth of a large copy
+
+Rows come from `ops_<family>.py` beside this file, whose `rows(device)` yields `op_row.Row`. `--json` keeps the file's rows
+that are not measured now, so that a table can be made in several runs: `--only ops_norm`, `--only ops_batch_norm`.
 """
 
 from __future__ import annotations

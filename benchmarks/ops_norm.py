@@ -11,10 +11,11 @@ shows it); batch norm still wins on smaller images, so its limit is `SMALLEST_IM
 
 What is measured in eager mode is also among the rows of benchmarks/ops.py (`rows`).
 
-Each pair runs interleaved in one process; a time is the median. Ratios swing from process to process: the table is made
-of several (`--runs`). `--clock cpu` counts the process's CPU time instead of the clock's, for a machine that others use:
-give it `--threads 1`, since idle threads spin. In the Inductor rows the norm stands as in a transformer, after a residual
-add, so that the decomposition may fuse what it can; batch norm stands before an add and a ReLU, as in a ResNet, in both.
+"ratio" is torch / apexfx, above 1 where the op is faster. Each pair runs interleaved in one process; a time is the median.
+Ratios differ from process to process, so the table is made of several (`--runs`). `--clock cpu` counts the process's CPU time
+instead of wall time, for a machine that others use: give it `--threads 1`, since idle threads spin. In the Inductor rows the
+norm stands as in a transformer, after a residual add, so that the decomposition may fuse what it can; batch norm stands
+before an add and a ReLU, as in a ResNet, in both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of the optimizer, clipping, norm and bucket ops, on parameter lists shaped like ResNet-50 and GPT-2."""
+"""Rows of the optimizer, clipping, norm and bucket ops, for `ops.py`, on parameter lists shaped like ResNet-50 and GPT-2."""
 
 from __future__ import annotations
 

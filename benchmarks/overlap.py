@@ -1,11 +1,18 @@
-"""How much of the gradients' communication is hidden behind backward, on a simulated slow link.
+"""Measure how much of the gradients' communication is hidden behind backward, on a simulated slow link.
 
     python benchmarks/overlap.py [--model mlp|transformer] [--mbytes-per-s 250] [--rounds 15]
 
-Every variant trains the same model in the same process, one backward each in turn, so that a busy machine slows them
-alike. `exposed` is a backward with communication less one of the same compiler without, in the same round; `hidden` is
-the share of the link's busy time that does not show there. All are medians over the rounds. Nobody can hide the last
-bucket.
+Columns, medians over the rounds:
+
+    allreduces       in one backward
+    backward ms      with communication
+    alone ms         of the same compiler, without communication
+    link busy ms     as long as the link sends
+    exposed ms       backward - alone, in the same round
+    hidden           1 - exposed / link busy; never all of it, since nothing is left to hide the last bucket
+
+Every variant trains the same model in one process, one backward each in turn, so that other work slows them alike. The result is
+also written to results/overlap.json.
 """
 
 from __future__ import annotations

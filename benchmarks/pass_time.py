@@ -1,12 +1,15 @@
-"""How long the passes take: as a share of a cold compile, and how that grows with depth.
+"""Measure how long the passes take: as a share of a cold compile, and how that grows with depth.
 
     python benchmarks/pass_time.py                      # eager inner, 50 to 800 layers; Inductor, 16 layers
     python benchmarks/pass_time.py --layers 50 100 --inductor-layers 4
 
-Every row is a process of its own with empty compile caches. All times are CPU seconds, of the process and of the
-compilers it starts, so that other work on the machine does not count. "passes" is the time inside the passes;
-"pipeline" adds what surrounds them: the checks after each pass and the Python text of every graph. The model is a stack of
-residual blocks (linear, batch norm, relu) at O2 with sync_bn and ddp, on a process group of one rank.
+Columns: CPU seconds of the whole compile, of the passes, and of the pipeline, which adds to the passes the checks after each
+and the Python text of every graph; passes and pipeline as percentages of the compile; milliseconds of the pipeline for each
+node.
+
+The model is a stack of residual blocks (linear, batch norm, relu) at O2 with sync_bn and ddp, on a process group of one rank.
+Every row is a process of its own with empty compile caches; CPU seconds are of it and of the compilers that it starts. The
+result is also written to results/pass_time.json.
 """
 
 from __future__ import annotations

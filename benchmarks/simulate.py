@@ -1,15 +1,18 @@
-"""The simulator against reality: predicted and measured steps of two gloo ranks on this machine, in one run.
+"""Compare the simulator with reality: predicted and measured steps of two gloo ranks on this machine, in one run.
 
     python benchmarks/simulate.py [--launches 5] [--turns 40] [--models mlp cnn transformer] [--free]
 
-Everything takes turns: a sample of the calibration (flat allreduces, copies, modules of one-element parameters), a step of
-each model without communication, the same beside flat allreduces, and a step of
-`apexfx.parallel.DistributedDataParallel` at each bucket size. Predictions come from all but the last. Measured are medians
-over the turns, of the slower rank.
+Columns, medians over the launches: compute, communication and exposed communication as predicted, the predicted and the
+measured step, "error" (predicted / measured - 1), and the least and largest error of a single launch. A measured step is of
+the slower rank, the median over the turns.
 
-Each rank is pinned to a core of its own, which also runs its communication threads, and the cores are kept from halting:
-`--free` leaves both to the machine. A model's tensors lie elsewhere in every process, which alone moves a step by several
-percent: each launch is a new pair of processes, and the table shows medians over the launches.
+Everything takes turns: a sample of the calibration (flat allreduces, copies, modules of one-element parameters), a step of each
+model without communication, the same beside flat allreduces, and a step of `apexfx.parallel.DistributedDataParallel` at each
+bucket size. Predictions come from all but the last.
+
+Each rank is pinned to a core, which also runs its communication threads, and the cores are kept from halting; `--free` leaves
+both to the machine. Where a model's tensors lie in memory moves a step by several percent, so each launch is a new pair of
+processes.
 """
 
 from __future__ import annotations
@@ -104,7 +107,7 @@ def compared(calibration: Calibration, profiles: dict[str, list[Profile]],
 def report(launches: list[dict[str, Any]], given: argparse.Namespace) -> None:
     """Print medians over the launches, and the largest error of those and of any single one; save them all."""
     for launch in launches:
-        rates = "; ".join(f"{name} {cost['compute_rate']:.2f} and {cost['wire_rate']:.2f}"
+        rates = "; ".join(f"{name} {cost['compute_rate']:.2f} and {cost['network_rate']:.2f}"
                           for name, cost in launch["costs"].items())
         print(f"latency {launch['latency_us']:.0f} us, {launch['mb_per_s']:.0f} MB/s; of their speed, at once, compute and "
               f"an allreduce keep: {rates}; largest error {100 * max(abs(r['error']) for r in launch['rows']):.1f} %")

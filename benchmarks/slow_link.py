@@ -1,7 +1,7 @@
 """A process group of one rank behind a simulated slow link: a collective takes latency + bytes / bandwidth, and no CPU.
 
-Collectives are served one after the other by a thread that sleeps, as a network would serve one communicator. Nothing is
-changed in the buffers, so that a run measures when communication starts and is waited for, and nothing else.
+A thread that sleeps serves the collectives one after the other, as a network serves one communicator. Buffers stay as they are: a
+run measures when communication starts and is waited for, and nothing else.
 """
 
 from __future__ import annotations

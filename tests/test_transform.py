@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
 from tests.transform_models import Net, images, transformed
@@ -115,6 +116,28 @@ def test_capture_leaves_buffers_and_random_state(pair):
     for ours, theirs in zip(model.buffers(), reference.buffers()):
         assert torch.equal(ours, theirs)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_capture_verifies_backward_passes_too():
+    class SwapFactors(apexfx.Pass):
+        """Swap the factors of every product of a backward graph: a * b becomes b * a."""
+
+        name, stage, numeric = "swap_factors", "backward", "bitwise"
+
+        def call(self, gm):
+            products = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+            for node in products:
+                if all(isinstance(factor, torch.fx.Node) for factor in node.args):
+                    node.args = node.args[::-1]
+                    self.record(node, "factors swapped")
+            return PassResult(gm, modified=bool(self.matches))
+
+    class Sine(nn.Linear):
+        def forward(self, x):
+            return super().forward(x).sin()
+
+    model = transformed(Sine(4, 4), passes=(SwapFactors(),), verify="each", fullgraph=True)
+    assert model.capture(torch.randn(2, 4)).matched("swap_factors")
 
 
 def test_capture_that_fails_leaves_buffers():

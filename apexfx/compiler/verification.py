@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from .._torch import OpOverload, resolve_process_group, tree_leaves, tree_map
+from .._torch import OpOverload, resolve_process_group, tree_leaves, tree_map, unset_fake_temporarily
 from ..errors import PassError
 from ..graph.collectives import is_collective, is_wait
 from ..graph.nodes import graphs
@@ -79,10 +79,18 @@ def compare(
 ) -> None:
     """Raise `PassError` when `after` differs from `before` by more than `numeric` allows.
 
+    A backward compiled together with its forward arrives here under AOTAutograd's fake mode, which is left for the comparison.
+
     Args:
         inputs: makes a fresh copy of the same real inputs each time it is called.
         numeric: the tier the pass declares.
     """
+    with unset_fake_temporarily():
+        _compare(before, after, inputs, pass_name, numeric)
+
+
+def _compare(before: fx.GraphModule, after: fx.GraphModule, inputs: Callable[[], Sequence[Any]], pass_name: str,
+             numeric: str) -> None:
     expected, wanted = _expected(before, inputs, numeric)
     actual, got = _run(after, inputs())
     if all(_within(a, e, numeric) for a, e in zip(tree_leaves(actual), tree_leaves(expected), strict=True)):

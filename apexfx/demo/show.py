@@ -15,14 +15,14 @@ _WIDTH = 150
 _START = re.compile(r"(\w+): .*_c10d_functional\.all_reduce_\.default\(")
 
 
-def passes(report: Report, say: Callable[[str], None]) -> None:
+def passes(report: Report, log: Callable[[str], None]) -> None:
     """Print what the passes did to the training graph."""
-    say(f"\n{report}")
-    say(f"\n{report.casts().summary}; the rows are in casts.txt")
-    say(f"\n{report.buckets()}")
-    say("\nthe backward graph where it communicates:")
+    log(f"\n{report}")
+    log(f"\n{report.casts().summary}; the rows are in casts.txt")
+    log(f"\n{report.buckets()}")
+    log("\nthe backward graph where it communicates:")
     trained = next(graph.index for graph in report.graphs if graph.training)
-    say(excerpt(report.code(stage="backward", graph=trained)))
+    log(excerpt(report.code(stage="backward", graph=trained)))
 
 
 def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:

@@ -46,7 +46,7 @@ class Options:
 
 @dataclass
 class Result:
-    """How a training went: loss a sample by epoch, share of the test images that came out right, seconds."""
+    """How a training went: loss a sample by epoch, share of the test images classified correctly, seconds."""
 
     name: str
     losses: list[float] = field(default_factory=list)
@@ -55,7 +55,7 @@ class Result:
 
 
 def fit(model: nn.Module, digits: Digits, options: Options, result: Result, *, rank: int = 0, num_ranks: int = 1,
-        device: torch.device | None = None, say: Callable[[str], None] = print) -> None:
+        device: torch.device | None = None, log: Callable[[str], None] = print) -> None:
     """Train `model` and fill `result`; every rank of a process group calls this with its own rank."""
     device = device or torch.device("cpu")
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, weight_decay=_WEIGHT_DECAY)
@@ -75,12 +75,12 @@ def fit(model: nn.Module, digits: Digits, options: Options, result: Result, *, r
         result.losses.append(_mean_over_ranks(torch.stack(losses).mean(), num_ranks))
         result.accuracy = accuracy(model, digits, rank=rank, num_ranks=num_ranks, device=device)
         result.seconds = time.perf_counter() - start
-        say(f"  epoch {epoch + 1:3}/{options.epochs}   loss {result.losses[-1]:.4f}   test accuracy "
+        log(f"  epoch {epoch + 1:3}/{options.epochs}   loss {result.losses[-1]:.4f}   test accuracy "
             f"{100 * result.accuracy:5.1f} %   {result.seconds:5.1f} s")
 
 
 def accuracy(model: nn.Module, digits: Digits, *, rank: int, num_ranks: int, device: torch.device) -> float:
-    """Return the share of the test images that `model` names right; each rank looks at its own share of them."""
+    """Return the share of the test images that `model` classifies correctly; each rank evaluates its share of them."""
     model.eval()
     images, labels = digits.test_images[rank::num_ranks].to(device), digits.test_labels[rank::num_ranks].to(device)
     with torch.no_grad():
@@ -108,7 +108,7 @@ def train_rank(options: Options) -> None:
     device = torch.device("cuda", rank) if options.cuda else torch.device("cpu")
     if options.cuda:
         torch.cuda.set_device(device)
-    say: Callable[[str], None] = _say if rank == 0 else lambda _: None
+    log: Callable[[str], None] = _print_line if rank == 0 else lambda _: None
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     result = Result(f"{options.opt_level}, {ranks}")
     try:
@@ -116,12 +116,12 @@ def train_rank(options: Options) -> None:
         dtype = {} if options.opt_level == "O0" else {"dtype": torch.bfloat16}
         model = transform(initial_model().to(device), opt_level=options.opt_level, sync_bn=True, inner=options.inner,
                           ddp=BucketConfig(message_size=_MESSAGE_SIZE), **dtype)
-        say(f"\n{options.opt_level} with synchronized batch norm and bucketed allreduce on {ranks} of {backend}, inner "
+        log(f"\n{options.opt_level} with synchronized batch norm and bucketed allreduce on {ranks} of {backend}, inner "
             f"compiler {options.inner!r}, {options.global_batch // num_ranks} images a rank and step")
-        fit(model, load_digits(), options, result, rank=rank, num_ranks=num_ranks, device=device, say=say)
-        _check_ranks_agree(model, say)
+        fit(model, load_digits(), options, result, rank=rank, num_ranks=num_ranks, device=device, log=log)
+        _check_ranks_agree(model, log)
         if rank == 0:
-            show.passes(model.report, say)
+            show.passes(model.report, log)
             show.write(model.report, Path(options.out))
             show.write_json(asdict(result), Path(options.out) / "ranks.json")
         dist.barrier()
@@ -132,26 +132,26 @@ def train_rank(options: Options) -> None:
 def train_float32(options: Options) -> Result:
     """Train the same network, from the same parameters on the same batches, in plain eager float32 on this process."""
     result = Result("float32 eager, 1 process")
-    _say("\nthe same training in plain eager float32 on one process")
+    _print_line("\nthe same training in plain eager float32 on one process")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank: images of 64 pixels are too small to share among threads
     try:
-        fit(initial_model(), load_digits(), options, result, say=_say)
+        fit(initial_model(), load_digits(), options, result, log=_print_line)
     finally:
         torch.set_num_threads(threads)
     return result
 
 
-def _check_ranks_agree(model: nn.Module, say: Callable[[str], None]) -> None:
+def _check_ranks_agree(model: nn.Module, log: Callable[[str], None]) -> None:
     for name, parameter in model.named_parameters():
         mine = parameter.detach().clone()
         dist.broadcast(mine, 0)
         if not torch.equal(mine, parameter):
             raise RuntimeError(f"parameter {name!r} differs between rank 0 and rank {dist.get_rank()} after training")
-    say("  parameters are bitwise equal on all ranks")
+    log("  parameters are bitwise equal on all ranks")
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)
 
 

@@ -6,12 +6,10 @@ every rank; a rank that never arrives is named after the timeout.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import time
 from collections.abc import Iterable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -22,7 +20,7 @@ from ..errors import RankMismatchError
 from .watchdog import Watchdog
 
 _NOTHING = "nothing"
-_POLL_S = 0.5  # between two looks for ranks that have failed
+_FIRST_POLL_S, _POLL_S = 0.005, 0.5  # between two looks for other ranks, at first and at most
 
 
 class Label:
@@ -101,7 +99,7 @@ class Agreement:
 
     def _collect(self, store: Any, prefix: str, world: int, what: str) -> list[list[str]]:
         keys = [f"{prefix}/{rank}" for rank in range(world)]
-        deadline = time.monotonic() + self.timeout_s
+        deadline, pause_s = time.monotonic() + self.timeout_s, _FIRST_POLL_S
         while absent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -109,8 +107,8 @@ class Agreement:
                     f"apexfx: after {self.timeout_s:g} s, rank {', '.join(map(str, absent))} of {world} has not arrived "
                     f"to agree on the {what}. It failed, is still compiling, or runs another graph (a copy of a model "
                     "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...).")
-            with contextlib.suppress(RuntimeError):  # not set within these seconds
-                store.wait([keys[absent[0]]], timedelta(seconds=min(left, _POLL_S)))
+            time.sleep(min(left, pause_s))  # not `store.wait`, which prints a warning whenever its time is over
+            pause_s = min(2 * pause_s, _POLL_S)
             if self._watchdog is not None:
                 self._watchdog.look_for_failure()
         return [json.loads(store.get(key)) for key in keys]

@@ -1,6 +1,6 @@
-"""What every pass did, printable at any time.
+"""What every pass did to a model, as data, text and HTML.
 
-Read in this order: `records` (what passes leave behind), `data` (`Report`, which users hold), `text` and `html` (how it shows),
+Read in this order: `records` (the data), `data` (`Report`, the class that users hold), `text` and `html` (its two forms),
 `cast_ledger`, `diff` and `fold_repeats` (parts of both).
 """
 

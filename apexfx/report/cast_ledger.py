@@ -1,4 +1,4 @@
-"""The cast ledger: every dtype change the passes put into the graphs, with the rule and the reason behind it."""
+"""The cast ledger: every cast that the passes put into the graphs, with its rule and reason."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Cast(RemovedCast):
 def remove_cast(casts: list[Cast], graph: int, row: RemovedCast) -> Cast:
     """Remove the cast that `row` names from `casts`, and return it with the reason.
 
-    A cast that the user's code made is in no ledger. Nested graphs may hold nodes of one name; what is cast decides.
+    A cast that the user's code made is not in `casts`. Where nested graphs have nodes of one name, the tensor decides.
     """
     gone = Cast(graph=graph, **vars(row))
     named = [cast for cast in casts if cast.node == gone.node]
@@ -39,7 +39,7 @@ def remove_cast(casts: list[Cast], graph: int, row: RemovedCast) -> Cast:
 
 @dataclass(frozen=True)
 class CastKind:
-    """Casts that differ only in what they cast: how many, and their bytes and tensors together."""
+    """Casts of one op, rule, pair of dtypes and reason: how many, the bytes they write a step, and which tensors."""
 
     number: int
     op: str
@@ -105,14 +105,14 @@ class CastLedger(Sequence[Cast]):
         headers = ("casts", "op", "rule", "dtypes", "bytes a step", "tensors", "reason")
         return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True,
                                               colalign=("right", "left", "left", "left", "right"),
-                                              maxcolwidths=[None, 28, None, None, None, 36, 48])
+                                              maxcolwidths=[None, 34, None, None, None, 52, 48])
 
     __repr__ = __str__
 
 
 def _where(members: Sequence[Cast], most: int = 2) -> str:
     kinds = [text for _, text in fold(member.tensor for member in members)]
-    return ", ".join(kinds[:most]) + (f", {len(kinds) - most} more kinds" if len(kinds) > most else "")
+    return ", ".join(kinds[:most]) + (f" and {len(kinds) - most} more" if len(kinds) > most else "")
 
 
 def _count(number: int, noun: str) -> str:

@@ -22,7 +22,7 @@ NO_GRAPH = "apexfx: there is no graph yet; call the model once, or model.capture
 
 
 class Text(str):
-    """Text that shows itself in an interactive session, line breaks and all."""
+    """Text whose `repr` is the text itself, so that an interactive session shows its line breaks."""
 
     __slots__ = ()
 
@@ -41,23 +41,23 @@ class Report:
         self.config = config
         self.graphs: list[GraphReport] = []
         self.notes: list[str] = []
-        self.warned: set[str] = set()  # what the log has said of `unmatched()` and `uncovered()`
+        self.warned: set[str] = set()  # lines of `unmatched()` and `uncovered()` that have been logged
 
     def add(self, graph: GraphReport) -> None:
         """Add the record of a graph that was captured."""
         self.graphs.append(graph)
 
     def note(self, message: str) -> None:
-        """Keep a remark that belongs to the model rather than to one pass; said once."""
+        """Keep a remark about the model rather than about one pass; the same remark once."""
         if message not in self.notes:
             self.notes.append(message)
 
     def uncovered(self) -> list[str]:
-        """Return what is to be said of the keys of `precision=` that cover nothing in any graph."""
+        """Return a sentence for each key of `precision=` that covers nothing in any graph."""
         return records.uncovered(self.graphs)
 
     def unmatched(self) -> dict[str, str]:
-        """Return the passes that rewrote no graph although that is a surprise, and why."""
+        """Return the names of the passes that were expected to rewrite a graph and rewrote none, each with the reason."""
         return records.unmatched(self.graphs)
 
     @property
@@ -97,10 +97,10 @@ class Report:
             return record.captured
         if after is None:
             return record.passes[-1].code
-        return _find(record.passes, after, f" on the {stage} graph").code
+        return _find(record.passes, after, f" on the {stage} graph", "; after='captured' is the graph before them").code
 
     def diff(self, pass_name: str, *, graph: int = 0, colour: bool | None = None) -> Text:
-        """Return what a pass changed in a graph, as a unified diff of its Python.
+        """Return what a pass changed in a graph, as a unified diff of the graph's Python.
 
         Args:
             pass_name: as the table names it.

@@ -1,7 +1,7 @@
 """Compare two texts line by line in near-linear time.
 
 `difflib` alone takes minutes for graphs of thousands of nodes, whose lines repeat. Lines that occur once on either side
-are anchors (patience diff, Bram Cohen 2010); difflib only sees the short stretches between them.
+are anchors (patience diff, Bram Cohen 2010); difflib compares only the short stretches between them.
 """
 
 from __future__ import annotations

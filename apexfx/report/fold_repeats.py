@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
-# A dotted path such as "layer1.0.conv2", or the one that a line opens with; its parts may end in a number. Elsewhere
+# A dotted path such as "layer1.0.conv2", or the one that a line begins with: its parts may end in a number. Elsewhere
 # only a number that stands alone counts: "bf16" and "conv2d" are names.
 _PATH = r"(?<![\w.])(?:(?!torch\.|aten\.|apexfx\.)[A-Za-z_]\w*(?:\.\w+)+|^[A-Za-z_]\w*(?=:))"
 _NUMBER = r"(?<![A-Za-z0-9])\d+(?![A-Za-z0-9])"

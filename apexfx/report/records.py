@@ -1,4 +1,4 @@
-"""What passes leave for the report, as data: one `GraphReport` a captured graph, of stages, of passes, of matches."""
+"""The data of a report: a `GraphReport` for each captured graph, which holds stages, which hold passes and their matches."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Match:
 
 @dataclass(kw_only=True)
 class Artifacts:
-    """What a pass keeps beside its matches; None for what it does not keep.
+    """What a pass reports beside its matches; None for what it does not report.
 
     Attributes:
         casts: the rows of the cast ledger.
-        uncovered: key of `precision=` -> what is to be said of it, of those that cover nothing in the graph.
+        uncovered: for each key of `precision=` that covers nothing in the graph, a sentence.
         remarks: warnings about the graph.
         removed_casts: the casts that the pass took out.
         plan: the bucket plan of the graph.
-        schedule: what lies between the start and the wait of each collective.
-        own: what a user's pass keeps, as JSON-able values.
+        schedule: the work between the start and the wait of each collective.
+        own: what a user's pass reports, as JSON-able values.
     """
 
     casts: list[CastRow] | None = None
@@ -50,7 +50,7 @@ class Artifacts:
         return sum(row.bytes for row in self.removed_casts or ())
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is kept as JSON-able values; `from_json` is its inverse."""
+        """Return the artifacts as JSON-able values; `from_json` is the inverse."""
         kept = {name: given for name, given in vars(self).items() if given is not None and name != "own"}
         for name in {"casts", "removed_casts", "schedule"} & kept.keys():
             kept[name] = [asdict(row) for row in kept[name]]
@@ -82,11 +82,11 @@ class PassReport:
 
     Attributes:
         matches: what was rewritten, one `Match` a place.
-        added, removed: how many of each op the pass put in and took out.
+        added, removed: op name -> how many the pass put in or took out.
         ms: milliseconds spent in the pass itself.
         code: the graph after the pass, as runnable Python.
-        artifacts: what the pass keeps beside its matches.
-        warning: why nothing matched in this graph, where that is a surprise.
+        artifacts: what the pass reports beside its matches.
+        warning: why nothing matched in this graph, where a match was expected; else None.
     """
 
     name: str
@@ -110,7 +110,7 @@ class StageReport:
     Attributes:
         captured: the graph before the first pass, as runnable Python.
         lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when that came from a cache.
-        from_cache: no pass ran in this process: this is the record kept beside the compile cache's entry.
+        from_cache: no pass ran in this process; the record was read from beside the compile cache's entry.
     """
 
     stage: str
@@ -156,15 +156,15 @@ def runs(graphs: Iterable[GraphReport]) -> Iterator[tuple[GraphReport, StageRepo
 
 
 def unmatched(graphs: Iterable[GraphReport]) -> dict[str, str]:
-    """Return the passes that rewrote no graph although that is a surprise, and why."""
+    """Return the names of the passes that were expected to rewrite a graph and rewrote none, each with the reason."""
     entries = [entry for _, _, entry in runs(graphs)]
     matched = {entry.name for entry in entries if entry.matches}
-    # Reversed, so that the first graph's reason is the one that stays.
+    # Reversed, so that the first graph's reason stays.
     return {entry.name: entry.warning for entry in reversed(entries) if entry.warning and entry.name not in matched}
 
 
 def uncovered(graphs: Iterable[GraphReport]) -> list[str]:
-    """Return what is to be said of the keys of `precision=` that cover nothing in any graph."""
+    """Return a sentence for each key of `precision=` that covers nothing in any graph."""
     found = [entry.artifacts.uncovered or {} for graph in graphs for entry in graph.forward.passes
              if entry.artifacts.casts is not None]
     return [text for key, text in found[0].items() if all(key in others for others in found)] if found else []

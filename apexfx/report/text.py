@@ -12,8 +12,8 @@ from ..graph.printing import shorten_hashes
 from .fold_repeats import fold
 from .records import GraphReport, Match, runs, uncovered, unmatched
 
-_MAX_OPS = 4  # kinds of ops shown a row
-_MAX_PLACES = 5  # kinds of places shown a pass
+_MAX_OPS = 4  # shown in a row
+_MAX_PLACES = 5  # lines for a pass
 _MANY_GRAPHS = 4  # beyond this, rows in which nothing happened are left out
 
 
@@ -21,7 +21,7 @@ def report_text(config: dict[str, Any], graphs: Sequence[GraphReport], notes: Se
     """Return the whole text, or what to do where nothing was captured yet."""
     if not graphs:
         return "\n".join([f"apexfx report ({options_text(config)}): no graph yet; call the model once, or "
-                          "model.capture(*inputs)", *(f"note: {note}" for note in notes)])
+                          "model.capture(*inputs)", *_note_lines(notes)])
     rows, left_out, num_runs, ms = [], 0, 0, 0.0
     for graph, stage, entry in runs(graphs):
         num_runs += 1
@@ -48,7 +48,7 @@ def ops_text(added: Counter[str], removed: Counter[str]) -> str:
         common = Counter(ops).most_common()
         lines += [f"{sign} {number} {op}" for op, number in common[:_MAX_OPS]]
         if rest := common[_MAX_OPS:]:
-            lines.append(f"{sign} {sum(number for _, number in rest)} of {len(rest)} more kinds")
+            lines.append(f"{sign} {sum(number for _, number in rest)} of {len(rest)} other ops")
     return "\n".join(lines) or "-"
 
 
@@ -80,16 +80,15 @@ def _places_lines(graphs: Sequence[GraphReport]) -> list[str]:
     lines = []
     for name, matches in by_pass.items():
         folded = places(matches)
-        shown = _MAX_PLACES + (len(folded) == _MAX_PLACES + 1)  # a line that says "one more" would take its place
+        shown = _MAX_PLACES + (len(folded) == _MAX_PLACES + 1)  # rather than a line that says "1 more"
         lines += ["", f"{name} rewrote"] + [f"{number:6} x {text}" for number, text in folded[:shown]]
         if rest := folded[shown:]:
-            lines.append(f"{sum(number for number, _ in rest):6} x at {len(rest)} more kinds of places: "
-                         f"report.matches({name!r})")
+            lines.append(f"{sum(number for number, _ in rest):6} x in {len(rest)} more lines of report.matches({name!r})")
     return lines
 
 
 def remarks(graphs: Sequence[GraphReport], notes: Sequence[str]) -> list[str]:
-    """Return warnings, where a backward came from, and notes, after an empty line; or nothing."""
+    """Return warnings, remarks about graphs, and notes, after an empty line; nothing where there are none."""
     lines = [f"warning: {name} rewrote nothing: {why}" for name, why in unmatched(graphs).items()]
     lines += [f"warning: {text}" for text in uncovered(graphs)]
     for graph in graphs:
@@ -98,8 +97,12 @@ def remarks(graphs: Sequence[GraphReport], notes: Sequence[str]) -> list[str]:
         if graph.local:
             lines.append(f"graph {graph.index}: the variant without allreduce, for no_sync() and the backward that ends it")
         lines += _backward_remark(graph)
-    lines += [f"note: {note}" for note in notes]
+    lines += _note_lines(notes)
     return ["", *lines] if lines else []
+
+
+def _note_lines(notes: Sequence[str]) -> list[str]:
+    return [f"note: {note.removeprefix('apexfx: ')}" for note in notes]
 
 
 def _backward_remark(graph: GraphReport) -> list[str]:

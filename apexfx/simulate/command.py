@@ -1,4 +1,4 @@
-"""The command `python -m apexfx simulate`: its options, and its text: a table over numbers of ranks, and pictures of the step."""
+"""The command `python -m apexfx simulate`: its options, and its text: a table by number of ranks, and the timeline of each."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--batch", type=_positive(int), metavar="N", help="on one rank (default: the model's own)")
     parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16",
-                        help="of compute and of gradients on the wire (default: %(default)s)")
+                        help="of compute and of the gradients that are sent (default: %(default)s)")
     parser.add_argument("--sync-bn", action="store_true", help="synchronize every batch norm")
     parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam",
                         help="fused; what it reads and writes counts (default: %(default)s)")
     parser.add_argument("--device", choices=DEVICES, default="h100",
-                        help="on which ops are priced by their shapes (default: %(default)s)")
+                        help="whose data sheet gives the times of ops, by their shapes (default: %(default)s)")
     parser.add_argument("--measured", action="store_true",
                         help="run the model here, in float32 with SGD, and take the times from that instead")
     parser.add_argument("--network", choices=PRESETS, default="nvlink4+ib400",
@@ -84,7 +84,7 @@ def _positive(kind: type) -> Any:
 
 
 def text(given: argparse.Namespace) -> str:
-    """Return what to print; write the files asked for.
+    """Return what to print, and write the files asked for.
 
     Raises:
         ValueError: options that do not fit each other, or a model that cannot be found or run.

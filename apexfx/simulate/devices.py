@@ -1,4 +1,4 @@
-"""What an op takes on a device, from shapes alone: its flops, the bytes it moves, and the slower of the two in seconds."""
+"""Estimate the seconds of an op on a device from shapes: by its flops or by the bytes it moves, whichever takes longer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FREE = (_ATEN.empty, _ATEN.empty_like, _ATEN.empty_strided, _ATEN.new_empty, _A
 
 @dataclass(frozen=True)
 class Device:
-    """What a device can do at best, and what share of it programs reach.
+    """Peak rates of a device, and the share of them that programs reach.
 
     Attributes:
         flops_per_s: of dense matrix products, by dtype; another dtype counts as float32.

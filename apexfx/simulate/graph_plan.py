@@ -1,4 +1,4 @@
-"""The bucket plan of the graph executor for any number of ranks: a capture in a fake world, where nothing is sent."""
+"""The bucket plan of the graph executor for any number of ranks: a capture in a fake process group, where nothing is sent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ..config import BucketConfig
 
 
 @contextmanager
-def fake_world(num_ranks: int) -> Iterator[None]:
-    """Make this process rank 0 of `num_ranks`, all others being nobody: collectives return at once.
+def fake_process_group(num_ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of a fake group of `num_ranks`, whose collectives return at once.
 
     Raises:
         RuntimeError: there is a process group already.
     """
     if dist.is_initialized():
-        raise RuntimeError(f"apexfx: a fake world of {num_ranks} ranks was asked for in a process that has a process group; run "
-                           "it in a process of its own")
+        raise RuntimeError(f"apexfx: a fake process group of {num_ranks} ranks was asked for in a process that has a "
+                           "process group; run it in another process")
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=num_ranks)
     try:
         yield
@@ -46,7 +46,7 @@ def graph_plan(model: nn.Module, inputs: Any, config: BucketConfig, num_ranks: i
     def moved(x: Any) -> Any:
         return x.to(device) if isinstance(x, Tensor) else x
 
-    with fake_world(num_ranks):
+    with fake_process_group(num_ranks):
         options = {"opt_level": "O0"} if dtype == torch.float32 else {"opt_level": "O3", "dtype": dtype}
         graph = transform(model.to(device).train(), inner="eager", ddp=config, **options)
         inputs = tree_map(moved, inputs)

@@ -1,4 +1,4 @@
-"""Models by name for the simulator: the three that are checked against measurements, and public ones by their shapes."""
+"""Models by name for the simulator: three that `benchmarks/simulate.py` compares with measurements, and four public ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long an allreduce takes: the alpha-beta model over a hierarchy of links, in closed form.
+"""How long an allreduce takes: the alpha-beta model of a hierarchy of links, in closed form.
 
 With p ranks, n bytes a rank, latency a of one message and bandwidth B of one rank's link:
 
@@ -24,7 +24,7 @@ class Link:
 
     Attributes:
         latency_s: seconds from one rank's send to another's receive of an empty message.
-        bytes_per_s: in one direction, for one rank while all the ranks that share the wire send.
+        bytes_per_s: in one direction, for one rank while all the ranks that share the link send.
     """
 
     latency_s: float

@@ -1,7 +1,7 @@
-"""A training step of one rank without communication, in segments: priced from shapes, or measured.
+"""A training step of one rank without communication, in segments: estimated from shapes, or measured.
 
-A segment of backward ends where a gradient is ready, so that a bucket plan can be laid over the segments. One ends at every
-synchronized batch norm too: there it communicates.
+A segment of backward ends where a gradient is ready, so that buckets can start between segments. One also ends at every
+synchronized batch norm, which communicates there.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Profile:
         forward, backward: in order.
         optimizer_s: seconds of the optimizer step.
         gradients: what a bucket plan needs to know of each, in the order in which they are ready.
-        source: how the seconds came about.
+        source: in words, where the seconds come from.
     """
 
     forward: tuple[Segment, ...]
@@ -81,7 +81,7 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
              optimizer_passes: int = 7) -> Profile:
     """Return the profile of a training step of `model` on `device`, from shapes alone.
 
-    The model runs on the meta device, where nothing is computed; every op is priced by `Device.seconds`.
+    The model runs on the meta device, where nothing is computed; every op takes what `Device.seconds` estimates.
 
     Args:
         model: moved to the meta device for good; pass a copy of one that is still needed.
@@ -113,14 +113,14 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
 
 def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False,
              lr: float = 1e-3) -> Profile:
-    """Return the profile of `model` with SGD as it runs here and now: medians over `steps` steps. It trains the model."""
+    """Return the profile of `model` with SGD on this machine: medians over `steps` steps. It trains the model."""
     take = sampler(model, inputs, sync_bn=sync_bn, lr=lr)
     samples = [take() for _ in range(warmup + steps)][warmup:]
     return combine(samples, f"measured, {steps} steps")
 
 
 def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False, lr: float = 1e-3) -> Callable[[], Profile]:
-    """Return a function that runs one training step and returns its profile, so that steps can take turns with others."""
+    """Return a function that runs one training step and returns its profile, for measurements that take turns."""
     model.train()
     optimizer = torch.optim.SGD(model.parameters(), lr)
     on_cuda = any(p.is_cuda for p in model.parameters())
@@ -156,7 +156,7 @@ def combine(samples: Sequence[Profile], source: str) -> Profile:
 
 def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: bool,
          begin: float | None = None) -> tuple[tuple[Segment, ...], tuple[Segment, ...], tuple[GradientSpec, ...]]:
-    """Run forward and backward; return the segments of both, and the gradients in the order in which they come."""
+    """Run forward and backward; return the segments of both, and the gradients in the order in which they are ready."""
     recorder = _SegmentRecorder(clock, clock() if begin is None else begin)
     names = {p: n for n, p in model.named_parameters() if p.requires_grad}
     gradients: list[GradientSpec] = []
@@ -164,7 +164,7 @@ def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: boo
     def on_gradient(p: Tensor) -> None:
         name = names[p]
         if p.grad is not None and p.grad.layout != torch.strided:
-            raise ValueError(f"apexfx: the gradient of {name!r} is {p.grad.layout}; only dense gradients travel in buckets")
+            raise ValueError(f"apexfx: the gradient of {name!r} is {p.grad.layout}; only dense gradients can be put into buckets")
         recorder.end_segment(name, (name,))
         gradients.append(GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, torch.device(p.device.type),
                                       dim_order(p.shape, p.stride())))
@@ -187,7 +187,7 @@ def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: boo
 
 
 class _SegmentRecorder:
-    """Splits a pass into segments at the moments that hooks tell it of."""
+    """Splits forward or backward into segments, which hooks end."""
 
     def __init__(self, clock: Callable[[], float], begin: float) -> None:
         self.clock, self.begin = clock, begin
@@ -218,7 +218,7 @@ def _sync_hooks(name: str, module: nn.Module, recorder: _SegmentRecorder) -> lis
 
 
 class _OpClock(TorchDispatchMode):
-    """Adds up what every op would take: `now`, in seconds."""
+    """Adds up the estimated seconds of every op in `now`."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()

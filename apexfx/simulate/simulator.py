@@ -1,9 +1,9 @@
-"""Predict a data-parallel training step on any number of ranks: the bucket plan, laid over a profile, on a network.
+"""Predict a data-parallel training step on any number of ranks, from a bucket plan, a profile and a network.
 
-What the eager executor does, in its order: a bucket is filled and started when its last gradient is ready and all earlier
-ones are started, the last one at the end of backward; the ranks' status travels behind the last one's gradients, or after it;
-after backward every bucket is waited for, then all results are written back; then the optimizer runs. A synchronized batch norm
-waits for its statistics on the spot. `simulate` writes that down as a program and runs it on paper (`timeline.py`).
+The program follows the eager executor: a bucket is filled and started when its last gradient is ready and all earlier ones are
+started, the last one at the end of backward. After backward every bucket is waited for, then all results are written back, then
+the optimizer runs. The ranks' step records, sent behind the last bucket, are left out. A synchronized batch norm waits for its
+statistics at once. `simulate` writes this down as a program, and `timeline.py` runs it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BUCKETS, _STATISTICS = 0, 1  # channels: buckets follow each other, statistics 
 
 @dataclass(frozen=True)
 class LinearCost:
-    """Seconds of work on a bucket: `fixed_s` each time, `tensor_s` a gradient, `byte_s` a byte of the bucket."""
+    """Seconds of work on a bucket: `fixed_s`, plus `tensor_s` for each gradient and `byte_s` for each byte."""
 
     fixed_s: float = 0.0
     tensor_s: float = 0.0
@@ -37,13 +37,14 @@ class LinearCost:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the executor itself takes, and how compute and communication slow each other.
+    """The executor's own costs, and how compute and communication slow each other.
 
     Attributes:
-        gradient_s: of the hook that every gradient calls.
-        fill, write: of a bucket: laying gradients out and starting the allreduce; copying results back.
-        per_step_s: once a step, after backward.
-        compute_rate, wire_rate: see `timeline.run`; 1 and 1 where communication needs no processor.
+        gradient_s: seconds of the hook that runs for every gradient.
+        fill: of a bucket: copying its gradients in and starting the allreduce.
+        write: of a bucket: copying its results back.
+        per_step_s: seconds once a step, after backward.
+        compute_rate, network_rate: see `timeline.run`; both 1 where communication needs no processor.
     """
 
     gradient_s: float = 0.0
@@ -51,18 +52,27 @@ class Costs:
     write: LinearCost = LinearCost()
     per_step_s: float = 0.0
     compute_rate: float = 1.0
-    wire_rate: float = 1.0
+    network_rate: float = 1.0
 
     @classmethod
     def on(cls, device: Device) -> Costs:
-        """Return estimates for a device: a bucket is one launch (`cat`, `_foreach_copy_`) that reads and writes every byte."""
+        """Return estimates for a device: one launch a bucket (`cat`, `_foreach_copy_`), which reads and writes every byte."""
         copy = LinearCost(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
         return cls(fill=copy, write=copy)
 
 
 @dataclass(frozen=True)
 class BucketRow:
-    """One bucket in time, in seconds from the start of the step: filled and started, first and last on the wire."""
+    """When one bucket is communicated, in seconds from the start of the step.
+
+    Attributes:
+        index: in the plan.
+        first, last: names of its first and last parameter.
+        num_bytes: of the bucket.
+        start_s: when it is filled and handed to its channel.
+        begin_s, end_s: of its allreduce, which earlier ones may hold up.
+        alone_s: seconds that the allreduce takes with the network to itself.
+    """
 
     index: int
     first: str
@@ -83,7 +93,7 @@ class Prediction:
         step_s: of the whole step.
         compute_s: forward, backward and optimizer, on one rank alone.
         bookkeeping_s: fill, write back and hooks.
-        communication_s: of all collectives, each alone on the wire.
+        communication_s: of all collectives, each as if it had the network to itself.
         exposed_s: what communication adds to the step: waiting, and compute that it slows down.
         sync_tax_s: what synchronized batch norms add to the step.
         buckets: one row an allreduce.
@@ -104,7 +114,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """Share of the step in which a rank gets on as if it were alone."""
+        """`compute_s` / `step_s`: 1.0 where communication costs nothing."""
         return self.compute_s / self.step_s if self.step_s else 1.0
 
     def to_json(self) -> dict[str, Any]:
@@ -116,7 +126,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class BucketChoice:
-    """One bucket size tried: `message_size` elements, MiB of it, buckets and the step it gives."""
+    """One bucket size that `best_bucket` tried.
+
+    Attributes:
+        message_size: elements at which a bucket closes.
+        mib: the same in MiB of the widest gradient dtype.
+        num_buckets, step_s: what it gives.
+    """
 
     message_size: int
     mib: float
@@ -147,7 +163,7 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
     costs = costs or Costs()
     plan = plan or plan_for(profile, config or BucketConfig(), num_ranks)
     plan.check([spec for spec in profile.gradients if spec.numel])
-    rates = {"compute_rate": costs.compute_rate, "wire_rate": costs.wire_rate}
+    rates = {"compute_rate": costs.compute_rate, "network_rate": costs.network_rate}
     program = _program(profile, network, num_ranks, plan, costs)
     timeline = run(program, **rates)
     step_s, tax = timeline.seconds, 0.0
@@ -199,9 +215,9 @@ def _rows(plan: BucketPlan, timeline: Timeline, alone: dict[str, float]) -> list
     sent = {event.name: event for event in timeline.track("communication")}
     rows = []
     for index, bucket in enumerate(plan.buckets):
-        wire = sent[f"bucket {index}"]
-        rows.append(BucketRow(index, bucket.parameters[0], bucket.parameters[-1], bucket.total_bytes, wire.started, wire.begin,
-                              wire.end, alone[wire.name]))
+        allreduce = sent[f"bucket {index}"]
+        rows.append(BucketRow(index, bucket.parameters[0], bucket.parameters[-1], bucket.total_bytes, allreduce.started,
+                              allreduce.begin, allreduce.end, alone[allreduce.name]))
     return rows
 
 

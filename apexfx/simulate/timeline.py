@@ -1,8 +1,8 @@
-"""Run a rank's program on paper: one stream of compute, channels that carry collectives in the order they were started.
+"""Simulate a rank's program: one stream of compute, and channels that run collectives in the order they were started.
 
-A program is a list of `Work` (the compute stream is busy), `Start` (hand a collective to a channel, which takes no time)
-and `Wait` (until a collective is done). Every rank runs the same one, so that it is enough to follow one rank. Seconds may be
-floats or exact fractions.
+A program is a list of `Work` (the compute stream is busy), `Start` (a collective is queued on a channel, which takes no time)
+and `Wait` (until a collective is done). Every rank runs the same program at the same time, so one rank is simulated. Seconds may
+be floats or exact fractions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TRACKS = ("compute", "communication")
 
 @dataclass(frozen=True)
 class Work:
-    """`seconds` of compute when nothing is on the wire; `kind` is "forward", "backward", "fill", ..."""
+    """`seconds` of compute when nothing is communicated; `kind` is "forward", "backward", "fill", ..."""
 
     name: str
     seconds: Any
@@ -28,7 +28,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Start:
-    """A collective that takes `seconds` alone on the wire, behind those already on its channel."""
+    """A collective that takes `seconds` with the network to itself, behind those already on its channel."""
 
     name: str
     seconds: Any
@@ -38,7 +38,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Wait:
-    """Until the collective called `name` is done."""
+    """Idle until the collective called `name` is done."""
 
     name: str
 
@@ -48,7 +48,7 @@ Task = Work | Start | Wait
 
 @dataclass(frozen=True)
 class Event:
-    """A span of one track: kind "wait" on the compute track is idle time; `started` is when a collective was handed over."""
+    """A span of one track: kind "wait" on the compute track is idle time; `started` is when a collective was queued."""
 
     track: str
     name: str
@@ -61,6 +61,7 @@ class Event:
 
     @property
     def seconds(self) -> Any:
+        """Length of the span."""
         return self.end - self.begin
 
 
@@ -80,6 +81,7 @@ class Timeline:
 
     @property
     def seconds(self) -> Any:
+        """Length of the step: when the last event ends."""
         return max((event.end for event in self.events), default=0)
 
     def track(self, name: str) -> list[Event]:
@@ -104,7 +106,7 @@ class Timeline:
         return data
 
     def picture(self, width: int = 96, seconds: float | None = None) -> str:
-        """Return two lines of text: what computes, and what is on the wire.
+        """Return two lines of text: what is computed, and what is communicated.
 
         Args:
             width: characters for `seconds`.
@@ -118,7 +120,7 @@ class Timeline:
         return "\n".join(lines)
 
 
-LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits for the wire  0-9 bucket on the wire (last digit)"
+LEGEND = ("░ forward  █ backward  = fill, write back  ▒ optimizer  · waits  0-9 bucket in its allreduce (last digit)"
           "  s statistics")
 _MARKS = {"forward": "░", "backward": "█", "fill": "=", "write": "=", "optimizer": "▒", "wait": "·"}
 
@@ -143,32 +145,32 @@ def _mark(event: Event) -> str:
     return number[-1] if kind == "bucket" else "s"
 
 
-def run(program: Sequence[Task], *, compute_rate: Any = 1, wire_rate: Any = 1) -> Timeline:
+def run(program: Sequence[Task], *, compute_rate: Any = 1, network_rate: Any = 1) -> Timeline:
     """Return the timeline of `program`.
 
     Args:
-        compute_rate: share of its speed that compute keeps while something is on the wire.
-        wire_rate: share of their speed that collectives keep while something computes. Collectives of several channels share
-            the wire equally besides.
+        compute_rate: share of its speed that compute keeps during a collective.
+        network_rate: share of their speed that collectives keep while something computes. Collectives of several channels share
+            the network equally besides.
 
     Raises:
         ValueError: a wait for what was not started, or a rate that is not in (0, 1].
     """
-    for name, rate in (("compute_rate", compute_rate), ("wire_rate", wire_rate)):
+    for name, rate in (("compute_rate", compute_rate), ("network_rate", network_rate)):
         if not 0 < rate <= 1:
             raise ValueError(f"apexfx: {name}={rate!r} was given, expected a number above 0 and at most 1")
-    machine = _Machine(compute_rate, wire_rate)
+    simulation = _Simulation(compute_rate, network_rate)
     for task in program:
-        machine.step(task)
-    machine.drain()
-    return machine.timeline
+        simulation.step(task)
+    simulation.drain()
+    return simulation.timeline
 
 
-class _Machine:
-    """The state of compute and wire; time moves from one moment at which anything changes to the next."""
+class _Simulation:
+    """The state of compute and network; time moves from one moment at which anything changes to the next."""
 
-    def __init__(self, compute_rate: Any, wire_rate: Any) -> None:
-        self.compute_rate, self.wire_rate = compute_rate, wire_rate
+    def __init__(self, compute_rate: Any, network_rate: Any) -> None:
+        self.compute_rate, self.network_rate = compute_rate, network_rate
         self.now: Any = 0
         self.channels: dict[int, deque[_Collective]] = {}
         self.pending: set[str] = set()
@@ -189,9 +191,9 @@ class _Machine:
             left = task.seconds
             while left > 0:
                 rate = self.compute_rate if self._active() else 1
-                seconds = min([left / rate, *self._ends(self.wire_rate)])
+                seconds = min([left / rate, *self._ends(self.network_rate)])
                 left = 0 if seconds == left / rate else left - seconds * rate
-                self._advance(seconds, self.wire_rate)
+                self._advance(seconds, self.network_rate)
             kind = task.kind
         else:
             if task.name not in self.known:

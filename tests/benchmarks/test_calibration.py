@@ -40,7 +40,7 @@ def test_two_ranks_calibrate_and_predict(rank, world_size):
     costs = calibration.costs("cnn", profile.compute_s)
     assert [num_bytes for num_bytes, _ in network.samples] == list(SIZES)
     assert all(seconds > 0 for _, seconds in network.samples)
-    assert 0 < costs.compute_rate <= 1 and 0 < costs.wire_rate <= 1
+    assert 0 < costs.compute_rate <= 1 and 0 < costs.network_rate <= 1
     assert costs.fill.byte_s > 0 and costs.write.byte_s > 0 and costs.fill.fixed_s > 0
 
     config = BucketConfig(message_size=30_000)

@@ -11,7 +11,7 @@ from torch import nn
 
 import apexfx
 from apexfx.compiler.model_index import ModelIndex, text_name
-from apexfx.simulate.graph_plan import fake_world
+from apexfx.simulate.graph_plan import fake_process_group
 
 
 class Holder:
@@ -119,7 +119,7 @@ class Norms(nn.Module):
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("eager", [False, True])
 def test_batch_norms_called_through_a_list_are_synchronized_or_named(eager, momentum, caplog):
-    with fake_world(2):
+    with fake_process_group(2):
         model = apexfx.transform(Norms(eager, momentum), opt_level="O0", inner="eager", sync_bn=True)
         for _ in range(2):
             model(torch.randn(4, 3))

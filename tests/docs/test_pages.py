@@ -27,6 +27,14 @@ def test_what_the_page_links_to_is_there(page):
         assert (pages.ROOT / page).parent.joinpath(target).exists(), target
 
 
+def test_the_messages_in_the_table_are_those_of_the_code():
+    [table] = re.findall(r"<!-- messages -->\n((?:\|.*\n)+)", (pages.ROOT / "docs/parallel.md").read_text())
+    code = "".join(path.read_text() for path in (pages.ROOT / "apexfx").rglob("*.py"))
+    code = re.sub(r'"\n\s*f?"', "", code)  # a string that goes on in the next line
+    messages = [text for row in table.splitlines()[2:] for text in re.findall('"(.*?)"', row.split(" | ")[1])]
+    assert messages and [text for text in messages if text not in code] == []
+
+
 def test_the_map_is_the_contract_that_lint_checks():
     [contract] = re.findall(r"^layers = \[\n(.*?)^\]", (pages.ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     [map_] = re.findall(r"## The map\n.*?```text\n(.*?)```", (pages.ROOT / "docs/architecture.md").read_text(), re.DOTALL)

@@ -137,8 +137,8 @@ def test_a_pass_without_matches_warns_below_the_table():
 
     report = make_report(Softsign(), Again())
     assert "warning: again rewrote nothing: the graph has no tanh" in str(report)
-    report.note("a remark")
-    report.note("a remark")
+    report.note("apexfx: a remark")
+    report.note("apexfx: a remark")
     assert str(report).count("note: a remark") == 1
 
 

@@ -1,4 +1,4 @@
-"""`python -m apexfx simulate`: every model runs on paper, and mistakes are named."""
+"""`python -m apexfx simulate`: every model can be predicted, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from apexfx.__main__ import main
 from apexfx.config import BucketConfig
 from apexfx.simulate.devices import DEVICES
-from apexfx.simulate.graph_plan import fake_world
+from apexfx.simulate.graph_plan import fake_process_group
 from apexfx.simulate.models import MODELS, load
 from apexfx.simulate.network import PRESETS
 from apexfx.simulate.profile import analytic
@@ -68,7 +68,7 @@ def test_the_buckets_of_the_graph(capsys, tmp_path, dtype):
     for file, more in zip(files, ((), ("--graph",))):
         assert run(capsys, "--model", "cnn", "--ranks", "8,4096", "--bucket-mib", "0.05", "--dtype", dtype, "--json", file,
                    *more)[0] == 0
-    assert not dist.is_initialized(), "the fake world is gone"
+    assert not dist.is_initialized(), "the fake process group is gone"
     eager, graph = (json.loads(Path(file).read_text())["rows"] for file in files)
     for a, b in zip(eager, graph):
         assert [bucket["num_bytes"] for bucket in a["buckets"]] == [bucket["num_bytes"] for bucket in b["buckets"]]
@@ -76,10 +76,10 @@ def test_the_buckets_of_the_graph(capsys, tmp_path, dtype):
         assert b["communication_s"] == pytest.approx(a["communication_s"])
 
 
-def test_a_fake_world_needs_a_process_without_a_group():
-    with fake_world(4):
+def test_a_fake_process_group_needs_a_process_without_one():
+    with fake_process_group(4):
         assert dist.get_world_size() == 4
-        with pytest.raises(RuntimeError, match="fake world of 2 ranks was asked for"), fake_world(2):
+        with pytest.raises(RuntimeError, match="fake process group of 2 ranks was asked for"), fake_process_group(2):
             pass
     assert not dist.is_initialized()
 

@@ -1,4 +1,4 @@
-"""Predicted steps: by hand, against what the library issues in a fake world of many ranks, and what holds for all of them."""
+"""Predicted steps: by hand, against what the library issues in a fake process group, and what holds for all of them."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from apexfx.testing import tolerance
 
 CPU = torch.device("cpu")
 CLOSE = {"rel": tolerance(torch.float64)["rtol"], "abs": tolerance(torch.float64)["atol"]}
-WIRE = Network((Level(Link(0.0, 4.0)),))  # two ranks: n bytes take n / 4 seconds
+NETWORK = Network((Level(Link(0.0, 4.0)),))  # two ranks: n bytes take n / 4 seconds
 DEVICE = DEVICES["a100"]
 
 
 def profile_of(seconds, *, forward=1.0, optimizer=0.0, numel=4, sync_bytes=0):
-    """Backward segments of so many seconds, each ending in a gradient of `numel` elements (4 s of wire for 16 bytes)."""
+    """Backward segments of so many seconds, each ending in a gradient of `numel` elements (4 s of network for 16 bytes)."""
     specs = tuple(GradientSpec(f"p{i}", (numel,), torch.float32, torch.float32, CPU) for i in range(len(seconds)))
     segments = tuple(Segment(f"p{i}", float(s), (f"p{i}",), sync_bytes) for i, s in enumerate(seconds))
     return Profile((Segment("f", forward),), segments, optimizer, specs)
 
 
 @pytest.fixture
-def fake_world():
+def fake_group():
     def start(num_ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
 
@@ -49,27 +49,27 @@ def fake_world():
 
 
 def test_a_step_by_hand():
-    made = simulate(profile_of([2, 5, 1], optimizer=0.5), WIRE, 2, BucketConfig(message_size=4))
-    # Forward 0-1. p0 is there at 3 and travels 3-7; p1 at 8, 8-12; p2 at 9, 12-16. The optimizer runs 16-16.5.
+    made = simulate(profile_of([2, 5, 1], optimizer=0.5), NETWORK, 2, BucketConfig(message_size=4))
+    # Forward 0-1. p0 is ready at 3 and sent 3-7; p1 at 8, 8-12; p2 at 9, 12-16. The optimizer runs 16-16.5.
     assert [(b.start_s, b.begin_s, b.end_s) for b in made.buckets] == [(3, 3, 7), (8, 8, 12), (9, 12, 16)]
     assert (made.step_s, made.compute_s, made.communication_s, made.exposed_s) == (16.5, 9.5, 12.0, 7.0)
     assert made.efficiency == 9.5 / 16.5
 
 
 def test_one_bucket_starts_with_the_last_gradient():
-    made = simulate(profile_of([2, 5, 1]), WIRE, 2, BucketConfig(message_size=100))
+    made = simulate(profile_of([2, 5, 1]), NETWORK, 2, BucketConfig(message_size=100))
     assert [(b.begin_s, b.end_s, b.num_bytes) for b in made.buckets] == [(9, 21, 48)]
 
 
 def test_delayed_buckets_start_after_backward():
     profile = profile_of([2, 5, 1])
-    made = simulate(profile, WIRE, 2, BucketConfig(delay_allreduce=True))
+    made = simulate(profile, NETWORK, 2, BucketConfig(delay_allreduce=True))
     assert made.buckets[0].begin_s == profile.compute_s
 
 
 def test_copies_and_hooks_take_their_time():
     costs = Costs(gradient_s=0.25, fill=LinearCost(1.0, 0.5, 0.125), write=LinearCost(0.0, 0.0, 0.25), per_step_s=3.0)
-    made = simulate(profile_of([2, 5]), WIRE, 2, BucketConfig(message_size=8), costs=costs)
+    made = simulate(profile_of([2, 5]), NETWORK, 2, BucketConfig(message_size=8), costs=costs)
     [bucket] = made.plan.buckets
     fill, write = 1.0 + 2 * 0.5 + 0.125 * bucket.total_bytes, 0.25 * bucket.total_bytes
     assert made.bookkeeping_s == 2 * 0.25 + fill + 3.0 + write
@@ -77,20 +77,20 @@ def test_copies_and_hooks_take_their_time():
 
 
 def test_statistics_are_waited_for_on_the_spot():
-    local = simulate(profile_of([2, 5]), WIRE, 2, BucketConfig(message_size=100))
-    made = simulate(profile_of([2, 5], sync_bytes=8), WIRE, 2, BucketConfig(message_size=100))
+    local = simulate(profile_of([2, 5]), NETWORK, 2, BucketConfig(message_size=100))
+    made = simulate(profile_of([2, 5], sync_bytes=8), NETWORK, 2, BucketConfig(message_size=100))
     assert (local.sync_tax_s, made.sync_tax_s) == (0.0, 4.0)
     assert made.step_s == local.step_s + 4.0
 
 
 def test_one_rank_alone_communicates_nothing():
-    made = simulate(profile_of([2, 5], sync_bytes=8), WIRE, 1)
+    made = simulate(profile_of([2, 5], sync_bytes=8), NETWORK, 1)
     assert (made.step_s, made.communication_s, made.exposed_s, made.sync_tax_s) == (8.0, 0.0, 0.0, 0.0)
 
 
 def test_the_break_even_is_the_least_number_that_suffices():
     profile = profile_of([2, 5, 1], optimizer=0.5)
-    made = simulate(profile, WIRE, 2, BucketConfig(message_size=4))
+    made = simulate(profile, NETWORK, 2, BucketConfig(message_size=4))
     for share in (0.5, 0.2, 0.05, 0.01):
         number = accumulation_break_even(made, profile, share)
 
@@ -139,7 +139,7 @@ def test_every_prediction_adds_up(profile, costs, num_ranks, message_size):
     assert bare.step_s == pytest.approx(profile.compute_s, **CLOSE)
 
 
-# ---- against the library in a fake world ------------------------------------------------------------------------------------
+# ---- against the library in a fake process group ----------------------------------------------------------------------
 
 
 def small(name):
@@ -148,8 +148,8 @@ def small(name):
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @pytest.mark.parametrize("num_ranks", [8, 4096])
-def test_the_plan_is_the_one_that_the_eager_executor_learns(fake_world, name, num_ranks):
-    fake_world(num_ranks)
+def test_the_plan_is_the_one_that_the_eager_executor_learns(fake_group, name, num_ranks):
+    fake_group(num_ranks)
     model, inputs = small(name)
     config = BucketConfig(message_size=100_000)
     planner = BucketPlanner(config, dist.group.WORLD, find_unused=False, static=False)
@@ -168,8 +168,8 @@ def test_the_plan_is_the_one_that_the_eager_executor_learns(fake_world, name, nu
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_the_buckets_are_those_of_the_transform_for_4096_ranks(fake_world, name):
-    fake_world(4096)
+def test_the_buckets_are_those_of_the_transform_for_4096_ranks(fake_group, name):
+    fake_group(4096)
     model, inputs = small(name)
     config = BucketConfig(message_size=30_000)
     graph = apexfx.transform(model, opt_level="O0", inner="eager", ddp=config)
@@ -195,8 +195,8 @@ class Collectives(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet50"])
-def test_statistics_have_the_bytes_and_the_order_that_the_library_communicates(fake_world, name):
-    fake_world(512)
+def test_statistics_have_the_bytes_and_the_order_that_the_library_communicates(fake_group, name):
+    fake_group(512)
     model, inputs = load(name, 2, device="meta")
     profile = analytic(load(name, 2, device="meta")[0], inputs, DEVICE, sync_bn=True)
     model = convert_syncbn_model(model)

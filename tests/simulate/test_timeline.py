@@ -1,4 +1,4 @@
-"""Programs on paper: timelines worked out by hand, and what holds for every program. The numbers are exact fractions."""
+"""Simulated programs: timelines worked out by hand, and what holds for every program. The numbers are exact fractions."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ def test_one_channel_serves_in_the_order_of_starting():
     assert rows(timeline, "compute") == [("a", 0, 1), ("y", 1, 5)]
 
 
-def test_two_channels_share_the_wire():
+def test_two_channels_share_the_network():
     timeline = run([Start("x", F(3)), Start("y", F(1), 1), Wait("x"), Wait("y")])
     assert rows(timeline, "communication") == [("y", 0, 2), ("x", 0, 4)]
 
 
-def test_compute_and_wire_slow_each_other():
+def test_compute_and_communication_slow_each_other():
     # Half speed each: the 2 s collective needs 4 s beside compute, in which 2 s of work are done, then the rest at full speed.
-    timeline = run([Start("x", F(2)), Work("a", F(3)), Wait("x")], compute_rate=F(1, 2), wire_rate=F(1, 2))
+    timeline = run([Start("x", F(2)), Work("a", F(3)), Wait("x")], compute_rate=F(1, 2), network_rate=F(1, 2))
     assert rows(timeline, "communication") == [("x", 0, 4)]
     assert rows(timeline, "compute") == [("a", 0, 5)]
-    # Waiting, the processor is free for the wire.
-    timeline = run([Start("x", F(2)), Work("a", F(1)), Wait("x")], compute_rate=F(1, 2), wire_rate=F(1, 2))
+    # While it waits, the processor is free for communication.
+    timeline = run([Start("x", F(2)), Work("a", F(1)), Wait("x")], compute_rate=F(1, 2), network_rate=F(1, 2))
     assert rows(timeline, "compute") == [("a", 0, 2), ("x", 2, 3)]
 
 
@@ -59,7 +59,7 @@ def test_a_collective_that_takes_no_time_is_done_at_once():
 @pytest.mark.parametrize("program, rates, named", [
     ([Wait("x")], {}, "waits for 'x', which it has not started"),
     ([Start("x", 1), Start("x", 1)], {}, "starts 'x' twice"),
-    ([], {"compute_rate": 0}, "compute_rate=0"), ([], {"wire_rate": 2}, "wire_rate=2"),
+    ([], {"compute_rate": 0}, "compute_rate=0"), ([], {"network_rate": 2}, "network_rate=2"),
 ])  # fmt: skip
 def test_a_program_that_makes_no_sense_is_refused(program, rates, named):
     with pytest.raises(ValueError, match=named):
@@ -91,11 +91,11 @@ def scaled(program, factor):
 
 
 @given(programs(), RATES, RATES)
-def test_every_timeline_is_one(program, compute_rate, wire_rate):
-    timeline = run(program, compute_rate=compute_rate, wire_rate=wire_rate)
+def test_every_timeline_is_one(program, compute_rate, network_rate):
+    timeline = run(program, compute_rate=compute_rate, network_rate=network_rate)
     work = sum((task.seconds for task in program if isinstance(task, Work)), F(0))
-    wire = sum((task.seconds for task in program if isinstance(task, Start)), F(0))
-    assert max(work, wire) <= timeline.seconds <= work / compute_rate + wire / wire_rate
+    communication = sum((task.seconds for task in program if isinstance(task, Start)), F(0))
+    assert max(work, communication) <= timeline.seconds <= work / compute_rate + communication / network_rate
     compute = timeline.track("compute")
     assert all(a.end == b.begin for a, b in zip(compute, compute[1:])), "compute or wait, without a gap"
     order = [task.name for task in program if isinstance(task, Work) and task.seconds]
@@ -110,21 +110,21 @@ def test_every_timeline_is_one(program, compute_rate, wire_rate):
 
 
 @given(programs())
-def test_a_free_wire_leaves_compute_alone(program):
+def test_a_free_network_leaves_compute_alone(program):
     timeline = run(scaled(program, 0))
     assert timeline.seconds == sum(task.seconds for task in program if isinstance(task, Work))
     assert all(event.kind != "wait" for event in timeline.events)
 
 
 @given(programs(), st.fractions(0, 1, max_denominator=8))
-def test_a_faster_wire_is_never_slower(program, factor):
+def test_a_faster_network_is_never_slower(program, factor):
     one_channel = [Start(t.name, t.seconds) if isinstance(t, Start) else t for t in program]
     assert run(scaled(one_channel, factor)).seconds <= run(one_channel).seconds
 
 
 @given(programs(), RATES, RATES)
-def test_the_trace_holds_every_event(program, compute_rate, wire_rate):
-    timeline = run(program, compute_rate=compute_rate, wire_rate=wire_rate)
+def test_the_trace_holds_every_event(program, compute_rate, network_rate):
+    timeline = run(program, compute_rate=compute_rate, network_rate=network_rate)
     trace = json.loads(json.dumps(timeline.to_chrome_trace()))
     events = [row for row in trace["traceEvents"] if row["ph"] == "X"]
     assert [row["name"] for row in events] == [event.name for event in timeline.events]
