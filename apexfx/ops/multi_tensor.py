@@ -68,6 +68,15 @@ def multi_tensor_l2norm(
     return torch.ops.apexfx.multi_tensor_l2norm.default(list(tensors), inv_scale, per_tensor)
 
 
+def by_device(*lists: Sequence[Tensor]) -> dict[torch.device, tuple[list[Tensor], ...]]:
+    """Return the tensors of parallel lists by the device of the first list's: one op call takes those of one device."""
+    found: dict[torch.device, tuple[list[Tensor], ...]] = {}
+    for row in zip(*lists):
+        for on_device, tensor in zip(found.setdefault(row[0].device, tuple([] for _ in lists)), row):
+            on_device.append(tensor)
+    return found
+
+
 def _written(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that the tensors changed: an op without an autograd kernel does not bump their versions."""
     if not torch.compiler.is_compiling():
