@@ -20,7 +20,8 @@ test-long: $(VENV)/.built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
 
 lint: | $(BIN)/python
-	$(BIN)/python -m pip install -q ruff import-linter
+	$(BIN)/python -m pip install -q "pip>=25.1"
+	$(BIN)/python -m pip install -q --group lint
 	$(BIN)/python -m ruff check
 	$(BIN)/lint-imports --no-cache
 

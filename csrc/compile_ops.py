@@ -162,17 +162,23 @@ def signatures() -> list[str]:
     lines = []
     for path in sorted((ROOT / "apexfx/ops").glob("*.py")):
         strings: dict[str, str] = {}
-        for node in ast.parse(path.read_text()).body:
+        tree = ast.parse(path.read_text())
+        for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.value, (ast.Constant, ast.JoinedStr)):
                 strings[node.targets[0].id] = _text(node.value, strings)
-            elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                if ast.unparse(node.value.func) == "_LIBRARY.define":
-                    schema = torch._C.parse_schema(_text(node.value.args[0], strings))
-                    if f'impl("{schema.name}"' not in kernels:
-                        continue
-                    sides = (", ".join(str(v.type) for v in values) for values in (schema.arguments, schema.returns))
-                    lines.append(f"{schema.name}({') -> ('.join(sides)})")
+        for call in (call for statement in tree.body for call in _defining_calls(statement)):
+            schema = torch._C.parse_schema(_text(call.args[0], strings))
+            if f'impl("{schema.name}"' not in kernels:
+                continue
+            sides = (", ".join(str(v.type) for v in values) for values in (schema.arguments, schema.returns))
+            lines.append(f"{schema.name}({') -> ('.join(sides)})")
     return sorted(lines)
+
+
+def _defining_calls(statement: ast.stmt) -> list[ast.Call]:
+    """Return the calls in a statement of a module that define an op: `_LIBRARY.define(...)`, or a decorator `@define(...)`."""
+    called = [*getattr(statement, "decorator_list", ()), getattr(statement, "value", None)]
+    return [c for c in called if isinstance(c, ast.Call) and ast.unparse(c.func) in ("_LIBRARY.define", "define")]
 
 
 def _text(node: ast.expr, strings: dict[str, str]) -> str:

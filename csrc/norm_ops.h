@@ -1,5 +1,5 @@
 // The layer norm and RMS norm ops up to the point where the devices differ: argument checks (the same as
-// apexfx/ops/_norm_arguments.py) and registration. `Backend` supplies forward and backward (csrc/cpu/norm.cpp,
+// apexfx/ops/_norms.py) and registration. `Backend` supplies forward and backward (csrc/cpu/norm.cpp,
 // csrc/cuda/norm.cu); formulas in csrc/norm.h.
 #pragma once
 

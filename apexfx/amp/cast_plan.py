@@ -17,6 +17,7 @@ from ..precision.policy import (
     left_to_user,
     limited,
     narrow,
+    operand_dtypes,
     saturated,
 )
 from ..precision.rules import FLOATS, HALVES, Rule, decide, lookup
@@ -104,7 +105,7 @@ class CastPlan:
             kwargs, key = {}, tuple(kinds)
         decision = self._decisions.get(key)
         if decision is None:
-            decision = self._decisions[key] = self._decide(kinds, kwargs)
+            decision = self._decisions[key] = self._decide(args, kwargs, kinds)
         rule, targets, half, wide = decision
         if targets is not None and self.executor.any_user_cast and self._is_left_to_user(rule, args, kwargs):
             targets = None
@@ -116,7 +117,7 @@ class CastPlan:
             self.executor.mark_float32_limits(rule, (*args, *kwargs.values()), result)
         return result
 
-    def _decide(self, kinds: list[Any], kwargs: dict[str, Any]) -> Decision:
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], kinds: list[Any]) -> Decision:
         in_place, out = kwargs.get("inplace") is True, kwargs.get("out") is not None
         rule = self.rule
         if rule is None:
@@ -128,7 +129,7 @@ class CastPlan:
             signature([kwargs["out"]], result)
             targets = decide(rule, [result[0], *kinds], self.executor.half)[1:]
         else:
-            targets = decide(rule, kinds, self.executor.half)
+            targets = decide(rule, operand_dtypes(self.name, args, kwargs, kinds), self.executor.half)
         wide = _WIDE in kinds
         half = narrow([target or kind for target, kind in zip(targets, kinds)]) if wide and "dtype" not in kwargs else None
         return Decision(rule, targets if any(targets) else None, half, wide)

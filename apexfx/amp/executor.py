@@ -42,6 +42,7 @@ class CastExecutor(TorchFunctionMode):
     Attributes:
         cache: half copies of the parameters.
         ledger: filled with one row a cast where not None; see `EagerLedger`.
+        deactivated: set by `handle._deactivate()`: nothing is cast any more.
     """
 
     def __init__(self, half: torch.dtype, user_rules: Mapping[str, Rule] | None = None) -> None:
@@ -56,7 +57,6 @@ class CastExecutor(TorchFunctionMode):
         self.ledger: EagerLedger | None = None
         self.any_user_cast = self.any_float32_limits = False  # whether a tensor was marked, see `cast_plan`
         self.deactivated = False
-        self.ever_disabled = False  # until then, calls need not ask whether casts are disabled
         self._plans: dict[Any, Call | None] = {}
         self.thread = _Thread()
 
@@ -72,17 +72,12 @@ class CastExecutor(TorchFunctionMode):
         """False inside `disable_casts()` of this thread, and after `handle._deactivate()`."""
         return not self.deactivated and not self.thread.disabled
 
-    def deactivate(self) -> None:
-        """Cast nothing any more."""
-        self.deactivated = self.ever_disabled = True
-
     def print_casts(self) -> None:
         """Print every cast from now on."""
         self.ledger = EagerLedger(print)
 
     def disable(self, change: int) -> None:
         """Count an entered (1) or left (-1) `disable_casts()`."""
-        self.ever_disabled = True
         self.thread.disabled += change
 
     def __enter__(self) -> CastExecutor:
@@ -103,7 +98,7 @@ class CastExecutor(TorchFunctionMode):
             plan = self._plans[func]
         except KeyError:
             plan = self._plans[func] = self._plan(func)
-        if plan is None or (self.ever_disabled and not self.enabled):
+        if plan is None or not self.enabled:
             return func(*args, **kwargs) if kwargs else func(*args)
         return plan(func, args, kwargs)
 

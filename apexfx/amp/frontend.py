@@ -13,6 +13,7 @@ from torch import nn
 from ..config import default_half
 from ..precision.half_model import cast_model
 from ..precision.rules import HALVES
+from ..transform import transform
 from ._amp_state import _amp_state, maybe_print, warn_or_err
 from .executor import CastExecutor
 from .functions import replace_registered, take_registered
@@ -240,8 +241,6 @@ def _prepared(model: nn.Module, session: Session, cast_outputs: torch.dtype | No
 
 def _transformed(model: nn.Module, session: Session, cast_type: torch.dtype | None, inner: str) -> nn.Module:
     """Return `model` compiled at the level that makes the casts of `session`, whatever the overrides of its level."""
-    from ..transform import transform
-
     properties = session.properties
     if session.executor is not None:
         return transform(model, opt_level="O1", dtype=session.half, precision=session.executor.user_rules, inner=inner)

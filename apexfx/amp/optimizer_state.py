@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import foreach_add_, tensor_version
-from ..ops.multi_tensor import multi_tensor_scale
+from .._torch import foreach_add_, foreach_copy_, tensor_version
 from ..precision.rules import HALVES
 from .models import MASTER
 from .predicated_step import PredicatedStep
@@ -106,9 +105,8 @@ class AmpOptimizerState:
     @torch.no_grad()
     def copy_masters_to_model(self) -> None:
         """Round every master into its model parameter."""
-        for masters, models in _by_device(self.all_fp32_from_fp16_params, self.all_fp16_params):
-            ignored = torch.zeros((), device=models[0].device)
-            multi_tensor_scale(masters, models, ignored)
+        if self.all_fp16_params:
+            foreach_copy_(self.all_fp16_params, self.all_fp32_from_fp16_params)
         for parameter in self.all_fp16_params:
             getattr(parameter, MASTER)[1] = tensor_version(parameter)
 
@@ -212,12 +210,3 @@ def _take_grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:
     for parameter in parameters:
         parameter.grad = None
     return [] if all(grad is None for grad in grads) else grads
-
-
-def _by_device(*lists: Sequence[Tensor]) -> list[tuple[list[Tensor], ...]]:
-    grouped: dict[torch.device, tuple[list[Tensor], ...]] = {}
-    for row in zip(*lists):
-        columns = grouped.setdefault(row[0].device, tuple([] for _ in lists))
-        for column, tensor in zip(columns, row):
-            column.append(tensor)
-    return list(grouped.values())

@@ -181,9 +181,8 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         stash.predicated.after(optimizer, found_inf)
     else:
         stash.predicated.discard()
-    if stash.all_fp16_params:
-        stash.copy_masters_to_model()
-        stash.drop_master_grads()
+    stash.copy_masters_to_model()
+    stash.drop_master_grads()
     if stash.session is not None:
         stash.session.end_iteration()
         stash.session.report_overflows()
@@ -222,7 +221,7 @@ def _with_masters_copied(closure: Any, stash: AmpOptimizerState) -> Any:
     @functools.wraps(closure)
     def evaluate() -> Any:
         nonlocal calls
-        if calls and stash.all_fp16_params:
+        if calls:
             stash.copy_masters_to_model()
         calls += 1
         return closure()

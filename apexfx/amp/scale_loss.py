@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._amp_state import _amp_state
 from .executor import BackwardMode, CastExecutor, PersistentMode
+from .legacy_wrapper import OptimWrapper
 from .optimizers import unwrap
 from .session import Session
 
@@ -143,14 +144,13 @@ class AmpHandle:
     def __init__(self, executor: CastExecutor, *, loss_scale: float | str = "dynamic", verbose: bool = False) -> None:
         self.executor = executor
         self._loss_scale = loss_scale
-        self._verbose = verbose
-        self._is_active = True
+        self.verbose = verbose
         self._everywhere: PersistentMode | None = None
         self._undo: list[Any] = []
 
     def is_active(self) -> bool:
         """Return whether casts happen: not deactivated, and not inside `disable_casts()`."""
-        return self._is_active and self.executor.enabled
+        return self.executor.enabled
 
     @contextlib.contextmanager
     def _disable_casts(self) -> Iterator[None]:
@@ -160,10 +160,8 @@ class AmpHandle:
         finally:
             self.executor.disable(-1)
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> Any:
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Return an `OptimWrapper` with a dynamic scaler a loss."""
-        from .legacy_wrapper import OptimWrapper
-
         return OptimWrapper(optimizer, self, num_loss)
 
     def scale_loss(self, loss: Tensor, optimizer: Any) -> Any:
@@ -179,8 +177,7 @@ class AmpHandle:
 
     def _deactivate(self) -> None:
         """Stop casting, and give functions that `register_*` wrapped back."""
-        self._is_active = False
-        self.executor.deactivate()
+        self.executor.deactivated = True
         if self._everywhere is not None:
             self._everywhere.remove()
             self._everywhere = None
@@ -206,10 +203,6 @@ class AmpHandle:
     def cache(self) -> Any:
         return self.executor.cache
 
-    @property
-    def verbose(self) -> bool:
-        return self._verbose
-
 
 class NoOpHandle:
     """What `init(enabled=False)` returns: everything runs as if amp were not there."""
@@ -224,10 +217,8 @@ class NoOpHandle:
     def _disable_casts(self) -> Iterator[None]:
         yield
 
-    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> Any:
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, num_loss: int = 1) -> OptimWrapper:
         """Return an `OptimWrapper` that scales nothing."""
-        from .legacy_wrapper import OptimWrapper
-
         return OptimWrapper(optimizer, self, num_loss)
 
     @contextlib.contextmanager

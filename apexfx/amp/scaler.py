@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import update_loss_scale
 from ..ops.host_copy import HostCopy
-from ..ops.multi_tensor import multi_tensor_scale
+from ..ops.multi_tensor import by_device, multi_tensor_scale
 from ._amp_state import maybe_print
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # 2**-126: below it the reciprocal overflows and the scale would reach 0
@@ -96,12 +96,7 @@ class LossScaler:
     def unscale(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor) -> None:
         """Write `inputs / scale` to `outputs`, and 1 to `found_inf` where an input is infinite or NaN."""
         factor, inverse = (1.0, self._scale.reciprocal()) if self.dynamic else (1.0 / self._scale, None)
-        by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-        for given, out in zip(inputs, outputs):
-            lists = by_device.setdefault(given.device, ([], []))
-            lists[0].append(given)
-            lists[1].append(out)
-        for device, (given, out) in by_device.items():
+        for device, (given, out) in by_device(inputs, outputs).items():
             here = device == found_inf.device
             flag = found_inf if here else torch.zeros((), device=device)
             there = None if inverse is None else inverse.to(device, non_blocking=True)

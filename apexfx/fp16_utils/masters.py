@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..ops.multi_tensor import multi_tensor_scale
+from .._torch import foreach_copy_
 
 clip_grad_norm = torch.nn.utils.clip_grad_norm_
 
@@ -52,7 +52,8 @@ def model_grads_to_master_grads(
             master.grad = torch.empty_like(master)
         sources.append(model.grad)
         targets.append(master.grad)
-    _copy(sources, targets)
+    if sources:
+        foreach_copy_(targets, sources)
 
 
 @torch.no_grad()
@@ -65,17 +66,9 @@ def master_params_to_model_params(
         for model, piece in zip(model_params, pieces):
             model.copy_(piece.view_as(model))
         return
-    _copy([master.detach() for master in master_params], [model.detach() for model in model_params])
-
-
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    by_device: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
-    for source, target in zip(sources, targets):
-        lists = by_device.setdefault(source.device, ([], []))
-        lists[0].append(source)
-        lists[1].append(target)
-    for device, (given, out) in by_device.items():
-        multi_tensor_scale(given, out, torch.zeros((), device=device))
+    models, masters = list(model_params), list(master_params)  # iterators, perhaps
+    if models:
+        foreach_copy_(models, masters)
 
 
 def to_python_float(t: Any) -> float:

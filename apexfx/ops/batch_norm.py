@@ -22,58 +22,105 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._arguments import accumulation
 from ._batch_norm_arguments import (
     check_backward_elementwise,
     check_backward_reduce,
     check_global_stats,
-    check_input,
+    check_local_stats,
     check_normalize,
     check_relu_backward,
     check_running_stats,
-    checked,
 )
+from ._define import define
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 # Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
-_ANY_STRIDES = (torch.Tag.flexible_layout,)
-_LIBRARY.define("bn_local_stats(Tensor x) -> Tensor", tags=_ANY_STRIDES)
-_LIBRARY.define("bn_global_stats(Tensor stats, float eps) -> (Tensor mean, Tensor invstd)")
-_LIBRARY.define(
-    "bn_running_stats(Tensor stats, Tensor running_mean, Tensor running_var, Tensor? num_batches_tracked, "
-    "float? momentum) -> (Tensor new_running_mean, Tensor new_running_var)"
-)
-
-_LIBRARY.define(
-    "bn_normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight=None, Tensor? bias=None, "
-    "Tensor? residual=None, bool relu=False) -> Tensor",
-    tags=_ANY_STRIDES,
-)
-_LIBRARY.define(
-    "bn_backward_reduce(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, "
-    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor",
-    tags=_ANY_STRIDES,
-)
-_LIBRARY.define(
-    "bn_backward_elementwise(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, Tensor sums, Tensor count, "
-    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor",
-    tags=_ANY_STRIDES,
-)
-_LIBRARY.define("bn_relu_backward(Tensor grad_output, Tensor output) -> Tensor", tags=_ANY_STRIDES)
+ANY_STRIDES = (torch.Tag.flexible_layout,)
 
 
+def _sum_per_channel(x: Tensor) -> Tensor:
+    """Return the float64 sum over every dimension but 1."""
+    return x.sum([0, *range(2, x.dim())], dtype=torch.float64)
+
+
+def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the count (at least 1), the mean and the biased variance."""
+    channels = stats.shape[0] // 2
+    count, total, total_of_squares = stats.split([1, channels, channels])
+    count = count.clamp(min=1)
+    mean = total / count
+    return count, mean, (total_of_squares / count - mean * mean).clamp(min=0)
+
+
+def _per_channel(vector: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `vector` (C) in `dtype`, shaped to broadcast over `x`."""
+    return vector.to(dtype).view([1, -1] + [1] * (x.dim() - 2))
+
+
+def _centered(x: Tensor, mean: Tensor) -> Tensor:
+    """Return x - mean in the accumulation dtype, the mean split in two so that nothing of it is lost."""
+    dtype = accumulation(x.dtype)
+    high = mean.to(dtype)
+    return (x.to(dtype) - _per_channel(high, x, dtype)).sub_(_per_channel(mean - high, x, dtype))
+
+
+def _affine(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return (x - mean) * invstd * weight + bias in the accumulation dtype."""
+    dtype = accumulation(x.dtype)
+    scale = invstd if weight is None else invstd * weight
+    y = _centered(x, mean).mul_(_per_channel(scale, x, dtype))
+    return y if bias is None else y.add_(_per_channel(bias, x, dtype))
+
+
+def _masked(grad_output, x, mean, invstd, weight, bias, relu) -> Tensor:
+    """Return `grad_output` in the accumulation dtype, zeroed where ReLU cut the (rounded) normalized value."""
+    grad = grad_output.to(accumulation(x.dtype))
+    if not relu:
+        return grad
+    return grad.masked_fill(_affine(x, mean, invstd, weight, bias).to(x.dtype) <= 0, 0)
+
+
+def _like(y: Tensor, x: Tensor) -> Tensor:
+    """Return `y` rounded to the dtype of `x`, with the strides of `torch.empty_like(x)`."""
+    return torch.empty_like(x).copy_(y)
+
+
+# ---- the ops --------------------------------------------------------------------------------------------------------
+
+
+@define(
+    "bn_local_stats(Tensor x) -> Tensor",
+    check=check_local_stats,
+    fake=lambda x: x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64),
+    tags=ANY_STRIDES,
+)
 def bn_local_stats(x: Tensor) -> Tensor:
     """Return [n, sum x (C), sum x^2 (C)] per channel of `x`: (N, C, ...), as float64 of 2C + 1; zeros if N is 0."""
-    return torch.ops.apexfx.bn_local_stats(x)
+    count = x.new_full((1,), x.numel() // x.shape[1] if x.shape[1] else 0, dtype=torch.float64)
+    x = x.double()
+    return torch.cat([count, _sum_per_channel(x), _sum_per_channel(x * x)])
 
 
+@define(
+    "bn_global_stats(Tensor stats, float eps) -> (Tensor mean, Tensor invstd)",
+    check=check_global_stats,
+    fake=lambda stats, eps: tuple(stats.new_empty(stats.shape[0] // 2) for _ in range(2)),
+)
 def bn_global_stats(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return mean and 1 / sqrt(biased variance + eps), float64 of C, from summed `stats` (float64 of 2C + 1).
 
     An empty global batch has mean 0 and variance 0.
     """
-    return torch.ops.apexfx.bn_global_stats(stats, eps)
+    _, mean, var = _moments(stats)
+    return mean, (var + eps).rsqrt()
 
 
+@define(
+    "bn_running_stats(Tensor stats, Tensor running_mean, Tensor running_var, Tensor? num_batches_tracked, "
+    "float? momentum) -> (Tensor new_running_mean, Tensor new_running_var)",
+    check=check_running_stats,
+    fake=lambda stats, mean, var, *_: (mean.new_empty(mean.shape[0]), var.new_empty(var.shape[0])),
+)
 def bn_running_stats(
     stats: Tensor,
     running_mean: Tensor,
@@ -89,9 +136,24 @@ def bn_running_stats(
     Apart from `bn_global_stats`, because activation checkpointing computes that one again in the backward pass, when
     the old buffers are gone.
     """
-    return torch.ops.apexfx.bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+    count, mean, var = _moments(stats)
+    unbiased = var * (count / (count - 1).clamp(min=1))
+    share = num_batches_tracked.double().view(1).reciprocal() if momentum is None else count.new_full((1,), momentum)
+    share = torch.where(stats[:1] > 0, share, 0)
+
+    def moved(running: Tensor, batch: Tensor) -> Tensor:
+        return (running + share * (batch - running)).to(running.dtype)
+
+    return moved(running_mean, mean), moved(running_var, unbiased)
 
 
+@define(
+    "bn_normalize(Tensor x, Tensor mean, Tensor invstd, Tensor? weight=None, Tensor? bias=None, "
+    "Tensor? residual=None, bool relu=False) -> Tensor",
+    check=check_normalize,
+    fake=lambda x, *_: torch.empty_like(x),
+    tags=ANY_STRIDES,
+)
 def bn_normalize(
     x: Tensor,
     mean: Tensor,
@@ -102,9 +164,19 @@ def bn_normalize(
     relu: bool = False,
 ) -> Tensor:
     """Return (x - mean) * invstd * weight + bias [+ residual] [then ReLU], rounded once to the dtype of `x`."""
-    return torch.ops.apexfx.bn_normalize(x, mean, invstd, weight, bias, residual, relu)
+    y = _affine(x, mean, invstd, weight, bias)
+    if residual is not None:
+        y = y + residual
+    return _like(y.relu() if relu else y, x)
 
 
+@define(
+    "bn_backward_reduce(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, "
+    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor",
+    check=check_backward_reduce,
+    fake=lambda grad_output, x, mean, *_: mean.new_empty(2 * x.shape[1]),
+    tags=ANY_STRIDES,
+)
 def bn_backward_reduce(
     grad_output: Tensor,
     x: Tensor,
@@ -118,9 +190,17 @@ def bn_backward_reduce(
 
     With `relu`, g is `grad_output` where the normalized value (computed again from `x`) is above 0, else 0.
     """
-    return torch.ops.apexfx.bn_backward_reduce(grad_output, x, mean, invstd, weight, bias, relu)
+    grad = _masked(grad_output, x, mean, invstd, weight, bias, relu)
+    return torch.cat([_sum_per_channel(grad), _sum_per_channel(grad * _centered(x, mean))])
 
 
+@define(
+    "bn_backward_elementwise(Tensor grad_output, Tensor x, Tensor mean, Tensor invstd, Tensor sums, Tensor count, "
+    "Tensor? weight=None, Tensor? bias=None, bool relu=False) -> Tensor",
+    check=check_backward_elementwise,
+    fake=lambda grad_output, x, *_: torch.empty_like(x),
+    tags=ANY_STRIDES,
+)
 def bn_backward_elementwise(
     grad_output: Tensor,
     x: Tensor,
@@ -136,120 +216,7 @@ def bn_backward_elementwise(
 
     `sums` is the global result of `bn_backward_reduce`, `count` the global n (float64 of one element).
     """
-    return torch.ops.apexfx.bn_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias, relu)
-
-
-def bn_relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
-    """Return `grad_output` where `output`, what a ReLU gave, is above 0, else 0; in the memory format of `output`.
-
-    One op, so that a partitioner keeps `output`, which the next layer reads anyway, and not a mask beside it.
-    """
-    return torch.ops.apexfx.bn_relu_backward(grad_output, output)
-
-
-# ---------------------------------------------------------------------------------------------- pure-torch reference
-
-
-def _sum_per_channel(x: Tensor) -> Tensor:
-    """Return the float64 sum over every dimension but 1."""
-    return x.sum([0, *range(2, x.dim())], dtype=torch.float64)
-
-
-@torch.library.impl(_LIBRARY, "bn_local_stats", "CompositeExplicitAutograd")
-def _local_stats_reference(x: Tensor) -> Tensor:
-    channels = check_input("bn_local_stats", x)
-    x = x.double()
-    count = x.new_full((1,), x.numel() // channels if channels else 0)
-    return torch.cat([count, _sum_per_channel(x), _sum_per_channel(x * x)])
-
-
-def _moments(stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the count (at least 1), the mean and the biased variance."""
-    channels = stats.shape[0] // 2
-    count, total, total_of_squares = stats.split([1, channels, channels])
-    count = count.clamp(min=1)
-    mean = total / count
-    return count, mean, (total_of_squares / count - mean * mean).clamp(min=0)
-
-
-@torch.library.impl(_LIBRARY, "bn_global_stats", "CompositeExplicitAutograd")
-def _global_stats_reference(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    check_global_stats(stats, eps)
-    _, mean, var = _moments(stats)
-    return mean, (var + eps).rsqrt()
-
-
-@torch.library.impl(_LIBRARY, "bn_running_stats", "CompositeExplicitAutograd")
-def _running_stats_reference(stats, running_mean, running_var, num_batches_tracked, momentum) -> tuple[Tensor, Tensor]:
-    check_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
-    count, mean, var = _moments(stats)
-    unbiased = var * (count / (count - 1).clamp(min=1))
-    share = num_batches_tracked.double().view(1).reciprocal() if momentum is None else count.new_full((1,), momentum)
-    share = torch.where(stats[:1] > 0, share, 0)
-
-    def moved(running: Tensor, batch: Tensor) -> Tensor:
-        return (running + share * (batch - running)).to(running.dtype)
-
-    return moved(running_mean, mean), moved(running_var, unbiased)
-
-
-def _per_channel(vector: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return `vector` (C) in `dtype`, shaped to broadcast over `x`."""
-    return vector.to(dtype).view([1, -1] + [1] * (x.dim() - 2))
-
-
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
-def _centered(x: Tensor, mean: Tensor) -> Tensor:
-    """Return x - mean in the compute dtype, the mean split in two so that nothing of it is lost."""
-    dtype = _compute_dtype(x)
-    high = mean.to(dtype)
-    return (x.to(dtype) - _per_channel(high, x, dtype)).sub_(_per_channel(mean - high, x, dtype))
-
-
-def _affine(x: Tensor, mean: Tensor, invstd: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return (x - mean) * invstd * weight + bias in the compute dtype."""
-    dtype = _compute_dtype(x)
-    scale = invstd if weight is None else invstd * weight
-    y = _centered(x, mean).mul_(_per_channel(scale, x, dtype))
-    return y if bias is None else y.add_(_per_channel(bias, x, dtype))
-
-
-def _masked(grad_output, x, mean, invstd, weight, bias, relu) -> Tensor:
-    """Return `grad_output` in the compute dtype, zeroed where ReLU cut the (rounded) normalized value."""
-    grad = grad_output.to(_compute_dtype(x))
-    if not relu:
-        return grad
-    return grad.masked_fill(_affine(x, mean, invstd, weight, bias).to(x.dtype) <= 0, 0)
-
-
-def _like(y: Tensor, x: Tensor) -> Tensor:
-    """Return `y` rounded to the dtype of `x`, with the strides of `torch.empty_like(x)`."""
-    return torch.empty_like(x).copy_(y)
-
-
-@torch.library.impl(_LIBRARY, "bn_normalize", "CompositeExplicitAutograd")
-def _normalize_reference(x, mean, invstd, weight=None, bias=None, residual=None, relu=False) -> Tensor:
-    check_normalize(x, mean, invstd, weight, bias, residual)
-    y = _affine(x, mean, invstd, weight, bias)
-    if residual is not None:
-        y = y + residual
-    return _like(y.relu() if relu else y, x)
-
-
-@torch.library.impl(_LIBRARY, "bn_backward_reduce", "CompositeExplicitAutograd")
-def _backward_reduce_reference(grad_output, x, mean, invstd, weight=None, bias=None, relu=False) -> Tensor:
-    check_backward_reduce(grad_output, x, mean, invstd, weight, bias)
-    grad = _masked(grad_output, x, mean, invstd, weight, bias, relu)
-    return torch.cat([_sum_per_channel(grad), _sum_per_channel(grad * _centered(x, mean))])
-
-
-@torch.library.impl(_LIBRARY, "bn_backward_elementwise", "CompositeExplicitAutograd")
-def _backward_elementwise_reference(grad_output, x, mean, invstd, sums, count, weight=None, bias=None, relu=False) -> Tensor:
-    check_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias)
-    dtype = _compute_dtype(x)
+    dtype = accumulation(x.dtype)
     sum_grad, sum_grad_centered = (sums / count.clamp(min=1)).chunk(2)
     scale = invstd if weight is None else invstd * weight
     grad = _masked(grad_output, x, mean, invstd, weight, bias, relu)
@@ -258,35 +225,30 @@ def _backward_elementwise_reference(grad_output, x, mean, invstd, sums, count, w
     return _like(grad * _per_channel(scale, x, dtype), x)
 
 
-@torch.library.impl(_LIBRARY, "bn_relu_backward", "CompositeExplicitAutograd")
-def _relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
-    check_relu_backward(grad_output, output)
+@define(
+    "bn_relu_backward(Tensor grad_output, Tensor output) -> Tensor",
+    check=check_relu_backward,
+    fake=lambda grad_output, output: torch.empty_like(output),
+    tags=ANY_STRIDES,
+)
+def bn_relu_backward(grad_output: Tensor, output: Tensor) -> Tensor:
+    """Return `grad_output` where `output`, what a ReLU gave, is above 0, else 0; in the memory format of `output`.
+
+    One op, so that a partitioner keeps `output`, which the next layer reads anyway, and not a mask beside it.
+    """
     masked = torch.empty_like(output)
     return torch.ops.aten.threshold_backward.grad_input(grad_output, output, 0, grad_input=masked)
 
 
-# ------------------------------------------------------------------------------------------------------------- fakes
-
-
-def _check_local_stats(x: Tensor) -> None:
-    check_input("bn_local_stats", x)
-
-
-def _vectors(stats: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return stats.new_empty(stats.shape[0] // 2), stats.new_empty(stats.shape[0] // 2)
-
-
-def _running(stats: Tensor, mean: Tensor, var: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return mean.new_empty(mean.shape[0]), var.new_empty(var.shape[0])
-
-
-for _name, _check, _result in (
-    ("bn_local_stats", _check_local_stats, lambda x: x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)),
-    ("bn_global_stats", check_global_stats, _vectors),
-    ("bn_running_stats", check_running_stats, _running),
-    ("bn_normalize", check_normalize, lambda x, *_: torch.empty_like(x)),
-    ("bn_backward_reduce", check_backward_reduce, lambda grad_output, x, mean, *_: mean.new_empty(2 * x.shape[1])),
-    ("bn_backward_elementwise", check_backward_elementwise, lambda grad_output, x, *_: torch.empty_like(x)),
-    ("bn_relu_backward", check_relu_backward, lambda grad_output, output: torch.empty_like(output)),
-):
-    torch.library.register_fake(f"apexfx::{_name}", checked(_check, _result), lib=_LIBRARY)
+@torch.no_grad()
+def update_running_buffers(
+    stats: Tensor,
+    running_mean: Tensor,
+    running_var: Tensor,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+) -> None:
+    """Write what `bn_running_stats` returns into the running buffers."""
+    new_mean, new_var = bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
+    running_mean.copy_(new_mean)
+    running_var.copy_(new_var)

@@ -18,7 +18,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ._tensor_lists import check_tensor
+from ._arguments import check_floating
+from ._tensor_lists import check_not_empty
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _LIBRARY.define(
@@ -46,16 +47,10 @@ def unflatten_bucket(
     return torch.ops.apexfx.unflatten_bucket.default(flat, list(offsets), sizes, ranks, dtype, divisor)
 
 
-def _shapes(sizes: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    if any(rank < 0 for rank in ranks) or sum(ranks) != len(sizes):
-        raise ValueError(f"apexfx::unflatten_bucket: ranks add up to {sum(ranks)}, but {len(sizes)} sizes were given")
-    if any(size < 0 for size in sizes):
-        raise ValueError(f"apexfx::unflatten_bucket: sizes must not be negative, got {list(sizes)}")
-    ends = list(accumulate(ranks, initial=0))
-    return [tuple(sizes[begin:end]) for begin, end in zip(ends, ends[1:])]
+# ---- checks ---------------------------------------------------------------------------------------------------------
 
 
-def _check(op: str, offsets: Sequence[int], numels: Sequence[int], numel: int, dtype: torch.dtype, divisor: float):
+def _check_slots(op: str, offsets: Sequence[int], numels: Sequence[int], numel: int, dtype: torch.dtype, divisor: float) -> None:
     if len(offsets) != len(numels):
         raise ValueError(f"apexfx::{op}: {len(numels)} tensors but {len(offsets)} offsets")
     if not dtype.is_floating_point or dtype.itemsize < 2:
@@ -72,13 +67,30 @@ def _check(op: str, offsets: Sequence[int], numels: Sequence[int], numel: int, d
         end = offset + size
 
 
-def _check_tensors(op: str, tensors: Sequence[Tensor]) -> None:
+def _check_flatten(tensors: Sequence[Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype, divisor: float) -> None:
+    op = "flatten_bucket"
+    check_not_empty(op, tensors)
     for i, tensor in enumerate(tensors):
-        check_tensor(op, f"tensors[{i}]", tensor)
-        if not tensor.is_floating_point():
-            raise TypeError(f"apexfx::{op}: tensors[{i}] is {tensor.dtype}; expected a floating point tensor")
-        if tensor.device != tensors[0].device:
-            raise ValueError(f"apexfx::{op}: tensors[{i}] is on {tensor.device}, tensors[0] on {tensors[0].device}")
+        check_floating(op, f"tensors[{i}]", tensor, tensors[0], "tensors[0]")
+    _check_slots(op, offsets, [t.numel() for t in tensors], numel, dtype, divisor)
+
+
+def _checked_shapes(
+    flat: Tensor, offsets: Sequence[int], sizes: Sequence[int], ranks: Sequence[int], dtype: torch.dtype, divisor: float
+) -> list[tuple[int, ...]]:
+    """Check the arguments of `unflatten_bucket`; return the shapes of its results."""
+    op = "unflatten_bucket"
+    if any(rank < 0 for rank in ranks) or sum(ranks) != len(sizes):
+        raise ValueError(f"apexfx::{op}: ranks add up to {sum(ranks)}, but {len(sizes)} sizes were given")
+    if any(size < 0 for size in sizes):
+        raise ValueError(f"apexfx::{op}: sizes must not be negative, got {list(sizes)}")
+    check_floating(op, "flat", flat)
+    if flat.dim() != 1:
+        raise ValueError(f"apexfx::{op}: flat has shape {tuple(flat.shape)}; expected a 1-D buffer")
+    ends = list(accumulate(ranks, initial=0))
+    shapes = [tuple(sizes[begin:end]) for begin, end in zip(ends, ends[1:])]
+    _check_slots(op, offsets, [math.prod(shape) for shape in shapes], flat.shape[0], dtype, divisor)
+    return shapes
 
 
 # ---- references -----------------------------------------------------------------------------------------------------
@@ -89,10 +101,7 @@ def _divide(value: Tensor, divisor: float) -> Tensor:
 
 
 def _flatten_reference(tensors, offsets, numel, dtype, divisor=1.0):
-    if not tensors:
-        raise ValueError("apexfx::flatten_bucket: tensors is empty; expected at least one tensor")
-    _check_tensors("flatten_bucket", tensors)
-    _check("flatten_bucket", offsets, [t.numel() for t in tensors], numel, dtype, divisor)
+    _check_flatten(tensors, offsets, numel, dtype, divisor)
     flat = tensors[0].new_zeros(numel, dtype=dtype)
     for tensor, offset in zip(tensors, offsets):
         flat[offset : offset + tensor.numel()] = _divide(tensor.to(dtype), divisor).reshape(-1)
@@ -100,35 +109,21 @@ def _flatten_reference(tensors, offsets, numel, dtype, divisor=1.0):
 
 
 def _unflatten_reference(flat, offsets, sizes, ranks, dtype, divisor=1.0):
-    shapes = _shapes(sizes, ranks)
-    _check_flat(flat, offsets, shapes, dtype, divisor)
+    shapes = _checked_shapes(flat, offsets, sizes, ranks, dtype, divisor)
     slots = [flat[offset : offset + math.prod(shape)].view(shape) for offset, shape in zip(offsets, shapes)]
     return [_divide(slot.to(dtype), divisor).clone(memory_format=torch.contiguous_format) for slot in slots]
-
-
-def _check_flat(flat, offsets, shapes, dtype, divisor) -> None:
-    check_tensor("unflatten_bucket", "flat", flat)
-    if flat.dim() != 1 or not flat.is_floating_point():
-        raise ValueError(
-            f"apexfx::unflatten_bucket: flat is {flat.dtype} of shape {tuple(flat.shape)}; expected a 1-D floating buffer"
-        )
-    _check("unflatten_bucket", offsets, [math.prod(shape) for shape in shapes], flat.shape[0], dtype, divisor)
 
 
 # ---- fakes ----------------------------------------------------------------------------------------------------------
 
 
 def _flatten_fake(tensors, offsets, numel, dtype, divisor=1.0):
-    if not tensors:
-        raise ValueError("apexfx::flatten_bucket: tensors is empty; expected at least one tensor")
-    _check_tensors("flatten_bucket", tensors)
-    _check("flatten_bucket", offsets, [t.numel() for t in tensors], numel, dtype, divisor)
+    _check_flatten(tensors, offsets, numel, dtype, divisor)
     return tensors[0].new_empty(numel, dtype=dtype)
 
 
 def _unflatten_fake(flat, offsets, sizes, ranks, dtype, divisor=1.0):
-    shapes = _shapes(sizes, ranks)
-    _check_flat(flat, offsets, shapes, dtype, divisor)
+    shapes = _checked_shapes(flat, offsets, sizes, ranks, dtype, divisor)
     return [flat.new_empty(shape, dtype=dtype) for shape in shapes]
 
 

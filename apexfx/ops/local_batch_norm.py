@@ -13,42 +13,24 @@ These operators have no derivative of their own; `local_batch_norm` carries the 
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._batch_norm_arguments import check_backward, check_forward, check_running_buffers, checked
+from ._batch_norm_arguments import check_backward, check_forward, check_forward_
+from ._define import define
 from ._direct_autograd import with_direct_autograd
 from .batch_norm import (
-    _backward_elementwise_reference,
-    _backward_reduce_reference,
-    _global_stats_reference,
-    _local_stats_reference,
-    _normalize_reference,
-    _running_stats_reference,
+    ANY_STRIDES,
+    bn_backward_elementwise,
+    bn_backward_reduce,
+    bn_global_stats,
+    bn_local_stats,
+    bn_normalize,
     bn_relu_backward,
     bn_running_stats,
-)
-
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_ANY_STRIDES = (torch.Tag.flexible_layout,)  # as in batch_norm
-_LIBRARY.define(
-    "bn_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool relu) "
-    "-> (Tensor y, Tensor stats)",
-    tags=_ANY_STRIDES,
-)
-_LIBRARY.define(
-    "bn_forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, Tensor(b!) running_var, "
-    "Tensor? num_batches_tracked, float? momentum, Tensor? residual, float eps, bool relu) "
-    "-> (Tensor y, Tensor stats)",
-    tags=_ANY_STRIDES,
-)
-_LIBRARY.define(
-    "bn_backward(Tensor grad_output, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, float eps, bool relu, "
-    "bool needs_x=True) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
-    tags=_ANY_STRIDES,
+    update_running_buffers,
 )
 
 SECOND_DERIVATIVE = (
@@ -57,13 +39,34 @@ SECOND_DERIVATIVE = (
 )
 
 
+def _output_and_stats(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
+
+
+@define(
+    "bn_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool relu) "
+    "-> (Tensor y, Tensor stats)",
+    check=check_forward,
+    fake=_output_and_stats,
+    tags=ANY_STRIDES,
+)
 def bn_forward(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, relu: bool
 ) -> tuple[Tensor, Tensor]:
     """Return y = (x - mean) / sqrt(var + eps) * weight + bias [+ residual] [then ReLU] and `bn_local_stats(x)`."""
-    return torch.ops.apexfx.bn_forward(x, weight, bias, residual, eps, relu)
+    stats = bn_local_stats.reference(x)
+    mean, invstd = bn_global_stats.reference(stats, eps)
+    return bn_normalize.reference(x, mean, invstd, weight, bias, residual, relu), stats
 
 
+@define(
+    "bn_forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, Tensor(b!) running_var, "
+    "Tensor? num_batches_tracked, float? momentum, Tensor? residual, float eps, bool relu) "
+    "-> (Tensor y, Tensor stats)",
+    check=check_forward_,
+    fake=_output_and_stats,
+    tags=ANY_STRIDES,
+)
 def bn_forward_(
     x: Tensor,
     weight: Tensor | None,
@@ -77,11 +80,26 @@ def bn_forward_(
     relu: bool,
 ) -> tuple[Tensor, Tensor]:
     """Do as `bn_forward`, and update the running buffers in place, as `bn_running_stats` says."""
-    return torch.ops.apexfx.bn_forward_(
-        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
+    y, stats = bn_forward.reference(x, weight, bias, residual, eps, relu)
+    new_mean, new_var = bn_running_stats.reference(stats, running_mean, running_var, num_batches_tracked, momentum)
+    running_mean.copy_(new_mean)
+    running_var.copy_(new_var)
+    return y, stats
+
+
+def _empty_gradients(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x) if needs_x else x.new_empty(0), *(
+        stats.new_empty(0) if p is None else p.new_empty(p.shape[0]) for p in (weight, bias)
     )
 
 
+@define(
+    "bn_backward(Tensor grad_output, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, float eps, bool relu, "
+    "bool needs_x=True) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    check=check_backward,
+    fake=_empty_gradients,
+    tags=ANY_STRIDES,
+)
 def bn_backward(
     grad_output: Tensor,
     x: Tensor,
@@ -98,64 +116,11 @@ def bn_backward(
     `stats` and `eps` are those of the forward. With `relu`, `grad_output` counts where the normalized value (computed
     again from `x`) is above 0; where a residual was added, mask it by `bn_relu_backward` instead.
     """
-    return torch.ops.apexfx.bn_backward(grad_output, x, stats, weight, bias, eps, relu, needs_x)
-
-
-def local_batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    eps: float,
-    relu: bool,
-) -> Tensor:
-    """Return the batch norm of `x`, differentiable once in x, weight, bias and residual; update the running buffers.
-
-    The arguments are those of `sync_batch_norm`, which has checked them; the residual has the dtype of `x`.
-    """
-    return _direct(
-        x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
-    )[0]
-
-
-# ---------------------------------------------------------------------------------------------- pure-torch reference
-
-
-@torch.library.impl(_LIBRARY, "bn_forward", "CompositeExplicitAutograd")
-def _forward_reference(x, weight, bias, residual, eps, relu) -> tuple[Tensor, Tensor]:
-    check_forward("bn_forward", x, weight, bias, residual, eps)
-    stats = _local_stats_reference(x)
-    mean, invstd = _global_stats_reference(stats, eps)
-    return _normalize_reference(x, mean, invstd, weight, bias, residual, relu), stats
-
-
-@torch.library.impl(_LIBRARY, "bn_forward_", "CompositeExplicitAutograd")
-def _forward_in_place_reference(
-    x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
-) -> tuple[Tensor, Tensor]:
-    _check_forward_in_place(
-        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
-    )
-    y, stats = _forward_reference(x, weight, bias, residual, eps, relu)
-    new_mean, new_var = _running_stats_reference(stats, running_mean, running_var, num_batches_tracked, momentum)
-    running_mean.copy_(new_mean)
-    running_var.copy_(new_var)
-    return y, stats
-
-
-@torch.library.impl(_LIBRARY, "bn_backward", "CompositeExplicitAutograd")
-def _backward_reference(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
-    check_backward(grad_output, x, stats, weight, bias, eps)
-    mean, invstd = _global_stats_reference(stats, eps)
-    sums = _backward_reduce_reference(grad_output, x, mean, invstd, weight, bias, relu)
+    mean, invstd = bn_global_stats.reference(stats, eps)
+    sums = bn_backward_reduce.reference(grad_output, x, mean, invstd, weight, bias, relu)
+    grad_x = x.new_empty(0)
     if needs_x:
-        grad_x = _backward_elementwise_reference(grad_output, x, mean, invstd, sums, stats[:1], weight, bias, relu)
-    else:
-        grad_x = x.new_empty(0)
+        grad_x = bn_backward_elementwise.reference(grad_output, x, mean, invstd, sums, stats[:1], weight, bias, relu)
     grad_bias, centered = sums.chunk(2)
     return grad_x, _of_parameter(centered * invstd, weight), _of_parameter(grad_bias, bias)
 
@@ -164,43 +129,15 @@ def _of_parameter(grad: Tensor, parameter: Tensor | None) -> Tensor:
     return grad.new_empty(0) if parameter is None else grad.to(parameter.dtype, copy=True)
 
 
-# ------------------------------------------------------------------------------------------------------------- fakes
-
-
-def _check_forward_in_place(
-    x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
-) -> None:
-    check_forward("bn_forward_", x, weight, bias, residual, eps)
-    check_running_buffers("bn_forward_", x, x.shape[1], running_mean, running_var, num_batches_tracked, momentum)
-
-
-def _output_and_stats(x, *_) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
-
-
-def _gradients_fake(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x) if needs_x else x.new_empty(0), *(
-        stats.new_empty(0) if p is None else p.new_empty(p.shape[0]) for p in (weight, bias)
-    )
-
-
-for _name, _check, _result in (
-    ("bn_forward", functools.partial(check_forward, "bn_forward"), _output_and_stats),
-    ("bn_forward_", _check_forward_in_place, _output_and_stats),
-    ("bn_backward", check_backward, _gradients_fake),
-):
-    torch.library.register_fake(f"apexfx::{_name}", checked(_check, _result), lib=_LIBRARY)
-
-
-# ---------------------------------------------------------------------------------------------------------- autograd
+# ---- autograd -------------------------------------------------------------------------------------------------------
 
 
 def _run(
     x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
 ) -> tuple[Tensor, Tensor]:  # as local_batch_norm
     if running_mean is None or running_var is None:
-        return torch.ops.apexfx.bn_forward.default(x, weight, bias, residual, eps, relu)
-    result = torch.ops.apexfx.bn_forward_.default(
+        return bn_forward(x, weight, bias, residual, eps, relu)
+    result = bn_forward_(
         x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
     )
     torch.autograd.graph.increment_version((running_mean, running_var))
@@ -231,8 +168,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
 def _gradients(grad_output, x, stats, weight, bias, output, eps, relu, needs_x) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight, bias and residual."""
     grad_output = grad_output if output is None else bn_relu_backward(grad_output, output)
-    grads = torch.ops.apexfx.bn_backward.default(grad_output, x, stats, weight, bias, eps, relu, needs_x)
-    return *grads, grad_output
+    return *bn_backward(grad_output, x, stats, weight, bias, eps, relu, needs_x), grad_output
 
 
 class _Backward(torch.autograd.Function):
@@ -261,11 +197,29 @@ def _functional(
 ) -> tuple[Tensor, Tensor]:  # as local_batch_norm
     y, stats = _Traced.apply(x, weight, bias, residual, None, None, None, None, eps, relu)
     if running_mean is not None and running_var is not None:
-        with torch.no_grad():
-            new_mean, new_var = bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
-            running_mean.copy_(new_mean)
-            running_var.copy_(new_var)
+        update_running_buffers(stats, running_mean, running_var, num_batches_tracked, momentum)
     return y, stats
 
 
 _direct = with_direct_autograd(_run, _setup_context, _backward, elsewhere=_functional)
+
+
+def local_batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    num_batches_tracked: Tensor | None,
+    momentum: float | None,
+    eps: float,
+    relu: bool,
+) -> Tensor:
+    """Return the batch norm of `x`, differentiable once in x, weight, bias and residual; update the running buffers.
+
+    The arguments are those of `sync_batch_norm`, which has checked them; the residual has the dtype of `x`.
+    """
+    return _direct(
+        x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
+    )[0]

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._tensor_lists import accumulation, check_lists, check_scalar, check_tensor
+from ._arguments import accumulation
+from ._tensor_lists import check_lists, check_not_empty, check_scalar
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _LIBRARY.define(
@@ -68,6 +69,15 @@ def multi_tensor_l2norm(
     return torch.ops.apexfx.multi_tensor_l2norm.default(list(tensors), inv_scale, per_tensor)
 
 
+def by_device(*lists: Sequence[Tensor]) -> dict[torch.device, tuple[list[Tensor], ...]]:
+    """Return the tensors of parallel lists by the device of the first list's: one op call takes those of one device."""
+    found: dict[torch.device, tuple[list[Tensor], ...]] = {}
+    for row in zip(*lists):
+        for on_device, tensor in zip(found.setdefault(row[0].device, tuple([] for _ in lists)), row):
+            on_device.append(tensor)
+    return found
+
+
 def _written(tensors: Sequence[Tensor]) -> None:
     """Tell autograd that the tensors changed: an op without an autograd kernel does not bump their versions."""
     if not torch.compiler.is_compiling():
@@ -82,37 +92,33 @@ def _flag(found_inf: Tensor, tensors: Sequence[Tensor]) -> None:
         found_inf.masked_fill_(~tensor.isfinite().all(), 1.0)
 
 
-def _check_flag(op: str, found_inf: Tensor, tensors: Sequence[Tensor]) -> None:
-    check_tensor(op, "found_inf", found_inf)
-    check_scalar(op, "found_inf", found_inf, tensors[0].device if tensors else found_inf.device)
-
-
 def _scale_reference(inputs, outputs, found_inf, scale=1.0, scale_tensor=None):
     check_lists("multi_tensor_scale", inputs=inputs, outputs=outputs)
-    _check_flag("multi_tensor_scale", found_inf, inputs)
-    check_scalar("multi_tensor_scale", "scale_tensor", scale_tensor, found_inf.device)
+    check_scalar("multi_tensor_scale", "found_inf", found_inf, inputs[0] if inputs else found_inf)
+    if scale_tensor is not None:
+        check_scalar("multi_tensor_scale", "scale_tensor", scale_tensor, found_inf)
     _flag(found_inf, inputs)
     factor = scale if scale_tensor is None else scale * scale_tensor.reshape(()).double()
     for x, out in zip(inputs, outputs):
-        wide = accumulation(x)
+        wide = accumulation(x.dtype)
         out.copy_(x.to(wide) * (factor if scale_tensor is None else factor.to(wide)))
 
 
 def _axpby_reference(x, y, outputs, found_inf, a, b, arg_to_check=-1):
     check_lists("multi_tensor_axpby", x=x, y=y, outputs=outputs)
-    _check_flag("multi_tensor_axpby", found_inf, x)
+    check_scalar("multi_tensor_axpby", "found_inf", found_inf, x[0] if x else found_inf)
     if arg_to_check not in (-1, 0, 1):
         raise ValueError(f"apexfx::multi_tensor_axpby: arg_to_check is {arg_to_check}; expected -1, 0 or 1")
     _flag(found_inf, [*(x if arg_to_check != 1 else ()), *(y if arg_to_check != 0 else ())])
     for x_i, y_i, out in zip(x, y, outputs):
-        out.copy_(a * x_i.to(accumulation(x_i)) + b * y_i.to(accumulation(y_i)))
+        out.copy_(a * x_i.to(accumulation(x_i.dtype)) + b * y_i.to(accumulation(y_i.dtype)))
 
 
 def _l2norm_reference(tensors, inv_scale=None, per_tensor=False):
-    if not tensors:
-        raise ValueError("apexfx::multi_tensor_l2norm: tensors is empty; expected at least one tensor")
+    check_not_empty("multi_tensor_l2norm", tensors)
     check_lists("multi_tensor_l2norm", tensors=tensors)
-    check_scalar("multi_tensor_l2norm", "inv_scale", inv_scale, tensors[0].device)
+    if inv_scale is not None:
+        check_scalar("multi_tensor_l2norm", "inv_scale", inv_scale, tensors[0])
     squares = torch.stack([t.double().square().sum() for t in tensors])
     multiplier = 1.0 if inv_scale is None else inv_scale.reshape(()).double().abs()
     found_inf = (~squares.isfinite().all()).float()
@@ -128,8 +134,7 @@ def _writes_fake(*arguments, **keywords):
 
 
 def _l2norm_fake(tensors, inv_scale=None, per_tensor=False):
-    if not tensors:
-        raise ValueError("apexfx::multi_tensor_l2norm: tensors is empty; expected at least one tensor")
+    check_not_empty("multi_tensor_l2norm", tensors)
     shapes = ((), (len(tensors) if per_tensor else 0,), ())
     return tuple(tensors[0].new_empty(shape, dtype=torch.float32) for shape in shapes)
 

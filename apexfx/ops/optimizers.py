@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._tensor_lists import accumulation, check_decay_rates, check_lists, check_not_negative, check_scalar, check_tensor
+from ._arguments import accumulation
+from ._tensor_lists import check_decay_rates, check_lists, check_not_negative, check_scalar
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _SCALARS = "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_coefficient=None"
@@ -50,10 +51,11 @@ class _Scalars:
 
     def __init__(self, op, like, step, lr, lr_tensor, grad_scale, found_inf, clip_coefficient):
         if op not in ("sgd_", "adagrad_"):
-            check_tensor(op, "step", step)
-        names = ("step", "lr_tensor", "grad_scale", "found_inf", "clip_coefficient")
-        for name, tensor in zip(names, (step, lr_tensor, grad_scale, found_inf, clip_coefficient)):
-            check_scalar(op, name, tensor, like.device)
+            check_scalar(op, "step", step, like)
+        names = ("lr_tensor", "grad_scale", "found_inf", "clip_coefficient")
+        for name, tensor in zip(names, (lr_tensor, grad_scale, found_inf, clip_coefficient)):
+            if tensor is not None:
+                check_scalar(op, name, tensor, like)
         self.lr = lr if lr_tensor is None else lr_tensor.reshape(()).double()
         clip = 1.0 if clip_coefficient is None else clip_coefficient.reshape(()).double()
         self.multiplier = clip if grad_scale is None else clip / grad_scale.reshape(()).double()
@@ -91,7 +93,7 @@ def _lists(op, params, grads, model_params, **states):
 
 def _adam_moments(i, params, grads, exp_avgs, exp_avg_sqs, s, beta1, beta2, eps, weight_decay, decoupled, beta3, corrections):
     """Return (p, m, v, direction) of one tensor, in the accumulation dtype."""
-    wide = accumulation(params[i])
+    wide = accumulation(params[i].dtype)
     p, m, v = params[i].to(wide), exp_avgs[i], exp_avg_sqs[i]
     g = grads[i].to(wide) * _cast(s.multiplier, wide)
     if not decoupled:
@@ -165,7 +167,7 @@ def _sgd_reference(
         return
     s = _Scalars("sgd_", params[0], None, lr, lr_tensor, grad_scale, found_inf, clip_coefficient)
     for i, param in enumerate(params):
-        wide = accumulation(param)
+        wide = accumulation(param.dtype)
         p = param.to(wide)
         d = grads[i].to(wide) * _cast(s.multiplier, wide)
         if not wd_after_momentum:
@@ -189,7 +191,7 @@ def _adagrad_reference(
         return
     s = _Scalars("adagrad_", params[0], None, lr, lr_tensor, grad_scale, found_inf, clip_coefficient)
     for i, param in enumerate(params):
-        wide = accumulation(param)
+        wide = accumulation(param.dtype)
         p = param.to(wide)
         g = grads[i].to(wide) * _cast(s.multiplier, wide)
         if not decoupled:
@@ -215,13 +217,12 @@ def _novograd_reference(
     if not params:
         return
     for norm in norms:
-        check_tensor("novograd_", "a tensor of norms", norm)
-        check_scalar("novograd_", "a tensor of norms", norm, params[0].device)
+        check_scalar("novograd_", "a tensor of norms", norm, params[0])
     s = _Scalars("novograd_", params[0], step, lr, lr_tensor, grad_scale, found_inf, clip_coefficient)
     c1, c2 = s.correction(beta1, bias_correction), s.correction(beta2, bias_correction) ** 0.5
     beta3 = 1.0 - beta1 if grad_averaging else 1.0
     for i, param in enumerate(params):
-        wide = accumulation(param)
+        wide = accumulation(param.dtype)
         p, g = param.to(wide), grads[i].to(wide) * _cast(s.multiplier, wide)
         n = _novograd_norm(norms[i].reshape(()).double(), g.double(), beta2, norm_type).float()
         denominator = (n.double() / c2 + eps).to(wide)

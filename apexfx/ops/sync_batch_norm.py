@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import statically_known_true  # which also registers the functional collectives
-from ._batch_norm_arguments import check_average, check_dense, check_input, check_vector
+from ._arguments import check_tensor
+from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
 from ._direct_autograd import is_direct
 from .batch_norm import (
     bn_backward_elementwise,
@@ -33,7 +34,7 @@ from .batch_norm import (
     bn_local_stats,
     bn_normalize,
     bn_relu_backward,
-    bn_running_stats,
+    update_running_buffers,
 )
 from .local_batch_norm import SECOND_DERIVATIVE, local_batch_norm
 
@@ -121,25 +122,17 @@ def _check(
 ) -> None:
     """Raise for what this rank can know to be wrong before it communicates."""
     op = "sync_batch_norm"
-    channels = check_input(op, x)
-    for name, vector in (
-        ("weight", weight), ("bias", bias), ("running_mean", running_mean), ("running_var", running_var)
-    ):  # fmt: skip
-        if vector is not None:
-            check_vector(op, name, vector, channels, x)
+    channels = check_parameters(op, x, weight, bias)
     if residual is not None:
-        check_dense(op, "residual", residual, x)
-    if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
-        raise ValueError(
-            f"apexfx::{op}: residual is {residual.dtype} of {tuple(residual.shape)}, expected the shape of x, "
-            f"{tuple(x.shape)}, and a floating dtype"
-        )
+        check_tensor(op, "residual", residual, x)
+        if residual.shape != x.shape or not residual.is_floating_point():
+            raise ValueError(f"apexfx::{op}: residual is {residual.dtype} of {tuple(residual.shape)}, expected the shape of x, "
+                             f"{tuple(x.shape)}, and a floating dtype")
     if (running_mean is None) != (running_var is None):
         raise ValueError(f"apexfx::{op}: one of running_mean and running_var is None; give both or neither")
-    if not eps >= 0:
-        raise ValueError(f"apexfx::{op}: eps is {eps}, expected a number that is not negative")
     if running_mean is not None:
-        check_average(op, num_batches_tracked, momentum, x)
+        check_running_buffers(op, x, channels, running_mean, running_var, num_batches_tracked, momentum)
+    check_eps(op, eps)
     if not group and statically_known_true(x.numel() == channels):
         raise ValueError(
             f"apexfx::{op}: expected more than 1 value per channel when training, got x of shape {tuple(x.shape)}; "
@@ -257,9 +250,7 @@ def _sync_batch_norm(
         stats = _all_reduce(bn_local_stats(x), group_name)
         mean, invstd = bn_global_stats(stats, eps)
         if running_mean is not None and running_var is not None:
-            new_mean, new_var = bn_running_stats(stats, running_mean, running_var, num_batches_tracked, momentum)
-            running_mean.copy_(new_mean)
-            running_var.copy_(new_var)
+            update_running_buffers(stats, running_mean, running_var, num_batches_tracked, momentum)
     return _Normalize.apply(x, weight, bias, residual, mean, invstd, stats[:1], relu, group_name)
 
 

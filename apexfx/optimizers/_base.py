@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .._torch import foreach_mul_
-from ..ops import multi_tensor
+from ..ops.multi_tensor import by_device, multi_tensor_l2norm
 from ._checkpoints import unwrap_state, wrapped_state
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
@@ -42,7 +42,9 @@ class Batch:
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base of the fused optimizers; a subclass names its state and calls its op.
+    """Base of the fused optimizers; a subclass names its op and state, and gives the op's hyperparameters.
+
+    Its op takes (params, grads, *states, model copies[, step], lr, *hyperparameters, device scalars by keyword).
 
     Follows torch's conventions: closures, hooks, `state_dict` (float32 state survives, for parameters of any dtype),
     and GradScaler's `grad_scale` / `found_inf` attributes. When `grad_scale` is set and `found_inf` is not, the
@@ -54,6 +56,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler.step
+    _op: Callable[..., None]
+    _op_counts_steps = True  # whether the op takes `step`, and counts it up where the step is not skipped
     _state_names: tuple[str, ...] = ()  # tensors like the parameter, float32, zero at first
     _scalar_state_names: tuple[str, ...] = ()  # one number a parameter, made by the subclass
     _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
@@ -64,11 +68,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self,
         params: Iterable[Any],
         defaults: dict[str, Any],
-        *,
-        set_grad_none: bool = True,
-        capturable: bool = False,
-        master_weights: bool = False,
-        max_grad_norm: float | None = None,
+        set_grad_none: bool,
+        capturable: bool,
+        master_weights: bool,
+        max_grad_norm: float | None,
     ):
         _check_defaults(type(self).__name__, defaults)
         self.set_grad_none = set_grad_none
@@ -114,9 +117,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 # Every batch of a group starts from the same count; the op counts up.
                 alone = len(batches) == 1 and batch.device == group["step"].device
                 step = group["step"] if alone else group["step"].to(batch.device, copy=True)
-                lr, lr_tensor = self._learning_rate(group, batch.device)
                 moved = {k: v.to(batch.device, non_blocking=True) for k, v in scalars.items()}
-                self._update(group, batch, step, {"lr": lr}, {"lr_tensor": lr_tensor, **moved})
+                self._update(group, batch, step, moved)
                 if not alone and batch is batches[-1]:
                     group["step"].copy_(step)
                 torch.autograd.graph.increment_version([*batch.params, *batch.models])
@@ -125,7 +127,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                     foreach_mul_(batch.grads, torch.where(moved["found_inf"] != 0, torch.ones_like(scale), 1.0 / scale))
         return loss
 
-    def _update(self, group, batch: Batch, step: Tensor, lr: dict[str, float], scalars: dict[str, Tensor | None]) -> None:
+    def _update(self, group: dict[str, Any], batch: Batch, step: Tensor, scalars: dict[str, Tensor]) -> None:
+        """Call the op, and count the step where the op does not."""
+        states = [batch.states.get(name, []) for name in (*self._state_names, *self._scalar_state_names)]
+        counted = [step] if self._op_counts_steps else []
+        lr, lr_tensor = self._learning_rate(group, batch.device)
+        self._op(batch.params, batch.grads, *states, batch.models, *counted, lr, *self._hyperparameters(group, batch),
+                 lr_tensor=lr_tensor, **scalars)
+        if not self._op_counts_steps:
+            step.add_((scalars["found_inf"] == 0).float() if "found_inf" in scalars else 1.0)
+
+    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+        """Return what the op takes after the learning rate, in its order."""
         raise NotImplementedError
 
     def _gather(self, group: dict[str, Any]) -> list[Batch]:
@@ -140,7 +153,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             state, first_run = self.state[param], False
             if self.master_weights or any(name not in state for name in (*names, *self._scalar_state_names)):
                 first_run = any(name not in state for name in names)
-                self._check_param(param)
+                if param.dtype not in _DTYPES:
+                    raise RuntimeError(f"{type(self).__name__} got a parameter of {param.dtype}; expected float32, float16, "
+                                       "bfloat16 or float64")
                 self._init_state(group, param, state)
             master = state.get("master_param")
             key = (param.device, master is not None, first_run, param.dtype is torch.float64)
@@ -155,12 +170,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, tensors in batch.states.items():
                 tensors.append(state[name])
         return list(batches.values())
-
-    def _check_param(self, param: Tensor) -> None:
-        if param.dtype not in _DTYPES:
-            raise RuntimeError(
-                f"{type(self).__name__} got a parameter of {param.dtype}; expected float32, float16, bfloat16 or float64"
-            )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names
@@ -254,14 +263,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
 def global_norm(lists: list[list[Tensor]], inv_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the 2-norm of all tensors together and the flag that one is not finite, on the first one's device."""
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for tensors in lists:
-        for tensor in tensors:
-            by_device.setdefault(tensor.device, []).append(tensor)
     norms, flags = [], []
-    for device, tensors in by_device.items():
+    for device, (on_device,) in by_device([tensor for tensors in lists for tensor in tensors]).items():
         scale = None if inv_scale is None else inv_scale.to(device, non_blocking=True)
-        norm, _, flag = multi_tensor.multi_tensor_l2norm(tensors, scale)
+        norm, _, flag = multi_tensor_l2norm(on_device, scale)
         norms.append(norm)
         flags.append(flag)
     if len(norms) == 1:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ..ops import multi_tensor
+from ..ops.multi_tensor import by_device, multi_tensor_scale
 from ._base import global_norm
 
 
@@ -36,10 +36,7 @@ def clip_grad_norm_(
             "error_if_nonfinite=False to scale them anyway"
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        by_device.setdefault(grad.device, []).append(grad)
-    for device, tensors in by_device.items():
+    for device, (tensors,) in by_device(grads).items():
         flag = torch.zeros((), device=device)
-        multi_tensor.multi_tensor_scale(tensors, tensors, flag, 1.0, coefficient.to(device, non_blocking=True))
+        multi_tensor_scale(tensors, tensors, flag, 1.0, coefficient.to(device, non_blocking=True))
     return norm

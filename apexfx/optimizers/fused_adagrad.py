@@ -14,6 +14,8 @@ from ._base import Batch, FusedOptimizer
 class FusedAdagrad(FusedOptimizer):
     """Adagrad, with L2 regularization or (`adagrad_w_mode=True`) decoupled weight decay. Duchi et al. 2011."""
 
+    _op = staticmethod(torch.ops.apexfx.adagrad_)
+    _op_counts_steps = False
     _state_names = ("sum",)
 
     def __init__(
@@ -36,28 +38,10 @@ class FusedAdagrad(FusedOptimizer):
             "adagrad_w_mode": bool(adagrad_w_mode),
             "lr_decay": 0.0,  # torch.optim.Adagrad looks for it when it loads our state dict
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            capturable=capturable,
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-        )
+        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
 
-    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
-        torch.ops.apexfx.adagrad_(
-            batch.params,
-            batch.grads,
-            batch.states["sum"],
-            batch.models,
-            lr["lr"],
-            group["eps"],
-            group["weight_decay"],
-            group["adagrad_w_mode"],
-            **scalars,
-        )
-        step.add_(1.0 if scalars.get("found_inf") is None else (scalars["found_inf"] == 0).float())
+    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+        return group["eps"], group["weight_decay"], group["adagrad_w_mode"]
 
     def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
         if group.get("lr_decay"):

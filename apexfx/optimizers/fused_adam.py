@@ -20,6 +20,7 @@ class FusedAdam(FusedOptimizer):
     Kingma & Ba 2014; Loshchilov & Hutter 2017.
     """
 
+    _op = staticmethod(torch.ops.apexfx.adam_)
     _state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -47,14 +48,7 @@ class FusedAdam(FusedOptimizer):
             "amsgrad": amsgrad,
             "adam_w_mode": bool(adam_w_mode),
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            capturable=capturable,
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-        )
+        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
 
     @property
     def adam_w_mode(self) -> int:
@@ -74,22 +68,8 @@ class FusedAdam(FusedOptimizer):
             raise RuntimeError("FusedAdam.step takes a closure only; grads, output_params, scale, grad_norms are gone")
         return self._step(closure)
 
-    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
-        torch.ops.apexfx.adam_(
-            batch.params,
-            batch.grads,
-            batch.states["exp_avg"],
-            batch.states["exp_avg_sq"],
-            batch.models,
-            step,
-            lr["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["adam_w_mode"],
-            bool(group["bias_correction"]),
-            **scalars,
-        )
+    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+        return (*group["betas"], group["eps"], group["weight_decay"], group["adam_w_mode"], bool(group["bias_correction"]))
 
     def _translate(self, group: dict[str, Any]) -> dict[str, Any]:
         group = super()._translate(group)

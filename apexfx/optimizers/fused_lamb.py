@@ -19,6 +19,7 @@ class FusedLAMB(FusedOptimizer):
     You et al. 2019.
     """
 
+    _op = staticmethod(torch.ops.apexfx.lamb_)
     _state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -49,36 +50,14 @@ class FusedLAMB(FusedOptimizer):
             "grad_averaging": grad_averaging,
             "use_nvlamb": use_nvlamb,
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            capturable=capturable,
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-        )
+        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
 
     def _clip_coefficient(self, norm: Tensor) -> Tensor:
         return (self.max_grad_norm / norm).clamp(max=1.0)  # no epsilon, as in Apex; 0 / 0 cannot be: max is positive
 
-    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
-        torch.ops.apexfx.lamb_(
-            batch.params,
-            batch.grads,
-            batch.states["exp_avg"],
-            batch.states["exp_avg_sq"],
-            batch.models,
-            step,
-            lr["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            group["adam_w_mode"],
-            bool(group["bias_correction"]),
-            bool(group["grad_averaging"]),
-            group["use_nvlamb"],
-            **scalars,
-        )
+    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+        return (*group["betas"], group["eps"], group["weight_decay"], group["adam_w_mode"], bool(group["bias_correction"]),
+                bool(group["grad_averaging"]), group["use_nvlamb"])
 
 
 class FusedMixedPrecisionLamb(FusedLAMB):
@@ -107,21 +86,8 @@ class FusedMixedPrecisionLamb(FusedLAMB):
         reduced_precision_dtype: torch.dtype | None = None,
     ):
         self.reduced_precision_dtype = reduced_precision_dtype
-        super().__init__(
-            params,
-            lr,
-            bias_correction,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            adam_w_mode,
-            grad_averaging,
-            True,
-            max_grad_norm,
-            use_nvlamb,
-            capturable=True,
-        )
+        super().__init__(params, lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode, grad_averaging,
+                         max_grad_norm=max_grad_norm, use_nvlamb=use_nvlamb, capturable=True)
         for group in self.param_groups:
             group["step"].fill_(float(step))
 

@@ -18,6 +18,7 @@ class FusedNovoGrad(FusedOptimizer):
     -1 before its first step unless `init_zero`), so the set of parameters with gradients may change between steps.
     """
 
+    _op = staticmethod(torch.ops.apexfx.novograd_)
     _state_names = ("exp_avg",)
     _scalar_state_names = ("exp_avg_sq",)
 
@@ -54,14 +55,7 @@ class FusedNovoGrad(FusedOptimizer):
             "init_zero": init_zero,
             "reg_inside_moment": reg_inside_moment,
         }
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            capturable=capturable,
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-        )
+        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
 
     def _init_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         super()._init_state(group, param, state)
@@ -71,21 +65,6 @@ class FusedNovoGrad(FusedOptimizer):
     def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
         return torch.float32 if name == "exp_avg_sq" else super()._state_dtype(param, name)
 
-    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
-        torch.ops.apexfx.novograd_(
-            batch.params,
-            batch.grads,
-            batch.states["exp_avg"],
-            batch.states["exp_avg_sq"],
-            batch.models,
-            step,
-            lr["lr"],
-            *group["betas"],
-            group["eps"],
-            group["weight_decay"],
-            bool(group["bias_correction"]),
-            bool(group["grad_averaging"]),
-            group["reg_inside_moment"],
-            group["norm_type"],
-            **scalars,
-        )
+    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+        return (*group["betas"], group["eps"], group["weight_decay"], bool(group["bias_correction"]),
+                bool(group["grad_averaging"]), group["reg_inside_moment"], group["norm_type"])

@@ -19,6 +19,9 @@ class FusedSGD(FusedOptimizer):
     `materialize_master_grads` is kept for Apex's scripts: gradients are read as they are, so no master gradient exists.
     """
 
+    _op = staticmethod(torch.ops.apexfx.sgd_)
+    _op_counts_steps = False
+    _state_names = ("momentum_buffer",)
     _pickled = (*FusedOptimizer._pickled, "wd_after_momentum", "materialize_master_grads")
 
     def __init__(
@@ -48,31 +51,11 @@ class FusedSGD(FusedOptimizer):
         }
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        super().__init__(
-            params,
-            defaults,
-            set_grad_none=set_grad_none,
-            capturable=capturable,
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-        )
+        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+        return self._state_names if group["momentum"] != 0 else ()
 
-    def _update(self, group, batch: Batch, step: Tensor, lr, scalars) -> None:
-        torch.ops.apexfx.sgd_(
-            batch.params,
-            batch.grads,
-            batch.states["momentum_buffer"] if group["momentum"] != 0 else [],
-            batch.models,
-            lr["lr"],
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            group["nesterov"],
-            self.wd_after_momentum,
-            batch.first_run,
-            **scalars,
-        )
-        step.add_(1.0 if scalars.get("found_inf") is None else (scalars["found_inf"] == 0).float())
+    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+        return (group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"], self.wd_after_momentum,
+                batch.first_run)

@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from .._torch import HigherOrderOperator, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
 from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
-from ..graph.nodes import argument, evaluate, op_name, set_value, signature, value
+from ..graph.nodes import evaluate, op_name, set_value, signature, value
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision import arguments
 from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast
@@ -24,6 +24,7 @@ from ..precision.policy import (
     left_to_user,
     limited,
     narrow,
+    operand_dtypes,
 )
 from ..precision.rules import FLOATS, HALVES, SAME_DATA_FAMILIES, Rule, decide
 
@@ -163,9 +164,8 @@ class CastInserter:
             self.float32_limits.add(node)
 
     def _cast_arguments(self, node: fx.Node, name: str, rule: Rule) -> bool:
-        # A residual is an activation, which sync_batch_norm adds whatever its dtype: it is no parameter to agree with.
-        residual = argument(node, "residual") if rule.family == "batch_norm" else None
-        dtypes = [dtype_of(a) if a is not residual else None for a in tree_leaves((node.args, node.kwargs))]
+        dtypes = [dtype_of(a) for a in tree_leaves((node.args, node.kwargs))]
+        dtypes = operand_dtypes(name, node.args, node.kwargs, dtypes)
         if "out" in node.kwargs:
             targets = decide(rule, [dtype_of(node.kwargs["out"]), *dtypes], self.policy.half)[1:]
         else:

@@ -18,7 +18,7 @@ from ..config import OptLevel
 from ..graph.nodes import argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import arguments
-from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RULES, STORED_NUMBERS, Rule, consistent, lookup
+from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
 
 _NAMED_DTYPES = {
     "float32": torch.float32, "float": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16,
@@ -111,6 +111,20 @@ def additive_mask(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
         return None
     position, keyword = ADDITIVE_MASKS[name]
     return kwargs.get(keyword, args[position] if position < len(args) else None)
+
+
+def operand_dtypes(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], dtypes: Sequence[torch.dtype | None]
+) -> Sequence[torch.dtype | None]:
+    """Return the dtypes of a call's arguments as `rules.decide` takes them: None for a residual, added whatever its dtype.
+
+    Args:
+        dtypes: of the arguments in order, nested sequences flattened; None for what is no tensor.
+    """
+    if name not in RESIDUALS:
+        return dtypes
+    places = (*range(len(args)), *kwargs)
+    return [None if place in RESIDUALS[name] else dtype for place, dtype in zip(places, dtypes)]
 
 
 def saturated(tensor: Any, half: torch.dtype, call: Callable[..., Any] = lambda op, *args: op(*args)) -> Any:

@@ -22,22 +22,22 @@ def calls(shape, dtype, layout, device):
     """Yield (op, reference, arguments) on `device`."""
     tensors = [t.to(device) for t in draw(shape, dtype, layout)]
     x, grad, residual, weight, bias = tensors
-    stats = batch_norm._local_stats_reference(x)
-    mean, invstd = batch_norm._global_stats_reference(stats, 1e-5)
+    stats = batch_norm.bn_local_stats.reference(x)
+    mean, invstd = batch_norm.bn_global_stats.reference(stats, 1e-5)
     half_weight, half_bias = weight.half(), bias.bfloat16()
     running = torch.rand_like(weight), torch.rand_like(weight).half()
-    sums = batch_norm._backward_reduce_reference(grad, x, mean, invstd, weight, bias, True)
-    yield OPS.bn_local_stats, batch_norm._local_stats_reference, (x,)
-    yield OPS.bn_global_stats, batch_norm._global_stats_reference, (stats, 1e-5)
-    yield OPS.bn_running_stats, batch_norm._running_stats_reference, (stats, *running, None, 0.1)
-    yield OPS.bn_running_stats, batch_norm._running_stats_reference, (stats, *running, torch.tensor(3, device=device), None)
+    sums = batch_norm.bn_backward_reduce.reference(grad, x, mean, invstd, weight, bias, True)
+    yield OPS.bn_local_stats, batch_norm.bn_local_stats.reference, (x,)
+    yield OPS.bn_global_stats, batch_norm.bn_global_stats.reference, (stats, 1e-5)
+    yield OPS.bn_running_stats, batch_norm.bn_running_stats.reference, (stats, *running, None, 0.1)
+    yield OPS.bn_running_stats, batch_norm.bn_running_stats.reference, (stats, *running, torch.tensor(3, device=device), None)
     weights, biases = (weight, half_weight, None), (half_bias, None)
     for w, b, z, relu in itertools.product(weights, biases, (residual, None), (True, False)):
-        yield OPS.bn_normalize, batch_norm._normalize_reference, (x, mean, invstd, w, b, z, relu)
+        yield OPS.bn_normalize, batch_norm.bn_normalize.reference, (x, mean, invstd, w, b, z, relu)
     for w, b, relu in ((weight, bias, True), (weight, half_bias, False), (None, None, True)):
-        yield OPS.bn_backward_reduce, batch_norm._backward_reduce_reference, (grad, x, mean, invstd, w, b, relu)
+        yield OPS.bn_backward_reduce, batch_norm.bn_backward_reduce.reference, (grad, x, mean, invstd, w, b, relu)
         arguments = (grad, x, mean, invstd, sums, stats[:1], w, b, relu)
-        yield OPS.bn_backward_elementwise, batch_norm._backward_elementwise_reference, arguments
+        yield OPS.bn_backward_elementwise, batch_norm.bn_backward_elementwise.reference, arguments
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

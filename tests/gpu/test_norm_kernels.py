@@ -38,7 +38,7 @@ def test_kernels_equal_references_and_themselves(memory_efficient, dtypes, size,
     options = (1, EPS, dtypes[2], memory_efficient)
     for name, module, parameters in (("layer_norm", layer_norm, (weight, bias)), ("rms_norm", rms_norm, (weight,))):
         got = getattr(ops, name)(x, *parameters, *options)
-        for value, reference in zip(got, module._reference(x, *parameters, *options)):
+        for value, reference in zip(got, module.NORM.reference(x, *parameters, *options)):
             assert_close(value, reference)
         y, *statistics = got
         if memory_efficient and name == "layer_norm":
@@ -46,7 +46,7 @@ def test_kernels_equal_references_and_themselves(memory_efficient, dtypes, size,
         saved = (grad, y if memory_efficient else x, *statistics, *parameters, 1, EPS, memory_efficient, x.dtype)
         first, second = (getattr(ops, f"{name}_backward")(*saved) for _ in range(2))
         assert all(torch.equal(a, b) for a, b in zip(first, second))
-        for value, reference in zip(first, module._reference_backward(*saved)):
+        for value, reference in zip(first, module.NORM.reference_backward(*saved)):
             assert_close(value, reference, scale=scale)
         dx = getattr(ops, f"{name}_backward_input")(*saved)
-        assert_close(dx, module._reference_backward_input(*saved), scale=scale)
+        assert_close(dx, module.NORM.reference_backward_input(*saved), scale=scale)

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from apexfx.ops import batch_norm
 from apexfx.ops.batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,
@@ -102,17 +101,17 @@ def test_kernels_equal_references_and_repeat_exactly(dtype, layout):
     sums, count = torch.rand(134, dtype=torch.float64), torch.tensor([3335.0], dtype=torch.float64)
     running = torch.rand(67), torch.rand(67).half()
     for op, reference, arguments in (
-        (OPS.bn_local_stats, batch_norm._local_stats_reference, (x,)),
-        (OPS.bn_global_stats, batch_norm._global_stats_reference, (bn_local_stats(x), 1e-5)),
-        (OPS.bn_running_stats, batch_norm._running_stats_reference, (bn_local_stats(x), *running, None, 0.1)),
-        (OPS.bn_running_stats, batch_norm._running_stats_reference, (bn_local_stats(x), *running, torch.tensor(3), None)),
-        (OPS.bn_normalize, batch_norm._normalize_reference, (x, mean, invstd, weight, bias, residual, True)),
-        (OPS.bn_normalize, batch_norm._normalize_reference, (x, mean, invstd, None, None, None, False)),
-        (OPS.bn_backward_reduce, batch_norm._backward_reduce_reference, (grad, x, mean, invstd, weight, bias, True)),
-        (OPS.bn_backward_reduce, batch_norm._backward_reduce_reference, (grad, x, mean, invstd, None, None, True)),
-        (OPS.bn_backward_elementwise, batch_norm._backward_elementwise_reference,
+        (OPS.bn_local_stats, bn_local_stats.reference, (x,)),
+        (OPS.bn_global_stats, bn_global_stats.reference, (bn_local_stats(x), 1e-5)),
+        (OPS.bn_running_stats, bn_running_stats.reference, (bn_local_stats(x), *running, None, 0.1)),
+        (OPS.bn_running_stats, bn_running_stats.reference, (bn_local_stats(x), *running, torch.tensor(3), None)),
+        (OPS.bn_normalize, bn_normalize.reference, (x, mean, invstd, weight, bias, residual, True)),
+        (OPS.bn_normalize, bn_normalize.reference, (x, mean, invstd, None, None, None, False)),
+        (OPS.bn_backward_reduce, bn_backward_reduce.reference, (grad, x, mean, invstd, weight, bias, True)),
+        (OPS.bn_backward_reduce, bn_backward_reduce.reference, (grad, x, mean, invstd, None, None, True)),
+        (OPS.bn_backward_elementwise, bn_backward_elementwise.reference,
          (grad, x, mean, invstd, sums, count, weight, bias, True)),
-        (OPS.bn_backward_elementwise, batch_norm._backward_elementwise_reference,
+        (OPS.bn_backward_elementwise, bn_backward_elementwise.reference,
          (grad, x, mean, invstd, sums, count, None, None, False)),
     ):  # fmt: skip
         got, again, want = op(*arguments), op(*arguments), reference(*arguments)

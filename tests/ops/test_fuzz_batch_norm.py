@@ -19,16 +19,16 @@ from tests.ops.fuzzing import run_campaign
 from tests.ops.test_fuzz_list_ops import NAMED, random_value
 
 REFERENCES: dict[str, Callable[..., object]] = {
-    "bn_local_stats": batch_norm._local_stats_reference,
-    "bn_global_stats": batch_norm._global_stats_reference,
-    "bn_running_stats": batch_norm._running_stats_reference,
-    "bn_normalize": batch_norm._normalize_reference,
-    "bn_backward_reduce": batch_norm._backward_reduce_reference,
-    "bn_backward_elementwise": batch_norm._backward_elementwise_reference,
-    "bn_relu_backward": batch_norm._relu_backward,
-    "bn_forward": local_batch_norm._forward_reference,
-    "bn_forward_": local_batch_norm._forward_in_place_reference,
-    "bn_backward": local_batch_norm._backward_reference,
+    "bn_local_stats": batch_norm.bn_local_stats.reference,
+    "bn_global_stats": batch_norm.bn_global_stats.reference,
+    "bn_running_stats": batch_norm.bn_running_stats.reference,
+    "bn_normalize": batch_norm.bn_normalize.reference,
+    "bn_backward_reduce": batch_norm.bn_backward_reduce.reference,
+    "bn_backward_elementwise": batch_norm.bn_backward_elementwise.reference,
+    "bn_relu_backward": batch_norm.bn_relu_backward.reference,
+    "bn_forward": local_batch_norm.bn_forward.reference,
+    "bn_forward_": local_batch_norm.bn_forward_.reference,
+    "bn_backward": local_batch_norm.bn_backward.reference,
     "sync_batch_norm": sync_batch_norm._sync_batch_norm,
 }
 CHANNELS = 3

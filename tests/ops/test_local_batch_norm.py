@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from apexfx.ops import local_batch_norm as module
 from apexfx.ops.batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,
@@ -78,15 +77,15 @@ def test_kernels_equal_references_and_repeat_exactly(shape, dtype, layout):
     for relu, added in itertools.product((False, True), (None, residual)):
         got, again = (bn_forward(x, weight, bias, added, EPS, relu) for _ in range(2))
         assert_same_bits(got, again)
-        y, stats = module._forward_reference(x, weight, bias, added, EPS, relu)
+        y, stats = bn_forward.reference(x, weight, bias, added, EPS, relu)
         assert_averages(got[1], stats, count, dtype)
         if count > 1:  # of one value, invstd is 1 / sqrt(eps) times whatever its variance was rounded to
             assert_close(got[0], y, scale=4)
     for relu in (False, True):
         got, again = (bn_backward(grad, x, stats, weight, bias, EPS, relu) for _ in range(2))
         assert_same_bits(got, again)
-        without = module._backward_reference(grad, x, stats, weight, bias, EPS, relu, False)
-        want = module._backward_reference(grad, x, stats, weight, bias, EPS, relu)
+        without = bn_backward.reference(grad, x, stats, weight, bias, EPS, relu, False)
+        want = bn_backward.reference(grad, x, stats, weight, bias, EPS, relu)
         scale = float(want[0].abs().max().clamp_min(1))
         assert_close(got[0] / scale, want[0] / scale, scale=4)
         assert_same_bits(without, (x.new_empty(0), *want[1:]))

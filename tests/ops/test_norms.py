@@ -83,10 +83,10 @@ def test_layouts_equal_float64(norm, dtypes, layout):
 def test_kernel_equals_reference(norm, dtypes):
     (x, *parameters), grad = norm.draw((65, 515), dtypes)
     arguments = (x, *parameters, 1, EPS, dtypes[2], False)
-    got, want = norm.op()(*arguments), norm.module._reference(*arguments)
+    got, want = norm.op()(*arguments), norm.module.NORM.reference(*arguments)
     saved = (grad, x, *want[1:], *parameters, 1, EPS, False, x.dtype)
-    got_input, want_input = norm.op("_backward_input")(*saved), norm.module._reference_backward_input(*saved)
-    got_all, want_all = norm.op("_backward")(*saved), norm.module._reference_backward(*saved)
+    got_input, want_input = norm.op("_backward_input")(*saved), norm.module.NORM.reference_backward_input(*saved)
+    got_all, want_all = norm.op("_backward")(*saved), norm.module.NORM.reference_backward(*saved)
     # In the backward, sums of 65 and 515 terms in another order.
     for values, references, scale in ((got, want, 1), ((got_input,), (want_input,), 8), (got_all, want_all, 8)):
         for value, reference in zip(values, references, strict=True):
@@ -238,4 +238,4 @@ def test_fuzz_raises_exactly_where_the_reference_does(norm, suffix):
     kinds = ("tensor", *("parameter",) * n, "num_dims", "eps", "dtype", "flag")
     if suffix:
         kinds = ("tensor", "tensor", *("statistic",) * n, *("parameter",) * n, "num_dims", "eps", "flag", "dtype")
-    fuzz(norm.name + suffix, kinds, getattr(norm.module, f"_reference{suffix}"))
+    fuzz(norm.name + suffix, kinds, getattr(norm.module.NORM, f"reference{suffix}"))

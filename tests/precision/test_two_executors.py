@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from apexfx.amp.executor import CastExecutor
 from apexfx.compiler.pipeline import Pipeline
+from apexfx.ops.sync_batch_norm import sync_batch_norm
 from apexfx.precision.rules import HALVES, RULES
 from tests.forward_graphs import compiled, precision
 from tests.passes.op_samples import NOT_UNIQUE, SAMPLES, Recording, call, graph_of, mask, prepared, x
@@ -113,6 +114,8 @@ PROGRAMS = {
     "in place": lambda q: (q @ q.mT).add_(q.sum()).mul_(torch.ones(4, 4)),
     "inplace=True": lambda q: F.relu(q @ q.mT, inplace=True) + 1,
     "out=": lambda q: torch.exp(q, out=torch.empty(2, 4, 4)),
+    "a residual of batch norm": lambda q: sync_batch_norm(q @ q, torch.ones(4), torch.zeros(4), residual=q @ q.mT, relu=True),
+    "its own residual": lambda q: sync_batch_norm(h := q + 1, torch.ones(4).bfloat16(), residual=h),
 }  # fmt: skip
 
 
