@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from apexfx import fp16_utils
 from apexfx.fp16_utils import (
     BN_convert_float,
     DynamicLossScaler,
@@ -28,13 +27,6 @@ def network():
 
 def dtypes(module):
     return {name: tensor.dtype for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-
-
-def test_all_names_of_apex_are_there():
-    for name in ("FP16_Optimizer LossScaler DynamicLossScaler network_to_half BN_convert_float convert_network convert_module "
-                 "prep_param_lists model_grads_to_master_grads master_params_to_model_params tofp16 FP16Model "
-                 "to_python_float clip_grad_norm").split():
-        assert hasattr(fp16_utils, name)
 
 
 @pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
