@@ -8,19 +8,13 @@ import pickle
 import pytest
 import torch
 
-from apexfx import amp, optimizers
-from tests.amp.amp_cases import ConvNet, train
-
-
-def made(make=lambda p: torch.optim.SGD(p, lr=0.1)):
-    torch.manual_seed(0)
-    model = ConvNet()
-    return amp.initialize(model, make(model.parameters()), opt_level="O2", verbosity=0)
+from apexfx import optimizers
+from tests.amp.amp_cases import ConvNet, made, train
 
 
 @pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, lr=0.01), lambda p: optimizers.FusedAdam(p, lr=0.01)])
 def test_model_and_optimizer_copied_together_train_alike(make):
-    model, optimizer = made(make)
+    model, optimizer = made(make=make)
     train(model, optimizer, 2)
     model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
     expected = train(model, optimizer, 2, first=2)

@@ -11,13 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apexfx import amp, optimizers
-from tests.amp.amp_cases import ConvNet, batch, train
-
-
-def made(level="O2", make=lambda p: torch.optim.SGD(p, lr=0.1), **options):
-    torch.manual_seed(0)
-    model = ConvNet()
-    return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
+from tests.amp.amp_cases import ConvNet, batch, made, train
 
 
 def backward(model, optimizer, step=0, **options):
