@@ -20,26 +20,34 @@ OFFSETS = [4, 0, CHUNK + 64, 40, 48]  # any order, with gaps
 NUMEL = CHUNK + 100
 
 
-def tensors(dtype, layout="contiguous", seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [lay_out(torch.randn(s, generator=generator, dtype=F64).to(dtype), layout, 0) for s in SHAPES]
+CASTS = list(itertools.product((F32, F16, BF16, F64), repeat=2))
+
+
+def tensors(dtype, layout="contiguous", device="cpu"):
+    generator = torch.Generator().manual_seed(0)
+    return [lay_out(torch.randn(s, generator=generator, dtype=F64).to(dtype).to(device), layout, 0) for s in SHAPES]
+
+
+def check_bitwise(source, target, layout, device):
+    """Flatten and unflatten on `device`: what the CPU's cast and true division give, as new tensors."""
+    for divisor in (1.0, 3.0, 8.0):
+        values = tensors(source, layout, device)
+        flat = flatten_bucket(values, OFFSETS, NUMEL, target, divisor)
+        expected = torch.zeros(NUMEL, dtype=target)  # CUDA's own div by a number multiplies by 1 / number
+        for value, offset in zip(values, OFFSETS):
+            expected[offset : offset + value.numel()] = (value.cpu().to(target) / divisor).reshape(-1)
+        assert torch.equal(flat.cpu(), expected)
+        back = unflatten_bucket(flat, OFFSETS, SHAPES, source, divisor)
+        for result, shape, offset in zip(back, SHAPES, OFFSETS):
+            slot = expected[offset : offset + math.prod(shape)].view(shape)
+            assert torch.equal(result.cpu(), slot.to(source) / divisor) and result.is_contiguous()
+            assert result.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("source,target", list(itertools.product((F32, F16, BF16, F64), repeat=2)))
+@pytest.mark.parametrize("source,target", CASTS)
 def test_bitwise_equal_to_torch(source, target, layout):
-    for divisor in (1.0, 3.0, 8.0):
-        values = tensors(source, layout)
-        flat = flatten_bucket(values, OFFSETS, NUMEL, target, divisor)
-        expected = torch.zeros(NUMEL, dtype=target)
-        for value, offset in zip(values, OFFSETS):
-            expected[offset : offset + value.numel()] = (value.to(target) / divisor).reshape(-1)
-        assert torch.equal(flat, expected)
-        back = unflatten_bucket(flat, OFFSETS, SHAPES, source, divisor)
-        for result, shape, offset in zip(back, SHAPES, OFFSETS):
-            slot = flat[offset : offset + math.prod(shape)].view(shape)
-            assert torch.equal(result, slot.to(source) / divisor) and result.is_contiguous()
-            assert result.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+    check_bitwise(source, target, layout, "cpu")
 
 
 def test_gradients_are_transposes():

@@ -46,19 +46,14 @@ def pieces_backward(grad, x, stats, weight, bias, relu):
     return grad_x, *(sums.new_empty(0) if p is None else g.to(p.dtype) for p, g in parameter_grads)
 
 
-@pytest.mark.parametrize("shape, layout", [
-    *((shape, layout) for shape in LOCAL_SHAPES for layout in ("contiguous", "channels_last")),
-    *(((3, 5, 7, 9), layout) for layout in LAYOUTS[2:]),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_as_the_pieces(shape, dtype, layout):
-    x, grad, residual, weight, bias = draw(shape, dtype, layout, offset=3.0)
-    for relu, added, (w, b) in itertools.product(
-        (False, True), (None, residual), ((weight, bias), (None, None), (weight.half(), bias.double()))
-    ):
+def check_same_bits(shape, dtype, layout, device):
+    """Run the whole ops on `device`, with and without parameters, residual and ReLU: the bits of the pieces."""
+    x, grad, residual, weight, bias = (t.to(device) for t in draw(shape, dtype, layout, offset=3.0))
+    parameters = (weight, bias), (None, bias), (None, None), (weight.half(), bias.double())
+    for relu, added, (w, b) in itertools.product((False, True), (None, residual), parameters):
         got = bn_forward(x, w, b, added, EPS, relu)
         assert_same_bits(got, pieces_forward(x, w, b, added, relu))
-        running, expected = [[torch.rand(shape[1]).half(), torch.rand(shape[1])] for _ in range(2)]
+        running, expected = [[torch.rand_like(weight).half(), torch.rand_like(weight)] for _ in range(2)]
         for mine, other in zip(running, expected):
             other.copy_(mine)
         assert_same_bits(bn_forward_(x, w, b, *running, None, 0.25, added, EPS, relu), got)
@@ -67,6 +62,15 @@ def test_same_bits_as_the_pieces(shape, dtype, layout):
             want = pieces_backward(grad, x, got[1], w, b, relu)
             assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), want)
             assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu, False), (x.new_empty(0), *want[1:]))
+
+
+@pytest.mark.parametrize("shape, layout", [
+    *((shape, layout) for shape in LOCAL_SHAPES for layout in ("contiguous", "channels_last")),
+    *(((3, 5, 7, 9), layout) for layout in LAYOUTS[2:]),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_the_pieces(shape, dtype, layout):
+    check_same_bits(shape, dtype, layout, "cpu")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
