@@ -140,17 +140,13 @@ def test_the_whole_demo(tmp_path):
     assert {"0_forward_0_captured.py", "0_forward_2_precision.py", "0_backward_2_schedule_comm.py"} <= names
 
 
-def take_interrupts():
-    """A shell that runs the tests in the background has all that they start ignore Ctrl-C."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_no_process(tmp_path, sent):
-    running = subprocess.Popen(command("--epochs", "10000", "--out", str(tmp_path)), stdout=subprocess.PIPE, text=True,
-                               stderr=subprocess.STDOUT, env={**os.environ, "PYTHONUNBUFFERED": "1"}, preexec_fn=take_interrupts)
+    running = subprocess.Popen(command("--epochs", "10000", "--out", str(tmp_path)), stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's "&" ignores it
     try:
         assert any("epoch   2/10000" in line for line in running.stdout)
         assert len(processes_naming(str(tmp_path))) >= 4, "the demo, the launcher and two ranks"
