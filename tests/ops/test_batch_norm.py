@@ -136,13 +136,16 @@ def test_kernels_equal_references_and_repeat_exactly(dtype, layout):
     check_kernels((5, 67, 23, 29), dtype, layout, "cpu")
 
 
-@pytest.mark.parametrize(
+opcheck_cases = pytest.mark.parametrize(
     "shape, dtype, layout",
     [((3, 5, 7, 9), dtype, layout) for dtype, layout in zip(DTYPES, LAYOUTS, strict=True)]
     + [((0, 3, 4), torch.bfloat16, "contiguous")]
     + [((5, 7), torch.float32, "contiguous")],
     ids=str,
 )
+
+
+@opcheck_cases
 def test_opcheck(shape, dtype, layout):
     x, grad, residual, weight, bias = draw(shape, dtype, layout)
     stats = bn_local_stats(x)

@@ -18,7 +18,7 @@ from apexfx.ops.batch_norm import (
 )
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
 from apexfx.testing import assert_close
-from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, assert_averages, draw
+from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, assert_averages, draw, opcheck_cases
 
 OPS = torch.ops.apexfx
 EPS = 1e-5
@@ -102,14 +102,11 @@ def test_kernels_equal_references_and_repeat_exactly(shape, dtype, layout):
 @pytest.mark.parametrize("shape", [(32, 48, 7, 7), (20, 3, 65, 67), (1300, 64)], ids=str)
 def test_same_bits_for_any_number_of_threads(shape, layout):
     x, grad, residual, weight, bias = draw(shape, torch.float32, layout)
-    results, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            y, stats = bn_forward(x, weight, bias, residual, EPS, True)
-            results.append([y, stats, *bn_backward(grad, x, stats, weight, bias, EPS, True)])
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        y, stats = bn_forward(x, weight, bias, residual, EPS, True)
+        results.append([y, stats, *bn_backward(grad, x, stats, weight, bias, EPS, True)])
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
 
@@ -138,13 +135,7 @@ def test_running_buffers_of_any_strides():
     assert torch.equal(wide[0][:, 1], kept[0]) and torch.equal(wide[1][:, 0], kept[1])
 
 
-@pytest.mark.parametrize(
-    "shape, dtype, layout",
-    [((3, 5, 7, 9), dtype, layout) for dtype, layout in zip(DTYPES, LAYOUTS, strict=True)]
-    + [((0, 3, 4), torch.bfloat16, "contiguous")]
-    + [((5, 7), torch.float32, "contiguous")],
-    ids=str,
-)
+@opcheck_cases
 def test_opcheck(shape, dtype, layout):
     x, grad, residual, weight, bias = draw(shape, dtype, layout)
     running = torch.zeros(shape[1]), torch.ones(shape[1]).half()
