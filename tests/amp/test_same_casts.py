@@ -15,27 +15,8 @@ from apexfx import amp
 from apexfx.amp.eager_ledger import EagerLedger
 from apexfx.graph.op_names import canonical_name
 from apexfx.testing import assert_close
+from tests.small_models import Model
 from tests.zoo import ZOO, Entry
-
-
-class Perceptron(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.slope = nn.Linear(16, 32), nn.Linear(32, 4), nn.PReLU()
-
-    def forward(self, x):
-        x = self.slope(F.gelu(self.a(x)) + 1.0)
-        return F.log_softmax(self.b(F.dropout(x, 0.1, training=self.training)).clamp(-3, 3), -1)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.out = nn.Embedding(20, 8), nn.Linear(8, 20, bias=False)
-        self.out.weight = self.embedding.weight
-
-    def forward(self, tokens):
-        return self.out(self.embedding(tokens))
 
 
 class OwnAttention(nn.Module):
@@ -54,26 +35,26 @@ class OwnAttention(nn.Module):
         return torch.cat([mixed, x], -1).mean(1)
 
 
-class Chosen(nn.Module):
-    """The user's own casts: a matmul whose operands were all made float32 by hand stays in float32."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.gate = nn.Linear(16, 16), nn.Linear(16, 4, bias=False)
-
-    def forward(self, x):
-        hidden = self.a(x)
-        routing = F.linear(hidden.float(), self.gate.weight.float()).softmax(-1)
-        return hidden * routing.sum(-1, keepdim=True)
+def perceptron(m, x):
+    x = m.slope(F.gelu(m.a(x)) + 1.0)
+    return F.log_softmax(m.b(F.dropout(x, 0.1, training=m.training)).clamp(-3, 3), -1)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+def chosen(m, x):
+    """Cast by hand: a matmul whose operands were all made float32 stays in float32."""
+    hidden = m.a(x)
+    routing = F.linear(hidden.float(), m.gate.weight.float()).softmax(-1)
+    return hidden * routing.sum(-1, keepdim=True)
 
-    def forward(self, x):
-        return self.b(torch.utils.checkpoint.checkpoint(lambda z: F.gelu(self.a(z)), x, use_reentrant=False))
+
+def tied():
+    model = Model(lambda m, x: m.out(m.embedding(x)), embedding=nn.Embedding(20, 8), out=nn.Linear(8, 20, bias=False))
+    model.out.weight = model.embedding.weight
+    return model
+
+
+def checkpointed(m, x):
+    return m.b(torch.utils.checkpoint.checkpoint(lambda z: F.gelu(m.a(z)), x, use_reentrant=False))
 
 
 def numbers(*shape):
@@ -81,11 +62,11 @@ def numbers(*shape):
 
 
 OWN = {
-    "perceptron": Entry(Perceptron, numbers(16), None),
-    "tied": Entry(Tied, lambda n: {"tokens": torch.randint(0, 20, (n, 5))}, None),
+    "perceptron": Entry(lambda: Model(perceptron, a=nn.Linear(16, 32), b=nn.Linear(32, 4), slope=nn.PReLU()), numbers(16), None),
+    "tied": Entry(tied, lambda n: {"x": torch.randint(0, 20, (n, 5))}, None),
     "own_attention": Entry(OwnAttention, numbers(5, 16), None),
-    "chosen": Entry(Chosen, numbers(16), None),
-    "checkpointed": Entry(Checkpointed, numbers(16), None),
+    "chosen": Entry(lambda: Model(chosen, a=nn.Linear(16, 16), gate=nn.Linear(16, 4, bias=False)), numbers(16), None),
+    "checkpointed": Entry(lambda: Model(checkpointed, a=nn.Linear(16, 16), b=nn.Linear(16, 16)), numbers(16), None),
 }
 
 

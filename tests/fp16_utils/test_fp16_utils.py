@@ -19,6 +19,7 @@ from apexfx.fp16_utils import (
     to_python_float,
     tofp16,
 )
+from tests.small_models import Model
 
 
 def network():
@@ -55,17 +56,9 @@ def test_convert_network_converts_gradients_and_keeps_parameters():
 
 
 def test_fp16_model_casts_every_positional_input():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(4, 2)
-
-        def forward(self, x, y, index):
-            assert index.dtype == torch.int64
-            return self.a(x + y)
-
-    out = FP16Model(Two(), torch.bfloat16)(torch.randn(3, 4), torch.randn(3, 4), torch.tensor(1))
-    assert out.dtype == torch.bfloat16
+    two = Model(lambda m, x, y, index: (m.a(x + y), index), a=nn.Linear(4, 2))
+    out, index = FP16Model(two, torch.bfloat16)(torch.randn(3, 4), torch.randn(3, 4), torch.tensor(1))
+    assert out.dtype == torch.bfloat16 and index.dtype == torch.int64
 
 
 @pytest.mark.parametrize("flat", [False, True])
