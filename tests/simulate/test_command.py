@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apexfx.__main__ import main
 from apexfx.config import BucketConfig
 from apexfx.simulate.devices import DEVICES
 from apexfx.simulate.graph_plan import fake_world
@@ -19,16 +18,12 @@ from apexfx.simulate.models import load
 from apexfx.simulate.network import PRESETS
 from apexfx.simulate.profile import analytic
 from apexfx.simulate.simulator import Costs, simulate
+from tests.test_cli import run as run_command
 
 
 def run(capsys, *arguments):
     """Return (exit status, standard output, standard error)."""
-    try:
-        status = main(("simulate", *arguments))
-    except SystemExit as error:
-        status = error.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    return run_command(capsys, "simulate", *arguments)
 
 
 @pytest.mark.parametrize("name", ["cnn", "gpt2"])
