@@ -1,4 +1,4 @@
-"""Shared set-up: no test depends on another's compiled graphs or random state."""
+"""Shared set-up: no test depends on another's compiled graphs, random state or number of threads."""
 
 from __future__ import annotations
 
@@ -14,4 +14,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a
 def _fresh_state():
     torch._dynamo.reset()
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
     yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

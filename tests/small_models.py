@@ -17,5 +17,5 @@ class Model(nn.Module):
         for name, item in held.items():
             setattr(self, name, item)
 
-    def forward(self, *inputs: Any) -> Any:
-        return self.of(self, *inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.of(self, *inputs, **named)

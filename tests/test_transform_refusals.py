@@ -8,6 +8,7 @@ from torch import nn
 
 import apexfx
 from apexfx import amp
+from tests.small_models import Model
 from tests.transform_models import Net, images, transformed
 
 
@@ -85,34 +86,19 @@ def test_double_parameters_are_said_to_be_left_alone(caplog, level):
     assert warnings_of(caplog) == [f"apexfx: {nothing}"] and f"warning: {nothing}" in str(model.report)
 
     caplog.clear()
-    model = transformed(DoubleHead(), opt_level=level)
+    head = Model(lambda m, x: m.head(m.body(x).double()), body=nn.Linear(3, 3), head=nn.Linear(3, 3).double())
+    model = transformed(head, opt_level=level)
     model(torch.randn(2, 3))
     some = f"2 of 4 {said.format('head.weight, head.bias')}"
     assert warnings_of(caplog) == [f"apexfx: {some}"] and some in str(model.report)
     assert {p.dtype for p in model.head.parameters()} == {torch.float64}
 
 
-class DoubleHead(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(3, 3), nn.Linear(3, 3).double()
-
-    def forward(self, x):
-        return self.head(self.body(x).double())
-
-
-class Complex(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.phase, self.linear = nn.Parameter(torch.ones(3, dtype=torch.complex64)), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.linear((x * self.phase).abs())
-
-
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_complex_parameters_are_said_to_be_left_alone_by_a_half_model(caplog, level):
-    model = transformed(Complex(), opt_level=level, verify="off")
+    source = Model(lambda m, x: m.linear((x * m.phase).abs()), linear=nn.Linear(3, 3),
+                   phase=nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    model = transformed(source, opt_level=level, verify="off")
     model(torch.randn(2, 3))
     said = "1 of 3 parameters and buffers are torch.complex64, which is left alone (phase)"
     assert warnings_of(caplog) == ([f"apexfx: {said}"] if level != "O1" else [])

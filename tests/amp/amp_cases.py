@@ -121,7 +121,24 @@ class HostCounter(torch.optim.Optimizer):
                     p.add_(p.grad, alpha=-group["lr"] / state["steps"])
 
 
-def made(name, opt_level, **options):
+def made(opt_level="O2", make=lambda p: torch.optim.SGD(p, lr=0.1), **options):
+    """Return a seeded, initialised model and its optimizer, the one of a name in `OPTIMIZERS` or one that `make` makes."""
     torch.manual_seed(0)
-    model = ConvNet()
-    return amp.initialize(model, OPTIMIZERS[name](model.parameters()), opt_level=opt_level, verbosity=0, **options)
+    model, make = ConvNet(), OPTIMIZERS.get(make, make)
+    return amp.initialize(model, make(model.parameters()), opt_level=opt_level, verbosity=0, **options)
+
+
+def assert_same(actual, expected):
+    """Compare nested states: tensors to the bit and in dtype, everything else by value."""
+    if isinstance(expected, torch.Tensor):
+        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert_same(actual[key], expected[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(actual) == len(expected)
+        for a, e in zip(actual, expected):
+            assert_same(a, e)
+    else:
+        assert actual == expected

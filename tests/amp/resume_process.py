@@ -9,16 +9,8 @@ import sys
 
 import torch
 
-from apexfx import amp, optimizers
-from apexfx.parallel.LARC import LARC
-from tests.amp.amp_cases import ConvNet, train
-
-OPTIMIZERS = {
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "fused_adam": lambda p: optimizers.FusedAdam(p, lr=0.01),
-    "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
-    "fused_sgd": lambda p: optimizers.FusedSGD(p, lr=0.05, momentum=0.9),
-}
+from apexfx import amp
+from tests.amp.amp_cases import OPTIMIZERS, ConvNet, fresh_state, train
 
 
 def run(checkpoint, out, first, steps, level, name):
@@ -41,7 +33,5 @@ def run(checkpoint, out, first, steps, level, name):
 if __name__ == "__main__":
     for job in " ".join(sys.argv[1:]).split(","):
         checkpoint, out, first, steps, level, name = job.split()
-        from tests.amp.amp_cases import fresh_state
-
         fresh_state()
         run(None if checkpoint == "-" else checkpoint, out, int(first), int(steps), level, name)

@@ -168,21 +168,16 @@ def test_an_optimizer_goes_through_once():
         initialize(model, optimizer)
 
 
-def test_optimizer_state_made_before_follows_the_cast():
+@pytest.mark.parametrize("level, dtype", [("O2", torch.float32), ("O3", torch.bfloat16)])
+def test_optimizer_state_made_before_follows_the_cast(level, dtype):
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     before = optimizer.state[model.weight]["momentum_buffer"].clone()
-    initialize(model, optimizer, opt_level="O2")
+    initialize(model, optimizer, opt_level=level)
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"]
-    assert state.dtype == torch.float32 and torch.equal(state, before)
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    initialize(model, optimizer, opt_level="O3")
-    assert optimizer.state[model.weight]["momentum_buffer"].dtype == torch.bfloat16
+    assert state.dtype == dtype and torch.equal(state, before.to(dtype))
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])

@@ -160,29 +160,25 @@ def test_only_forward_casts_and_o1_leaves_other_methods_in_float32():
         initialized(Encoder(), "O2").encode(x)
 
 
+def saved(model):
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
-def test_a_deep_copy_runs_its_own_parameters(level):
-    model = initialized(ConvNet(), level).eval()
-    average = copy.deepcopy(model)
-    x = batch()[0]
-    assert torch.equal(average(x), model(x))
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved, copy.copy],
+                         ids=["deep", "pickle", "save", "copy"])
+def test_a_copy_runs_its_own_parameters(copied, level):
+    model, x = initialized(ConvNet(), level).eval(), batch()[0]
+    other = copied(model)
+    assert type(other).__name__ == "ConvNet" and isinstance(other, ConvNet)
+    assert torch.equal(other(x), model(x))
     with torch.no_grad():
-        for parameter in average.parameters():
+        for parameter in other.parameters():
             parameter.mul_(0.0)
-    assert average(x).abs().max() == 0 and model(x).abs().max() > 0
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_pickling_a_model(level):
-    model = initialized(ConvNet(), level).eval()
-    x = batch()[0]
-    expected = model(x)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert torch.equal(loaded(x), expected) and type(loaded).__name__ == "ConvNet" and isinstance(loaded, ConvNet)
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    assert torch.equal(torch.load(saved, weights_only=False)(x), expected)
+    assert other(x).abs().max() == 0
+    assert (model(x).abs().max() == 0) == (copied is copy.copy)  # which shares them
 
 
 def test_a_forward_set_on_the_instance_is_kept():
@@ -191,13 +187,6 @@ def test_a_forward_set_on_the_instance_is_kept():
     initialized(model, "O2")
     out = model(batch()[0])
     assert out.dim() == 0 and out.dtype == torch.float32
-
-
-def test_data_parallel_replicas_cast():
-    model = initialized(ConvNet(), "O1")
-    replica = model._replicate_for_data_parallel()
-    assert replica.__dict__["_amp_forward"] is model.__dict__["_amp_forward"]
-    assert "forward" not in replica.__dict__
 
 
 def test_state_dict_is_float32_and_loads_anywhere():

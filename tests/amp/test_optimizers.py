@@ -1,8 +1,9 @@
-"""Masters, gradients and the methods of an initialised optimizer (APEX_SPEC 1.5)."""
+"""Masters, gradients and the methods of an initialised optimizer (APEX_SPEC 1.4, 1.5)."""
 
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 
 import pytest
@@ -11,13 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apexfx import amp, optimizers
-from tests.amp.amp_cases import ConvNet, batch, train
-
-
-def made(level="O2", make=lambda p: torch.optim.SGD(p, lr=0.1), **options):
-    torch.manual_seed(0)
-    model = ConvNet()
-    return amp.initialize(model, make(model.parameters()), opt_level=level, verbosity=0, **options)
+from tests.amp.amp_cases import ConvNet, batch, made, train
 
 
 def backward(model, optimizer, step=0, **options):
@@ -137,27 +132,6 @@ def test_complex_parameters_are_refused(level):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
-def test_accumulation_without_masters_is_done_in_half_at_o3():
-    model, optimizer = made("O3", loss_scale=1.0)
-    model.eval()
-    total = 0
-    for step in range(3):
-        x, y = batch(step)
-        total = total + torch.autograd.grad(F.cross_entropy(model(x), y), model.fc.bias)[0]
-        backward(model, optimizer, step)
-    assert total.dtype == torch.bfloat16 and torch.equal(model.fc.bias.grad, total)
-
-
-def test_accumulation_with_masters_is_done_in_float32():
-    model, optimizer = made(loss_scale=2.0)
-    model.eval()
-    total = 0
-    for step in range(3):
-        backward(model, optimizer, step)
-        total = total + model.conv.weight.grad.float() / 2.0
-    assert torch.equal(optimizer.param_groups[0]["params"][0].grad, total)
-
-
 def test_gradients_clip_through_master_params():
     model, optimizer = made()
     backward(model, optimizer)
@@ -212,15 +186,6 @@ def test_closures_work(make, level):
     assert str(after[1]) == str(before[1])
 
 
-def test_fused_sgd_without_materialized_gradients_trains_the_same():
-    results = []
-    for materialize in (True, False):
-        make = lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize)  # noqa: E731
-        model, optimizer = made("O2", make)
-        results.append(train(model, optimizer, 3))
-    assert torch.equal(*results)
-
-
 def test_fused_sgd_without_materialized_gradients_adds_losses_of_different_scales():
     results = []
     for materialize in (True, False):
@@ -272,3 +237,61 @@ def test_fused_sgd_of_half_parameters_on_the_cpu_is_warned_of(opt_level, make, w
         amp.initialize(model, make(model.parameters()), opt_level=opt_level, verbosity=0)
     messages = [str(w.message) for w in caught if "fused=False or take apexfx.optimizers.FusedSGD" in str(w.message)]
     assert len(messages) == warns
+
+
+# ---- model and masters follow each other: copies, loading, edits, checkpoints ----------------------------------------------
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.Adam(p, lr=0.01), lambda p: optimizers.FusedAdam(p, lr=0.01)])
+def test_model_and_optimizer_copied_together_train_alike(make):
+    model, optimizer = made(make=make)
+    train(model, optimizer, 2)
+    model_copy, optimizer_copy = copy.deepcopy((model, optimizer))
+    expected = train(model, optimizer, 2, first=2)
+    assert torch.equal(train(model_copy, optimizer_copy, 2, first=2), expected)
+    assert optimizer_copy._amp_stash.all_fp16_params[0] is model_copy.conv.weight
+    model_loaded, optimizer_loaded = pickle.loads(pickle.dumps((model, optimizer)))
+    expected = train(model, optimizer, 1, first=4)
+    assert torch.equal(train(model_loaded, optimizer_loaded, 1, first=4), expected)
+
+
+def test_loading_a_model_after_initialize_reaches_the_masters():
+    model, optimizer = made()
+    train(model, optimizer, 1)
+    source = ConvNet()
+    model.load_state_dict(source.state_dict())
+    master = optimizer.param_groups[0]["params"][0]
+    assert torch.equal(master, source.conv.weight)  # with all of its precision
+    optimizer.zero_grad()
+    optimizer.step()
+    assert torch.equal(model.conv.weight, source.conv.weight.bfloat16())
+
+
+@pytest.mark.parametrize("through_data", [False, True])
+def test_edits_of_the_model_before_training_reach_the_masters(through_data):
+    model, optimizer = made()
+    with torch.no_grad():  # as a broadcast by a parallel wrapper would
+        (model.conv.weight.data if through_data else model.conv.weight).fill_(0.25)
+    train(model, optimizer, 1)
+    assert (model.conv.weight - 0.25).abs().max() < 0.2
+
+
+def test_edits_of_the_model_during_training_reach_the_masters():
+    model, optimizer = made()
+    train(model, optimizer, 2)
+    master = optimizer.param_groups[0]["params"][0]
+    with torch.no_grad():
+        model.conv.weight.clamp_(-0.1, 0.1)
+    kept = model.conv.weight.abs() < 0.1
+    precise = master[kept].clone()
+    assert torch.equal(model.state_dict()["conv.weight"][kept], precise)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert master.abs().max() <= torch.tensor(0.1).bfloat16() and torch.equal(master[kept], precise)
+
+
+def test_state_dict_of_the_model_has_the_precision_of_the_masters():
+    model, optimizer = made(make=lambda p: torch.optim.SGD(p, lr=1e-4))
+    train(model, optimizer, 1)
+    master = optimizer.param_groups[0]["params"][0]
+    assert torch.equal(model.state_dict()["conv.weight"], master) and not torch.equal(master, master.bfloat16().float())

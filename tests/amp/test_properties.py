@@ -29,12 +29,6 @@ def options(opt_level="O1", **given):
     return _amp_state.opt_properties
 
 
-def test_public_names():
-    for name in ("initialize scale_loss state_dict load_state_dict master_params half_function float_function promote_function "
-                 "register_half_function register_float_function register_promote_function disable_casts init").split():
-        assert callable(getattr(amp, name))
-
-
 SIGNATURES = {
     "initialize": """models optimizers=None enabled=True opt_level='O1' cast_model_type=None patch_torch_functions=None
         keep_batchnorm_fp32=None master_weights=None loss_scale=None cast_model_outputs=None num_losses=1 verbosity=1

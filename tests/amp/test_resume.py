@@ -11,20 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.amp.amp_cases import fresh_state
-from tests.amp.resume_process import OPTIMIZERS, run
+from apexfx import amp
+from tests.amp.amp_cases import OPTIMIZERS, ConvNet, assert_same, fresh_state, train
+from tests.amp.resume_process import run
 
 STEPS = 4
-
-
-def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
 
 
 def in_a_new_process(jobs):
@@ -36,38 +27,30 @@ def in_a_new_process(jobs):
 
 
 def test_resume_in_a_new_process_is_bitwise(tmp_path):
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the other process: sums of many threads round in another order
     jobs = []
-    try:
-        for level in ("O0", "O1", "O2", "O3"):
-            for name in OPTIMIZERS:
-                whole, half, rest = (tmp_path / f"{level}_{name}_{part}.pt" for part in ("whole", "half", "rest"))
-                torch.manual_seed(0)
-                run(None, whole, 0, 2 * STEPS, level, name)
-                fresh_state()
-                run(None, half, 0, STEPS, level, name)
-                fresh_state()
-                jobs.append((half, rest, STEPS, STEPS, level, name))
-    finally:
-        torch.set_num_threads(threads)
+    for level in ("O0", "O1", "O2", "O3"):
+        for name in ("adam", "fused_adam", "larc", "fused_sgd"):
+            whole, half, rest = (tmp_path / f"{level}_{name}_{part}.pt" for part in ("whole", "half", "rest"))
+            torch.manual_seed(0)
+            run(None, whole, 0, 2 * STEPS, level, name)
+            fresh_state()
+            run(None, half, 0, STEPS, level, name)
+            fresh_state()
+            jobs.append((half, rest, STEPS, STEPS, level, name))
     in_a_new_process(jobs)
     for half, rest, _, _, level, name in jobs:
         whole = torch.load(str(half).replace("_half", "_whole"), weights_only=False)
         again = torch.load(rest, weights_only=False)
         for group in (*whole["optimizer"]["param_groups"], *again["optimizer"]["param_groups"]):
             group.pop("differentiable", None)  # torch adds this default to the groups of an optimizer that loads
-        for part in whole:
-            assert equal(again[part], whole[part]), (level, name, part)
+        assert_same({(level, name): again}, {(level, name): whole})
         assert whole["amp"]["loss_scaler0"] == {"loss_scale": 2.0**18, "unskipped": 2}  # the scaler moved on the way
 
 
 @pytest.mark.parametrize("order", [("model", "optimizer", "amp"), ("amp", "optimizer", "model")])
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_order_of_loading_does_not_matter(tmp_path, level, order):
-    from apexfx import amp
-    from tests.amp.amp_cases import ConvNet, train
-
     run(None, tmp_path / "half.pt", 0, STEPS, level, "adam")
     saved = torch.load(tmp_path / "half.pt", weights_only=True)
     results = []
@@ -84,9 +67,6 @@ def test_the_order_of_loading_does_not_matter(tmp_path, level, order):
 
 
 def test_a_checkpoint_moves_between_levels(tmp_path):
-    from apexfx import amp
-    from tests.amp.amp_cases import ConvNet, train
-
     run(None, tmp_path / "o2.pt", 0, STEPS, "O2", "adam")
     saved = torch.load(tmp_path / "o2.pt", weights_only=True)
     fresh_state()
@@ -95,5 +75,5 @@ def test_a_checkpoint_moves_between_levels(tmp_path):
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     amp.load_state_dict(saved["amp"])
-    assert all(equal(p.detach(), m.detach()) for p, m in zip(model.parameters(), saved["masters"]))
+    assert_same([*model.parameters()], saved["masters"])
     assert train(model, optimizer, 2, first=STEPS).isfinite().all()

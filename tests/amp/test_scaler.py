@@ -78,11 +78,6 @@ def test_a_scale_set_by_hand_beyond_a_limit_moves_as_in_apex():
             assert scaler.loss_scale() == model.scale
 
 
-def test_initial_dynamic_scale_is_at_most_the_maximum():
-    assert LossScaler("dynamic").loss_scale() == 2.0**16
-    assert LossScaler("dynamic", max_loss_scale=128.0).loss_scale() == 128.0
-
-
 def test_defaults_are_those_of_apex():
     defaults = {name: p.default for name, p in inspect.signature(LossScaler).parameters.items()}
     expected = {"init_scale": 2.0**16, "scale_factor": 2.0, "scale_window": 2000, "min_loss_scale": None,

@@ -8,26 +8,11 @@ import pytest
 import torch
 
 from apexfx import amp
-from tests.amp.amp_cases import OPTIMIZERS, ConvNet, CountReads, Ops, batch, fresh_state, made, train
+from tests.amp.amp_cases import OPTIMIZERS, ConvNet, CountReads, Ops, assert_same, batch, fresh_state, made, train
 
 
 def everything(model, optimizer):
     return copy.deepcopy((model.state_dict(), optimizer.state_dict(), [p.detach().clone() for p in amp.master_params(optimizer)]))
-
-
-def assert_same(actual, expected):
-    if isinstance(expected, torch.Tensor):
-        assert actual.dtype == expected.dtype and torch.equal(actual, expected)
-    elif isinstance(expected, dict):
-        assert actual.keys() == expected.keys()
-        for key in expected:
-            assert_same(actual[key], expected[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(actual) == len(expected)
-        for a, e in zip(actual, expected):
-            assert_same(a, e)
-    else:
-        assert actual == expected
 
 
 def overflow(model, optimizer):
@@ -43,7 +28,7 @@ def overflow(model, optimizer):
 @pytest.mark.parametrize("opt_level", ["O1", "O2"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_skipped_step_changes_nothing(name, opt_level):
-    model, optimizer = made(name, opt_level)
+    model, optimizer = made(opt_level, name)
     before = everything(model, optimizer)
     assert overflow(model, optimizer) is None  # the very first step: no state was there
     assert_same(everything(model, optimizer), before)
@@ -60,11 +45,11 @@ def test_skipped_step_changes_nothing(name, opt_level):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_after_skips_equals_training_without(name, flag):
-    model, optimizer = made(name, "O2")
+    model, optimizer = made("O2", name)
     losses = train(model, optimizer, 3)
     expected = everything(model, optimizer)
     fresh_state()
-    model, optimizer = made(name, "O2")
+    model, optimizer = made("O2", name)
     overflow(model, optimizer)
     assert torch.equal(train(model, optimizer, 1), losses[:1])
     overflow(model, optimizer)
@@ -77,7 +62,7 @@ def test_training_after_skips_equals_training_without(name, flag):
 @pytest.mark.parametrize("name", ["sgd", "momentum", "adam_fused", "adam_foreach", "fused_sgd", "fused_adam", "fused_lamb",
                                   "fused_novograd", "larc"])
 def test_no_read_on_the_host_in_a_step(name, opt_level):
-    model, optimizer = made(name, opt_level, loss_scale="dynamic")
+    model, optimizer = made(opt_level, name, loss_scale="dynamic")
     own = CountReads()
     plain = ConvNet()
     bare = OPTIMIZERS[name](plain.parameters())
@@ -93,7 +78,7 @@ def test_no_read_on_the_host_in_a_step(name, opt_level):
 
 @pytest.mark.parametrize("name", ["momentum", "adam", "fused_adam"])
 def test_a_step_that_raises_keeps_nothing(name):
-    model, optimizer = made(name, "O1")
+    model, optimizer = made("O1", name)
     train(model, optimizer, 1)
     before = everything(model, optimizer)
 
@@ -110,7 +95,7 @@ def test_a_step_that_raises_keeps_nothing(name):
 
 @pytest.mark.parametrize("name", ["adam_fused", "fused_adam"])
 def test_a_grad_scaler_keeps_its_own_flag(name):
-    model, optimizer = made(name, "O0")
+    model, optimizer = made("O0", name)
     before = everything(model, optimizer)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for factor in (float("inf"), 1.0):
@@ -125,7 +110,7 @@ def test_a_grad_scaler_keeps_its_own_flag(name):
 
 
 def test_overflow_is_printed_at_the_step(capsys):
-    model, optimizer = made("sgd", "O1")
+    model, optimizer = made("O1", "sgd")
     amp._amp_state.verbosity = 1
     x, _ = batch()
     with amp.scale_loss(model(x).sum(), optimizer) as loss:
@@ -136,7 +121,7 @@ def test_overflow_is_printed_at_the_step(capsys):
 
 
 def test_a_clear_flag_on_the_host_copies_nothing():
-    model, optimizer = made("rmsprop", "O1")
+    model, optimizer = made("O1", "rmsprop")
     train(model, optimizer, 1)
     x, y = batch()
     with amp.scale_loss(torch.nn.functional.cross_entropy(model(x), y), optimizer) as loss:
@@ -147,7 +132,7 @@ def test_a_clear_flag_on_the_host_copies_nothing():
 
 
 def test_overflow_without_a_step_skips_the_next_one():
-    model, optimizer = made("sgd", "O1")
+    model, optimizer = made("O1", "sgd")
     before = everything(model, optimizer)
     x, _ = batch()
     with amp.scale_loss(model.eval()(x).sum(), optimizer) as loss:
@@ -160,6 +145,6 @@ def test_overflow_without_a_step_skips_the_next_one():
 
 
 def test_static_scale_steps_even_on_infinities():
-    model, optimizer = made("sgd", "O1", loss_scale=128.0)
+    model, optimizer = made("O1", "sgd", loss_scale=128.0)
     overflow(model, optimizer)
     assert not all(p.isfinite().all() for p in model.parameters())

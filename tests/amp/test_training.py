@@ -152,14 +152,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES[::29], ids=str)
+def each(cases):
+    """Parametrize a test by all cases, of which `make test` runs every 29th."""
+    rows = [pytest.param(case, marks=[pytest.mark.long] if i % 29 else []) for i, case in enumerate(cases)]
+    return pytest.mark.parametrize("case", rows, ids=str)
+
+
+@each(CASES)
 def test_training_follows_float32(case):
-    check(*case)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_training_follows_float32_in_every_combination(case):
     check(*case)
 
 
@@ -167,14 +167,8 @@ def test_training_follows_float32_in_every_combination(case):
 FLOAT16 = [case for case in CASES if case[1] != "O0" and case[:2] != ("adam", "O3")]
 
 
-@pytest.mark.parametrize("case", FLOAT16[::29], ids=str)
+@each(FLOAT16)
 def test_float16_follows_float32_more_closely(case):
-    check(*case, dtype=torch.float16)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", FLOAT16, ids=str)
-def test_float16_follows_float32_more_closely_in_every_combination(case):
     check(*case, dtype=torch.float16)
 
 
@@ -182,14 +176,8 @@ def test_float16_follows_float32_more_closely_in_every_combination(case):
 BY_HAND = [case for case in CASES if case[1] != "O1"]
 
 
-@pytest.mark.parametrize("case", BY_HAND[::29], ids=str)
+@each(BY_HAND)
 def test_training_is_what_is_done_by_hand(case):
-    check_by_hand(*case)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", BY_HAND, ids=str)
-def test_training_is_what_is_done_by_hand_in_every_combination(case):
     check_by_hand(*case)
 
 

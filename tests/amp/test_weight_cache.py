@@ -12,17 +12,13 @@ from torch import nn
 from apexfx import amp
 from apexfx.amp._amp_state import _amp_state
 from apexfx.amp.eager_ledger import EagerLedger
+from tests.small_models import Model
 
 B = torch.bfloat16
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.fc(self.fc(x))
+def shared():
+    return Model(lambda m, x: m.fc(m.fc(x)), fc=nn.Linear(4, 4))
 
 
 def executor_of(model, **options):
@@ -31,7 +27,7 @@ def executor_of(model, **options):
 
 
 def test_a_weight_is_cast_once_for_all_its_uses():
-    model = Shared()
+    model = shared()
     executor = executor_of(model)
     executor.ledger = EagerLedger()
     for _ in range(2):  # the second forward, before any step, too
@@ -41,7 +37,7 @@ def test_a_weight_is_cast_once_for_all_its_uses():
 
 
 def test_shared_weights_get_the_gradient_of_every_use():
-    model = Shared()
+    model = shared()
     plain = copy.deepcopy(model)
     executor_of(model)
     x = torch.randn(8, 4)
@@ -52,7 +48,7 @@ def test_shared_weights_get_the_gradient_of_every_use():
 
 @pytest.mark.parametrize("change", ["step", "load", "data", "storage"])
 def test_the_cache_never_serves_stale_weights(change):
-    model = Shared()
+    model = shared()
     executor_of(model)
     x = torch.randn(2, 4)
     with torch.set_grad_enabled(change in ("load", "storage")):
@@ -71,7 +67,7 @@ def test_the_cache_never_serves_stale_weights(change):
 
 
 def test_evaluation_before_training_does_not_lose_gradients():
-    model = Shared()
+    model = shared()
     executor_of(model)
     x = torch.randn(2, 4)
     for context in (torch.no_grad, torch.inference_mode):
@@ -82,7 +78,7 @@ def test_evaluation_before_training_does_not_lose_gradients():
 
 
 def test_frozen_weights_are_cached_and_get_no_gradient():
-    model = Shared()
+    model = shared()
     model.fc.weight.requires_grad_(False)
     executor_of(model)
     model(torch.randn(2, 4)).sum().backward()
@@ -91,15 +87,10 @@ def test_frozen_weights_are_cached_and_get_no_gradient():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpoints_recompute_in_the_same_dtypes(reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(m, x):
+        return m.b(torch.utils.checkpoint.checkpoint(lambda z: F.gelu(m.a(z)), x, use_reentrant=reentrant))
 
-        def forward(self, x):
-            return self.b(torch.utils.checkpoint.checkpoint(lambda z: F.gelu(self.a(z)), x, use_reentrant=reentrant))
-
-    model = Checkpointed()
+    model = Model(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     plain = copy.deepcopy(model)
     model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), dtype=B, verbosity=0)
     x = torch.randn(4, 8, requires_grad=True)

@@ -79,16 +79,6 @@ def test_multi_tensor_lamb_clips_by_the_global_norm():
     compare(params, clone)
 
 
-def test_scale_raises_the_flag_of_scripts():
-    params, _, flag = draw()
-    out = [torch.empty_like(p) for p in params]
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [params, out], 2.0)
-    assert flag.item() == 0 and torch.equal(out[0], params[0] * 2)
-    params[1][0, 0] = float("inf")
-    multi_tensor_applier(amp_C.multi_tensor_scale, flag, [params, out], 1.0)
-    assert flag.item() == 1
-
-
 def test_apex_c_flattens_and_unflattens():
     params = [torch.randn(2, 3), torch.randn(4), torch.randn(3, 2).t()]
     flat = apex_C.flatten(params)

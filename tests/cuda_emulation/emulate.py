@@ -106,7 +106,7 @@ def check(library: Path, every: int) -> int:
         for dtypes in lists.DTYPES:
             lists.check_scale(dtypes, layout, "cpu")
             lists.check_axpby(dtypes, layout, "cpu")
-            test_bucket.test_bitwise_equal_to_torch(*dtypes, layout)
+            test_bucket.check_bitwise(*dtypes, layout, "cpu")
             lists.check_l2norm(dtypes[0], layout, "cpu")
             count += 4
     lists.check_flags(cases.F32, "cpu")

@@ -49,11 +49,9 @@ def test_batch_is_rounded_down_to_the_ranks():
 
 
 def test_float32_training_learns():
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     result, said = Result("float32"), []
     fit(initial_model(), load_digits(), Options(epochs=2), result, log=said.append)
-    torch.set_num_threads(threads)
     assert result.losses[1] < 0.75 * result.losses[0]
     assert 0.5 < result.accuracy <= 1 and len(said) == 2 and "epoch   2/2" in said[1]
 
@@ -153,7 +151,9 @@ def test_an_interrupt_leaves_no_process(tmp_path, sent):
         running.send_signal(sent)
         assert running.wait(timeout=60) == 130
     finally:
-        running.kill()
+        if running.poll() is None:
+            running.terminate()  # and with it the ranks, which a kill would leave
+            running.wait(timeout=60)
     deadline = time.monotonic() + 10
     while (left := processes_naming(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,10 +1,10 @@
-"""What docs/compatibility.md says goes together, does; what it says is refused, is, and says what to do."""
+"""What docs/compatibility.md says goes together, does; what it says is refused, is, and says what to do.
+
+Copies, exports and activation checkpoints are in test_transform_copies.py, compiler/test_refusals.py and
+compiler/test_compiled_model.py.
+"""
 
 from __future__ import annotations
-
-import copy
-import io
-import pickle
 
 import pytest
 import torch
@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.checkpoint import checkpoint
 
 import apexfx
 
@@ -41,32 +40,6 @@ def one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("copied", [
-    copy.deepcopy,
-    lambda model: pickle.loads(pickle.dumps(model)),
-], ids=["deepcopy", "pickle"])  # fmt: skip
-def test_a_copy_is_transformed_and_has_graphs_of_its_own(copied):
-    model = transformed(opt_level="O2")
-    expected = backward(model)
-    model.zero_grad()
-    made = copied(model)
-    assert all(torch.equal(a, b) for a, b in zip(backward(made), expected))
-    assert isinstance(made, nn.Sequential) and made.report is not model.report
-
-
-def test_the_whole_model_is_saved_and_loaded():
-    file = io.BytesIO()
-    torch.save(transformed(), file)
-    file.seek(0)
-    backward(torch.load(file, weights_only=False))
-
-
-def test_state_dicts_move_freely_between_source_and_transformed():
-    model, plain = transformed(), network()
-    plain.load_state_dict(model.state_dict())
-    model.load_state_dict(network().state_dict())
-
-
 def test_an_average_of_the_weights_runs():
     model = transformed()
     average = AveragedModel(model)
@@ -75,29 +48,17 @@ def test_an_average_of_the_weights_runs():
     assert average(INPUTS).shape == (4, 2)
 
 
-def test_the_source_is_exported_and_averaged():
+def test_the_source_is_averaged():
     source = network()
     model = transformed(source)
     backward(model)
-    torch.export.export(source, (INPUTS,))
     AveragedModel(source).update_parameters(source)
 
 
-@pytest.mark.parametrize("make", [
-    lambda model: torch.export.export(model, (INPUTS,)),
-    lambda model: torch.jit.script(model),
-    lambda model: torch.jit.trace(model, (INPUTS,)),
-], ids=["export", "script", "trace"])  # fmt: skip
-def test_an_export_is_refused(make):
-    with pytest.raises(RuntimeError, match="export the module that it was made from"):
-        make(transformed())
-
-
 @pytest.mark.parametrize("around", [
-    lambda model: torch.compile(model, backend="eager"),
     DataParallel,  # without devices it calls the model
     lambda model: model.compile() or model,
-], ids=["torch.compile", "DataParallel", "compile"])  # fmt: skip
+], ids=["DataParallel", "compile"])  # fmt: skip
 def test_a_wrapper_around_changes_nothing(around):
     model = transformed()
     wrapped = around(model)
@@ -131,15 +92,6 @@ def test_fsdp_is_refused_before_and_after(one_rank):
         model(INPUTS)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 def with_weight_norm():
     source = network()
     parametrizations.weight_norm(source[0])
@@ -158,7 +110,7 @@ def with_hook():
     return source
 
 
-@pytest.mark.parametrize("source", [Checkpointed, with_weight_norm, pruned, with_hook])
+@pytest.mark.parametrize("source", [with_weight_norm, pruned, with_hook])
 def test_what_is_inside_is_captured(source):
     source = source()
     expected = source(INPUTS)

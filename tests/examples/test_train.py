@@ -5,7 +5,6 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
-import pytest
 import torch
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
@@ -35,15 +34,8 @@ def train(folder, monkeypatch, *, stop_after=None):
     return torch.load(folder / "checkpoint.pt")
 
 
-@pytest.fixture
-def one_thread():
-    before = torch.get_num_threads()
+def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch, capsys, one_thread):
     whole = train(tmp_path / "whole", monkeypatch)
     assert float(capsys.readouterr().out.splitlines()[-1].split()[-2]) > 90  # test accuracy in percent
     train(tmp_path / "stopped", monkeypatch, stop_after=1)

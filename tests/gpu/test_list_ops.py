@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import math
 
 import pytest
 import torch
 
 from apexfx.ops import multi_tensor
-from apexfx.ops.bucket import flatten_bucket, unflatten_bucket
+from apexfx.ops.bucket import flatten_bucket
 from apexfx.testing import assert_close
 from tests.ops import multi_tensor_cases as lists
-from tests.ops.optimizer_cases import BF16, COUNTS_STEPS, DTYPES, F16, F32, F64, LAYOUTS, OPS, SCALARS, check, lay_out, make
+from tests.ops.optimizer_cases import BF16, COUNTS_STEPS, DTYPES, F16, F32, F64, LAYOUTS, OPS, SCALARS, check, make
+from tests.ops.test_bucket import CASTS, check_bitwise
 
 
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
@@ -69,21 +69,10 @@ def test_flags(dtype, device):
     lists.check_flags(dtype, device)
 
 
-@pytest.mark.parametrize("source,target", list(itertools.product((F32, F16, BF16, F64), repeat=2)))
+@pytest.mark.parametrize("source,target", CASTS)
 def test_bucket_is_bitwise_a_cast_and_a_true_division(source, target, device):
-    shapes, offsets, numel = [(5, 3), (), (2, 3, 2, 2), (0, 4), (20_003,)], [4, 0, 20_064, 40, 48], 20_100
-    for layout, divisor in itertools.product(LAYOUTS, (1.0, 3.0, 8.0)):
-        generator = torch.Generator().manual_seed(1)
-        values = [lay_out(torch.randn(s, generator=generator, dtype=F64).to(source).to(device), layout, 0) for s in shapes]
-        flat = flatten_bucket(values, offsets, numel, target, divisor)
-        expected = torch.zeros(numel, dtype=target)  # the CPU divides; CUDA's div by a number multiplies by 1 / number
-        for value, offset in zip(values, offsets):
-            expected[offset : offset + value.numel()] = (value.cpu().to(target) / divisor).reshape(-1)
-        assert torch.equal(flat.cpu(), expected)
-        back = unflatten_bucket(flat, offsets, shapes, source, divisor)
-        for result, shape, offset in zip(back, shapes, offsets):
-            slot = expected[offset : offset + math.prod(shape)].view(shape)
-            assert torch.equal(result.cpu(), slot.to(source) / divisor)
+    for layout in LAYOUTS:
+        check_bitwise(source, target, layout, device)
 
 
 def _cuda_only(device):

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from apexfx.ops import batch_norm
 from apexfx.ops.batch_norm import (
     bn_backward_elementwise,
     bn_backward_reduce,
@@ -93,43 +94,58 @@ def test_pieces_equal_float64(shape, dtype, layout):
         assert masked.stride() == torch.empty_like(output).stride()
 
 
+def calls(shape, dtype, layout, device):
+    """Yield (op, reference, arguments) on `device`."""
+    tensors = [t.to(device) for t in draw(shape, dtype, layout)]
+    x, grad, residual, weight, bias = tensors
+    stats = batch_norm.bn_local_stats.reference(x)
+    mean, invstd = batch_norm.bn_global_stats.reference(stats, 1e-5)
+    half_weight, half_bias = weight.half(), bias.bfloat16()
+    running = torch.rand_like(weight), torch.rand_like(weight).half()
+    sums = batch_norm.bn_backward_reduce.reference(grad, x, mean, invstd, weight, bias, True)
+    yield OPS.bn_local_stats, batch_norm.bn_local_stats.reference, (x,)
+    yield OPS.bn_global_stats, batch_norm.bn_global_stats.reference, (stats, 1e-5)
+    yield OPS.bn_running_stats, batch_norm.bn_running_stats.reference, (stats, *running, None, 0.1)
+    yield OPS.bn_running_stats, batch_norm.bn_running_stats.reference, (stats, *running, torch.tensor(3, device=device), None)
+    weights, biases = (weight, half_weight, None), (half_bias, None)
+    for w, b, z, relu in itertools.product(weights, biases, (residual, None), (True, False)):
+        yield OPS.bn_normalize, batch_norm.bn_normalize.reference, (x, mean, invstd, w, b, z, relu)
+    for w, b, relu in ((weight, bias, True), (weight, half_bias, False), (None, None, True)):
+        yield OPS.bn_backward_reduce, batch_norm.bn_backward_reduce.reference, (grad, x, mean, invstd, w, b, relu)
+        arguments = (grad, x, mean, invstd, sums, stats[:1], w, b, relu)
+        yield OPS.bn_backward_elementwise, batch_norm.bn_backward_elementwise.reference, arguments
+
+
+def check_kernels(shape, dtype, layout, device):
+    """Run every op twice on `device`: the same bits, and what its reference gives."""
+    count = max(1, torch.Size(shape).numel() // shape[1])
+    for op, reference, arguments in calls(shape, dtype, layout, device):
+        got, again, want = op(*arguments), op(*arguments), reference(*arguments)
+        for g, a, w in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, again, want))):
+            assert g.dtype == w.dtype and g.stride() == w.stride() and torch.equal(g, a), op
+            if op in (OPS.bn_local_stats, OPS.bn_backward_reduce):
+                assert_averages(g, w, count, dtype)
+            else:
+                # Statistics are float64 whatever the input, and both sides compute them there.
+                assert_close(g, w, scale=4)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 def test_kernels_equal_references_and_repeat_exactly(dtype, layout):
-    x, grad, residual, weight, bias = draw((5, 67, 23, 29), dtype, layout)
-    mean, invstd = statistics(x)
-    sums, count = torch.rand(134, dtype=torch.float64), torch.tensor([3335.0], dtype=torch.float64)
-    running = torch.rand(67), torch.rand(67).half()
-    for op, reference, arguments in (
-        (OPS.bn_local_stats, bn_local_stats.reference, (x,)),
-        (OPS.bn_global_stats, bn_global_stats.reference, (bn_local_stats(x), 1e-5)),
-        (OPS.bn_running_stats, bn_running_stats.reference, (bn_local_stats(x), *running, None, 0.1)),
-        (OPS.bn_running_stats, bn_running_stats.reference, (bn_local_stats(x), *running, torch.tensor(3), None)),
-        (OPS.bn_normalize, bn_normalize.reference, (x, mean, invstd, weight, bias, residual, True)),
-        (OPS.bn_normalize, bn_normalize.reference, (x, mean, invstd, None, None, None, False)),
-        (OPS.bn_backward_reduce, bn_backward_reduce.reference, (grad, x, mean, invstd, weight, bias, True)),
-        (OPS.bn_backward_reduce, bn_backward_reduce.reference, (grad, x, mean, invstd, None, None, True)),
-        (OPS.bn_backward_elementwise, bn_backward_elementwise.reference,
-         (grad, x, mean, invstd, sums, count, weight, bias, True)),
-        (OPS.bn_backward_elementwise, bn_backward_elementwise.reference,
-         (grad, x, mean, invstd, sums, count, None, None, False)),
-    ):  # fmt: skip
-        got, again, want = op(*arguments), op(*arguments), reference(*arguments)
-        for g, a, w in zip(*(r if isinstance(r, tuple) else (r,) for r in (got, again, want))):
-            assert g.dtype == w.dtype and g.stride() == w.stride() and torch.equal(g, a)
-            if g.dtype == torch.float64:
-                assert_averages(g, w, 5 * 23 * 29, dtype)
-            else:
-                assert_close(g, w)
+    check_kernels((5, 67, 23, 29), dtype, layout, "cpu")
 
 
-@pytest.mark.parametrize(
+opcheck_cases = pytest.mark.parametrize(
     "shape, dtype, layout",
     [((3, 5, 7, 9), dtype, layout) for dtype, layout in zip(DTYPES, LAYOUTS, strict=True)]
     + [((0, 3, 4), torch.bfloat16, "contiguous")]
     + [((5, 7), torch.float32, "contiguous")],
     ids=str,
 )
+
+
+@opcheck_cases
 def test_opcheck(shape, dtype, layout):
     x, grad, residual, weight, bias = draw(shape, dtype, layout)
     stats = bn_local_stats(x)

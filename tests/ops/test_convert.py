@@ -5,15 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 
+from apexfx.ops.bucket import flatten_bucket
 from apexfx.ops.multi_tensor import multi_tensor_scale
 
-HALVES = (torch.float16, torch.bfloat16)
 
-
-def converted(x, dtype):
+def scaled(x, dtype):
     out = torch.empty_like(x, dtype=dtype)
     multi_tensor_scale([x], [out], torch.zeros(1))
     return out
+
+
+def flattened(x, dtype):
+    return flatten_bucket([x], [0], x.numel(), dtype)
+
+
+halves = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+conversions = pytest.mark.parametrize("converted", [scaled, flattened])
 
 
 def same_bits(a, b):
@@ -22,18 +29,21 @@ def same_bits(a, b):
     return torch.equal(nan, b.isnan()) and torch.equal(a.view(bits)[~nan], b.view(bits)[~nan])
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_every_half_widens_exactly(dtype):
+@halves
+@conversions
+def test_every_half_widens_exactly(converted, dtype):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
     for x in (every, every[3:], every[: 2**16 - 5]):  # whole vectors, and a rest
         assert same_bits(converted(x, torch.float32), x.float())
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_float32_rounds_to_nearest_even(dtype):
+@halves
+@conversions
+def test_float32_rounds_to_nearest_even(converted, dtype):
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
     every = every[every.isfinite()].sort().values
     halfway = ((every[1:].double() + every[:-1].double()) / 2).float()  # exact: halves have few digits
-    largest = torch.tensor([65519.996, 65520.0, 3.3895e38, 3.4028235e38, 1e-45, -1e-45, 2.0**-25, float("inf"), float("nan")])
+    edges = torch.tensor([65519.996, 65520.0, 3.3895e38, 3.4028235e38, 1e-45, -1e-45, 2.0**-25, 1e-8, 6e-8, 1e-40, -0.0])
+    largest = torch.cat([edges, torch.tensor([float("inf"), -float("inf"), float("nan")])])
     values = torch.cat([every, halfway, torch.nextafter(halfway, halfway + 1), torch.nextafter(halfway, halfway - 1), largest])
     assert same_bits(converted(values, dtype), values.to(dtype))

@@ -122,12 +122,7 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
-def test_a_thousand_calls():
-    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed=0, calls=1000)
-    assert counts["result"] > 200 and counts["raised"] > 200, counts
-
-
-@pytest.mark.long
-def test_thirty_thousand_calls():
-    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed=1, calls=30_000)
-    assert counts["result"] > 6000 and counts["raised"] > 6000, counts
+@pytest.mark.parametrize("seed, calls", [(0, 1000), pytest.param(1, 30_000, marks=pytest.mark.long)])
+def test_calls_give_what_the_reference_gives(seed, calls):
+    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed, calls)
+    assert counts["result"] > 0.2 * calls and counts["raised"] > 0.2 * calls, counts

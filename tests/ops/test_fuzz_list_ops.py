@@ -104,12 +104,7 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
     return counts
 
 
-def test_a_thousand_calls():
-    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed=0, calls=1000)
-    assert counts["result"] > 100 and counts["raised"] > 330, counts
-
-
-@pytest.mark.long
-def test_thirty_thousand_calls():
-    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed=1, calls=30_000)
-    assert counts["result"] > 3000 and counts["raised"] > 10_000, counts
+@pytest.mark.parametrize("seed, calls", [(0, 1000), pytest.param(1, 30_000, marks=pytest.mark.long)])
+def test_calls_give_a_result_or_an_exception(seed, calls):
+    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed, calls)
+    assert counts["result"] > 0.1 * calls and counts["raised"] > 0.33 * calls, counts

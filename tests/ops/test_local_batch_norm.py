@@ -17,7 +17,7 @@ from apexfx.ops.batch_norm import (
 )
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
 from apexfx.testing import assert_close
-from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, assert_averages, draw
+from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, assert_averages, draw, opcheck_cases
 
 OPS = torch.ops.apexfx
 EPS = 1e-5
@@ -45,19 +45,14 @@ def pieces_backward(grad, x, stats, weight, bias, relu):
     return grad_x, *(sums.new_empty(0) if p is None else g.to(p.dtype) for p, g in parameter_grads)
 
 
-@pytest.mark.parametrize("shape, layout", [
-    *((shape, layout) for shape in LOCAL_SHAPES for layout in ("contiguous", "channels_last")),
-    *(((3, 5, 7, 9), layout) for layout in LAYOUTS[2:]),
-], ids=str)  # fmt: skip
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_same_bits_as_the_pieces(shape, dtype, layout):
-    x, grad, residual, weight, bias = draw(shape, dtype, layout, offset=3.0)
-    for relu, added, (w, b) in itertools.product(
-        (False, True), (None, residual), ((weight, bias), (None, None), (weight.half(), bias.double()))
-    ):
+def check_same_bits(shape, dtype, layout, device):
+    """Run the whole ops on `device`, with and without parameters, residual and ReLU: the bits of the pieces."""
+    x, grad, residual, weight, bias = (t.to(device) for t in draw(shape, dtype, layout, offset=3.0))
+    parameters = (weight, bias), (None, bias), (None, None), (weight.half(), bias.double())
+    for relu, added, (w, b) in itertools.product((False, True), (None, residual), parameters):
         got = bn_forward(x, w, b, added, EPS, relu)
         assert_same_bits(got, pieces_forward(x, w, b, added, relu))
-        running, expected = [[torch.rand(shape[1]).half(), torch.rand(shape[1])] for _ in range(2)]
+        running, expected = [[torch.rand_like(weight).half(), torch.rand_like(weight)] for _ in range(2)]
         for mine, other in zip(running, expected):
             other.copy_(mine)
         assert_same_bits(bn_forward_(x, w, b, *running, None, 0.25, added, EPS, relu), got)
@@ -66,6 +61,15 @@ def test_same_bits_as_the_pieces(shape, dtype, layout):
             want = pieces_backward(grad, x, got[1], w, b, relu)
             assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), want)
             assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu, False), (x.new_empty(0), *want[1:]))
+
+
+@pytest.mark.parametrize("shape, layout", [
+    *((shape, layout) for shape in LOCAL_SHAPES for layout in ("contiguous", "channels_last")),
+    *(((3, 5, 7, 9), layout) for layout in LAYOUTS[2:]),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_same_bits_as_the_pieces(shape, dtype, layout):
+    check_same_bits(shape, dtype, layout, "cpu")
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
@@ -97,14 +101,11 @@ def test_kernels_equal_references_and_repeat_exactly(shape, dtype, layout):
 @pytest.mark.parametrize("shape", [(32, 48, 7, 7), (20, 3, 65, 67), (1300, 64)], ids=str)
 def test_same_bits_for_any_number_of_threads(shape, layout):
     x, grad, residual, weight, bias = draw(shape, torch.float32, layout)
-    results, threads = [], torch.get_num_threads()
-    try:
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            y, stats = bn_forward(x, weight, bias, residual, EPS, True)
-            results.append([y, stats, *bn_backward(grad, x, stats, weight, bias, EPS, True)])
-    finally:
-        torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 5):
+        torch.set_num_threads(count)
+        y, stats = bn_forward(x, weight, bias, residual, EPS, True)
+        results.append([y, stats, *bn_backward(grad, x, stats, weight, bias, EPS, True)])
     assert_same_bits(results[1], results[0])
     assert_same_bits(results[2], results[0])
 
@@ -133,13 +134,7 @@ def test_running_buffers_of_any_strides():
     assert torch.equal(wide[0][:, 1], kept[0]) and torch.equal(wide[1][:, 0], kept[1])
 
 
-@pytest.mark.parametrize(
-    "shape, dtype, layout",
-    [((3, 5, 7, 9), dtype, layout) for dtype, layout in zip(DTYPES, LAYOUTS, strict=True)]
-    + [((0, 3, 4), torch.bfloat16, "contiguous")]
-    + [((5, 7), torch.float32, "contiguous")],
-    ids=str,
-)
+@opcheck_cases
 def test_opcheck(shape, dtype, layout):
     x, grad, residual, weight, bias = draw(shape, dtype, layout)
     running = torch.zeros(shape[1]), torch.ones(shape[1]).half()

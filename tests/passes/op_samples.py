@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from apexfx._torch import FakeTensorMode
 from apexfx.graph.nodes import evaluate, set_value
+from apexfx.precision.rules import RULES
 
 _generator = torch.Generator().manual_seed(0)
 
@@ -217,6 +218,17 @@ def graph_of(function, args, kwargs):
     set_value(node, evaluate(node, mode))
     graph.output((node,))
     return fx.GraphModule(torch.nn.Module(), graph), node, tensors
+
+
+def fitting(name, half):
+    """Return the call of an op in dtypes that make its rule act; in float32 where the op takes no half at all."""
+    function, *given = SAMPLES[name]
+    given = prepared(RULES[name].kind, given, half)
+    try:
+        graph_of(function, *given)
+    except RuntimeError:  # so no program could have captured it with half
+        given = tree_map(lambda a: a.float() if isinstance(a, Tensor) and a.dtype == half else a, given)
+    return function, *given
 
 
 class Recording(fx.Interpreter):

@@ -12,7 +12,7 @@ from apexfx.graph.op_names import canonical_name
 from apexfx.precision.rules import FLOATS, RULES
 from apexfx.testing import assert_close
 from tests.forward_graphs import precision
-from tests.passes.op_samples import NOT_RUN, NOT_UNIQUE, SAMPLES, Recording, graph_of, prepared
+from tests.passes.op_samples import NOT_RUN, NOT_UNIQUE, SAMPLES, Recording, fitting, graph_of
 
 ACTIVE = [name for name, rule in RULES.items() if rule.kind != "passthrough"]
 
@@ -36,17 +36,9 @@ def test_every_op_of(family, half):
 
 
 def check(name, half):
-    function, args, kwargs = SAMPLES[name]
+    function, args, kwargs = fitting(name, half)
     kind = RULES[name].kind
-    args, kwargs = prepared(kind, (args, kwargs), half)
-    try:
-        gm, node, tensors = graph_of(function, args, kwargs)
-    except RuntimeError:
-        if kind == "half":
-            raise
-        # The op does not take half at all, so no program could have captured it with half: start from float32.
-        args, kwargs = tree_map(lambda a: a.float() if isinstance(a, Tensor) and a.dtype == half else a, (args, kwargs))
-        gm, node, tensors = graph_of(function, args, kwargs)
+    gm, node, tensors = graph_of(function, args, kwargs)
     Pipeline([precision("O1", half)], verify="final").run("forward", gm)
 
     seen = {a.meta["val"].dtype for a in node.all_input_nodes if a.meta["val"].dtype in FLOATS}
@@ -74,11 +66,7 @@ def check(name, half):
 def test_every_name_in_the_ledger_is_a_key_of_precision():
     refused = set()
     for name, (function, args, kwargs) in SAMPLES.items():
-        mixed = prepared(RULES[name].kind, (args, kwargs), torch.bfloat16)
-        try:
-            gm, _, _ = graph_of(function, *mixed)
-        except RuntimeError:
-            continue  # takes no half: there is nothing to cast
+        gm, _, _ = graph_of(*fitting(name, torch.bfloat16))
         first = precision("O1")
         Pipeline([first]).run("forward", gm)
         for op in {row.op for row in first.rows} - {"output"}:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apexfx.testing import assert_close
-from tests.passes.precision_models import HALVES, Block, run
+from tests.passes.precision_models import HALVES, run
 from tests.small_models import Model
 
 
@@ -129,14 +129,6 @@ def test_a_custom_op_gets_the_dtypes_it_was_written_for():
         out, recorder = run(lambda x, w: picky(x @ w) @ w, x, w, level=level)
         assert_close(out, (x @ w + 1) @ w, dtype=torch.bfloat16, scale=2)
         assert [row["rule"] for row in recorder.casts() if "picky" in row["op"]] == ["captured"]
-
-
-def test_float64_is_never_cast_down():
-    model = Block().double()
-    for level in ("O1", "O2", "O3"):
-        torch._dynamo.reset()
-        _, recorder = run(model, torch.randn(2, 3, 6, 6).double(), level=level)
-        assert not recorder.casts()
 
 
 def test_a_cast_under_no_grad_and_graph_breaks_keep_dtypes():

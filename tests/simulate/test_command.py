@@ -1,4 +1,4 @@
-"""`python -m apexfx simulate`: every model can be predicted, and mistakes are named."""
+"""`python -m apexfx simulate`: what it prints and writes, and how mistakes are named."""
 
 from __future__ import annotations
 
@@ -11,28 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apexfx.__main__ import main
 from apexfx.config import BucketConfig
 from apexfx.simulate.devices import DEVICES
 from apexfx.simulate.graph_plan import fake_process_group
-from apexfx.simulate.models import MODELS, load
+from apexfx.simulate.models import load
 from apexfx.simulate.network import PRESETS
 from apexfx.simulate.profile import analytic
 from apexfx.simulate.simulator import Costs, simulate
+from tests.test_cli import run as run_command
 
 
 def run(capsys, *arguments):
     """Return (exit status, standard output, standard error)."""
-    try:
-        status = main(("simulate", *arguments))
-    except SystemExit as error:
-        status = error.code
-    captured = capsys.readouterr()
-    return status, captured.out, captured.err
+    return run_command(capsys, "simulate", *arguments)
 
 
-@pytest.mark.parametrize("name", sorted(set(MODELS) - {"gpt2-xl"}))
-def test_every_model_can_be_simulated(capsys, name):
+@pytest.mark.parametrize("name", ["cnn", "gpt2"])
+def test_a_model_is_simulated_on_any_number_of_ranks(capsys, name):
     status, out, _ = run(capsys, "--model", name, "--ranks", "8,4096", "--batch", "2")
     assert status == 0
     lines = out.splitlines()
@@ -62,11 +57,10 @@ def test_the_numbers_are_those_of_the_library(capsys, tmp_path):
     assert sum(row.get("cat") == "allreduce" and row["name"].startswith("bucket") for row in trace) == len(rows[-1]["buckets"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_buckets_of_the_graph(capsys, tmp_path, dtype):
+def test_the_buckets_of_the_graph(capsys, tmp_path):
     files = [str(tmp_path / name) for name in ("eager.json", "graph.json")]
     for file, more in zip(files, ((), ("--graph",))):
-        assert run(capsys, "--model", "cnn", "--ranks", "8,4096", "--bucket-mib", "0.05", "--dtype", dtype, "--json", file,
+        assert run(capsys, "--model", "cnn", "--ranks", "8,4096", "--bucket-mib", "0.05", "--dtype", "bfloat16", "--json", file,
                    *more)[0] == 0
     assert not dist.is_initialized(), "the fake process group is gone"
     eager, graph = (json.loads(Path(file).read_text())["rows"] for file in files)

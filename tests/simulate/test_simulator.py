@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -10,7 +11,6 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import apexfx
@@ -19,6 +19,7 @@ from apexfx.config import BucketConfig
 from apexfx.parallel import convert_syncbn_model
 from apexfx.parallel.bucket_assignment import BucketPlanner
 from apexfx.simulate.devices import DEVICES, Device
+from apexfx.simulate.graph_plan import fake_process_group
 from apexfx.simulate.models import MODELS, load
 from apexfx.simulate.network import PRESETS, Level, Link, Network
 from apexfx.simulate.profile import Profile, Segment, analytic, combine, measured
@@ -39,13 +40,10 @@ def profile_of(seconds, *, forward=1.0, optimizer=0.0, numel=4, sync_bytes=0):
 
 
 @pytest.fixture
-def fake_group():
-    def start(num_ranks):
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-
-    yield start
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def world_of():
+    """Make this process one of so many ranks, of which the others are not there."""
+    with contextlib.ExitStack() as stack:
+        yield lambda num_ranks: stack.enter_context(fake_process_group(num_ranks))
 
 
 def test_a_step_by_hand():
@@ -148,8 +146,8 @@ def small(name):
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
 @pytest.mark.parametrize("num_ranks", [8, 4096])
-def test_the_plan_is_the_one_that_the_eager_executor_learns(fake_group, name, num_ranks):
-    fake_group(num_ranks)
+def test_the_plan_is_the_one_that_the_eager_executor_learns(world_of, name, num_ranks):
+    world_of(num_ranks)
     model, inputs = small(name)
     config = BucketConfig(message_size=100_000)
     planner = BucketPlanner(config, dist.group.WORLD, find_unused=False, static=False)
@@ -168,8 +166,8 @@ def test_the_plan_is_the_one_that_the_eager_executor_learns(fake_group, name, nu
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_the_buckets_are_those_of_the_transform_for_4096_ranks(fake_group, name):
-    fake_group(4096)
+def test_the_buckets_are_those_of_the_transform_for_4096_ranks(world_of, name):
+    world_of(4096)
     model, inputs = small(name)
     config = BucketConfig(message_size=30_000)
     graph = apexfx.transform(model, opt_level="O0", inner="eager", ddp=config)
@@ -195,8 +193,8 @@ class Collectives(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["cnn", "resnet50"])
-def test_statistics_have_the_bytes_and_the_order_that_the_library_communicates(fake_group, name):
-    fake_group(512)
+def test_statistics_have_the_bytes_and_the_order_that_the_library_communicates(world_of, name):
+    world_of(512)
     model, inputs = load(name, 2, device="meta")
     profile = analytic(load(name, 2, device="meta")[0], inputs, DEVICE, sync_bn=True)
     model = convert_syncbn_model(model)
