@@ -77,7 +77,7 @@ class BucketAssignment:
         """Which parameters are to have a gradient in every backward; None as long as that is not learned."""
         if not self.learned:
             return None
-        return [bucket >= 0 or not p.numel() for bucket, p in zip(self.bucket_of, self.parameters)]
+        return [bucket >= 0 for bucket in self.bucket_of]
 
     def describe(self) -> list[Any]:
         """Return what every rank must agree on before the first reduction."""
@@ -101,7 +101,7 @@ class BucketPlanner:
     def first(self, named: Sequence[tuple[str, nn.Parameter]]) -> BucketAssignment:
         """Return the assignment before any backward: in the module's order."""
         names, parameters = [n for n, _ in named], [p for _, p in named]
-        specs = [self._spec(n, p) for n, p in named if p.numel()]
+        specs = [self._spec(n, p) for n, p in named]
         plan = given = given_plan(self.config)
         if plan is not None:
             plan.check(specs, world_size=dist.get_world_size(self.group))
@@ -148,7 +148,7 @@ class BucketPlanner:
             order: positions of the parameters, without those that no rank used.
         """
         named = [(assignment.names[i], assignment.parameters[i]) for i in order]
-        ready = [self._spec(name, p) for name, p in named if p.numel()]
+        ready = [self._spec(name, p) for name, p in named]
         if self.config.layout == "ddp":
             assignment.use(self._grouped(ready, group_in_order(ready, self.config.bucket_cap_mb)))
         else:
@@ -160,7 +160,7 @@ class BucketPlanner:
         if assignment.used != list(used):
             assignment.used = list(used)
             named = zip(assignment.names, assignment.parameters, used)
-            assignment.use(self._plan([self._spec(n, p) for n, p, u in named if u and p.numel()]))
+            assignment.use(self._plan([self._spec(n, p) for n, p, u in named if u]))
 
     def _first_ddp_buckets(self, specs: Sequence[GradientSpec]) -> list[list[GradientSpec]]:
         """Return the buckets of DDP's first backward: one a dtype, or (find_unused) by size; the last parameters first."""

@@ -167,9 +167,9 @@ class DistributedDataParallel(nn.Module):
                          "check_every": self.check_parameters_every}
 
     def _active_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that take gradients now, by name."""
+        """Return the parameters that take gradients now, by name: those with elements, for there is nothing else to average."""
         check_whole(self.module)
-        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad and p.numel()]
 
     def _active_key(self) -> tuple[Any, ...]:
         """Return what changes when other parameters take gradients, or when one gets another dtype or device."""
