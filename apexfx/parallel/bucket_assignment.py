@@ -16,7 +16,9 @@ from ..buckets.ddp_layout import group_in_order
 from ..buckets.flat_buffer import BucketBuffer
 from ..buckets.plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 from ..config import BucketConfig
+from ..distributed.broadcast import broadcast_from_first
 from ..distributed.step_check import num_flags
+from ..distributed.watchdog import watched
 
 
 @dataclass
@@ -132,7 +134,7 @@ class BucketPlanner:
         seen = set(order)
         order += [i for i in reversed(range(len(used))) if i not in seen and (used[i] or keep_unused)]
         tensor = torch.tensor(order, dtype=torch.int64, device=assignment.parameters[0].device)
-        dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
+        broadcast_from_first([tensor], watched(self.group, "module state", self.config.timeout_s))
         if self.static:
             assignment.repeats, assignment.used = dict(extra), list(used)
             if self.config.layout == "ddp":  # torch DDP rebuilds the buckets of a static graph one backward later

@@ -256,7 +256,7 @@ class OverlappedReducer:
         """Note that the gradient of `p` is in `p.grad`; the one before it is ready."""
         if not self.enabled:
             self._pending.add(id(p))
-            self._watchdog.accumulate()
+            self._check.accumulate()
             return
         if self._callback.was_dropped():
             self._finish_failed()
@@ -342,13 +342,14 @@ class OverlappedReducer:
         """Wait for every bucket, and divide each while the next ones are under way."""
         assignment = state.assignment
         for number, (work, buffer) in enumerate(zip(state.works, assignment.buffers)):
+            names = assignment.plan.buckets[number].parameters
+            bucket = f"bucket {number} ({names[0]} ... {names[-1]})"
             if self.comm_hook is not None:
-                value = work.wait()
+                value = self._watchdog.wait_for_future(work, f"the communication hook on {bucket}")
                 buffer.finish((value[0] if isinstance(value, (list, tuple)) else value).view(-1), divide=False)
                 continue
-            names = assignment.plan.buckets[number].parameters
             with self._stream(number):
-                self._watchdog.wait(work, buffer.flat, f"the allreduce of bucket {number} ({names[0]} ... {names[-1]})")
+                self._watchdog.wait(work, buffer.flat, f"the allreduce of {bucket}")
                 buffer.finish()
         for stream in self.options.streams:
             torch.cuda.current_stream().wait_stream(stream)
