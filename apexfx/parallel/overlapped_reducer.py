@@ -105,6 +105,7 @@ class AccumulatedGradients:
     def __init__(self) -> None:
         self._reduced: dict[int, Tensor] = {}  # by the id of the parameter
         self._set_aside: dict[int, tuple[Tensor, Tensor]] = {}  # parameter and gradient, likewise
+        self._fresh: set[int] = set()  # those that were set aside in the backward under way, likewise
 
     def set_aside(self, p: Tensor) -> None:
         """Leave `p` without gradient, if its gradient is one that was reduced."""
@@ -112,14 +113,17 @@ class AccumulatedGradients:
             self._set_aside.pop(id(p), None)  # zero_grad() since: what was accumulated is not wanted any more
         elif self._reduced.get(id(p)) is p.grad:
             self._set_aside[id(p)] = p, self._reduced.pop(id(p))
+            self._fresh.add(id(p))
             p.grad = None
 
     def restore(self) -> None:
-        """Give back what was set aside for a gradient that did not come: `torch.autograd.grad` returns it instead."""
+        """End a backward: give back what it set aside for gradients that did not come, such as those for `torch.autograd.grad`."""
         for key, (p, gradient) in list(self._set_aside.items()):
             if p.grad is None:
-                p.grad = self._reduced[key] = gradient
                 del self._set_aside[key]
+                if key in self._fresh:  # or else zero_grad() has dropped what was accumulated in backwards before
+                    p.grad = self._reduced[key] = gradient
+        self._fresh.clear()
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add the new gradients to those set aside."""
@@ -129,10 +133,12 @@ class AccumulatedGradients:
                 p.grad = before if p.grad is None else before.add_(p.grad)
             if p.grad is not None:
                 self._reduced[id(p)] = p.grad
+        self._fresh.clear()
 
     def discard(self) -> None:
         """Drop what was set aside, after a failure."""
         self._set_aside.clear()
+        self._fresh.clear()
 
 
 class OverlappedReducer:
