@@ -14,7 +14,7 @@ What raises `RankFailureError` on every rank, with names, within the timeout:
 
 That all ranks have the same graphs, with the same collectives, is agreed on before each first runs (`agreement.py`).
 
-When. The eager executor compares every backward: the record travels in the buffer of its last bucket where it can, and every
+When. The eager executor compares every backward: the record is summed in the buffer of its last bucket where it can be, and every
 rank issues every bucket of the plan, zeros where it has no gradient, so that nobody waits for a collective that never comes. A
 compiled graph has its collectives built in, so there the record takes a small allreduce: before the graph runs in the
 first `ALWAYS` backwards that one graph runs in a row on a process group, and beside it in every `INTERVAL`-th after these. On

@@ -29,7 +29,7 @@ class BucketAssignment:
         names, parameters: of every parameter that takes a gradient, in the module's order.
         plan: the buckets.
         learned: the plan follows the order in which the gradients of a whole backward became ready.
-        may_inline_status: the ranks' step records may travel in the buffer of the last bucket.
+        may_inline_status: the ranks' step records may be in the buffer of the last bucket.
         status_inline: they do: that bucket is of a dtype for them.
         index: a parameter's position by its `id`.
         buffers: one for each bucket.
@@ -71,8 +71,8 @@ class BucketAssignment:
         self.status_inline = self.may_inline_status and last is not None and last.reduce_dtype.is_floating_point and (
             last.dtype == last.reduce_dtype == last.output_dtype)
         for bucket, members in zip(plan.buckets, self.members):
-            num_more = num_flags(len(self.names)) if bucket is last and self.status_inline else 0
-            self.buffers.append(BucketBuffer(bucket, self.parameters[members[0]].device, num_more))
+            num_status = num_flags(len(self.names)) if bucket is last and self.status_inline else 0
+            self.buffers.append(BucketBuffer(bucket, self.parameters[members[0]].device, num_status))
 
     @property
     def expected(self) -> list[bool] | None:

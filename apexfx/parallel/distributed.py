@@ -196,7 +196,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def _state_group(self) -> dist.ProcessGroup:
-        """What parameters and buffers travel over."""
+        """What parameters and buffers are broadcast over."""
         return watched(self.process_group, "module state", self.config.timeout_s)
 
     def _synchronize_state(self) -> None:

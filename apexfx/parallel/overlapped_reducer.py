@@ -4,7 +4,7 @@
 2. A hook on each parameter runs once its gradient is in `p.grad`. A bucket whose gradients are all there is copied to its flat
    buffer and its allreduce launched, in plan order on every rank. A gradient counts as there when that of the next parameter
    comes: by then the user's own hooks on it have run, also those registered after ours.
-3. The last bucket waits for the end of backward. The rank's step record travels in it (`distributed/step_check.py`), and only
+3. The last bucket waits for the end of backward. The rank's step record is in it (`distributed/step_check.py`), and only
    then is it known whether this backward succeeded. A callback of autograd launches it, waits for all, checks the
    ranks' records, and copies the averages into `p.grad`.
 
@@ -44,10 +44,10 @@ _num_takeovers = 0
 
 @dataclass
 class ReducerOptions:
-    """How buckets travel, beyond the plan.
+    """How buckets are reduced, beyond the plan.
 
     Attributes:
-        groups: communicators, used in turn; the first also carries records that travel alone.
+        groups: communicators, used in turn; the first is also for records outside of buckets.
         streams: CUDA streams, used in turn, or empty.
         retain_buffers: all gradients become views of the reduced buffers.
         prof: mark buckets in the profiler.
@@ -117,7 +117,7 @@ class AccumulatedGradients:
             p.grad = None
 
     def restore(self) -> None:
-        """End a backward: give back what it set aside for gradients that did not come, such as those for `torch.autograd.grad`."""
+        """End a backward: give back what it set aside where no gradient came, as in `torch.autograd.grad`."""
         for key, (p, gradient) in list(self._set_aside.items()):
             if p.grad is None:
                 del self._set_aside[key]
@@ -146,7 +146,7 @@ class OverlappedReducer:
 
     Args:
         planner: makes the buckets.
-        options: how they travel.
+        options: how they are reduced.
         agreement: among the ranks, on parameters.
         label: tells this module's keys in the store apart.
         active_parameters: returns the parameters that take gradients now, by name.
@@ -325,7 +325,7 @@ class OverlappedReducer:
             gradients = [self._local_gradient(state, index) for index in members]
             buffer.copy_in(gradients, divide=self.comm_hook is None)
             if record is not None:
-                buffer.more.copy_(record.encode(buffer.more.dtype, buffer.more.device))
+                buffer.status.copy_(record.encode(buffer.status.dtype, buffer.status.device))
             if self.comm_hook is None:
                 group = self.options.groups[number % len(self.options.groups)]
                 state.works.append(buffer.all_reduce(group, self._watchdog.options))
@@ -446,7 +446,7 @@ class OverlappedReducer:
         compares = not (self.planner.static and assignment.learned)
         inline = compares and assignment.status_inline and self.comm_hook is None
         status = None
-        if self.config.delay_allreduce:  # which gradients travel is known from the records
+        if self.config.delay_allreduce:  # which gradients are reduced is known from the records
             sums, work = self._send(record, assignment)
             watchdog.wait(work, sums, "the status of this backward")
             status = self._check.check(record, sums)
@@ -455,7 +455,7 @@ class OverlappedReducer:
             self._launch(state, record if inline and number + 1 == len(assignment.buffers) else None)
         compares &= status is None
         if compares:
-            sums, work = (assignment.buffers[-1].more, None) if inline else self._send(record, assignment)
+            sums, work = (assignment.buffers[-1].status, None) if inline else self._send(record, assignment)
         self._wait(state)
         if not compares:
             return status
