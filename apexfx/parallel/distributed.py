@@ -293,7 +293,7 @@ def data_parallel_copy(
     compiler = compiler_for(config)
     if compiler.agreement is not None:
         compiler.agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
-    compiler.groups.separate()
+    compiler.groups.separate_batch_norm()
     broadcast_from_first(module.parameters(), compiler.groups.gradients)
     if broadcast_buffers:
         broadcast_from_first(module.buffers(), compiler.groups.gradients)
