@@ -75,7 +75,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if compiler.agreement is not None:  # before the first collective, which would hang on a rank that differs
         compiler.agreement.ensure_model(tensors.items())
-    compiler.groups.separate()
+    compiler.groups.separate_batch_norm()
     if compiler.groups.gradients is not None:
         broadcast_from_first(tensors.values(), compiler.groups.gradients)
     if config.level.half_parameters:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import update_loss_scale
+from ..distributed.watchdog import watched
 from ..ops.host_copy import HostCopy
 from ..ops.multi_tensor import by_device, multi_tensor_scale
 from ._amp_state import maybe_print
@@ -121,7 +122,9 @@ class LossScaler:
 
     def _agreed(self, found_inf: Tensor) -> Tensor:
         shared = found_inf.clone().reshape(1)
-        dist.all_reduce(shared, dist.ReduceOp.MAX, group=self.group)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
+        watched(self.group, "loss scale").allreduce([shared], options).wait()
         return shared.reshape(())
 
     def clear_overflow_state(self) -> None:

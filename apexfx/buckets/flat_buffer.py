@@ -25,27 +25,27 @@ class BucketBuffer:
     Args:
         bucket: the layout, dtypes and divisors.
         device: of the gradients.
-        num_more: elements that travel behind the gradients.
+        num_status: elements behind the gradients, summed with them.
 
     Attributes:
-        flat: what travels; empty before the first use.
-        gradients: `flat` without what travels behind: `bucket.numel` elements of `bucket.reduce_dtype`.
-        more: what travels behind the gradients.
-        casts: the wire has another dtype than the gradients. Then each `copy_in` makes another `flat`.
+        flat: what is summed; empty before the first use.
+        gradients: `flat` without what is behind them: `bucket.numel` elements of `bucket.reduce_dtype`.
+        status: what is summed with the gradients, behind them.
+        casts: the sum has another dtype than the gradients. Then each `copy_in` makes another `flat`.
         results: after `finish`, the averages in slot order, with the gradients' shapes, dtype and strides.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device, num_more: int = 0) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device, num_status: int = 0) -> None:
         self.bucket = bucket
         self.casts = not bucket.dtype == bucket.reduce_dtype == bucket.output_dtype
-        self._device, self._num_more = device, num_more
+        self._device, self._num_status = device, num_status
         self._gaps = bucket.padding()
         self._zeros = torch.zeros(max(self._gaps, default=0), dtype=bucket.dtype, device=device)
         self.reset()
 
     def reset(self) -> None:
         """Leave the memory to whoever holds a part of it, such as an allreduce under way; the next `copy_in` takes other."""
-        self.flat = self.gradients = self.more = torch.empty(0, dtype=self.bucket.reduce_dtype, device=self._device)
+        self.flat = self.gradients = self.status = torch.empty(0, dtype=self.bucket.reduce_dtype, device=self._device)
         self.results: list[Tensor] = []
 
     def copy_in(self, gradients: Sequence[Tensor | None], *, divide: bool = True) -> None:
@@ -56,8 +56,8 @@ class BucketBuffer:
             return
         if not self.results:
             numel = self.bucket.numel
-            self.flat = torch.zeros(numel + self._num_more, dtype=self.bucket.reduce_dtype, device=self._device)
-            self.gradients, self.more = self.flat[:numel], self.flat[numel:]
+            self.flat = torch.zeros(numel + self._num_status, dtype=self.bucket.reduce_dtype, device=self._device)
+            self.gradients, self.status = self.flat[:numel], self.flat[numel:]
             self.results = self._views(self.gradients)
         for gradient, slot in zip(gradients, self.results):
             if gradient is None:

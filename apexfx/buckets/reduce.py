@@ -62,7 +62,7 @@ def _plan(specs: Sequence[GradientSpec], config: BucketConfig, group: dist.Proce
 
 
 def sparse_message(name: str, grad: Tensor) -> str:
-    """Say why a sparse gradient cannot travel."""
+    """Say why a sparse gradient cannot be in a bucket."""
     return (f"apexfx: the gradient of {name!r} is {grad.layout}; only dense gradients can share a bucket. Use sparse=False in "
             "the embedding")
 

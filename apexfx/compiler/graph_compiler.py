@@ -63,7 +63,7 @@ class Groups:
         if config.sync_bn:
             self.batch_norm = watched(self.user, "batch_norm", timeout_s)
 
-    def separate(self) -> None:
+    def separate_batch_norm(self) -> None:
         """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
 
         Every rank of the group must call this at once.
@@ -72,8 +72,8 @@ class Groups:
             ranks = dist.get_process_group_ranks(self.gradients)
             self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)
 
-    def facts(self) -> dict[str, Any]:
-        """Name and size of each group: part of every cache key."""
+    def describe(self) -> dict[str, Any]:
+        """Return the name and size of each group: part of every cache key."""
         return {
             name: [group.group_name, dist.get_world_size(group)] if group is not None else None
             for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm))
@@ -133,7 +133,7 @@ class GraphCompiler:
                              parameters=tuple(p.name for p in placeholders if p.kind == "param"),
                              local=not self.reduce_gradients)
         uuid = cache.uuid(self.config.describe(), pipeline.stage("backward") + pipeline.stage("forward"), {
-            "groups": self.groups.facts(), "reduce": context.reduce_gradients,
+            "groups": self.groups.describe(), "reduce": context.reduce_gradients,
             "inputs": [[p.name, p.kind] for p in placeholders],
         })
         key = cache.graph_key(uuid, gm) if uuid is not None and self.config.inner != "eager" else None

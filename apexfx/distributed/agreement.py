@@ -15,12 +15,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import process_group_store
-from ..errors import RankMismatchError
+from ..errors import RankFailureError, RankMismatchError
+from .store import SILENT, RankStore
 from .watchdog import Watchdog
 
 _NOTHING = "nothing"
-_FIRST_POLL_S, _POLL_S = 0.005, 0.5  # between two looks for other ranks, at first and at most
+_POLL_S = 0.5  # between two looks for ranks that have failed
+_ALL_CAME = "all came"
 
 
 class Label:
@@ -43,8 +44,10 @@ class Label:
     def __str__(self) -> str:
         if not self._text:
             kind = f"{self._of or self._group.group_name}/{self._origin}"
-            counter = f"apexfx/labels/{kind}/{dist.get_rank(self._group)}"
-            self._text = f"{kind}/{process_group_store(self._group).add(counter, 1)}"
+            number = RankStore(self._group).add(f"apexfx/labels/{kind}/{dist.get_rank(self._group)}")
+            if number is None:
+                raise RankFailureError(f"apexfx: {SILENT}")
+            self._text = f"{kind}/{number}"
         return self._text
 
 
@@ -83,12 +86,11 @@ class Agreement:
         digest = hashlib.sha256(payload.encode()).hexdigest()
         if digest in self._agreed:
             return
-        world, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        prefix = f"apexfx/{self.label}/{self._ordinal}"
+        key = f"apexfx/{self.label}/{self._ordinal}"
         self._ordinal += 1
-        store = process_group_store(self.group)
-        store.set(f"{prefix}/{rank}", json.dumps([what, digest, payload]))
-        given = self._collect(store, prefix, world, what)
+        store = RankStore(self.group)
+        store.post(key, [what, digest, payload])
+        given = self._collect(store, key, what)
         if any(other[1] != digest for other in given):
             raise RankMismatchError(_explain(given))
         self._agreed.add(digest)
@@ -97,21 +99,31 @@ class Agreement:
         """Return when every rank has given tensors of the same names, shapes and dtypes, as `ensure` does."""
         self.ensure("parameters and buffers of the model", [[name, list(t.shape), str(t.dtype)] for name, t in named])
 
-    def _collect(self, store: Any, prefix: str, world: int, what: str) -> list[list[str]]:
-        keys = [f"{prefix}/{rank}" for rank in range(world)]
-        deadline, pause_s = time.monotonic() + self.timeout_s, _FIRST_POLL_S
-        while absent := [rank for rank, key in enumerate(keys) if not store.check([key])]:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise RankMismatchError(
-                    f"apexfx: after {self.timeout_s:g} s, rank {', '.join(map(str, absent))} of {world} has not arrived "
-                    f"to agree on the {what}. It failed, is still compiling, or runs another graph (a copy of a model "
-                    "trains on every rank or on none). Look at its log; if it is only slow, raise BucketConfig(timeout_s=...).")
-            time.sleep(min(left, pause_s))  # not `store.wait`, which prints a warning whenever its time is over
-            pause_s = min(2 * pause_s, _POLL_S)
+    def _collect(self, store: RankStore, key: str, what: str) -> list[list[str]]:
+        """Return what every rank has posted under `key`; or raise, on a rank that comes after the first gave up too."""
+        outcome = f"{key}/outcome"  # decided once for all ranks: all came, or what to raise
+        deadline = time.monotonic() + self.timeout_s
+        while not store.wait(store.keys(key), max(0.0, min(_POLL_S, deadline - time.monotonic()))):
             if self._watchdog is not None:
                 self._watchdog.look_for_failure()
-        return [json.loads(store.get(key)) for key in keys]
+            if store.get(outcome) or time.monotonic() >= deadline:
+                break
+        given = store.gather(key)
+        decided = store.set_once(outcome, self._absence(store, given, what) if None in given else _ALL_CAME)
+        if decided != _ALL_CAME:
+            raise RankMismatchError(decided)
+        if None in given and None in (given := store.gather(key)):  # the last one came just now
+            raise RankFailureError(f"apexfx: {SILENT}")
+        return given
+
+    def _absence(self, store: RankStore, given: Sequence[Any], what: str) -> str:
+        """Describe which ranks did not come."""
+        if store.silent:
+            return f"apexfx: after {self.timeout_s:g} s there is no agreement on the {what}: {SILENT}."
+        absent = ", ".join(str(rank) for rank, value in enumerate(given) if value is None)
+        return (f"apexfx: after {self.timeout_s:g} s, rank {absent} of {len(given)} has not arrived to agree on the {what}. It "
+                "failed, is still compiling, or runs another graph (a copy of a model trains on every rank or on none). Look at "
+                "its log; if it is only slow, raise BucketConfig(timeout_s=...).")
 
 
 def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:

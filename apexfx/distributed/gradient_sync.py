@@ -151,10 +151,10 @@ class GradientSync:
         self._averaged_again: set[int] = set()  # those that were in it in any backward
         self._graphs_average = False  # in the backward under way
         self._flush_due = False
-        self._end = BackwardCallback()
+        self._backward_callback = BackwardCallback()
 
     @functools.cached_property
-    def _count(self) -> Any:
+    def _step_check(self) -> Any:
         if self._agreement is None:
             return None
         return GraphStepCheck(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
@@ -230,14 +230,14 @@ class GradientSync:
 
         def before(_grads: Any) -> None:
             self.notice_dropped_backward()
-            self._end.queue(self._end_of_backward)
+            self._backward_callback.queue(self._end_of_backward)
             # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
             flush = ends_accumulation or (reduces and self.enabled and bool(self._pending))
             if not self._averages and (flush and reduces or not reduces and not self._pending):
                 self._refuse_to_sum_twice(parameters, flushes=flush)
-            if self._count is not None and (reduces or flush):
+            if self._step_check is not None and (reduces or flush):
                 with self._local_unless_failed():
-                    self._count.send(device, flushes=flush, graph=graph, parameters=[self._names[key] for key in keys])
+                    self._step_check.send(device, flushes=flush, graph=graph, parameters=[self._names[key] for key in keys])
             if not reduces:
                 self.local.update(keys)
             self._graphs_average |= reduces
@@ -264,8 +264,8 @@ class GradientSync:
 
     def on_training_forward(self) -> None:
         """Count a forward of the whole model: a backward is to follow on every rank."""
-        if self._count is not None and self.enabled and not in_backward():
-            self._count.forwards += 1
+        if self._step_check is not None and self.enabled and not in_backward():
+            self._step_check.forwards += 1
 
     def on_accumulated(self, key: int, parameter: Tensor, *, has_average: bool) -> None:
         """Take note of a gradient that is not what graphs have averaged.
@@ -276,22 +276,22 @@ class GradientSync:
         """
         self.unaccumulated.discard(key)
         if key in self.local or not self.enabled:
-            if self._count is not None and not self._pending:
-                self._count.accumulate()
+            if self._step_check is not None and not self._pending:
+                self._step_check.accumulate()
             self._pending[key] = parameter
         elif has_average:
             self._partly_outside.add(key)
         else:
             self._outside.add(key)
-            self._end.queue(self._end_of_backward)
+            self._backward_callback.queue(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
         flush, again = self._flush_due, self._graphs_average and self._partly_outside | self._averaged_again
         outside, graphs_average, returned = self._outside.copy(), self._graphs_average, self._shown_keys(self.unaccumulated)
         try:
-            if self._count is not None:
+            if self._step_check is not None:
                 with self._local_unless_failed():
-                    self._count.compare()
+                    self._step_check.compare()
         finally:
             self._forget_backward()
         if outside:
@@ -381,16 +381,16 @@ class GradientSync:
 
     def notice_dropped_backward(self) -> None:
         """Forget what is left of a backward that has raised."""
-        if self._end.was_dropped():
+        if self._backward_callback.was_dropped():
             self._forget_backward()
 
     def _forget_backward(self) -> None:
         self._flush_due = self._graphs_average = False
-        self._end.clear()
+        self._backward_callback.clear()
         for found in (self.averages, self.local, self.unaccumulated, self._outside, self._partly_outside):
             found.clear()
-        if self._count is not None:
-            self._count.forget()
+        if self._step_check is not None:
+            self._step_check.forget()
 
     @contextlib.contextmanager
     def _local_unless_failed(self) -> Iterator[None]:
@@ -403,8 +403,8 @@ class GradientSync:
 
     def _forget_local(self) -> None:
         self._pending.clear()
-        if self._count is not None:
-            self._count.forget_local()
+        if self._step_check is not None:
+            self._step_check.forget_local()
 
     def flush(self) -> None:
         """Average the accumulated `.grad` of every parameter over the ranks, in the plan's buckets."""

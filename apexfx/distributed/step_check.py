@@ -14,7 +14,7 @@ What raises `RankFailureError` on every rank, with names, within the timeout:
 
 That all ranks have the same graphs, with the same collectives, is agreed on before each first runs (`agreement.py`).
 
-When. The eager executor compares every backward: the record travels in the buffer of its last bucket where it can, and every
+When. The eager executor compares every backward: the record is summed in the buffer of its last bucket where it can be, and every
 rank issues every bucket of the plan, zeros where it has no gradient, so that nobody waits for a collective that never comes. A
 compiled graph has its collectives built in, so there the record takes a small allreduce: before the graph runs in the
 first `ALWAYS` backwards that one graph runs in a row on a process group, and beside it in every `INTERVAL`-th after these. On
@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ from torch import Tensor
 
 from ..errors import RankFailureError
 from ..ops.host_copy import HostCopy
-from .watchdog import Watchdog, WatchedGroup, disagreement, gather_answers, post
+from .watchdog import NO_SYNC_ALONE, Watchdog, WatchedGroup
 
 # A small allreduce of its own took 3 % of a 45 ms step on two gloo ranks, so a graph's later backwards are compared in turns.
 ALWAYS, INTERVAL = 16, 8
@@ -59,7 +59,7 @@ class StepRecord:
     """What one rank says of one backward.
 
     Attributes:
-        backward: its number, of those of its model that communicate.
+        backward: its number, of those that communicate over the process group.
         forwards: how many synchronizing training forwards the model has run.
         model: a hash of the model's label.
         accumulated: the rank holds gradients from inside `no_sync()`.
@@ -148,27 +148,31 @@ class StepCheck:
 
     Attributes:
         forwards: how many synchronizing training forwards this rank has run.
-        backwards: how many backwards that communicate. They are counted as they meet: the n-th of every rank.
     """
 
     interval = 0  # how many backwards there may be from one comparison to the next, if not every one is compared
 
     def __init__(self, watchdog: Watchdog, label: str, timeout_s: float) -> None:
         self.watchdog, self.label = watchdog, label
-        self.forwards = self.backwards = 0
+        self.forwards = 0
+        self._backwards = _sequence_of(watchdog.group)
+        self._backward = 0  # the number of the one under way
         self._timeout_s = timeout_s
         self._model = zlib.crc32(label.encode()) >> 1
-        self._deferred: tuple[HostCopy, StepRecord] | None = None  # of the backward before
+
+    def accumulate(self) -> None:
+        """Note that a backward left gradients local."""
+        self.watchdog.accumulate(self._backwards.num)
 
     def begin_backward(self) -> None:
         """Count a backward that communicates."""
-        self.backwards += 1
-        self.watchdog.backward += 1
+        self._backwards.num += 1
+        self._backward = self.watchdog.backward = self._backwards.num
         self.watchdog.timeout_s = self._timeout_s
 
     def record(self, **fields: Any) -> StepRecord:
         """Return this rank's record of the backward under way; see `StepRecord` for the `fields`."""
-        return StepRecord(self.backwards, self.forwards, self._model, **fields)
+        return StepRecord(self._backward, self.forwards, self._model, **fields)
 
     def check(self, record: StepRecord, sums: Tensor, *, defer: bool = False, late: bool = False) -> StepStatus | None:
         """Return what the ranks' records, summed, say.
@@ -184,14 +188,17 @@ class StepCheck:
         self.check_deferred()
         if not defer:
             return self._evaluate(record, sums, late=late)
-        self._deferred = HostCopy(sums), record
+        self._backwards.deferred.append((self, HostCopy(sums), record))
         return None
 
     def check_deferred(self) -> None:
-        """Check what an earlier backward has deferred, as `check` does."""
-        if self._deferred is not None and self._deferred[1].backward < self.backwards:
-            (copy, record), self._deferred = self._deferred, None
-            self._evaluate(record, copy.get(), late=True)
+        """Check what an earlier backward over the group, of whatever model, has deferred; as `check` does."""
+        deferred, self._backwards.deferred = self._backwards.deferred, []
+        for check, copy, record in deferred:
+            if record.backward < self._backward:
+                check._evaluate(record, copy.get(), late=True)
+            else:
+                self._backwards.deferred.append((check, copy, record))
 
     @staticmethod
     def defers(device: torch.device) -> bool:
@@ -200,31 +207,25 @@ class StepCheck:
 
     def leave_record(self, record: StepRecord) -> None:
         """Leave the record of a backward that this rank gives up for peers that find out later; wait for nobody."""
-        self.watchdog.post(self._key(record), record.summary())
+        self.watchdog.store.post(self._key(record), record.summary())
 
     def _evaluate(self, record: StepRecord, sums: Tensor, *, late: bool) -> StepStatus:
         status = StepStatus.decode(sums)
         if status.models_differ:
             self._raise_of_models(record, late=late)
         if status.failed or status.forwards_differ or status.accumulation_differs or status.is_unexpected(record):
-            self._raise(gather_answers(self.watchdog.group, self._key(record), record.summary(), self.watchdog.timeout_s),
-                        record, late=late)
+            self._raise(self.watchdog.exchange(self._key(record), record.summary()), record, late=late)
         return status
 
     def _raise(self, summaries: Sequence[Any], record: StepRecord, *, late: bool) -> None:
         self.forwards += max((s["forwards"] for s in summaries if s), default=record.forwards) - record.forwards
-        raise RankFailureError(disagreement(summaries) + (self._since(record) if late else ""))
+        raise RankFailureError(_disagreement(summaries) + (self._since(record) if late else ""))
 
     def _raise_of_models(self, record: StepRecord, *, late: bool) -> None:
-        # The ranks know no label in common, but all of them have counted these errors.
-        history = _history_of(self.watchdog.group)
-        history.num_disagreements += 1
-        history.last, history.in_a_row = None, 0
-        if not late:
-            self.backwards -= 1  # no rank counts it: it met another model's
+        self._backwards.last, self._backwards.in_a_row = None, 0
         shown = f"{self.shown_model()}, {record.forwards} forwards so far"
-        key = f"apexfx/models/{self.watchdog.group.group_name}/{history.num_disagreements}"
-        summaries = gather_answers(self.watchdog.group, key, shown, self.watchdog.timeout_s)
+        # The ranks know no label in common, but the number of the backward.
+        summaries = self.watchdog.exchange(f"apexfx/models/{self.watchdog.group.group_name}/{record.backward}", shown)
         lines = [f"  rank {rank}: {summary or 'no answer'}" for rank, summary in enumerate(summaries)]
         raise RankFailureError("\n".join([
             "apexfx: the ranks run the backwards of different models, or of different graphs of one, so these gradients must not "
@@ -233,7 +234,7 @@ class StepCheck:
             "order; to skip a step, skip it on all ranks, or use no_sync()." + (self._since(record) if late else "")]))
 
     def _since(self, record: StepRecord) -> str:
-        num = self.interval + self.backwards - record.backward
+        num = self.interval + self._backwards.num - record.backward
         where = f"in one of the last {num} backwards" if num > 1 else "in the backward before this one"
         return (f"\nIt happened {where}, whose gradients, the same on every rank, may be averages over different steps: go back "
                 "to a checkpoint.")
@@ -246,22 +247,49 @@ class StepCheck:
         return f"apexfx/{self.label}/step{record.backward}"
 
 
-# ---- compiled graphs ---------------------------------------------------------------------------------------------------
+def _disagreement(summaries: Sequence[Any]) -> str:
+    """Describe the ranks' summaries of a backward, in the same words on every rank."""
+    lines = ["apexfx: the ranks disagree about this backward, so its gradients must not be used."]
+    for rank, summary in enumerate(summaries):
+        if summary is None:
+            lines.append(f"  rank {rank}: no answer")
+            continue
+        if summary["failed"]:
+            lines.append(f"  rank {rank}: failed: {summary['failed']}")
+        unused = summary["unused"]
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        lines.append(f"  rank {rank}: {summary['forwards']} forwards so far"
+                     + ("; holds gradients from inside no_sync()" if summary["accumulated"] else "")
+                     + (f"; no gradient for {shown}" if unused else ""))
+    if len({s["accumulated"] for s in summaries if s}) > 1:
+        lines.append(NO_SYNC_ALONE)
+    elif len({s["forwards"] for s in summaries if s}) > 1:
+        lines.append("A rank skipped a backward (or ran a training forward that the others did not). Every rank must run "
+                     "backward equally often; to skip a step, skip it on all ranks, or use no_sync().")
+    elif not any(s["failed"] for s in summaries if s):
+        lines.append("With find_unused_parameters=False a parameter has a gradient in every backward on every rank, or in none. "
+                     "Pass find_unused_parameters=True, or delay_allreduce=True, if that is meant.")
+    return "\n".join(lines)
 
 
 @dataclass
-class _History:
-    """The backwards of compiled models on one process group: the same on every rank, as long as they are in step.
+class _BackwardSequence:
+    """The backwards that communicate over one process group, of all its models.
+
+    The n-th of one rank meets the n-th of every other, whatever they are. So all of this is the same on every rank, also after
+    backwards of different models have met.
 
     Attributes:
-        last: the graph of the last one, and its model.
+        num: how many there were.
+        last: the compiled graph of the last one, and its model.
         in_a_row: how many that graph has run without another's in between.
-        num_disagreements: how often ranks ran different models' backwards.
+        deferred: sums of records, for the check of their model to read in the next backward.
     """
 
+    num: int = 0
     last: int | None = None
     in_a_row: int = 0
-    num_disagreements: int = 0
+    deferred: list[tuple[StepCheck, HostCopy, StepRecord]] = field(default_factory=list)
 
     def note(self, model: int) -> int:
         """Note a backward of `model`, a graph's hash; return `in_a_row`."""
@@ -270,14 +298,17 @@ class _History:
         return self.in_a_row
 
 
-_histories: dict[str, tuple[dist.ProcessGroup, _History]] = {}  # by the name of the group
+_sequences: dict[str, tuple[dist.ProcessGroup, _BackwardSequence]] = {}  # by the name of the group
 
 
-def _history_of(group: dist.ProcessGroup) -> _History:
-    known = _histories.get(group.group_name)
+def _sequence_of(group: dist.ProcessGroup) -> _BackwardSequence:
+    known = _sequences.get(group.group_name)
     if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
-        known = _histories[group.group_name] = group, _History()
+        known = _sequences[group.group_name] = group, _BackwardSequence()
     return known[1]
+
+
+# ---- compiled graphs ---------------------------------------------------------------------------------------------------
 
 
 class GraphStepCheck(StepCheck):
@@ -302,10 +333,6 @@ class GraphStepCheck(StepCheck):
         self._sent: tuple[Tensor, dist.Work, StepRecord, bool] | None = None  # and whether before its graph runs
         self._flush: StepRecord | None = None  # in the store
 
-    def accumulate(self) -> None:
-        """Note that a backward left gradients local."""
-        self.watchdog.accumulate()
-
     def forget_local(self) -> None:
         """Note that there are no local gradients any more."""
         self.watchdog.accumulates = False
@@ -327,12 +354,13 @@ class GraphStepCheck(StepCheck):
         self._in_backward = True
         self.begin_backward()
         self._model, self.parameters = zlib.crc32(f"{self.label} {graph}".encode()) >> 1, parameters
-        before_graph = _history_of(self.watchdog.group).note(self._model) <= ALWAYS
+        num_in_a_row = self._backwards.note(self._model)
+        before_graph = num_in_a_row <= ALWAYS
         record = self.record(accumulated=flushes)
         if flushes:
             self._flush = record
-            post(self.watchdog.group, self._key(record), record.summary())
-        elif before_graph or self.backwards % INTERVAL == 0:
+            self.watchdog.store.post(self._key(record), record.summary())
+        elif before_graph or num_in_a_row % INTERVAL == 0:
             numbers = record.encode(torch.int32, device)
             options = dist.AllreduceOptions()
             options.asyncOp = True

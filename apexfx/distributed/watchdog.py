@@ -6,27 +6,35 @@ What the ranks know of each other while they wait is in the process group's stor
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import process_group_store, process_group_timeout, register_process_group, unregister_process_group
+from .._torch import (
+    in_backward,
+    process_group_store,
+    process_group_timeout,
+    register_process_group,
+    unregister_process_group,
+)
 from ..config import BucketConfig
 from ..errors import RankFailureError
+from .store import SILENT, RankStore
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _WARN_S = 20.0  # one line is logged after so long, or a third of the limit
 _POLL_S = 1.0  # between two looks into the store, unless the limit is short
+_EXCHANGE_S = 30.0  # at most, for what the others have to say of an error
 NO_SYNC_ALONE = ("no_sync() was entered on some ranks and not on others, so their gradients are sums over different "
                  "micro-batches. Enter it on every rank or on none.")
 
@@ -34,9 +42,9 @@ NO_SYNC_ALONE = ("no_sync() was entered on some ranks and not on others, so thei
 class Watchdog:
     """Waits for the other ranks, and raises where one of them does not come.
 
-    A rank whose backwards stay local, inside no_sync(), says so in the store before it goes on: who waits for it, and holds no
-    local gradients itself, reads that and raises. After a third of the limit, at most 20 s, one line is logged; half that
-    time before, this rank has written to the store where it waits, so that the line can tell the ranks that wait too from
+    A rank whose backwards stay local, inside no_sync(), says so in the store before it goes on: a rank that waits for it, and
+    holds no local gradients itself, reads that and raises. After a third of the limit, at most 20 s, one line is logged; half
+    that time before, this rank has written to the store where it waits, so that the line can tell the ranks that wait too from
     those that have not come.
 
     Args:
@@ -46,21 +54,19 @@ class Watchdog:
         recovers: an accumulation on some ranks only leaves the collectives in step, so that the others need not give up.
 
     Attributes:
-        backward: the number of the backward under way, of those that communicate.
+        backward: the number of the backward under way, of those that communicate over the group.
         accumulates: this rank holds gradients from inside no_sync().
         failure: why the ranks gave up; "" as long as they have not.
         options: for the collectives that it waits for.
+        store: the group's.
     """
 
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, *, recovers: bool = False) -> None:
         self.group, self.backward, self.accumulates, self.failure = group, 0, False, ""
-        self._recovers, self._given_s = recovers, 0.0
-        self._num_reports, self._report_seen = 0, (0, 0.0)  # its number, and when
+        self.store = RankStore(group)
+        self._prefix, self._recovers, self._given_s = f"apexfx/{label}/watch", recovers, 0.0
+        self._num_reports = self._num_read = 0  # of this rank; of any, when this one last looked
         self.timeout_s = timeout_s
-        self._rank, self._world = dist.get_rank(group), dist.get_world_size(group)
-        self._store = process_group_store(group)
-        self._prefix = f"apexfx/{label}/watch"
-        self._question: threading.Thread | None = None
 
     @property
     def timeout_s(self) -> float:
@@ -79,12 +85,16 @@ class Watchdog:
         if uses_gloo(self.group):  # whose threads then end soon after the limit, and let the process exit
             self.options.timeout = timedelta(seconds=self._limit_s + 2 * _POLL_S)
 
-    def accumulate(self) -> None:
-        """Note, and say once, that this rank's gradients stay local from here to its next backward that communicates."""
+    def accumulate(self, num_backwards: int) -> None:
+        """Note, and write once, that this rank's gradients stay local from here to its next backward that communicates.
+
+        Args:
+            num_backwards: how many have communicated over the group.
+        """
         if not self.accumulates:
             self.accumulates = True
-            for key in (f"{self._prefix}/local/{self._rank}", f"{self._prefix}/local"):
-                self._store.set(key, str(self.backward))
+            for key in (f"local/{self.store.rank}", "local"):
+                self.store.set(f"{self._prefix}/{key}", str(num_backwards))
 
     # ---- waiting -------------------------------------------------------------------------------------------------------
 
@@ -105,49 +115,69 @@ class Watchdog:
         else:  # a stream waits; the group's own timeout applies
             self._wait_until(lambda _: work.wait() or True, what, averages=averages)
 
+    def wait_for_future(self, future: torch.futures.Future[_T], what: str) -> _T:
+        """Return the value of what a communication hook started to average gradients.
+
+        Raises:
+            RankFailureError: as `wait` does, or the hook has failed.
+        """
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        values: list[_T] = []
+
+        def is_done(seconds: float) -> bool:
+            if ended.wait(seconds):
+                values.append(future.wait())  # raises what the hook has raised
+            return bool(values)
+
+        self._wait_until(is_done, what, averages=True)
+        return values[0]
+
     def gather(self, key: str, what: str) -> list[Any]:
         """Return what every rank has posted under `key`.
 
         Raises:
             RankFailureError: as `wait` does.
         """
-        keys = [f"{key}/{rank}" for rank in range(self._world)]
+        self._wait_until(functools.partial(self.store.wait, self.store.keys(key)), what, averages=False)
+        return self.store.gather(key)
 
-        def posted(seconds: float) -> bool:
-            if self._ask(lambda store: store.wait(keys, timedelta(seconds=seconds)) or True, False, seconds):
-                return True
-            time.sleep(self._poll_s / 8)  # a store that has gone says so at once
-            return False
+    def exchange(self, key: str, value: Any) -> list[Any]:
+        """Post `value` under `key`; return what every rank posts there, None for one that does not in time."""
+        self.store.post(key, value)
+        return self.store.gather(key, min(self.timeout_s, _EXCHANGE_S))
 
-        self._wait_until(posted, what, averages=False)
-        return [json.loads(self._store.get(key)) for key in keys]
-
-    def _wait_until(self, done: Callable[[float], bool], what: str, *, averages: bool) -> None:
-        """Return once `done` says so, which tries for the seconds that it is given."""
+    def _wait_until(self, is_done: Callable[[float], bool], what: str, *, averages: bool) -> None:
+        """Return once `is_done` is true, which waits for the seconds that it is given."""
         begin = time.monotonic()
         shown = f"{what} in backward {self.backward}" if averages and self.backward else what
+        rank = self.store.rank
         try:
-            if done(self._poll_s):
+            if is_done(self._poll_s):
                 return
-            later = [(self._warn_s, lambda: self._warn(shown)), (self._warn_s / 2, lambda: self._announce(what))]
+            later = [(self._warn_s, lambda: self._warn(shown)), (self._warn_s / 2, lambda: self._post_place(what))]
             while (waited := time.monotonic() - begin) < self._limit_s:
                 self.look_for_failure(averages=averages)
                 if later and waited >= later[-1][0]:
                     later.pop()[1]()
-                if done(min(self._poll_s, self._limit_s - waited)):
+                if is_done(min(self._poll_s, self._limit_s - waited)):
+                    if len(later) < 2:
+                        self._post_place("")
                     return
         except RankFailureError:
             raise
         except RuntimeError as error:
-            self._announce(what)
-            time.sleep(self._poll_s)  # for the others to find out as well, and say where they are
+            self._post_place(what)
+            time.sleep(self._poll_s)  # for the others to find out as well, and write where they are
             self.look_for_failure(averages=averages)
             if (waited := time.monotonic() - begin) < self._limit_s:  # otherwise gloo's own limit, which is a little longer
-                self.give_up(f"rank {self._rank} lost a connection after {waited:.1f} s in {shown}: another rank died, or issued "
-                             f"other collectives; {self._others()}. Look at the logs of the other ranks.", error)
-        self.give_up(f"rank {self._rank} waited {time.monotonic() - begin:.1f} s for {shown}; {self._others()}. "
+                self.give_up(f"rank {rank} lost a connection after {waited:.1f} s in {shown}: another rank died, or issued "
+                             f"other collectives; {self._peers()}. Look at the logs of the other ranks.", error)
+        self.give_up(f"rank {rank} waited {time.monotonic() - begin:.1f} s for {shown}; {self._peers()}. "
                      "A rank that does not come died, is stuck, or issued other collectives: look at its log. If it is only "
                      "slow, raise timeout_s, or the process group's timeout where that is shorter.")
+
+    # ---- what the ranks know of each other -----------------------------------------------------------------------------
 
     def look_for_failure(self, *, averages: bool = False) -> None:
         """Raise where another rank has given up or reported an error, or will not come because its gradients stay local."""
@@ -155,84 +185,55 @@ class Watchdog:
             self.failure = text.decode()
             raise RankFailureError(self.failure)
         number, text = json.loads(self._read("report") or '[0, ""]')
-        if number > self._num_reports:
-            if number != self._report_seen[0]:
-                self._report_seen = number, time.monotonic()
-            elif time.monotonic() - self._report_seen[1] > _POLL_S:  # this rank may have been about to find the same
-                self.give_up(text)
+        if self._num_reports < number == self._num_read:  # not at the first look: this rank may be about to find the same
+            self.give_up(text)
+        self._num_read = number
         if not averages or self.accumulates or not self._is_local("local"):
             return
-        ranks = [str(rank) for rank in range(self._world) if self._is_local(f"local/{rank}")]
+        ranks = [str(rank) for rank in range(self.store.world_size) if self._is_local(f"local/{rank}")]
         text = (f"rank {', '.join(ranks)} keeps the gradients of this backward local, inside no_sync(), while rank "
-                f"{self._rank} waits for them in its backward {self.backward}. {NO_SYNC_ALONE}")
+                f"{self.store.rank} waits for them in its backward {self.backward}. {NO_SYNC_ALONE}")
         if self._recovers:
             raise RankFailureError(f"apexfx: {text}")
         self.give_up(text)
 
     def _is_local(self, key: str) -> bool:
-        """Whether `key` says that a rank has done what this one has before this backward, and has gone on by itself."""
-        said = self._read(key)
-        return said is not None and int(said) == self.backward - 1
+        """Whether `key` tells of a rank that has done what this one has before this backward, and has gone on by itself."""
+        num_backwards = self._read(key)
+        return num_backwards is not None and int(num_backwards) == self.backward - 1
 
-    def give_up(self, text: str, cause: BaseException | None = None) -> None:
-        """Raise on every rank that waits, or comes later, what the first of them to give up has to say."""
-        failed, text = f"{self._prefix}/failed", f"apexfx: {text}" + (f" ({cause})" if cause is not None else "")
-        self.failure = self._ask(lambda store: store.compare_set(failed, "", text).decode(), text)
+    def give_up(self, text: str, cause: BaseException | None = None) -> NoReturn:
+        """Raise `text`, or that of a rank that gave up before; every rank that waits, or comes later, raises the same."""
+        text = f"apexfx: {text}" + (f" ({cause})" if cause is not None else "")
+        self.failure = self.store.set_once(f"{self._prefix}/failed", text)
         raise RankFailureError(self.failure) from cause
 
     def report(self, text: str) -> None:
         """Have every rank that has not reported as often raise `text` where it waits: it did not find what this one did."""
         self._num_reports += 1
-        said = json.dumps([self._num_reports, text])
-        self._ask(lambda store: store.set(f"{self._prefix}/report", said), None)
+        self.store.set(f"{self._prefix}/report", json.dumps([self._num_reports, text]))
 
-    def post(self, key: str, mine: Any) -> None:
-        """Leave what this rank has to say where `gather_answers` looks for it, if the store answers; wait for nobody."""
-        self._ask(lambda store: store.set(f"{key}/{self._rank}", json.dumps(mine)), None)
+    def _post_place(self, what: str) -> None:
+        """Write what this rank waits for, or that it waits no more."""
+        self.store.set(f"{self._prefix}/{self.store.rank}", what)
 
-    def _announce(self, what: str) -> None:
-        said = json.dumps([self.backward, what])
-        self._ask(lambda store: store.set(f"{self._prefix}/{self._rank}", said), None)
-
-    def _others(self) -> str:
-        """Say which ranks wait as well, and which have not been heard of."""
-        here, missing = [], []
-        for rank in range(self._world):
-            said = self._read(str(rank))
-            backward, what = json.loads(said) if said else (-1, "")
-            if rank != self._rank:
-                missing += [str(rank)] * (backward != self.backward)
-                here += [f"rank {rank} (for {what})"] * (backward == self.backward)
-        if self._question is not None and self._question.is_alive():
-            return "the process group's store does not answer: the rank that holds it may be the one that is gone"
-        return (f"so does {', '.join(here)}; " if here else "") + (
+    def _peers(self) -> str:
+        """Describe which ranks wait as well, and which have not written that they do."""
+        places = {rank: self._read(str(rank)) for rank in range(self.store.world_size) if rank != self.store.rank}
+        if self.store.silent:
+            return SILENT
+        waiting = [f"rank {rank} (for {place.decode()})" for rank, place in places.items() if place]
+        missing = [str(rank) for rank, place in places.items() if not place]
+        return (f"so does {', '.join(waiting)}; " if waiting else "") + (
             f"nothing was heard of rank {', '.join(missing)}" if missing else "all wait: they differ in what they sent")
 
     def _warn(self, what: str) -> None:
         log.warning("apexfx: rank %d has waited %.0f s for %s; %s. A rank that does not come is stuck or slow, skipped this "
                     "backward, or ran it inside no_sync(). An error follows after %g s.",
-                    self._rank, self._warn_s, what, self._others(), self._limit_s)
+                    self.store.rank, self._warn_s, what, self._peers(), self._limit_s)
 
     def _read(self, key: str) -> bytes | None:
-        key = f"{self._prefix}/{key}"
-        return self._ask(lambda store: store.get(key) if store.check([key]) else None, None)
-
-    def _ask(self, question: Callable[[Any], _T], default: _T, seconds: float = 0.0) -> _T:
-        """Return the store's answer, or `default` where there is none: the store may live in the rank that is gone."""
-        if self._question is not None:
-            self._question.join(seconds)
-            if self._question.is_alive():
-                return default
-        answers: list[_T] = []
-
-        def ask() -> None:
-            with contextlib.suppress(RuntimeError):
-                answers.append(question(self._store))
-
-        self._question = threading.Thread(target=ask, daemon=True)
-        self._question.start()
-        self._question.join(seconds + _POLL_S)
-        return answers[0] if answers else default
+        return self.store.get(f"{self._prefix}/{key}")
 
 
 def _is_done(work: dist.Work, seconds: float) -> bool:
@@ -270,19 +271,21 @@ class WatchedWork(dist.Work):
 class WatchedGroup(dist.ProcessGroup):
     """A gloo communicator of the ranks of another group, connected at its first collective.
 
-    Its own, so that collectives that a failure leaves unmatched do not meet those of the user, nor batch norm's small sums
-    queue behind buckets of megabytes. Once its ranks have given up, every collective raises that error.
+    It is its own, so that collectives that a failure leaves unmatched do not meet those of the user, nor batch norm's small
+    sums queue behind buckets of megabytes. Batch norm has another one in backward: on the same one the sums of a rank that runs
+    a forward alone would meet those of the others' backward, and gloo ends the process where sizes differ. Once its ranks
+    have given up, every collective raises that error.
 
     Args:
         watchdog: of the ranks.
-        purpose: "gradients", "batch_norm" or "module state".
+        purpose: "gradients", "batch_norm", "module state" or "loss scale".
     """
 
     def __init__(self, watchdog: Watchdog, purpose: str) -> None:
         super().__init__(dist.get_rank(watchdog.group), dist.get_world_size(watchdog.group))
         self.watchdog, self.averages = watchdog, purpose == "gradients"
         self._purpose, self._name = purpose, f"{watchdog.group.group_name}/{purpose}"
-        self._gloo: dist.ProcessGroupGloo | None = None
+        self._gloo: dict[bool, dist.ProcessGroupGloo] = {}  # by whether it is that of batch norm's backward
         register_process_group(self._name, self)
 
     # torch.compile looks into Python that runs below it; a real process group has none.
@@ -300,13 +303,16 @@ class WatchedGroup(dist.ProcessGroup):
         if watchdog.failure:
             raise RankFailureError(watchdog.failure)
         [tensor] = tensors
-        what = f"the {collective} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} ({self._purpose})"
+        backward = self._purpose == "batch_norm" and in_backward()
+        purpose = f"{self._purpose}, in backward" if backward else self._purpose
+        what = f"the {collective} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} ({purpose})"
         before, opts.timeout = opts.timeout, watchdog.options.timeout
         try:
-            if self._gloo is None:
-                store = dist.PrefixStore(self._name, process_group_store(watchdog.group))
-                self._gloo = dist.ProcessGroupGloo(store, self.rank(), self.size(), opts.timeout)
-            return WatchedWork(getattr(self._gloo, collective)(tensors, opts), tensor, self, what)
+            gloo = self._gloo.get(backward)
+            if gloo is None:
+                store = dist.PrefixStore(f"{self._name}/backward" * backward or self._name, process_group_store(watchdog.group))
+                gloo = self._gloo[backward] = dist.ProcessGroupGloo(store, self.rank(), self.size(), opts.timeout)
+            return WatchedWork(getattr(gloo, collective)(tensors, opts), tensor, self, what)
         except RuntimeError as error:
             watchdog.give_up(f"rank {self.rank()} could not start {what}: another rank died, or did not come to it.", error)
         finally:
@@ -330,7 +336,7 @@ def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = No
 
     Args:
         group: the ranks.
-        purpose: "gradients", "batch_norm" or "module state".
+        purpose: as for `WatchedGroup`.
         timeout_s: how long to wait; None leaves what another call has said, at first the default of `BucketConfig`.
     """
     if not uses_gloo(group) or dist.get_world_size(group) == 1:
@@ -362,51 +368,3 @@ def _forget_destroyed() -> None:
 def uses_gloo(group: dist.ProcessGroup) -> bool:
     """Return whether gloo alone carries what is sent over `group`; one made without a backend's name has one a device."""
     return {backend.rpartition(":")[2] for backend in dist.get_backend_config(group).split(",")} == {"gloo"}
-
-
-# ---- what ranks say of a backward that failed --------------------------------------------------------------------------
-
-
-def post(group: dist.ProcessGroup, key: str, mine: Any) -> None:
-    """Leave what this rank has to say where `gather_answers` looks for it, and wait for nobody."""
-    process_group_store(group).set(f"{key}/{dist.get_rank(group)}", json.dumps(mine))
-
-
-def gather_answers(group: dist.ProcessGroup, key: str, mine: Any, timeout_s: float) -> list[Any]:
-    """Return what every rank has to say, through the group's store; None for a rank that says nothing in time."""
-    store, world = process_group_store(group), dist.get_world_size(group)
-    post(group, key, mine)
-    deadline = time.monotonic() + min(timeout_s, 30.0)
-    said: list[Any] = []
-    for rank in range(world):
-        try:
-            store.wait([f"{key}/{rank}"], timedelta(seconds=max(deadline - time.monotonic(), 0.05)))
-            said.append(json.loads(store.get(f"{key}/{rank}")))
-        except RuntimeError:
-            said.append(None)
-    return said
-
-
-def disagreement(said: Sequence[Any]) -> str:
-    """Put what the ranks said of a backward in words, the same on every rank."""
-    lines = ["apexfx: the ranks disagree about this backward, so its gradients must not be used."]
-    for rank, words in enumerate(said):
-        if words is None:
-            lines.append(f"  rank {rank}: no answer")
-            continue
-        if words["failed"]:
-            lines.append(f"  rank {rank}: failed: {words['failed']}")
-        unused = words["unused"]
-        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
-        lines.append(f"  rank {rank}: {words['forwards']} forwards so far"
-                     + ("; holds gradients from inside no_sync()" if words["accumulated"] else "")
-                     + (f"; no gradient for {shown}" if unused else ""))
-    if len({words["accumulated"] for words in said if words}) > 1:
-        lines.append(NO_SYNC_ALONE)
-    elif len({words["forwards"] for words in said if words}) > 1:
-        lines.append("A rank skipped a backward (or ran a training forward that the others did not). Every rank must run "
-                     "backward equally often; to skip a step, skip it on all ranks, or use no_sync().")
-    elif not any(words["failed"] for words in said if words):
-        lines.append("With find_unused_parameters=False a parameter has a gradient in every backward on every rank, or in none. "
-                     "Pass find_unused_parameters=True, or delay_allreduce=True, if that is meant.")
-    return "\n".join(lines)

@@ -16,7 +16,9 @@ from ..buckets.ddp_layout import group_in_order
 from ..buckets.flat_buffer import BucketBuffer
 from ..buckets.plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 from ..config import BucketConfig
+from ..distributed.broadcast import broadcast_from_first
 from ..distributed.step_check import num_flags
+from ..distributed.watchdog import watched
 
 
 @dataclass
@@ -27,7 +29,7 @@ class BucketAssignment:
         names, parameters: of every parameter that takes a gradient, in the module's order.
         plan: the buckets.
         learned: the plan follows the order in which the gradients of a whole backward became ready.
-        may_inline_status: the ranks' step records may travel in the buffer of the last bucket.
+        may_inline_status: the ranks' step records may be in the buffer of the last bucket.
         status_inline: they do: that bucket is of a dtype for them.
         index: a parameter's position by its `id`.
         buffers: one for each bucket.
@@ -69,15 +71,15 @@ class BucketAssignment:
         self.status_inline = self.may_inline_status and last is not None and last.reduce_dtype.is_floating_point and (
             last.dtype == last.reduce_dtype == last.output_dtype)
         for bucket, members in zip(plan.buckets, self.members):
-            num_more = num_flags(len(self.names)) if bucket is last and self.status_inline else 0
-            self.buffers.append(BucketBuffer(bucket, self.parameters[members[0]].device, num_more))
+            num_status = num_flags(len(self.names)) if bucket is last and self.status_inline else 0
+            self.buffers.append(BucketBuffer(bucket, self.parameters[members[0]].device, num_status))
 
     @property
     def expected(self) -> list[bool] | None:
         """Which parameters are to have a gradient in every backward; None as long as that is not learned."""
         if not self.learned:
             return None
-        return [bucket >= 0 or not p.numel() for bucket, p in zip(self.bucket_of, self.parameters)]
+        return [bucket >= 0 for bucket in self.bucket_of]
 
     def describe(self) -> list[Any]:
         """Return what every rank must agree on before the first reduction."""
@@ -101,7 +103,7 @@ class BucketPlanner:
     def first(self, named: Sequence[tuple[str, nn.Parameter]]) -> BucketAssignment:
         """Return the assignment before any backward: in the module's order."""
         names, parameters = [n for n, _ in named], [p for _, p in named]
-        specs = [self._spec(n, p) for n, p in named if p.numel()]
+        specs = [self._spec(n, p) for n, p in named]
         plan = given = given_plan(self.config)
         if plan is not None:
             plan.check(specs, world_size=dist.get_world_size(self.group))
@@ -132,7 +134,7 @@ class BucketPlanner:
         seen = set(order)
         order += [i for i in reversed(range(len(used))) if i not in seen and (used[i] or keep_unused)]
         tensor = torch.tensor(order, dtype=torch.int64, device=assignment.parameters[0].device)
-        dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
+        broadcast_from_first([tensor], watched(self.group, "module state", self.config.timeout_s))
         if self.static:
             assignment.repeats, assignment.used = dict(extra), list(used)
             if self.config.layout == "ddp":  # torch DDP rebuilds the buckets of a static graph one backward later
@@ -148,7 +150,7 @@ class BucketPlanner:
             order: positions of the parameters, without those that no rank used.
         """
         named = [(assignment.names[i], assignment.parameters[i]) for i in order]
-        ready = [self._spec(name, p) for name, p in named if p.numel()]
+        ready = [self._spec(name, p) for name, p in named]
         if self.config.layout == "ddp":
             assignment.use(self._grouped(ready, group_in_order(ready, self.config.bucket_cap_mb)))
         else:
@@ -160,7 +162,7 @@ class BucketPlanner:
         if assignment.used != list(used):
             assignment.used = list(used)
             named = zip(assignment.names, assignment.parameters, used)
-            assignment.use(self._plan([self._spec(n, p) for n, p, u in named if u and p.numel()]))
+            assignment.use(self._plan([self._spec(n, p) for n, p, u in named if u]))
 
     def _first_ddp_buckets(self, specs: Sequence[GradientSpec]) -> list[list[GradientSpec]]:
         """Return the buckets of DDP's first backward: one a dtype, or (find_unused) by size; the last parameters first."""

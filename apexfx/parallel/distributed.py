@@ -167,9 +167,9 @@ class DistributedDataParallel(nn.Module):
                          "check_every": self.check_parameters_every}
 
     def _active_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that take gradients now, by name."""
+        """Return the parameters that take gradients now, by name: those with elements, for there is nothing else to average."""
         check_whole(self.module)
-        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad]
+        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad and p.numel()]
 
     def _active_key(self) -> tuple[Any, ...]:
         """Return what changes when other parameters take gradients, or when one gets another dtype or device."""
@@ -196,7 +196,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def _state_group(self) -> dist.ProcessGroup:
-        """What parameters and buffers travel over."""
+        """What parameters and buffers are broadcast over."""
         return watched(self.process_group, "module state", self.config.timeout_s)
 
     def _synchronize_state(self) -> None:
@@ -293,7 +293,7 @@ def data_parallel_copy(
     compiler = compiler_for(config)
     if compiler.agreement is not None:
         compiler.agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
-    compiler.groups.separate()
+    compiler.groups.separate_batch_norm()
     broadcast_from_first(module.parameters(), compiler.groups.gradients)
     if broadcast_buffers:
         broadcast_from_first(module.buffers(), compiler.groups.gradients)

@@ -14,7 +14,7 @@ CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 
 
 class GradBucket:
-    """One bucket on its way to a hook such as those of `torch.distributed.algorithms.ddp_comm_hooks`.
+    """One bucket for a hook such as those of `torch.distributed.algorithms.ddp_comm_hooks`.
 
     Args:
         index: of the bucket, in launch order.

@@ -4,7 +4,7 @@
 2. A hook on each parameter runs once its gradient is in `p.grad`. A bucket whose gradients are all there is copied to its flat
    buffer and its allreduce launched, in plan order on every rank. A gradient counts as there when that of the next parameter
    comes: by then the user's own hooks on it have run, also those registered after ours.
-3. The last bucket waits for the end of backward. The rank's step record travels in it (`distributed/step_check.py`), and only
+3. The last bucket waits for the end of backward. The rank's step record is in it (`distributed/step_check.py`), and only
    then is it known whether this backward succeeded. A callback of autograd launches it, waits for all, checks the
    ranks' records, and copies the averages into `p.grad`.
 
@@ -44,10 +44,10 @@ _num_takeovers = 0
 
 @dataclass
 class ReducerOptions:
-    """How buckets travel, beyond the plan.
+    """How buckets are reduced, beyond the plan.
 
     Attributes:
-        groups: communicators, used in turn; the first also carries records that travel alone.
+        groups: communicators, used in turn; the first is also for records outside of buckets.
         streams: CUDA streams, used in turn, or empty.
         retain_buffers: all gradients become views of the reduced buffers.
         prof: mark buckets in the profiler.
@@ -105,6 +105,7 @@ class AccumulatedGradients:
     def __init__(self) -> None:
         self._reduced: dict[int, Tensor] = {}  # by the id of the parameter
         self._set_aside: dict[int, tuple[Tensor, Tensor]] = {}  # parameter and gradient, likewise
+        self._fresh: set[int] = set()  # those that were set aside in the backward under way, likewise
 
     def set_aside(self, p: Tensor) -> None:
         """Leave `p` without gradient, if its gradient is one that was reduced."""
@@ -112,14 +113,17 @@ class AccumulatedGradients:
             self._set_aside.pop(id(p), None)  # zero_grad() since: what was accumulated is not wanted any more
         elif self._reduced.get(id(p)) is p.grad:
             self._set_aside[id(p)] = p, self._reduced.pop(id(p))
+            self._fresh.add(id(p))
             p.grad = None
 
     def restore(self) -> None:
-        """Give back what was set aside for a gradient that did not come: `torch.autograd.grad` returns it instead."""
+        """End a backward: give back what it set aside where no gradient came, as in `torch.autograd.grad`."""
         for key, (p, gradient) in list(self._set_aside.items()):
             if p.grad is None:
-                p.grad = self._reduced[key] = gradient
                 del self._set_aside[key]
+                if key in self._fresh:  # or else zero_grad() has dropped what was accumulated in backwards before
+                    p.grad = self._reduced[key] = gradient
+        self._fresh.clear()
 
     def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
         """Add the new gradients to those set aside."""
@@ -129,10 +133,12 @@ class AccumulatedGradients:
                 p.grad = before if p.grad is None else before.add_(p.grad)
             if p.grad is not None:
                 self._reduced[id(p)] = p.grad
+        self._fresh.clear()
 
     def discard(self) -> None:
         """Drop what was set aside, after a failure."""
         self._set_aside.clear()
+        self._fresh.clear()
 
 
 class OverlappedReducer:
@@ -140,7 +146,7 @@ class OverlappedReducer:
 
     Args:
         planner: makes the buckets.
-        options: how they travel.
+        options: how they are reduced.
         agreement: among the ranks, on parameters.
         label: tells this module's keys in the store apart.
         active_parameters: returns the parameters that take gradients now, by name.
@@ -256,7 +262,7 @@ class OverlappedReducer:
         """Note that the gradient of `p` is in `p.grad`; the one before it is ready."""
         if not self.enabled:
             self._pending.add(id(p))
-            self._watchdog.accumulate()
+            self._check.accumulate()
             return
         if self._callback.was_dropped():
             self._finish_failed()
@@ -319,7 +325,7 @@ class OverlappedReducer:
             gradients = [self._local_gradient(state, index) for index in members]
             buffer.copy_in(gradients, divide=self.comm_hook is None)
             if record is not None:
-                buffer.more.copy_(record.encode(buffer.more.dtype, buffer.more.device))
+                buffer.status.copy_(record.encode(buffer.status.dtype, buffer.status.device))
             if self.comm_hook is None:
                 group = self.options.groups[number % len(self.options.groups)]
                 state.works.append(buffer.all_reduce(group, self._watchdog.options))
@@ -342,13 +348,14 @@ class OverlappedReducer:
         """Wait for every bucket, and divide each while the next ones are under way."""
         assignment = state.assignment
         for number, (work, buffer) in enumerate(zip(state.works, assignment.buffers)):
+            names = assignment.plan.buckets[number].parameters
+            bucket = f"bucket {number} ({names[0]} ... {names[-1]})"
             if self.comm_hook is not None:
-                value = work.wait()
+                value = self._watchdog.wait_for_future(work, f"the communication hook on {bucket}")
                 buffer.finish((value[0] if isinstance(value, (list, tuple)) else value).view(-1), divide=False)
                 continue
-            names = assignment.plan.buckets[number].parameters
             with self._stream(number):
-                self._watchdog.wait(work, buffer.flat, f"the allreduce of bucket {number} ({names[0]} ... {names[-1]})")
+                self._watchdog.wait(work, buffer.flat, f"the allreduce of {bucket}")
                 buffer.finish()
         for stream in self.options.streams:
             torch.cuda.current_stream().wait_stream(stream)
@@ -439,7 +446,7 @@ class OverlappedReducer:
         compares = not (self.planner.static and assignment.learned)
         inline = compares and assignment.status_inline and self.comm_hook is None
         status = None
-        if self.config.delay_allreduce:  # which gradients travel is known from the records
+        if self.config.delay_allreduce:  # which gradients are reduced is known from the records
             sums, work = self._send(record, assignment)
             watchdog.wait(work, sums, "the status of this backward")
             status = self._check.check(record, sums)
@@ -448,7 +455,7 @@ class OverlappedReducer:
             self._launch(state, record if inline and number + 1 == len(assignment.buffers) else None)
         compares &= status is None
         if compares:
-            sums, work = (assignment.buffers[-1].more, None) if inline else self._send(record, assignment)
+            sums, work = (assignment.buffers[-1].status, None) if inline else self._send(record, assignment)
         self._wait(state)
         if not compares:
             return status

@@ -7,12 +7,13 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from apexfx.parallel import RankFailureError
+from apexfx.parallel import DistributedDataParallel, RankFailureError
 from apexfx.testing import assert_close
 from tests.distributed.collectives import recorded
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import on_ranks, run_ranks
 from tests.distributed.wrapped import STATUS, backward, check_mean, local_gradients, wrapped
 
 
@@ -113,3 +114,24 @@ def every_backward(rank, world_size):
 
 def test_every_backward():
     run_ranks(every_backward, 2)
+
+
+class HalfEmpty(nn.Module):
+    """With parameters of zero elements, one of which no forward uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.empty, self.unused = nn.Linear(5, 4), nn.Linear(4, 0), nn.Linear(0, 0)
+
+    def forward(self, x):
+        return torch.cat([self.a(x), self.empty(self.a(x))], 1)
+
+
+@on_ranks(2)
+def test_parameters_without_elements(rank, world_size):
+    model = DistributedDataParallel(HalfEmpty(), timeout_s=15)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.full((2, 5), rank + 1.0)).sum().backward()
+        assert (model.module.a.bias.grad == 2).all() and (model.module.a.weight.grad == 2 * 1.5).all()
+        assert model.module.empty.bias.grad.shape == (0,) and model.module.unused.weight.grad is None

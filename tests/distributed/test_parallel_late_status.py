@@ -105,9 +105,35 @@ def _frozen_and_back(rank, world_size):
     assert (model.module.b[1].bias.grad == 2).all()
 
 
+def _two_models(rank, models):
+    """Whichever model runs next, all ranks read that they ran backwards of different ones, and compare alike after it."""
+    for model in models:
+        train(model, rank, 2)
+    train(models[rank == 1], rank)
+    with pytest.raises(RankFailureError, match="different models"):
+        train(models[rank != 1], rank)  # in which the one before is read
+    for model in models:
+        train(model, rank, ALWAYS + INTERVAL + 1)
+    if rank == 1:
+        models[0](torch.ones(2, 3))
+    train(models[0], rank)
+    with pytest.raises(RankFailureError, match="A rank skipped a backward"):
+        train(models[1], rank)
+
+
+def _two_wrapped_models(rank, world_size):
+    _two_models(rank, [wrapped(), wrapped()])
+
+
+def _two_graphs(rank, world_size):
+    _two_models(rank, [apexfx.transform(Net(), opt_level="O0", inner="eager", ddp=apexfx.BucketConfig(timeout_s=20))
+                       for _ in range(2)])
+
+
 def late_status(rank, world_size):
     StepCheck.defers = staticmethod(lambda device: True)
-    for case in (_same_gradients, _skipped_backward, _unused_parameter, _failed_backward, _no_sync_alone, _frozen_and_back):
+    for case in (_same_gradients, _skipped_backward, _unused_parameter, _failed_backward, _no_sync_alone, _frozen_and_back,
+                 _two_wrapped_models, _two_graphs):
         case(rank, world_size)
         dist.barrier()
 
