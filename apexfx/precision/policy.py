@@ -193,7 +193,7 @@ class Policy:
         """Return whether `key` is a pattern of the op's name, plain or as reports print it, or of a path of its module."""
         if key.startswith(("torch.", "F.")) and canonical_name(key.rpartition(".")[2]).rstrip("_") == op:
             return True  # in any spelling: the ledger prints F.linear, which is written in C, as torch.linear
-        if any(fnmatch.fnmatchcase(name, key) for name in (op.rpartition(".")[2], op_name(node))):
+        if any(fnmatch.fnmatchcase(name, key) for name in (op, op.rpartition(".")[2], op_name(node))):
             return True
         possible = node.meta.get(POSSIBLE_MODULES)
         return _is_under(module_paths(node), key) or bool(possible) and all(_is_under(paths, key) for paths in possible)
