@@ -86,6 +86,14 @@ def compiled_module() -> torch.nn.Module | None:
     return found if frame is not None else None
 
 
+def compiling_call() -> object | None:
+    """Return what lives as long as the result of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return frame.f_locals.get("self") if frame is not None else None
+
+
 def graph_breaks() -> Counter[str]:
     """Return how often Dynamo has broken a graph in this process, by reason (2.11, 2.13, 2.15)."""
     return Counter(counters["graph_break"])
@@ -264,6 +272,11 @@ def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> lis
     """Return the parameters in each of a DDP module's rebuilt buckets; [] before there are any (2.11, 2.13)."""
     recorded = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
     return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
+
+
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Tell whether a module has hooks that run before or after its backward (2.11, 2.13, 2.15)."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:

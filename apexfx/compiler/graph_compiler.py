@@ -187,7 +187,7 @@ class GraphCompiler:
         Args:
             written: the inputs that the graph changes in place.
         """
-        sync, agreement, ran = self.gradient_sync, self.agreement, self.index.ran
+        sync, agreement, index = self.gradient_sync, self.agreement, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
         watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not collectives or agreement is None
@@ -196,7 +196,7 @@ class GraphCompiler:
 
         def run(*args: Any) -> Any:
             nonlocal agreed
-            ran.update([id(args[index]) for index in held])  # Dynamo may run one graph with several layers of one class
+            index.note_run([args[place] for place in held])  # Dynamo may run one graph with several layers of one class
             if sync is not None:
                 check_not_in_ddp()
             if not agreed:
@@ -205,10 +205,10 @@ class GraphCompiler:
             if sync is None or not records:
                 return compiled(*args)
             begin(args)
-            if not self.index.has_model:  # otherwise each call of the model does this
-                for name, parameter in self.index.parameters():
+            if not index.has_model:  # otherwise each call of the model does this
+                for name, parameter in index.parameters():
                     sync.watch(name, parameter)  # those that no graph holds, too
-            parameters = [args[index] for index, _ in watched]
+            parameters = [args[place] for place, _ in watched]
             for (_, name), parameter in zip(watched, parameters):
                 sync.watch(name, parameter)
             outputs = compiled(*args)

@@ -6,9 +6,10 @@ parameter it is. That it *is* the tensor registered as "layer1.0.weight" does.
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -33,14 +34,13 @@ class ModelIndex:
     Attributes:
         has_model: whether a model was given: then what is not registered in it is no parameter.
         arguments: what the model was called with, while a call is under way.
-        ran: ids of the parameters and buffers that compiled graphs have run with.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None] | None = None,
                  stand_ins: Mapping[nn.Module, nn.Module] | None = None) -> None:
         self.has_model = model is not None
         self.arguments: Any = ()
-        self.ran: set[int] = set()
+        self._ran: dict[int, weakref.ref[Tensor]] = {}  # by id, while the tensor is alive
         self._model = model
         self._originals = {id(new): id(old) for old, new in (stand_ins or {}).items()}
         self._stand_ins = stand_ins  # keeps both alive, so that their ids stay theirs
@@ -121,6 +121,17 @@ class ModelIndex:
     def of_methods(self, node: fx.Node, recorded: type | None) -> list[tuple[str, ...]]:
         """Return the paths of each module of which `node` may be in a method that was called alone; see `MethodFrames.find`."""
         return [tuple(self._modules[id(module)]) for module in self._method_frames.find(node, recorded)]
+
+    def note_run(self, tensors: Iterable[Tensor]) -> None:
+        """Note that a compiled graph runs with these parameters and buffers."""
+        ran = self._ran
+        for tensor in tensors:
+            if id(tensor) not in ran:
+                ran[id(tensor)] = weakref.ref(tensor, functools.partial(ran.pop, id(tensor)))
+
+    def has_run(self, tensor: Tensor) -> bool:
+        """Return whether a compiled graph has run with this parameter or buffer."""
+        return id(tensor) in self._ran
 
     def is_argument(self, tensor: Tensor, source: Any) -> bool:
         """Return whether `tensor`, which Dynamo found at `source`, was given to the model in the call under way.
