@@ -294,11 +294,6 @@ def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., obje
     return hook in optimizer._optimizer_step_pre_hooks.values()
 
 
-def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Tell whether `torch.compile` returned this module (2.11, 2.13, 2.15)."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-
-
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0 (2.11, 2.13, 2.15)."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -27,7 +27,6 @@ from .compiler.refusals import COMPILES_ITSELF, check_whole
 from .config import TransformConfig
 from .distributed.broadcast import broadcast_from_first
 from .precision.half_model import cast_model
-from .precision.rules import HALVES
 from .report.data import Report
 from .subclassing import subclass
 
@@ -64,12 +63,12 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     """
     config = TransformConfig.from_options(options)
     _check_model(model, config)
-    casts_below = _check_amp(model, config)
+    notes = _notes_of_modules(model, config)
     passes_.check_names(config)
     compiler = compiler_for(config)
-    if casts_below:
-        compiler.report.note(casts_below)
-        log.info(casts_below)
+    for note in notes:
+        compiler.report.note(note)
+        log.info(note)
     if config.buckets is not None:
         check_options(config.buckets, dict(model.named_parameters(remove_duplicate=False)),
                       dist.get_world_size(compiler.groups.gradients))
@@ -111,27 +110,11 @@ def _check_model(model: nn.Module, config: TransformConfig) -> None:
                          "dtype=torch.float16, or opt_level='O0'")
 
 
-def _check_amp(model: nn.Module, config: TransformConfig) -> str:
-    """Refuse a model that `amp.initialize` has cast, or casts as it runs, where that would decide about precision twice.
-
-    Returns:
-        A note about casts of amp's that stay in the graphs, or "".
-    """
-    for name, module in model.named_modules():
-        patch = module.__dict__.get("_amp_forward")  # amp/models.py
-        if patch is None:
-            continue
-        where = f"submodule {name!r}" if name else "the model"
-        if patch.executor is not None:
-            raise ValueError(f"apexfx: {where} was given to amp.initialize, which casts each of its calls in eager mode, so no "
-                             "graph of it can be captured. Pass compile=True to amp.initialize, or let transform() alone decide")
-        if patch.inputs in HALVES:
-            if config.opt_level != "O0":
-                raise ValueError(f"apexfx: {where} was given to amp.initialize, which has cast it to {patch.inputs}; "
-                                 f"opt_level={config.opt_level!r} would cast on top of that. Pass compile=True to "
-                                 "amp.initialize, or opt_level='O0' here for the other passes, or let transform() alone decide")
-            return f"apexfx: {where} was given to amp.initialize: its casts to {patch.inputs} are part of the captured graphs"
-    return ""
+def _notes_of_modules(model: nn.Module, config: TransformConfig) -> list[str]:
+    """Ask the modules whose class has a say in it, as amp's have, whether they can be transformed, and what to note."""
+    notes = [module.apexfx_before_transform(f"submodule {name!r}" if name else "the model", config.opt_level)
+             for name, module in model.named_modules() if hasattr(type(module), "apexfx_before_transform")]
+    return [note for note in notes if note]
 
 
 def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:

@@ -33,7 +33,7 @@ from .dynamo_batch_norm import EagerBatchNorms
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
-from .refusals import check_call, is_apex, untraceable
+from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +219,7 @@ def check_not_averaged(model: nn.Module, advice: str) -> None:
     """Refuse a model of which some module has its gradients averaged already, by a wrapper or by its graphs."""
     for name, module in model.named_modules():
         where = f"submodule {name!r}" if name else "the model"
-        wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if wraps or getattr(type(module), "averages_gradients", False):  # the attribute: that of apexfx.parallel
+        if is_parallel_wrapper(module):
             raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; {advice}")
         transformed = (compiled := of(module)) is not None and compiled.config.ddp
         if transformed or is_apex(backend := backend_of(module)) and (backend.kwargs.get("options") or {}).get("ddp"):

@@ -95,6 +95,12 @@ def check_not_in_ddp() -> None:
         )
 
 
+def is_parallel_wrapper(module: nn.Module) -> bool:
+    """Tell whether a module is a wrapper that averages gradients, or runs replicas: of torch's or of `apexfx.parallel`."""
+    return isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) \
+        or getattr(type(module), "averages_gradients", False)
+
+
 def is_apex(backend: Any) -> bool:
     """Tell whether a backend, as `torch.compile` keeps it, is ours."""
     return getattr(backend, "compiler_name", None) == "apex"
