@@ -1,4 +1,4 @@
-"""Bad options are refused at the door, in a sentence that says what was given and what was expected."""
+"""Bad options are refused before anything is touched, in a sentence that says what was given and what was expected."""
 
 from __future__ import annotations
 

@@ -54,11 +54,11 @@ def observed(monkeypatch, style, model, **options):
     def compiled(gm, example_inputs, backward):
         run = eager(gm, example_inputs, backward)
 
-        def watched(*args):
+        def observed(*args):
             with observer:
                 return run(*args)
 
-        return watched
+        return observed
 
     torch.compiler.reset()
     with monkeypatch.context() as patch:
@@ -109,9 +109,10 @@ def check_casts(style, source, entered, report, where):
     """Every linear layer that ran computes in half, or the report knows that no graph holds it, and says so."""
     source(style.batch(0, 0)).sum().backward()
     used = {name for name, p in source.named_parameters() if p.grad is not None}
-    assert entered.keys() <= report.captured_parameters, where
+    captured = {name for graph in report.graphs for name in graph.parameters}
+    assert entered.keys() <= captured, where
     if left_to_eager := used - entered.keys():
-        assert not left_to_eager & report.captured_parameters and any("no captured graph" in n for n in report.notes), where
+        assert not left_to_eager & captured and any("no captured graph" in n for n in report.notes), where
     for name, rows in entered.items():
         for op, dtype in rows:
             assert "addmm" not in op or dtype == torch.bfloat16, f"{name} computes in {dtype}; {where}"

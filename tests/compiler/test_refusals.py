@@ -79,7 +79,7 @@ def test_torch_func_is_led_to_the_source(apply, ran):
 
 
 def test_a_backward_hook_fires_on_the_model_and_is_named_on_a_module_in_it():
-    source, x, grads = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3), []
+    source, x, grads = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3, requires_grad=True), []
     model = transformed(source)
     model.register_full_backward_hook(lambda module, grad_input, grad_output: grads.append(grad_output[0]))
     model(x).sum().backward()
