@@ -134,9 +134,11 @@ class Policy:
         level: a row of the O0-O3 table.
         half: the half type.
         overrides: module path pattern or op name -> dtype (or its name, "half", "promote", "passthrough"). A path
-            covers the module and everything below it. An op is named plainly ("gelu"), as torch spells it ("F.gelu"),
-            or as the cast ledger prints it. Where two keys cover one op, the later one wins. A `Rule` in place of a dtype
-            takes the place of the table's row for the op of that name, see `canonical_name`.
+            covers the module and everything below it: what runs while the module is called, or while a method of it is, where
+            the method's class tells which module that is; `missed` says what this may leave out. An op is named plainly
+            ("gelu"), as torch spells it ("F.gelu"), or as the cast ledger prints it. Where two keys cover one op, the later one
+            wins. A `Rule` in place of a dtype takes the place of the table's row for the op of that name, see
+            `canonical_name`.
 
     Raises:
         TypeError: a key that is no string.
