@@ -87,6 +87,14 @@ def compiled_module() -> torch.nn.Module | None:
     return found if frame is not None else None
 
 
+def compiling_call() -> object | None:
+    """Return what lives as long as the result of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "compile_wrapper":
+        frame = frame.f_back
+    return frame.f_locals.get("self") if frame is not None else None
+
+
 def graph_breaks() -> Counter[str]:
     """Return how often Dynamo has broken a graph in this process, by reason (2.11, 2.13, 2.15)."""
     return Counter(counters["graph_break"])
@@ -267,6 +275,11 @@ def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> lis
     return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
 
 
+def has_backward_hooks(module: torch.nn.Module) -> bool:
+    """Tell whether a module has hooks that run before or after its backward (2.11, 2.13, 2.15)."""
+    return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
 def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
     """Tell whether `hook` was registered to run before the forward of `module` (2.11, 2.13, 2.15)."""
     return hook in module._forward_pre_hooks.values()
@@ -280,11 +293,6 @@ def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) ->
 def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
     """Tell whether `hook` was registered to run before `optimizer.step()` (2.11, 2.13, 2.15)."""
     return hook in optimizer._optimizer_step_pre_hooks.values()
-
-
-def is_compiled_module(module: torch.nn.Module) -> bool:
-    """Tell whether `torch.compile` returned this module (2.11, 2.13, 2.15)."""
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -149,10 +149,22 @@ class BucketConfig:
         return row
 
 
-# Options of Apex's amp.initialize that are none of transform().
+_LOSS_SCALING = ": the graphs hold no loss scaling; use torch.amp.GradScaler, or apexfx.amp.initialize(..., compile=True)."
+_LEVEL = ": opt_level='O1' casts per op, 'O2' and 'O3' cast the model, and 'O0' casts nothing; dtype= names the half type."
+# Options of Apex, autocast and trainers, and how the same is said here.
 _ELSEWHERE = {
-    "loss_scale": ": the graphs hold no loss scaling, which apexfx.amp.initialize does.",
-    "cast_model_type": ": it is called 'dtype' here.",
+    **dict.fromkeys(("loss_scale", "min_loss_scale", "max_loss_scale", "num_losses", "dynamic_loss_scale"), _LOSS_SCALING),
+    **dict.fromkeys(("amp", "autocast", "mixed_precision", "enabled", "patch_torch_functions"), _LEVEL),
+    **dict.fromkeys(("fp16", "half", "float16"), "; did you mean dtype='float16', with opt_level='O1', 'O2' or 'O3'?"),
+    **dict.fromkeys(("bf16", "bfloat16"), "; did you mean dtype='bfloat16', with opt_level='O1', 'O2' or 'O3'?"),
+    **dict.fromkeys(("level", "optimization_level"), "; did you mean 'opt_level'?"),
+    **dict.fromkeys(("sync_batchnorm", "syncbn", "sync_batch_norm"), "; did you mean 'sync_bn'?"),
+    **dict.fromkeys(("distributed", "data_parallel", "buckets"), "; did you mean 'ddp', True or a BucketConfig?"),
+    **dict.fromkeys(("backend", "mode"), "; did you mean 'inner', which compiles the rewritten graphs?"),
+    **dict.fromkeys(("half_dtype", "cast_model_type"), ": it is called 'dtype' here."),
+    "master_weights": ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
+    "cast_model_outputs": ": what leaves the model has the dtype that it has without casts, float32 as a rule.",
+    "verbosity": ": print(model.report) shows what was done.",
     "optimizers": ": an optimizer built before or after needs no change; apexfx.amp.initialize takes both.",
 }
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from .compiler.refusals import COMPILES_ITSELF, check_whole
 from .config import TransformConfig
 from .distributed.broadcast import broadcast_from_first
 from .precision.half_model import cast_model
-from .precision.rules import HALVES
 from .report.data import Report
 from .subclassing import subclass
 
@@ -63,12 +63,12 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     """
     config = TransformConfig.from_options(options)
     _check_model(model, config)
-    casts_below = _check_amp(model, config)
+    notes = _notes_of_modules(model, config)
     passes_.check_names(config)
     compiler = compiler_for(config)
-    if casts_below:
-        compiler.report.note(casts_below)
-        log.info(casts_below)
+    for note in notes:
+        compiler.report.note(note)
+        log.info(note)
     if config.buckets is not None:
         check_options(config.buckets, dict(model.named_parameters(remove_duplicate=False)),
                       dist.get_world_size(compiler.groups.gradients))
@@ -81,7 +81,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     if config.level.half_parameters:
         cast_model(model, config.half_dtype(p.device for p in model.parameters()), only=(torch.float32,), buffers=False,
                    keep_batchnorm=config.level.keep_batchnorm_fp32)
-    made = _build(type(model), dict(model.__dict__), config, compiler)
+    made = make_transformed(type(model), model.__dict__, config, compiler)
     drop_compiled_call(made)  # it would run the model itself
     return made
 
@@ -110,27 +110,11 @@ def _check_model(model: nn.Module, config: TransformConfig) -> None:
                          "dtype=torch.float16, or opt_level='O0'")
 
 
-def _check_amp(model: nn.Module, config: TransformConfig) -> str:
-    """Refuse a model that `amp.initialize` has cast, or casts as it runs, where that would decide about precision twice.
-
-    Returns:
-        A note about casts of amp's that stay in the graphs, or "".
-    """
-    for name, module in model.named_modules():
-        patch = module.__dict__.get("_amp_forward")  # amp/models.py
-        if patch is None:
-            continue
-        where = f"submodule {name!r}" if name else "the model"
-        if patch.executor is not None:
-            raise ValueError(f"apexfx: {where} was given to amp.initialize, which casts each of its calls in eager mode, so no "
-                             "graph of it can be captured. Pass compile=True to amp.initialize, or let transform() alone decide")
-        if patch.inputs in HALVES:
-            if config.opt_level != "O0":
-                raise ValueError(f"apexfx: {where} was given to amp.initialize, which has cast it to {patch.inputs}; "
-                                 f"opt_level={config.opt_level!r} would cast on top of that. Pass compile=True to "
-                                 "amp.initialize, or opt_level='O0' here for the other passes, or let transform() alone decide")
-            return f"apexfx: {where} was given to amp.initialize: its casts to {patch.inputs} are part of the captured graphs"
-    return ""
+def _notes_of_modules(model: nn.Module, config: TransformConfig) -> list[str]:
+    """Ask the modules whose class has a say in it, as amp's have, whether they can be transformed, and what to note."""
+    notes = [module.apexfx_before_transform(f"submodule {name!r}" if name else "the model", config.opt_level)
+             for name, module in model.named_modules() if hasattr(type(module), "apexfx_before_transform")]
+    return [note for note in notes if note]
 
 
 def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:
@@ -148,15 +132,21 @@ class TransformedModule:
         state["_apexfx_config"] = compiled_model.of(self).config
         return state | compiled_model.of(self).own_forward
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        config = state.pop("_apexfx_config")
+        super().__setstate__(state)
+        _compile(self, config, compiler_for(config, "load"))
+
     def __reduce_ex__(self, protocol: int) -> Any:
-        return _rebuild, (source_class(self), self.__getstate__())
+        # The state comes apart, once the new object is known: what is in it may refer to the model, as a bound method does.
+        return _empty, (source_class(self), _inspection(self)), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        made = memo[id(self)] = _empty(source_class(self), _inspection(self))
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
-        compiler = compiler_for_copy(compiled_model.of(self).compiler)
-        made = _build(source_class(self), _restored(source_class(self), copy.deepcopy(state, memo)), config, compiler)
-        memo[id(self)] = made
+        super(TransformedModule, made).__setstate__(copy.deepcopy(state, memo))
+        _compile(made, config, compiler_for_copy(compiled_model.of(self).compiler))
         return made
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
@@ -211,31 +201,43 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn
     return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", forward=forward, **names)
 
 
-def _rebuild(cls: type[nn.Module], state: dict[str, Any]) -> nn.Module:
-    """Make a transformed model from its pickled state, with fresh graphs."""
-    config = state.pop("_apexfx_config")
-    return _build(cls, _restored(cls, state), config, compiler_for(config, "load"))
+def _inspection(model: nn.Module) -> tuple[str, ...]:
+    """Return the public attributes that a transformed model has of `Inspection`."""
+    return tuple(name for name in _INSPECTION if getattr(type(model), name, None) is Inspection.__dict__[name])
 
 
-def _restored(cls: type[nn.Module], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the attributes that unpickling `state` gives a module of class `cls`."""
-    module = object.__new__(cls)
-    module.__setstate__(state)
-    return dict(module.__dict__)
+def _empty(cls: type[nn.Module], public: tuple[str, ...]) -> nn.Module:
+    """Return a transformed module of the class made from `cls` that holds nothing yet."""
+    return object.__new__(_transformed_class(cls, public))
 
 
-def _build(cls: type[nn.Module], state: dict[str, Any], config: TransformConfig, compiler: GraphCompiler) -> nn.Module:
+def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config: TransformConfig,
+                     compiler: GraphCompiler) -> nn.Module:
+    """Return a transformed module on the parameters, buffers and submodules of another.
+
+    Args:
+        cls: the class of the other, itself not transformed.
+        attributes: what is in its `__dict__`.
+        config: the options; `compiler` was made of them.
+        compiler: compiles the graphs.
+    """
     plain = object.__new__(cls)
-    plain.__dict__.update(state)
+    plain.__dict__.update(attributes)
     taken = dir(plain)  # parameters, buffers and submodules included
     public = tuple(name for name in _INSPECTION if name not in taken)
     if len(public) < len(_INSPECTION):
         log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,
                  ", ".join(sorted(set(_INSPECTION) - set(public))))
-    made = object.__new__(_transformed_class(cls, public))
-    made.__dict__.update(state)
-    own_forward = made.__dict__.pop("forward", None)
-    stand_ins = make_traceable(made, compiler.groups.batch_norm, compiler.report)
-    traced = own_forward or with_private_code(traced_forward(made, cls, compiler.groups.batch_norm, compiler.report))
-    made.__dict__["_apexfx"] = CompiledModel(made, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)
+    made = _empty(cls, public)
+    made.__dict__.update(attributes)
+    _compile(made, config, compiler)
     return made
+
+
+def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:
+    """Give a transformed module, which has all its attributes by now, what its forward calls."""
+    own_forward = model.__dict__.pop("forward", None)
+    stand_ins = make_traceable(model, compiler.groups.batch_norm, compiler.report)
+    traced = own_forward or with_private_code(
+        traced_forward(model, source_class(model), compiler.groups.batch_norm, compiler.report))
+    model.__dict__["_apexfx"] = CompiledModel(model, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)

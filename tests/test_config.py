@@ -1,10 +1,11 @@
-"""Bad options are refused at the door, in a sentence that says what was given and what was expected."""
+"""Bad options are refused before anything is touched, in a sentence that says what was given and what was expected."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import pickle
+import re
 
 import pytest
 import torch
@@ -21,8 +22,19 @@ def test_unknown_opt_level(level):
 def test_unknown_option_names_the_nearest():
     with pytest.raises(ValueError, match="unknown option 'optlevel'; did you mean 'opt_level'"):
         TransformConfig.from_options({"optlevel": "O1"})
-    with pytest.raises(ValueError, match="unknown option 'loss_scale': the graphs hold no loss scaling, which apexfx.amp"):
+    with pytest.raises(ValueError, match="unknown option 'loss_scale': the graphs hold no loss scaling; use"):
         TransformConfig.from_options({"loss_scale": "dynamic"})
+
+
+@pytest.mark.parametrize(("key", "hint"), [
+    ("fp16", "did you mean dtype='float16'"), ("bf16", "did you mean dtype='bfloat16'"), ("amp", "opt_level='O1'"),
+    ("enabled", "'O0' casts nothing"), ("sync_batchnorm", "did you mean 'sync_bn'"), ("backend", "did you mean 'inner'"),
+    ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"), ("num_losses", "use torch.amp.GradScaler"),
+    ("master_weights", "are the master weights"), ("verbosity", "print(model.report)"),
+])  # fmt: skip
+def test_options_of_apex_and_of_trainers_are_led_to_ours(key, hint):
+    with pytest.raises(ValueError, match=f"unknown option '{key}'[:;] .*{re.escape(hint)}.* Known options: opt_level, "):
+        TransformConfig.from_options({key: True})
 
 
 def test_a_misspelled_bucket_option_names_the_nearest():

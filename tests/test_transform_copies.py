@@ -64,6 +64,24 @@ def test_a_class_with_its_own_state_is_copied_its_own_way():
         assert torch.equal(other(x), model(x)) and other.lock is not model.lock
 
 
+class Counting(nn.Linear):
+    """Counts its calls, in a hook that is a method of its own."""
+
+    calls = 0
+
+    def count(self, *_):
+        self.calls += 1
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_hook_that_is_a_method_of_the_model_is_one_of_the_copy(copied):
+    model = transformed(Counting(2, 2))
+    model.register_forward_hook(model.count)
+    other = copied(model)
+    other(torch.randn(3, 2))
+    assert (model.calls, other.calls) == (0, 1)
+
+
 def test_to_double_and_load_state_dict_reach_the_graphs():
     model = transformed(Net())
     model(images())

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import has_forward_pre_hook, has_state_dict_hook, is_compiled_module, tensor_version
+from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook, tensor_version
 from ..compiler import compiled_model
+from ..compiler.refusals import is_parallel_wrapper
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
@@ -86,10 +87,10 @@ def check_wrapper(model: Any) -> None:
     """Raise where `model` is no module, or one of the wrappers that go around an initialised model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"amp.initialize was given a model of {type(model).__name__}, expected a torch.nn.Module")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)) or _is_own_wrapper(model):
+    if is_parallel_wrapper(model):
         raise RuntimeError(f"Incoming model is an instance of {type(model).__name__}. Parallel wrappers should only be "
                            "applied to the model(s) AFTER the model(s) have been returned from amp.initialize.")
-    if isinstance(model, torch.jit.ScriptModule) or is_compiled_module(model):
+    if isinstance(model, torch.jit.ScriptModule) or backend_of(model) is not None:
         raise TypeError(f"amp.initialize was given a {type(model).__name__}, expected a plain module: call it before "
                         "torch.jit or torch.compile, or pass compile=True")
 
@@ -103,10 +104,6 @@ def check_not_transformed(model: nn.Module) -> None:
                                "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "
                                "scale alone: amp.initialize(model, optimizer, opt_level='O0', cast_model_type=False, "
                                "loss_scale='dynamic')")
-
-
-def _is_own_wrapper(model: nn.Module) -> bool:
-    return type(model).__name__ == "DistributedDataParallel" and type(model).__module__.startswith("apexfx.parallel")
 
 
 def patch_forward(model: nn.Module, patch: ForwardPatch) -> None:
@@ -162,6 +159,25 @@ class _AmpModule:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced(super(), self, _AmpModule, _amp_class, protocol)
+
+    def apexfx_before_transform(self, where: str, opt_level: str) -> str:
+        """Refuse `apexfx.transform` where it would cast on top of amp; return a note on casts that its graphs hold, or "".
+
+        Args:
+            where: the module, as a message names it.
+            opt_level: of the transform.
+        """
+        patch = self.__dict__[_PATCH]
+        if patch.executor is not None:
+            raise ValueError(f"apexfx: {where} was given to amp.initialize, which casts each of its calls in eager mode, so no "
+                             "graph of it can be captured. Pass compile=True to amp.initialize, or let transform() alone decide")
+        if patch.inputs not in HALVES:
+            return ""
+        if opt_level != "O0":
+            raise ValueError(f"apexfx: {where} was given to amp.initialize, which has cast it to {patch.inputs}; "
+                             f"opt_level={opt_level!r} would cast on top of that. Pass compile=True to "
+                             "amp.initialize, or opt_level='O0' here for the other passes, or let transform() alone decide")
+        return f"apexfx: {where} was given to amp.initialize: its casts to {patch.inputs} are part of the captured graphs"
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from torch import fx
 
 from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled
 from ..graph.inputs import Placeholder
-from ..graph.nodes import MODULE_PATHS, graphs, set_value
+from ..graph.nodes import MODULE_PATHS, POSSIBLE_MODULES, graphs, set_value
 from .model_index import ModelIndex
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
@@ -41,7 +41,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
     index = index if index is not None else ModelIndex()
     nodes = gm.graph.find_nodes(op="placeholder")
     index.refresh(filter(None, map(dynamo_source, nodes)))
-    frame = index.frame(guard=by_module)  # in which a node without a module was traced
+    frame, frame_class = index.frame(guard=by_module)  # in which a node without a module was traced
     for graph_module in graphs(gm):
         for node in graph_module.graph.nodes:
             if "example_value" in node.meta:
@@ -54,12 +54,19 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
             paths = {key: index.module(key, source) for key, (source, _) in stack.items()}
             node.meta["nn_module_stack"] = {key: (paths[key][0], kind) for key, (_, kind) in stack.items()}
             node.meta[MODULE_PATHS] = next(reversed(paths.values()), frame)
+            recorded = next((kind for _, kind in reversed(stack.values())), frame_class)
+            possible = index.of_methods(node, recorded)
+            if len(possible) == 1:
+                node.meta[MODULE_PATHS] = possible[0]
+            elif possible:
+                node.meta[POSSIBLE_MODULES] = possible
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
         source = dynamo_source(node)
         placeholder = _placeholder(position, source.name if source is not None else node.name, example, index)
         node.meta["apexfx_name"] = placeholder.name
         node.meta["apexfx_kind"] = placeholder.kind
+        node.meta["apexfx_aliases"] = placeholder.aliases
         if "val" not in node.meta:
             set_value(node, example)
         placeholders.append(placeholder)

@@ -33,7 +33,7 @@ from .dynamo_batch_norm import EagerBatchNorms
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
-from .refusals import check_call, is_apex
+from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
 
 log = logging.getLogger(__name__)
 
@@ -173,21 +173,22 @@ class CompiledModel:
             reasons = ", ".join(f"{reason.splitlines()[0]} ({count})" for reason, count in breaks.items())
             self.report.note(f"apexfx: Dynamo broke the graph {breaks.total()} times: {reasons}. What runs between the graphs is "
                              "out of reach of the passes; TORCH_LOGS=graph_breaks says where")
+        obstacles = untraceable(self._submodules)
         if not self.report.graphs:
-            raise RuntimeError(
-                "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed. "
-                "TORCH_LOGS=graph_breaks,recompiles says why; fullgraph=True raises at the place."
-            )
-        missing = [name for name, p in model.named_parameters() if id(p) not in self._index.ran]
+            raise RuntimeError("; ".join([
+                "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed", *obstacles,
+                "TORCH_LOGS=graph_breaks,recompiles says why, and fullgraph=True raises at the place"]))
+        missing = [name for name, p in model.named_parameters() if not self._index.has_run(p)]
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
                        "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
+            message = "; ".join([message, *obstacles])
             self._warn(message)
         warn_unmatched(self.report)
 
     def _check_batch_norms(self) -> None:
-        missed = self._eager_batch_norms.find(self._index.ran)
+        missed = self._eager_batch_norms.find(self._index.has_run)
         if missed and "sync_batchnorm" not in self.config.skip:
             message = (f"apexfx: batch norm {', '.join(missed)} ran in training mode with this rank's statistics alone, in a "
                        "frame that a graph break left to eager (TORCH_LOGS=graph_breaks says where); sync_bn=True asks for all "
@@ -218,8 +219,7 @@ def check_not_averaged(model: nn.Module, advice: str) -> None:
     """Refuse a model of which some module has its gradients averaged already, by a wrapper or by its graphs."""
     for name, module in model.named_modules():
         where = f"submodule {name!r}" if name else "the model"
-        wraps = isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
-        if wraps or getattr(type(module), "averages_gradients", False):  # the attribute: that of apexfx.parallel
+        if is_parallel_wrapper(module):
             raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; {advice}")
         transformed = (compiled := of(module)) is not None and compiled.config.ddp
         if transformed or is_apex(backend := backend_of(module)) and (backend.kwargs.get("options") or {}).get("ddp"):

@@ -9,7 +9,7 @@ user's own module is not touched.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -161,15 +161,15 @@ class EagerBatchNorms:
     def _count(self) -> dict[str, int]:
         return {path: tensor_version(module.num_batches_tracked) for path, module in self._modules.items()}
 
-    def find(self, in_graphs: Container[int]) -> list[str]:
+    def find(self, in_graph: Callable[[Tensor], bool]) -> list[str]:
         """Return the paths of those that have run since the last time.
 
         Args:
-            in_graphs: ids of the buffers that graphs, which synchronize, have run with.
+            in_graph: whether a graph, which synchronizes, has run with a buffer.
         """
         before, self._versions = self._versions, self._count()
         return [path for path, module in self._modules.items() if before[path] != self._versions[path]
-                and id(module.num_batches_tracked) not in in_graphs and "_apexfx_ran_in_eager" not in module.__dict__]
+                and not in_graph(module.num_batches_tracked) and "_apexfx_ran_in_eager" not in module.__dict__]
 
 
 @functools.cache

@@ -187,16 +187,16 @@ class GraphCompiler:
         Args:
             written: the inputs that the graph changes in place.
         """
-        sync, agreement, ran = self.gradient_sync, self.agreement, self.index.ran
+        sync, agreement, index = self.gradient_sync, self.agreement, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
-        watched = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
+        trainable = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not collectives or agreement is None
-        begin = self._beginning(record, placeholders, context)
+        before_run = self._broadcast_and_count(record, placeholders, context)
         hashed = zlib.crc32(json.dumps(collectives, sort_keys=True).encode())
 
         def run(*args: Any) -> Any:
             nonlocal agreed
-            ran.update([id(args[index]) for index in held])  # Dynamo may run one graph with several layers of one class
+            index.note_run([args[place] for place in held])  # Dynamo may run one graph with several layers of one class
             if sync is not None:
                 check_not_in_ddp()
             if not agreed:
@@ -204,12 +204,12 @@ class GraphCompiler:
                 agreed = True
             if sync is None or not records:
                 return compiled(*args)
-            begin(args)
-            if not self.index.has_model:  # otherwise each call of the model does this
-                for name, parameter in self.index.parameters():
+            before_run(args)
+            if not index.has_model:  # otherwise each call of the model does this
+                for name, parameter in index.parameters():
                     sync.watch(name, parameter)  # those that no graph holds, too
-            parameters = [args[index] for index, _ in watched]
-            for (_, name), parameter in zip(watched, parameters):
+            parameters = [args[place] for place, _ in trainable]
+            for (_, name), parameter in zip(trainable, parameters):
                 sync.watch(name, parameter)
             outputs = compiled(*args)
             if parameters:
@@ -219,24 +219,24 @@ class GraphCompiler:
 
         return run
 
-    def _beginning(self, record: GraphReport, placeholders: Sequence[Placeholder],
-                   context: passes.Context) -> Callable[[Sequence[Any]], None]:
-        """Return what is called with the inputs before each run with gradients."""
+    def _broadcast_and_count(self, record: GraphReport, placeholders: Sequence[Placeholder],
+                             context: passes.Context) -> Callable[[Sequence[Any]], None]:
+        """Return what is called with the inputs before each run with gradients: it does what a model's owner does otherwise."""
         lazy_broadcast, sync = self.lazy_broadcast, self.gradient_sync
         if lazy_broadcast is None or not context.reduce_gradients:
             return lambda _: None
         held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
-        sent: list[weakref.ref[Any]] = []
+        equal: list[weakref.ref[Any]] = []  # on all ranks, since they were broadcast
 
-        def begin(args: Sequence[Any]) -> None:
-            if len(sent) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(sent, held)]):
+        def before_run(args: Sequence[Any]) -> None:
+            if len(equal) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(equal, held)]):
                 check_not_sharded(self.index.modules())
                 lazy_broadcast.broadcast([(name, args[index]) for index, name in held])
-                sent[:] = [weakref.ref(args[index]) for index, _ in held]
+                equal[:] = [weakref.ref(args[index]) for index, _ in held]
             if record.training:
                 sync.on_training_forward()
 
-        return begin
+        return before_run
 
 
 def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:

@@ -6,14 +6,16 @@ parameter it is. That it *is* the tensor registered as "layer1.0.weight" does.
 
 from __future__ import annotations
 
+import functools
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from .._torch import compiled_module, registries, traced_module, traced_value, tree_leaves
+from .method_calls import MethodFrames
 
 # What Dynamo writes between the names of attributes and keys.
 _REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
@@ -32,14 +34,13 @@ class ModelIndex:
     Attributes:
         has_model: whether a model was given: then what is not registered in it is no parameter.
         arguments: what the model was called with, while a call is under way.
-        ran: ids of the parameters and buffers that compiled graphs have run with.
     """
 
     def __init__(self, model: Callable[[], nn.Module | None] | None = None,
                  stand_ins: Mapping[nn.Module, nn.Module] | None = None) -> None:
         self.has_model = model is not None
         self.arguments: Any = ()
-        self.ran: set[int] = set()
+        self._ran: dict[int, weakref.ref[Tensor]] = {}  # by id, while the tensor is alive
         self._model = model
         self._originals = {id(new): id(old) for old, new in (stand_ins or {}).items()}
         self._stand_ins = stand_ins  # keeps both alive, so that their ids stay theirs
@@ -62,6 +63,7 @@ class ModelIndex:
                 self._find_root(source)
         for prefix, root in self._live_roots():
             self._walk(root, prefix, set())
+        self._method_frames = MethodFrames({module for _, module in self.modules()})
 
     def _live_roots(self) -> list[tuple[str, nn.Module]]:
         roots = [("", self._model)] if self._model is not None else self._roots
@@ -111,9 +113,25 @@ class ModelIndex:
         paths = self._modules.get(int(identity)) if identity.isdigit() else None
         return tuple(paths) if paths else (_below_root(source),)
 
-    def frame(self, *, guard: bool) -> tuple[str, ...]:
-        """Return the paths of the module whose method Dynamo is compiling; with `guard`, for this module alone."""
-        return tuple(self._modules.get(id(traced_module(guard=guard)), ("",)))
+    def frame(self, *, guard: bool) -> tuple[tuple[str, ...], type | None]:
+        """Return the paths and the class of the module whose method Dynamo is compiling; with `guard`, for this module alone."""
+        module = traced_module(guard=guard)
+        return tuple(self._modules.get(id(module), ("",))), type(module) if module is not None else None
+
+    def of_methods(self, node: fx.Node, recorded: type | None) -> list[tuple[str, ...]]:
+        """Return the paths of each module of which `node` may be in a method that was called alone; see `MethodFrames.find`."""
+        return [tuple(self._modules[id(module)]) for module in self._method_frames.find(node, recorded)]
+
+    def note_run(self, tensors: Iterable[Tensor]) -> None:
+        """Note that a compiled graph runs with these parameters and buffers."""
+        ran = self._ran
+        for tensor in tensors:
+            if id(tensor) not in ran:
+                ran[id(tensor)] = weakref.ref(tensor, functools.partial(ran.pop, id(tensor)))
+
+    def has_run(self, tensor: Tensor) -> bool:
+        """Return whether a compiled graph has run with this parameter or buffer."""
+        return id(tensor) in self._ran
 
     def is_argument(self, tensor: Tensor, source: Any) -> bool:
         """Return whether `tensor`, which Dynamo found at `source`, was given to the model in the call under way.

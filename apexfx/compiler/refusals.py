@@ -11,7 +11,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from .._torch import DTensor, active_ddp_module, backend_around, fsdp_managed, is_fsdp_source, is_replica
+from .._torch import (
+    BatchNorm,
+    DTensor,
+    active_ddp_module,
+    backend_around,
+    fsdp_managed,
+    functorch_is_active,
+    has_backward_hooks,
+    is_fsdp_source,
+    is_replica,
+)
+from .dynamo_batch_norm import TraceableBatchNorm
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
@@ -51,11 +62,28 @@ def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) ->
                            "original's parameters; start one process a GPU and use ddp=True")
     if torch.compiler.is_exporting() or torch.jit.is_tracing():
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
+    if functorch_is_active():
+        raise RuntimeError("apexfx: torch.func's grad, vmap, jvp and their kind do not reach into compiled graphs; apply "
+                           "them to the module that the transformed one was made from, which holds the same parameters")
     if is_apex(backend_around()):
         raise ValueError("apexfx: the model in torch.compile(backend='apex') is transformed already, so its options would not "
                          "reach it; compile the module that it was made from, or call the transformed model as it is")
     check_not_sharded([("", model)])
     check_not_sharded(submodules)
+
+
+def untraceable(submodules: Iterable[tuple[str, nn.Module]]) -> list[str]:
+    """Say, of what was done to submodules, what keeps Dynamo from tracing them, and what to do instead."""
+    found = []
+    for name, module in submodules:
+        if has_backward_hooks(module):
+            found.append(f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the transformed "
+                         "model itself, or hooks on parameters")
+        if isinstance(module, BatchNorm) and not isinstance(module, TraceableBatchNorm) and module.momentum is None:
+            found.append(f"batch norm {name!r} has had momentum=None since the model was transformed, which Dynamo does not "
+                         "trace, as inside of update_bn(): give AveragedModel() and update_bn() the module that the transformed "
+                         "one was made from, which holds the same parameters")
+    return found
 
 
 def check_not_in_ddp() -> None:
@@ -65,6 +93,12 @@ def check_not_in_ddp() -> None:
             "apexfx: the model is wrapped in torch.nn.parallel.DistributedDataParallel, which averages the gradients "
             "itself; with ddp=True they would be averaged twice. Leave out ddp, or do not wrap the model."
         )
+
+
+def is_parallel_wrapper(module: nn.Module) -> bool:
+    """Tell whether a module is a wrapper that averages gradients, or runs replicas: of torch's or of `apexfx.parallel`."""
+    return isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)) \
+        or getattr(type(module), "averages_gradients", False)
 
 
 def is_apex(backend: Any) -> bool:

@@ -18,9 +18,12 @@ from torch import fx
 
 from .._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, tree_leaves
 
-MODULE_PATHS = "apexfx_module_paths"  # meta key: every path of the module in which a node of a Dynamo graph was traced
+# Meta keys of a node of a Dynamo graph: every path of the module in which it was traced; where that is one of several, every path
+# of each.
+MODULE_PATHS, POSSIBLE_MODULES = "apexfx_module_paths", "apexfx_possible_modules"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
-PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, "source_fn_stack", "seq_nr", "partitioner_tag")
+PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODULES, "source_fn_stack", "seq_nr",
+                   "partitioner_tag")
 
 
 def value(node: Any) -> Any:

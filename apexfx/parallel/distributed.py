@@ -19,7 +19,7 @@ from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.broadcast import broadcast_from_first
 from ..distributed.watchdog import watched
-from ..transform import TransformedModule, _build, source_class
+from ..transform import TransformedModule, make_transformed, source_class
 from .arguments import check_arguments, communicators, names_of
 from .bucket_assignment import BucketPlanner
 from .checksum import check_parameters
@@ -298,4 +298,4 @@ def data_parallel_copy(
     if broadcast_buffers:
         broadcast_from_first(module.buffers(), compiler.groups.gradients)
     state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"} | compiled_model.of(module).own_forward
-    return _build(source_class(module), state, config, compiler)
+    return make_transformed(source_class(module), state, config, compiler)

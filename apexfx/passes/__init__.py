@@ -119,7 +119,7 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
 def check_names(config: TransformConfig) -> None:
     """Refuse passes of one name, names in `skip=` that no pass has, and what `precision=` cannot mean."""
     built_in = [row.pass_type.name for row in TABLE]
-    validate(config.passes, {tag for row in TABLE for tag in row.pass_type.provides if row.pass_type.name not in config.skip})
+    validate(config.passes, [row.pass_type for row in TABLE if row.pass_type.name not in config.skip])
     for place, pass_ in enumerate(config.passes):
         if pass_.name in built_in:
             raise ValueError(f"apexfx: {type(pass_).__name__} is named {pass_.name!r}, as a built-in pass is, and skip= would "

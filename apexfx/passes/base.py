@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import fx
@@ -24,7 +24,7 @@ class Pass(PassBase):
         name: the pass's name in reports, `skip=` and errors; also its file's name.
         stage: "forward" (the Dynamo graph) or "backward" (AOTAutograd's).
         numeric: "bitwise", "reassociates" or "changes_dtype"; enforced by `verify="each"`.
-        provides, needs, conflicts: tags, checked over the whole schedule before anything runs.
+        provides, needs, conflicts: tags, checked before anything runs: of passes that run earlier, or of any in the schedule.
 
     Running a pass twice must change nothing the second time. A pass never prints and reads neither globals nor the
     environment.
@@ -72,13 +72,16 @@ class Pass(PassBase):
         return {}
 
 
-def validate(passes: Sequence[Pass], provided: Collection[str] = ()) -> None:
-    """Refuse a schedule that cannot work, before anything runs.
+def validate(passes: Sequence[Pass], before: Sequence[type[Pass]] = ()) -> None:
+    """Refuse a schedule that cannot work, before anything runs: forward passes run before backward ones, whatever their places.
 
     Args:
-        provided: tags of passes that may run before these.
+        before: passes that may run before the others of their stage.
+
+    Raises:
+        TypeError: an entry that is no `Pass`, or one without `call`.
+        ValueError: a pass without a name, an unknown stage or tier, a requirement that is not met, a conflict.
     """
-    earlier: set[str] = set()
     for pass_ in passes:
         if not isinstance(pass_, Pass):
             raise TypeError(f"apexfx: passes= holds {pass_!r} ({type(pass_).__name__}), expected instances of apexfx.Pass")
@@ -92,9 +95,14 @@ def validate(passes: Sequence[Pass], provided: Collection[str] = ()) -> None:
         if pass_.numeric not in NUMERIC_TIERS:
             raise ValueError(f"apexfx: pass {pass_.name!r} has numeric={pass_.numeric!r}, "
                              f"expected one of {', '.join(NUMERIC_TIERS)}")
-        if missing := set(pass_.needs) - earlier.union(provided):
-            raise ValueError(f"apexfx: pass {pass_.name!r} needs {sorted(missing)}, which no earlier pass provides")
-        if clash := set(pass_.conflicts) & earlier:
-            raise ValueError(f"apexfx: pass {pass_.name!r} conflicts with {sorted(clash)}, provided by an earlier pass; "
-                             "leave one of them out with skip=")
-        earlier |= set(pass_.provides)
+    earlier: set[str] = set()
+    for stage in STAGES:
+        earlier.update(tag for pass_type in before if pass_type.stage == stage for tag in pass_type.provides)
+        for pass_ in (p for p in passes if p.stage == stage):
+            if missing := set(pass_.needs) - earlier:
+                raise ValueError(f"apexfx: pass {pass_.name!r} needs {sorted(missing)}, which no earlier pass provides")
+            for other in passes:
+                if other is not pass_ and (clash := set(pass_.conflicts) & set(other.provides)):
+                    raise ValueError(f"apexfx: pass {pass_.name!r} conflicts with {sorted(clash)}, provided by {other.name!r}; "
+                                     "leave one of them out with skip=")
+            earlier.update(pass_.provides)

@@ -12,7 +12,7 @@ from .._torch import HigherOrderOperator, free_unbacked_symbols, set_grad_enable
 from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
 from ..graph.nodes import evaluate, op_name, set_value, signature, value
-from ..graph.op_names import canonical_name, is_foreign
+from ..graph.op_names import canonical_name
 from ..precision import arguments
 from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import (
@@ -26,7 +26,7 @@ from ..precision.policy import (
     narrow,
     operand_dtypes,
 )
-from ..precision.rules import FLOATS, HALVES, SAME_DATA_FAMILIES, Rule, decide
+from ..precision.rules import FLOATS, FOREIGN, HALVES, SAME_DATA_FAMILIES, Rule, decide
 
 _CAPTURED = "the dtypes it was captured with"
 
@@ -123,7 +123,7 @@ class CastInserter:
             if stale:
                 self._evaluate(node)
             return
-        if is_foreign(name) and rule.family == "foreign":
+        if rule is FOREIGN:
             self._as_captured(node, "not torch's own op: it gets " + _CAPTURED)
         elif stale and _data_dependent(node):
             self._as_captured(node, "its shape depends on data: it gets " + _CAPTURED)

@@ -14,7 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import tree_leaves
 from ..config import OptLevel
 from ..graph.mutation import bodies
-from ..graph.nodes import fake_mode, module_paths, op_name, value
+from ..graph.nodes import fake_mode, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..precision.casts import CastRow, dtype_of
 from ..precision.policy import Policy
@@ -71,6 +71,7 @@ class Precision(Pass):
         before = len(self.rows)
         mode = fake_mode(gm.graph)
         captured = {node: value(node) for body in bodies(gm) for node in body.graph.nodes}
+        missed = self._missed(captured)
         casts = CastInserter(gm, self.policy, self.add_row, captured, mode)
         if not level.patch_ops:
             made = cast_entries(gm, self.policy, self.add_row, mode)
@@ -78,16 +79,31 @@ class Precision(Pass):
             casts.changed.update(made)
         casts.rewrite(gm)
         casts.restore_outputs(gm)
-        self._find_uncovered(captured)
+        self._find_uncovered(captured, missed)
         self.left_alone = _left_alone(gm, level)
         if self.left_alone and (self.rows or self._halved_before(gm)):  # otherwise it is why nothing was rewritten
             self.remarks.append(self.left_alone)
-            log.warning("apexfx: %s", self.left_alone)
+        for text in self.remarks:
+            log.warning("apexfx: %s", text)
         return PassResult(gm, len(self.rows) > before or casts.edited)
 
-    def _find_uncovered(self, nodes: Collection[fx.Node]) -> None:
+    def _missed(self, nodes: Collection[fx.Node]) -> set[str]:
+        """Remark on each override key that covers a module, but not an op that may be the module's; return these keys."""
+        missed: dict[str, fx.Node] = {}
+        for node in nodes:
+            if node.op in ("call_function", "call_method"):
+                for key in self.policy.missed(node):
+                    missed.setdefault(key, node)
+        self.remarks += [
+            f"precision[{key!r}] does not reach {op_name(node)} ({source_line(node)}): there a method of a module was called, or "
+            "its parameter used, without a call of the module itself, which is all that Dynamo records. Call the module, or "
+            "override the op by its name"
+            for key, node in missed.items()]
+        return set(missed)
+
+    def _find_uncovered(self, nodes: Collection[fx.Node], missed: Collection[str]) -> None:
         """Note the override keys that cover nothing here, with the nearest module path or op name that would."""
-        if not (keys := self.policy.unused()):
+        if not (keys := [key for key in self.policy.unused() if key not in missed]):
             return
         paths = {above for node in nodes for path in module_paths(node) for above in _and_above(path)}
         ops = {canonical_name(node.target).rstrip("_").rpartition(".")[2] for node in nodes if node.op.startswith("call_")}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import fx
 
 from .._torch import tree_leaves
 from ..config import OptLevel
-from ..graph.nodes import argument, module_paths, op_name
+from ..graph.nodes import POSSIBLE_MODULES, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import arguments
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
@@ -148,9 +148,11 @@ class Policy:
         level: a row of the O0-O3 table.
         half: the half type.
         overrides: module path pattern or op name -> dtype (or its name, "half", "promote", "passthrough"). A path
-            covers the module and everything below it. An op is named plainly ("gelu"), as torch spells it ("F.gelu"),
-            or as the cast ledger prints it. Where two keys cover one op, the later one wins. A `Rule` in place of a dtype
-            takes the place of the table's row for the op of that name, see `canonical_name`.
+            covers the module and everything below it: what runs while the module is called, or while a method of it is, where
+            the method's class tells which module that is; `missed` says what this may leave out. An op is named plainly
+            ("gelu"), as torch spells it ("F.gelu"), or as the cast ledger prints it. Where two keys cover one op, the later one
+            wins. A `Rule` in place of a dtype takes the place of the table's row for the op of that name, see
+            `canonical_name`.
 
     Raises:
         TypeError: a key that is no string.
@@ -207,10 +209,38 @@ class Policy:
         """Return whether `key` is a pattern of the op's name, plain or as reports print it, or of a path of its module."""
         if key.startswith(("torch.", "F.")) and canonical_name(key.rpartition(".")[2]).rstrip("_") == op:
             return True  # in any spelling: the ledger prints F.linear, which is written in C, as torch.linear
-        names = (op.rpartition(".")[2], op_name(node), *filter(None, module_paths(node)))
-        return any(fnmatch.fnmatchcase(name, key) for name in names) or any(
-            fnmatch.fnmatchcase(path, f"{key}.*") for path in module_paths(node))
+        if any(fnmatch.fnmatchcase(name, key) for name in (op, op.rpartition(".")[2], op_name(node))):
+            return True
+        possible = node.meta.get(POSSIBLE_MODULES)
+        return _is_under(module_paths(node), key) or bool(possible) and all(_is_under(paths, key) for paths in possible)
+
+    def missed(self, node: fx.Node) -> list[str]:
+        """Return the override keys that cover a module to which `node` may belong, but not `node`.
+
+        Dynamo records no module where a method of it is called alone, and a parameter may be used outside of its module.
+        """
+        name = canonical_name(node.target).rstrip("_")
+        possible = [*node.meta.get(POSSIBLE_MODULES, ()), *_owners_elsewhere(node)]
+        if not possible or lookup(name, self.rules).family in _NOTHING_TO_COMPUTE:
+            return []
+        return [key for key in self.overrides if any(_is_under(paths, key) for paths in possible)
+                and not self._covers(key, node, name)]
 
     def unused(self) -> list[str]:
         """Return the override keys that covered nothing in the graphs seen so far."""
         return [key for key in self.overrides if key not in self.used]
+
+
+def _is_under(paths: Sequence[str], key: str) -> bool:
+    """Return whether `key` is a pattern of one of a module's paths, or of one of a module above it."""
+    return any(path and fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(path, f"{key}.*") for path in paths)
+
+
+def _owners_elsewhere(node: fx.Node) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of the modules that hold the parameters given to `node`, where it was traced in none of them."""
+    for source in node.all_input_nodes:
+        if source.meta.get("apexfx_kind") == "param":
+            names = (source.meta["apexfx_name"], *source.meta.get("apexfx_aliases", ()))
+            owners = tuple(name.rpartition(".")[0] for name in names)
+            if not any(not owner or f"{path}.".startswith(f"{owner}.") for owner in owners for path in module_paths(node)):
+                yield owners

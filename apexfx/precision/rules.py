@@ -134,7 +134,7 @@ RULES: Mapping[str, Rule] = {
 _IN_PLACE = Rule("match_self", "an in-place op writes its own tensor, whose dtype cannot change", "in_place")
 _OUT = Rule("match_self", "the result goes into the tensor given as out=, whose dtype cannot change", "in_place")
 _UNKNOWN = Rule("promote", "not in the table: mixed arguments meet in the widest dtype", "unknown")
-_FOREIGN = Rule("passthrough", "not torch's own: it keeps the dtypes it was written for", "foreign")
+FOREIGN = Rule("passthrough", "not torch's own: it keeps the dtypes it was written for", "foreign")
 
 # Ops whose Python numbers are stored as the tensor's dtype; see `policy.limited`.
 STORED_NUMBERS = frozenset("""
@@ -174,7 +174,7 @@ def lookup(
         return Rule("passthrough", "the call names the dtype it computes in", rule.family)
     if rule is not None:
         return rule
-    return _FOREIGN if is_foreign(name) else _UNKNOWN
+    return FOREIGN if is_foreign(name) else _UNKNOWN
 
 
 def widest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:

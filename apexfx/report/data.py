@@ -60,11 +60,6 @@ class Report:
         """Return the names of the passes that were expected to rewrite a graph and rewrote none, each with the reason."""
         return records.unmatched(self.graphs)
 
-    @property
-    def captured_parameters(self) -> set[str]:
-        """Names of the parameters that entered any captured graph."""
-        return {name for graph in self.graphs for name in graph.parameters}
-
     def stage(self, stage: str, graph: int = 0) -> StageReport:
         """Return the record of one stage of one graph.
 

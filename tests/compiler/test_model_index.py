@@ -79,6 +79,15 @@ def test_names_of_tied_and_nested_tensors():
     assert index.parameter(torch.ones(3)) == ()
 
 
+def test_a_tensor_that_is_gone_has_not_run():
+    index, tensors = ModelIndex(), [torch.ones(1) for _ in range(100)]
+    index.note_run(tensors)
+    assert all(map(index.has_run, tensors))
+    tensors.clear()
+    later = [torch.ones(1) for _ in range(200)]  # at the addresses of those, some of them
+    assert not any(map(index.has_run, later))
+
+
 @pytest.mark.parametrize(("source", "name"), [
     ("L['self']._modules['layer1']._modules['0']._parameters['weight']", "self.layer1.0.weight"),
     ("L['stages'][0].__dict__['_parameters']['w']", "stages.0.w"),

@@ -156,6 +156,12 @@ def test_contracts_are_checked_before_anything_runs():
     class Provider(ScaleTwice):
         provides = ("casts",)
 
+    class OfBackward(Provider):
+        name, stage = "of_backward", "backward"
+
+    class NeedyOfBackward(Needy):
+        stage = "backward"
+
     class Hostile(ScaleTwice):
         name = "hostile"
         conflicts = ("casts",)
@@ -169,8 +175,15 @@ def test_contracts_are_checked_before_anything_runs():
     with pytest.raises(ValueError, match=r"needs \['casts'\]"):
         validate([Needy(), Provider()])
     validate([Provider(), Needy()])
-    with pytest.raises(ValueError, match="conflicts with"):
-        validate([Provider(), Hostile()])
+    for both in ([Provider(), Hostile()], [Hostile(), Provider()]):
+        with pytest.raises(ValueError, match=r"'hostile' conflicts with \['casts'\], provided by 'scale_twice'"):
+            validate(both)
+    with pytest.raises(ValueError, match=r"needs \['casts'\]"):  # the backward stage runs last, whatever the places
+        validate([OfBackward(), Needy()])
+    with pytest.raises(ValueError, match=r"needs \['casts'\]"):
+        validate([Needy()], [OfBackward])
+    validate([NeedyOfBackward(), Provider()])
+    validate([NeedyOfBackward()], [OfBackward])
     with pytest.raises(ValueError, match="stage='step', expected one of forward, backward"):
         validate([Nowhere()])
     with pytest.raises(ValueError, match="numeric='roughly'"):

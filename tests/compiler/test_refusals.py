@@ -63,6 +63,42 @@ def test_replicas_of_data_parallel_are_refused():
         model._replicate_for_data_parallel()(images())  # what each further device gets
 
 
+@pytest.mark.parametrize("apply", [
+    lambda model, x: torch.vmap(model)(x),
+    lambda model, x: torch.func.jvp(model, (x,), (x,)),
+    lambda model, x: torch.func.grad(lambda x: model(x).sum())(x),
+], ids=["vmap", "jvp", "grad"])  # fmt: skip
+@pytest.mark.parametrize("ran", [False, True])
+def test_torch_func_is_led_to_the_source(apply, ran):
+    source, x = nn.Linear(3, 2), torch.randn(4, 3)
+    model = transformed(source)
+    if ran:
+        model(x)
+    with pytest.raises(RuntimeError, match="apply them to the module that the transformed one was made from"):
+        apply(model, x)
+    apply(source, x)
+
+
+def test_a_backward_hook_fires_on_the_model_and_is_named_on_a_module_in_it():
+    source, x, grads = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3, requires_grad=True), []
+    model = transformed(source)
+    model.register_full_backward_hook(lambda module, grad_input, grad_output: grads.append(grad_output[0]))
+    model(x).sum().backward()
+    assert torch.equal(grads[0], torch.ones(4, 2))
+    source[0].register_full_backward_hook(lambda *_: None)
+    with pytest.raises(RuntimeError, match="submodule '0' has a backward hook, which Dynamo does not trace: register it on"):
+        transformed(source)(x)
+
+
+def test_update_bn_is_led_to_the_source():
+    source, batches = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [torch.randn(4, 3)]
+    model = transformed(source)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(RuntimeError, match=r"batch norm '1' has had momentum=None .* give AveragedModel\(\) and update_bn\(\)"):
+        torch.optim.swa_utils.update_bn(batches, average)
+    torch.optim.swa_utils.update_bn(batches, torch.optim.swa_utils.AveragedModel(source))
+
+
 class Same(apexfx.Pass):
     """Change nothing."""
 

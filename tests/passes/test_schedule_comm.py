@@ -173,7 +173,7 @@ def test_must_not_fire_without_collectives():
     assert not report.matches and report.warning is None and report.artifacts.schedule == []
 
 
-def test_a_weight_gradient_travels_before_the_next_layer_starts():
+def test_a_weight_gradient_is_reduced_before_the_next_layer_starts():
     gm = record(mlp(), torch.randn(4, 8), make_passes=both(message_size=72)).backward[0]
     assert_expected_inline(format_graph(gm, only="mm|sum|all_reduce|wait"), """\
 %3 = aten.mm.default(%2, %relu_1) -> f32[8,8]

@@ -1,0 +1,60 @@
+"""Which module's method a node was traced in, where Dynamo recorded no module.
+
+Dynamo records a module where the module itself is called. Of `self.block.forward(x)` and `self.block.project(x)` it keeps the
+frames alone, in the stack trace of each node: the function of a class says which modules may have been called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from collections.abc import Iterable
+
+from torch import fx, nn
+
+_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (\S+)$', re.MULTILINE)
+
+
+class MethodFrames:
+    """Finds the methods of a model's classes in stack traces.
+
+    Args:
+        modules: all modules of the model; those of torch's classes are left out, whose frames Dynamo does not keep.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [module for module in modules if not _is_torchs(type(module))]
+        self._methods: dict[tuple[str, str], list[tuple[range, type]]] = {}
+        for cls in {base for module in self._modules for base in type(module).__mro__ if not _is_torchs(base)}:
+            for function in filter(inspect.isfunction, vars(cls).values()):
+                code = inspect.unwrap(function).__code__
+                self._methods.setdefault((code.co_filename, code.co_name), []).append((_lines(code), cls))
+
+    def find(self, node: fx.Node, recorded: type | None) -> list[nn.Module]:
+        """Return the modules of which a method may be the frame that `node` was traced in.
+
+        Args:
+            node: of a graph of Dynamo's.
+            recorded: class of the module that Dynamo recorded for it; its frames, and what lies around them, are known.
+
+        Returns:
+            The modules of the innermost frame that is a method's; [] where `recorded` is the module, or there is none.
+        """
+        if recorded is not None and _is_torchs(recorded):
+            return []
+        for file, line, name in reversed(_FRAME.findall(node.stack_trace or "")):
+            classes = [cls for lines, cls in self._methods.get((file, name), ()) if int(line) in lines]
+            if recorded is not None and any(issubclass(recorded, cls) for cls in classes):
+                return []
+            if classes:
+                return [module for module in self._modules if isinstance(module, tuple(classes))]
+        return []
+
+
+def _is_torchs(cls: type) -> bool:
+    return cls is object or cls.__module__.partition(".")[0] == "torch"
+
+
+def _lines(code: types.CodeType) -> range:
+    return range(code.co_firstlineno, 1 + max((line for *_, line in code.co_lines() if line), default=code.co_firstlineno))
