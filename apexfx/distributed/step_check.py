@@ -35,6 +35,7 @@ What is not caught:
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -298,14 +299,11 @@ class _BackwardSequence:
         return self.in_a_row
 
 
-_sequences: dict[str, tuple[dist.ProcessGroup, _BackwardSequence]] = {}  # by the name of the group
+_sequences: weakref.WeakKeyDictionary[dist.ProcessGroup, _BackwardSequence] = weakref.WeakKeyDictionary()
 
 
 def _sequence_of(group: dist.ProcessGroup) -> _BackwardSequence:
-    known = _sequences.get(group.group_name)
-    if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
-        known = _sequences[group.group_name] = group, _BackwardSequence()
-    return known[1]
+    return _sequences.setdefault(group, _BackwardSequence())
 
 
 # ---- compiled graphs ---------------------------------------------------------------------------------------------------
