@@ -87,14 +87,6 @@ def compiled_module() -> torch.nn.Module | None:
     return found if frame is not None else None
 
 
-def compiling_call() -> object | None:
-    """Return what lives as long as the result of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
-    frame = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "compile_wrapper":
-        frame = frame.f_back
-    return frame.f_locals.get("self") if frame is not None else None
-
-
 def graph_breaks() -> Counter[str]:
     """Return how often Dynamo has broken a graph in this process, by reason (2.11, 2.13, 2.15)."""
     return Counter(counters["graph_break"])

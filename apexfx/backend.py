@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ._torch import compiling_backend, compiling_call
+from ._torch import compiling_backend
 from .compiler.graph_compiler import GraphCompiler, Groups, make_compiler
 from .compiler.pipeline import warn_unmatched
 from .config import TransformConfig
@@ -40,9 +40,6 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
     compiler = _compiler_of(compiling_backend(), options)
     compiled = compiler(gm, example_inputs)
-    if compiler.gradient_sync is not None and (call := compiling_call()) is not None:
-        # Dynamo keeps the graphs for longer than they can be called; a graph that runs has gradients looked at again.
-        weakref.finalize(call, compiler.gradient_sync.stop).atexit = False
     warn_unmatched(compiler.report, " so far")  # a graph break may be followed by graphs that have something for the pass
     return compiled
 

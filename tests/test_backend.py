@@ -5,12 +5,10 @@ from __future__ import annotations
 import gc
 import weakref
 
-import pytest
 import torch
 from torch import nn
 
 import apexfx
-from apexfx.simulate.graph_plan import fake_process_group
 from tests.backward_graphs import TwoGraphs
 
 OPTIONS = {"opt_level": "O0", "inner": "eager"}
@@ -29,18 +27,6 @@ def test_layers_compiled_one_by_one_with_one_options_object_share_a_report():
     options["opt_level"] = "O1"
     torch.compile(nn.Linear(5, 2), backend="apex", options=options)(torch.randn(2, 5))
     assert len(apexfx.last_report().graphs) == 1 and apexfx.last_report().config["opt_level"] == "O1"
-
-
-def test_gradients_of_the_source_are_its_own_once_the_compiled_model_is_gone():
-    with fake_process_group(2):
-        source = nn.Linear(3, 2)
-        compiled = torch.compile(source, backend="apex", options={**OPTIONS, "ddp": True})
-        compiled(torch.randn(2, 3)).sum().backward()
-        with pytest.raises(apexfx.UnsynchronizedGradientError):
-            source(torch.randn(2, 3)).sum().backward()
-        del compiled
-        gc.collect()
-        source(torch.randn(2, 3)).sum().backward()
 
 
 def test_nothing_outlives_the_compiled_model():

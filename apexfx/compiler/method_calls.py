@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import types
+import weakref
 from collections.abc import Iterable
 
 from torch import fx, nn
@@ -24,9 +25,10 @@ class MethodFrames:
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = [module for module in modules if not _is_torchs(type(module))]
+        own = [module for module in modules if not _is_torchs(type(module))]
+        self._modules = [weakref.ref(module) for module in own]
         self._methods: dict[tuple[str, str], list[tuple[range, type]]] = {}
-        for cls in {base for module in self._modules for base in type(module).__mro__ if not _is_torchs(base)}:
+        for cls in {base for module in own for base in type(module).__mro__ if not _is_torchs(base)}:
             for function in filter(inspect.isfunction, vars(cls).values()):
                 code = inspect.unwrap(function).__code__
                 self._methods.setdefault((code.co_filename, code.co_name), []).append((_lines(code), cls))
@@ -48,7 +50,7 @@ class MethodFrames:
             if recorded is not None and any(issubclass(recorded, cls) for cls in classes):
                 return []
             if classes:
-                return [module for module in self._modules if isinstance(module, tuple(classes))]
+                return [module for ref in self._modules if isinstance(module := ref(), tuple(classes))]
         return []
 
 

@@ -15,7 +15,7 @@ from .._torch import process_group_store
 
 SILENT = "the process group's store does not answer: the rank that holds it may be the one that is gone"
 _PATIENCE_S = 1.0  # with the store, beyond what an operation is meant to take
-_FIRST_POLL_S, _POLL_S = 0.005, 0.1  # between two looks for the others, at first and at most
+_POLL_S, _LONG_POLL_S = 0.0025, 0.5  # between two looks for the others: a rank, so that many do not flood the store, and at most
 _NUM_KEPT = 8  # posts of one rank; see `post`
 _T = TypeVar("_T")
 
@@ -54,12 +54,11 @@ class RankStore:
 
     def wait(self, keys: Sequence[str], seconds: float) -> bool:
         """Return whether all of `keys` are written, waiting so long at most."""
-        deadline, pause_s = time.monotonic() + seconds, _FIRST_POLL_S
+        deadline, pause_s = time.monotonic() + seconds, min(_POLL_S * self.world_size, _LONG_POLL_S)
         while not self._run(lambda store: store.check(list(keys)), False):
             if (left := deadline - time.monotonic()) <= 0:
                 return False
             time.sleep(min(left, pause_s))  # not `store.wait`, which prints a warning whenever its time is over
-            pause_s = min(2 * pause_s, _POLL_S)
         return True
 
     # ---- what every rank has to say --------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_every_op_of_a_ledger_can_be_overridden_by_that_name(level):
         assert reasons - {in_place} <= {f"override precision[{name!r}]"}
 
 
-@torch.library.custom_op("mine::softcap", mutates_args=())
+@torch.library.custom_op("others::softcap", mutates_args=())
 def softcap(x: torch.Tensor) -> torch.Tensor:
     return 5 * torch.tanh(x / 5)
 
@@ -99,7 +99,7 @@ def softcap(x: torch.Tensor) -> torch.Tensor:
 softcap.register_fake(torch.empty_like)
 
 
-@torch.library.custom_op("mine::float32_only", mutates_args=())
+@torch.library.custom_op("others::float32_only", mutates_args=())
 def float32_only(x: torch.Tensor) -> torch.Tensor:
     return x.clone()
 
@@ -112,9 +112,9 @@ def _(x):
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("op", ["packet", "overload", "python"])
-@pytest.mark.parametrize("key", ["mine.softcap", "softcap", "mine.*"])
+@pytest.mark.parametrize("key", ["others.softcap", "softcap", "others.*"])
 def test_an_op_of_another_library_can_be_overridden(level, op, key):
-    called = {"packet": torch.ops.mine.softcap, "overload": torch.ops.mine.softcap.default, "python": softcap}[op]
+    called = {"packet": torch.ops.others.softcap, "overload": torch.ops.others.softcap.default, "python": softcap}[op]
     model = Model(lambda m, x: called(m.fc(x)), fc=nn.Linear(8, 8))
     for overrides, dtype in ({}, "f32"), ({key: "bfloat16"}, "bf16"), ({"fc": "float32", key: "half"}, "bf16"):
         _, recorder = run(model, torch.randn(4, 8), level=level, overrides=overrides)
@@ -123,8 +123,8 @@ def test_an_op_of_another_library_can_be_overridden(level, op, key):
 
 
 def test_an_op_that_refuses_its_override_keeps_its_dtypes_and_says_so():
-    model = Model(lambda m, x: torch.ops.mine.float32_only(m.fc(x)), fc=nn.Linear(8, 8))
-    _, recorder = run(model, torch.randn(4, 8), overrides={"mine.float32_only": "bfloat16"})
+    model = Model(lambda m, x: torch.ops.others.float32_only(m.fc(x)), fc=nn.Linear(8, 8))
+    _, recorder = run(model, torch.randn(4, 8), overrides={"others.float32_only": "bfloat16"})
     assert "-> f32[" in recorder.text("float32_only")
     [row] = [row for row in recorder.casts() if "float32_only" in row["op"]]
     assert row["rule"] == "captured" and row["reason"].startswith("it refuses the others")
