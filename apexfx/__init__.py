@@ -19,7 +19,7 @@ from .transform import transform as transform
 __version__ = "0.1.0"
 
 _SUBPACKAGES = ("amp", "compat", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-_MODULES = ("graph", "ops", "buckets", "simulate")  # for passes of one's own, the ops by themselves, plans, and steps on paper
+_MODULES = ("graph", "ops", "buckets", "simulate")  # for passes of one's own, the ops by themselves, plans, and predicted steps
 
 
 def __getattr__(name: str) -> Any:  # Apex's packages and the simulator, when they are reached for: the graphs need none of them

@@ -155,7 +155,7 @@ def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     stash.reconcile()
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is not None:
-        # The flag is raised inside it, too late for an optimizer that reads one at the door: be ready to undo.
+        # The flag is raised inside it, too late for an optimizer that reads one as it begins: be ready to undo.
         stash.predicated.before(optimizer, without_grad=True)
         wrapped = _with_masters_copied(closure, stash)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})

@@ -66,9 +66,9 @@ class Bucket:
 
     Attributes:
         slots: the gradients, in buffer order; the gaps between them are zeros.
-        dtype, reduce_dtype, output_dtype: of the gradients as they come, of the buffer on the wire, of what leaves.
+        dtype, reduce_dtype, output_dtype: of the gradients as they come, of the buffer that is reduced, of the results.
         device: "cpu", "cuda", ...: no index, since every rank has its own.
-        total_bytes: length of the buffer on the wire.
+        total_bytes: length of the buffer that is reduced.
         predivide, postdivide: divisors before and after the sum.
         start: "ready": reduce when the last gradient is there; "end": after all of backward.
         start_after, wait_before: the nodes around the communication in the graph this plan was last used on.
@@ -94,7 +94,7 @@ class Bucket:
 
     @property
     def numel(self) -> int:
-        """Elements on the wire, padding included."""
+        """Elements of the buffer that is reduced, padding included."""
         return self.total_bytes // self.reduce_dtype.itemsize
 
     def padding(self) -> list[int]:
@@ -110,7 +110,7 @@ class Bucket:
 
     @property
     def _alignment(self) -> int:
-        """Elements to whose multiples slots are aligned: on the wire and in what leaves, whose elements may be wider."""
+        """Elements to whose multiples slots are aligned: in the reduced buffer and in the results, whose elements may be wider."""
         return max(1, ALIGNMENT_BYTES // min(self.reduce_dtype.itemsize, self.output_dtype.itemsize))
 
     def with_slots(self, slots: Iterable[Slot], *, packed: bool) -> Bucket:
@@ -162,7 +162,7 @@ class Bucket:
                              "set total_bytes to the end of the last slot and move the slots together, or use plan.regroup(...)")
 
     def dtypes(self) -> str:
-        """Return "bfloat16 > float32": as the gradients come, as they travel, as they leave."""
+        """Return "bfloat16 > float32": of the gradients, of the buffer that is reduced, of the results."""
         path = [dtype_name(self.dtype), dtype_name(self.reduce_dtype), dtype_name(self.output_dtype)]
         return " > ".join(name for i, name in enumerate(path) if i == 0 or name != path[i - 1])
 

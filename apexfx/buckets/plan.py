@@ -1,4 +1,4 @@
-"""The bucket plan: which gradients travel together, in which order, in which bytes. Data: print, save, edit, replay.
+"""The bucket plan: which gradients share an allreduce, in which order, at which bytes. Data: print, save, edit, replay.
 
 A plan is a pure function of the parameters' names, shapes, dtypes and devices in the order of their first use, never of
 one rank's graph: a peer may hold a recompile for another batch size, or no graph at all but a cache hit.
@@ -78,7 +78,7 @@ class BucketPlan:
 
     @property
     def averages_exactly(self) -> bool:
-        """Whether every gradient is divided by the number of ranks and travels in its own dtype."""
+        """Whether every gradient is divided by the number of ranks and reduced in its own dtype."""
         return self.averages and all(bucket.reduce_dtype == bucket.dtype for bucket in self.buckets)
 
     def check(self, specs: Sequence[GradientSpec], *, world_size: int | None = None, others: Container[str] = ()) -> None:
@@ -285,7 +285,7 @@ def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> li
 
 def _reduce_dtype(spec: GradientSpec, config: BucketConfig) -> torch.dtype:
     if not spec.dtype.is_floating_point:
-        return spec.dtype  # a complex gradient has no half form on the wire
+        return spec.dtype  # a complex gradient has no half form to be reduced in
     if config.comm_dtype is not None:
         return config.comm_dtype
     return torch.float32 if config.allreduce_always_fp32 and spec.dtype in LOW_PRECISION else spec.dtype

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class HostCopy:
-    """A copy of a small tensor on its way to the host.
+    """A copy of a small tensor to the host, perhaps still under way.
 
     On CUDA the copy goes to pinned memory behind an event; on the CPU it is there at once.
 

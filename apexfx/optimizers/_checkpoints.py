@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class _Kept:
-    """A state tensor on its way through `Optimizer.load_state_dict`, which would cast it to the parameter's dtype."""
+    """A state tensor that passes through `Optimizer.load_state_dict`, which would cast it to the parameter's dtype."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor

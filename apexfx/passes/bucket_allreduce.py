@@ -248,9 +248,9 @@ class _Emitter:
                     piece = self._call(index, aten.resolve_conj.default, (piece,), like=source)
                 piece = self._call(index, aten.view_as_real.default, (piece,), like=source)
             pieces.append(piece)
-        wire = bucket.reduce_dtype
-        offsets = [slot.offset_bytes // wire.itemsize * _parts(wire) for slot in bucket.slots]
-        arguments = (pieces, offsets, bucket.numel * _parts(wire), bucket.dtype.to_real())
+        reduced = bucket.reduce_dtype
+        offsets = [slot.offset_bytes // reduced.itemsize * _parts(reduced) for slot in bucket.slots]
+        arguments = (pieces, offsets, bucket.numel * _parts(reduced), bucket.dtype.to_real())
         return self._call(index, torch.ops.apexfx.flatten_bucket.default, arguments, like=like, name=f"bucket_{index}")
 
     def _scale(self, flat: fx.Node, factor: float, dtype: torch.dtype, index: int, *, like: fx.Node) -> fx.Node:
