@@ -110,7 +110,7 @@ class Bucket:
 
     @property
     def _alignment(self) -> int:
-        """Elements to whose multiples slots are aligned: in the reduced buffer and in the results, whose elements may be wider."""
+        """Elements to whose multiples slots are aligned: in the reduced buffer and in results, whose elements may be wider."""
         return max(1, ALIGNMENT_BYTES // min(self.reduce_dtype.itemsize, self.output_dtype.itemsize))
 
     def with_slots(self, slots: Iterable[Slot], *, packed: bool) -> Bucket:
