@@ -6,6 +6,7 @@ One seed by hand: `python -m tests.distributed.test_model_styles SEED [EXECUTOR 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import itertools
 import json
 import logging
@@ -234,6 +235,7 @@ def run_cases(rank: int, world_size: int, cases: Sequence[Case], journal: str) -
             note({"begins": asdict(case)})
             faulthandler.dump_traceback_later(WATCHDOG_S, exit=True)
             torch.compiler.reset()
+            gc.collect()  # models, and the threads of the groups that they communicated over
             outcome, words = (one_sync_bn if case.executor == "sync_bn" else one_case)(case, rank)
             note({"outcome": outcome, "words": words})
         faulthandler.cancel_dump_traceback_later()
