@@ -17,7 +17,7 @@ test: $(VENV)/.built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=10 tests
 
 test-long: $(VENV)/.built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m "long or not long" tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests
 
 lint: | $(BIN)/python
 	$(BIN)/python -m pip install -q "pip>=25.1"

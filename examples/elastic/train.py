@@ -4,8 +4,9 @@
     # the same, with rank 1 killed in the middle of the backward of step 12:
     torchrun ... examples/elastic/train.py --folder out/killed --kill-rank 1 --kill-step 12
 
-A dead rank makes the others raise within seconds; torchrun restarts all of them; they load the last intact checkpoint
-(parameters, optimizer, random state, step) and go on. Data is a function of seed, step and rank, so nothing else has a state.
+A dead rank makes the others raise within seconds, and say who is gone; torchrun restarts all of them; they load the last
+intact checkpoint (parameters, optimizer, random state, step) and go on. Data is a function of seed, step and rank, so
+nothing else has a state.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import hashlib
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,16 @@ def kill_in_backward(model: nn.Module) -> None:
     next(model.parameters()).register_hook(die)
 
 
+def defer_termination() -> threading.Event:
+    """Have SIGTERM set the event that is returned, so that a step under way ends, or raises what it waits for.
+
+    torchrun terminates all ranks as soon as one has died, and kills those that are still there 30 seconds later.
+    """
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    return asked
+
+
 def join(attempt: int) -> None:
     """Join the process group under keys of this attempt's own.
 
@@ -80,6 +92,7 @@ def join(attempt: int) -> None:
 def main() -> None:
     given = parse()
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    termination = defer_termination()
     join(attempt)
     rank = dist.get_rank()
     torch.set_num_threads(1)
@@ -104,6 +117,8 @@ def main() -> None:
             print(f"rank {rank}: after {time.monotonic() - started:.1f} s: {error}", flush=True)
             raise
         optimizer.step()
+        if termination.is_set():
+            raise SystemExit(f"rank {rank}: asked to terminate after step {step}")
         if (step + 1) % given.checkpoint_every == 0:
             checkpoint.save(given.folder, step + 1, state_of(model, optimizer, step + 1))
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()

@@ -28,7 +28,7 @@ from apexfx.distributed.step_check import ALWAYS
 from apexfx.parallel import DistributedDataParallel, RankFailureError, SyncBatchNorm, create_syncbn_process_group
 from apexfx.parallel.arguments import communicators
 from tests.distributed.faults import Net, explode, train, train_past_a_nan
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import join_over_store_of_rank_0, run_ranks
 
 EXECUTORS = ("inner=eager", "inner=inductor", "eager DDP")
 LIMIT_S = 8.0  # above what compilation takes longer on one rank than on another
@@ -126,17 +126,7 @@ def _lost_in_eager_batch_norm(rank, world_size, folder):
 
 def _lost_store(rank, world_size, executor, folder):
     """Rank 0 is stopped, and the store with it."""
-    dist.destroy_process_group()
-    port = Path(folder, "port")
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        while not port.exists():
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=600))
+    join_over_store_of_rank_0(rank, world_size, folder, timeout=timedelta(seconds=600))
     model = data_parallel(executor, Net())
     for _ in range(3):
         step(model, rank)

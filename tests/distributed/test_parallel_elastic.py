@@ -68,6 +68,8 @@ def test_killed_and_restarted_ends_bitwise_where_undisturbed_ends(tmp_path):
     assert len(digests) == 2 and len(set(digests)) == 1
     killed = run(tmp_path / "killed", "--kill-rank", "1", "--kill-step", "12")
     assert "attempt 1: begins at step 10 of step_00000010" in killed
+    [seconds] = re.findall(r"rank 0: after ([\d.]+) s: apexfx: rank 0 .* the allreduce of bucket", killed)
+    assert float(seconds) < 20
     assert re.findall(r"parameters (\w+)", killed) == digests
     newest = next((tmp_path / "killed" / "step_00000020").glob("*.distcp"))
     newest.write_bytes(newest.read_bytes()[:100])

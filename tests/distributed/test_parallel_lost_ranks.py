@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from apexfx.distributed.watchdog import Watchdog
 from apexfx.parallel import DistributedDataParallel, RankFailureError, SyncBatchNorm
 from apexfx.parallel.bucket_assignment import BucketPlanner
 from tests.distributed.faults import Net, train, wait_until
-from tests.distributed.launch import on_ranks, run_ranks
+from tests.distributed.launch import join_over_store_of_rank_0, on_ranks, run_ranks
 
 LIMIT_S = 5.0
 
@@ -123,16 +122,7 @@ def test_who_comes_too_late_to_an_agreement(rank, world_size):
 
 def without_store(rank, world_size, folder):
     """Rank 0 is killed, and the store with it."""
-    dist.destroy_process_group()
-    port = Path(folder, "port")
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        wait_until(port.exists)
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    join_over_store_of_rank_0(rank, world_size, folder)
     agreement = Agreement(dist.group.WORLD, "test", timeout_s=2)
     agreement.ensure("options", [1])
     dist.barrier()
