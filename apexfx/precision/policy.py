@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import tree_leaves
+from .._torch import HigherOrderOperator, tree_leaves
 from ..config import OptLevel
 from ..graph.nodes import POSSIBLE_MODULES, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
@@ -217,8 +217,11 @@ class Policy:
     def missed(self, node: fx.Node) -> list[str]:
         """Return the override keys that cover a module to which `node` may belong, but not `node`.
 
-        Dynamo records no module where a method of it is called alone, and a parameter may be used outside of its module.
+        Dynamo records no module where a method of it is called alone, and a parameter may be used outside of its module. A
+        higher-order op hands parameters on: the nodes of its body are asked.
         """
+        if isinstance(node.target, HigherOrderOperator):
+            return []
         name = canonical_name(node.target).rstrip("_")
         possible = [*node.meta.get(POSSIBLE_MODULES, ()), *_owners_elsewhere(node)]
         if not possible or lookup(name, self.rules).family in _NOTHING_TO_COMPUTE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import apexfx
 
@@ -43,6 +44,7 @@ CALLS = {
     "both": lambda outer, x: outer.blocks[0].project(outer.blocks[0](x)),
     "another": lambda outer, x: outer.kept[-1](x),
     "loop": lambda outer, x: outer.kept[1](outer.kept[0](x)),
+    "checkpoint": lambda outer, x: checkpoint(outer.blocks[0], x, use_reentrant=False),
     "linear": lambda outer, x: outer.blocks[0].fc.forward(x),
     "borrowed": lambda outer, x: nn.functional.linear(x, outer.blocks[0].fc.weight),
 }
@@ -55,8 +57,8 @@ def halves(call, num_blocks, path):
     return {cast.module for cast in model.report.casts() if cast.rule == "half"}, str(model.report)
 
 
-@pytest.mark.parametrize("call", ["forward", "kept", "project", "both"])
-def test_an_override_reaches_the_ops_of_a_method_called_alone(call):
+@pytest.mark.parametrize("call", ["forward", "kept", "project", "both", "checkpoint"])
+def test_an_override_reaches_the_ops_of_a_method_called_alone_and_of_a_checkpoint(call):
     modules, report = halves(call, 1, "blocks.0")
     assert modules == {"", "head"} and "warning" not in report
 
