@@ -68,6 +68,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 
 def join_over_store_of_rank_0(rank: int, world_size: int, folder: str, **options: Any) -> None:
     """Form the gloo group anew over a store that rank 0's process serves, so that it is lost with it."""
+    dist.barrier()  # a rank that leaves at once breaks the connections that others are still making
     dist.destroy_process_group()
     port = Path(folder, "port")
     if rank == 0:
