@@ -308,8 +308,8 @@ def test_model_styles(executor, tmp_path):
 @pytest.mark.long
 def test_many_model_styles(tmp_path):
     found: dict[Case, tuple[str, str]] = {}
-    for first in range(1000, 1140, 35):  # each with processes of its own
-        seeds = range(first, first + 35)
+    for first in range(1000, 1140, 10):  # each with processes of its own: groups that have failed keep their threads
+        seeds = range(first, first + 10)
         cases = [Case(*row) for row in itertools.product(seeds, EVERY_DAY, LEVELS)]
         cases += [Case(seed, "transform inductor", level) for seed, level in zip(seeds, itertools.cycle(("O0", "O0", "O2")))]
         found |= outcomes(cases, tmp_path / "journal", "spawn")
