@@ -71,6 +71,9 @@ def multi_tensor_l2norm(
 
 def by_device(*lists: Sequence[Tensor]) -> dict[torch.device, tuple[list[Tensor], ...]]:
     """Return the tensors of parallel lists by the device of the first list's: one op call takes those of one device."""
+    devices = {tensor.device for tensor in lists[0]}
+    if len(devices) == 1:
+        return {devices.pop(): tuple(map(list, lists))}
     found: dict[torch.device, tuple[list[Tensor], ...]] = {}
     for row in zip(*lists):
         for on_device, tensor in zip(found.setdefault(row[0].device, tuple([] for _ in lists)), row):
