@@ -154,19 +154,18 @@ class _Recast:
         for value in values:
             if value.__class__ is tuple or value.__class__ is list:
                 result.append(value.__class__(self(value)))
-                continue
-            if isinstance(value, dict):
+            elif isinstance(value, dict):
                 result.append(dict(zip(value, self(value.values()))))
-                continue
-            target = None if self.targets is None else next(self.targets)
-            if target is not None:
-                cast = self.made.get(id(value))
-                if cast is None:
-                    cast = self.made[id(value)] = self._cast(value, target)
-                value = cast
-            elif self.half is not None and not isinstance(value, Tensor):
-                value = limited(value, self.plan.name, self.half)
-            result.append(value)
+            else:
+                target = None if self.targets is None else next(self.targets)
+                if target is not None:
+                    cast = self.made.get(id(value))
+                    if cast is None:
+                        cast = self.made[id(value)] = self._cast(value, target)
+                    value = cast
+                elif self.half is not None and not isinstance(value, Tensor):
+                    value = limited(value, self.plan.name, self.half)
+                result.append(value)
         return result
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:

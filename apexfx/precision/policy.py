@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import HigherOrderOperator, tree_leaves
+from .._torch import tree_leaves
 from ..config import OptLevel
+from ..graph.mutation import body_of
 from ..graph.nodes import POSSIBLE_MODULES, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import arguments
@@ -218,9 +219,9 @@ class Policy:
         """Return the override keys that cover a module to which `node` may belong, but not `node`.
 
         Dynamo records no module where a method of it is called alone, and a parameter may be used outside of its module. A
-        higher-order op hands parameters on: the nodes of its body are asked.
+        checkpoint hands parameters on: the nodes of its body are asked instead.
         """
-        if isinstance(node.target, HigherOrderOperator):
+        if body_of(node) is not None:
             return []
         name = canonical_name(node.target).rstrip("_")
         possible = [*node.meta.get(POSSIBLE_MODULES, ()), *_owners_elsewhere(node)]

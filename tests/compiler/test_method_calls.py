@@ -27,6 +27,20 @@ class Block(nn.Module):
         return self.mix(self.fc(x))
 
 
+class Scaled(torch.autograd.Function):
+    """A product with its derivative written by hand: a higher-order op whose body no pass rewrites."""
+
+    @staticmethod
+    def forward(ctx, x, gain):
+        ctx.save_for_backward(x, gain)
+        return x @ gain
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, gain = ctx.saved_tensors
+        return grad @ gain.mT, x.mT @ grad
+
+
 class Outer(nn.Module):
     def __init__(self, call, num_blocks=1):
         super().__init__()
@@ -45,6 +59,7 @@ CALLS = {
     "another": lambda outer, x: outer.kept[-1](x),
     "loop": lambda outer, x: outer.kept[1](outer.kept[0](x)),
     "checkpoint": lambda outer, x: checkpoint(outer.blocks[0], x, use_reentrant=False),
+    "function": lambda outer, x: Scaled.apply(x, outer.blocks[0].gain),
     "linear": lambda outer, x: outer.blocks[0].fc.forward(x),
     "borrowed": lambda outer, x: nn.functional.linear(x, outer.blocks[0].fc.weight),
 }
@@ -68,6 +83,7 @@ def test_an_override_reaches_the_ops_of_a_method_called_alone_and_of_a_checkpoin
     ("loop", 2, "blocks.1", "operator.matmul (test_method_calls.py:"),
     ("linear", 1, "blocks.0.fc", "torch.linear (test_method_calls.py:"),
     ("borrowed", 1, "blocks.0", "torch.linear (test_method_calls.py:"),
+    ("function", 1, "blocks.0", "hop.autograd_function_apply (test_method_calls.py:"),
 ])  # fmt: skip
 def test_what_an_override_may_miss_is_said(call, num_blocks, path, text, caplog):
     _, report = halves(call, num_blocks, path)
