@@ -6,10 +6,12 @@ file reaches for one; `tests/check_torch_names.py` says what another torch lacks
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -236,6 +238,15 @@ def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
 def has_kernel(op: str, key: str) -> bool:
     """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+@functools.cache
+def onednn_is_wider() -> bool:
+    """Tell whether oneDNN uses AVX-512 here and MKL does not, because another than Intel made the processor (2.13)."""
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    info = Path("/proc/cpuinfo")
+    return torch.cpu._is_avx512_supported() and info.exists() and "GenuineIntel" not in info.read_text()
 
 
 def in_backward() -> bool:

@@ -107,8 +107,11 @@ def resident(field: str) -> int:
 
 
 def machine() -> dict[str, Any]:
-    """Return the versions and the cores that a measurement was taken on."""
-    return {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    """Return the versions and the processor that a measurement was taken on."""
+    lines = info.read_text().splitlines() if (info := Path("/proc/cpuinfo")).exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return {"torch": torch.__version__, "python": platform.python_version(), "processor": next(iter(names), platform.machine()),
+            "cores": os.cpu_count()}
 
 
 def write_record(path: Path | None, **record: Any) -> None:
