@@ -50,23 +50,32 @@ class Decision(NamedTuple):
     wide: bool
 
 
+def signature(values: Any, found: list[Any]) -> bool:
+    """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None.
 
-def signature(values: Any, found: list[Any]) -> None:
-    """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None."""
+    Returns:
+        Whether a value was a sequence or a dict.
+    """
+    nested = False
     for value in values:
         kind = value.__class__
         if isinstance(value, Tensor):
             found.append(value.dtype)
+        elif value is None or kind is bool:
+            found.append(None)
         elif kind is float or kind is int:
             found.append(None if -_NARROWEST <= value <= _NARROWEST else _WIDE)
         elif kind is tuple or kind is list:
+            nested = True
             signature(value, found)
         elif kind is torch.dtype:
             found.append(_DTYPE)
         elif isinstance(value, dict):
+            nested = True
             signature(value.values(), found)
         else:
             found.append(None)
+    return nested
 
 
 def leaves(values: Any) -> Iterator[Any]:
@@ -97,9 +106,9 @@ class CastPlan:
 
     def __call__(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
         kinds: list[Any] = []
-        signature(args, kinds)
+        nested = signature(args, kinds)
         if kwargs:
-            signature(kwargs.values(), kinds)
+            nested |= signature(kwargs.values(), kinds)
             key: Any = (*kinds, *kwargs, kwargs.get("inplace") is True)
         else:
             kwargs, key = {}, tuple(kinds)
@@ -110,8 +119,13 @@ class CastPlan:
         if targets is not None and self.executor.any_user_cast and self._is_left_to_user(rule, args, kwargs):
             targets = None
         if targets is not None or half is not None:
-            recast = _Recast(self, decision._replace(targets=targets), additive_mask(self.name, args, kwargs))
-            args, kwargs = recast(args), dict(zip(kwargs, recast(kwargs.values())))
+            recast = _Recast(self, decision, targets, additive_mask(self.name, args, kwargs))
+            if nested or half is not None:
+                args, kwargs = recast(args), dict(zip(kwargs, recast(kwargs.values())))
+            else:
+                args = recast.flat(args)
+                if kwargs:
+                    kwargs = dict(zip(kwargs, recast.flat(kwargs.values())))
         result = func(*args, **kwargs) if kwargs else func(*args)
         if wide or self.executor.any_float32_limits:
             self.executor.mark_float32_limits(rule, (*args, *kwargs.values()), result)
@@ -144,9 +158,11 @@ class CastPlan:
 class _Recast:
     """Goes through the arguments of one call, in the order of `signature`, and gives them as they were decided."""
 
-    def __init__(self, plan: CastPlan, decision: Decision, mask: Any) -> None:
+    __slots__ = ("half", "made", "mask", "plan", "rule", "targets")
+
+    def __init__(self, plan: CastPlan, decision: Decision, targets: tuple[torch.dtype | None, ...] | None, mask: Any) -> None:
         self.plan, self.rule, self.half, self.mask = plan, decision.rule, decision.half, mask
-        self.targets = None if decision.targets is None else iter(decision.targets)
+        self.targets = None if targets is None else iter(targets)
         self.made: dict[int, Tensor] = {}  # one cast serves an argument given twice
 
     def __call__(self, values: Any) -> list[Any]:
@@ -159,24 +175,29 @@ class _Recast:
             else:
                 target = None if self.targets is None else next(self.targets)
                 if target is not None:
-                    cast = self.made.get(id(value))
-                    if cast is None:
-                        cast = self.made[id(value)] = self._cast(value, target)
-                    value = cast
+                    value = self._cast(value, target)
                 elif self.half is not None and not isinstance(value, Tensor):
                     value = limited(value, self.plan.name, self.half)
                 result.append(value)
         return result
 
+    def flat(self, values: Any) -> list[Any]:
+        """Do the same where no value is a sequence or a dict, and numbers stay as they are."""
+        return [value if target is None else self._cast(value, target) for value, target in zip(values, self.targets)]
+
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        made = self.made.get(id(tensor))
+        if made is not None:
+            return made
         executor, source = self.plan.executor, tensor
-        if dtype in HALVES and (tensor is self.mask or executor.any_float32_limits and hasattr(tensor, FLOAT32_LIMITS)):
+        if (tensor is self.mask or executor.any_float32_limits and hasattr(tensor, FLOAT32_LIMITS)) and dtype in HALVES:
             source = saturated(tensor, dtype)
         cast, hit = executor.cast(source, dtype)
         if executor.any_user_cast and hasattr(cast, USER_CAST):
             delattr(cast, USER_CAST)  # around a decorated function the executor is on: it saw a cast, but not the user's
         if executor.ledger is not None:
             executor.ledger.note(self.plan.name, self.rule, tensor, dtype, hit)
+        self.made[id(tensor)] = cast
         return cast
 
 
