@@ -6,7 +6,7 @@ Columns, medians over the rounds:
 
     allreduces       in one backward
     backward ms      with communication
-    alone ms         of the same compiler, without communication
+    alone ms         of the same compiler and passes, without communication
     link busy ms     as long as the link sends
     exposed ms       backward - alone, in the same round
     hidden           1 - exposed / link busy; never all of it, since nothing is left to hide the last bucket
@@ -105,8 +105,9 @@ def variants(model: nn.Module) -> dict[str, tuple[Callable[[Tensor], Tensor], nn
     add("apexfx inner=eager", transformed("eager", ddp=buckets), "apexfx inner=eager, alone")
     add("torch.compile, alone", lambda m: torch.compile(m, fullgraph=True), None)
     add("torch DDP + torch.compile", lambda m: torch.compile(ddp(m)), "torch.compile, alone")
-    add("apexfx inner=inductor", transformed("inductor", ddp=buckets), "torch.compile, alone")
-    add("apexfx inner=inductor, one bucket", transformed("inductor", ddp=one), "torch.compile, alone")
+    add("apexfx inner=inductor, alone", transformed("inductor"), None)
+    add("apexfx inner=inductor", transformed("inductor", ddp=buckets), "apexfx inner=inductor, alone")
+    add("apexfx inner=inductor, one bucket", transformed("inductor", ddp=one), "apexfx inner=inductor, alone")
     return made
 
 
