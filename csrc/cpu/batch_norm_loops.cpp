@@ -33,9 +33,14 @@ APEXFX_HD void add_terms_of_rows(const Matrix& m, double* __restrict__ first, do
       for (; i + kLanes <= end; i += kLanes)
         for (int64_t l = 0; l < kLanes; ++l) term(i + l).add_to(a[l], b[l]);
       if (i < end && m.width >= kLanes) {
+        T last_a[kLanes], last_b[kLanes];  // all of them, or the compiler would look at each before it computes any
         for (int64_t l = 0; l < kLanes; ++l) {
           const Terms<T> t = term(end - kLanes + l);
-          a[l] += l < kLanes - (end - i) ? T(0) : t.first, b[l] += l < kLanes - (end - i) ? T(0) : t.second;
+          last_a[l] = t.first, last_b[l] = t.second;
+        }
+        const int64_t counted = kLanes - (end - i);
+        for (int64_t l = 0; l < kLanes; ++l) {
+          a[l] += l < counted ? T(0) : last_a[l], b[l] += l < counted ? T(0) : last_b[l];
         }
       } else {
         for (; i < end; ++i) term(i).add_to(few_a, few_b);
@@ -75,7 +80,8 @@ APEXFX_HD void add_terms(const Matrix& m, double* first, double* second, F&& ter
   m.channels_last ? add_terms_of_columns<T>(m, first, second, terms) : add_terms_of_rows<T>(m, first, second, terms);
 }
 
-// out[i] = f(c)(i), where i is an element of channel c.
+// out[i] = f(c)(i), where i is an element of channel c. What is left of a row after whole groups of kLanes is taken with
+// elements before it, which are computed twice.
 template <typename E, typename F>
 APEXFX_HD void map(const Matrix& m, E* __restrict__ out, F&& f) {
   if (m.channels_last) {
@@ -86,8 +92,15 @@ APEXFX_HD void map(const Matrix& m, E* __restrict__ out, F&& f) {
   }
   for (int64_t c = 0; c < m.rows; ++c) {
     const auto of_channel = f(c);
+    const auto lanes = [=](int64_t i) APEXFX_INLINE {
 #pragma GCC ivdep
-    for (int64_t i = c * m.width; i < (c + 1) * m.width; ++i) assign(out[i], of_channel(i));
+      for (int64_t l = 0; l < kLanes; ++l) assign(out[i + l], of_channel(i + l));
+    };
+    int64_t i = c * m.width;
+    const int64_t end = i + m.width;
+    for (; i + kLanes <= end; i += kLanes) lanes(i);
+    if (i < end && m.width >= kLanes) lanes(end - kLanes);
+    else for (; i < end; ++i) assign(out[i], of_channel(i));
   }
 }
 

@@ -2,6 +2,8 @@
 // of an array of running sums. For functions marked APEXFX_CLONES.
 #pragma once
 
+#include <cstring>
+
 #include "../convert.h"
 
 namespace apexfx {
@@ -15,14 +17,18 @@ APEXFX_HD void assign(double& out, double x) { out = x; }
 APEXFX_HD void assign(BFloat16& out, float x) { out.x = float_to_bfloat16(x); }
 APEXFX_HD void assign(Half& out, float x) { out.x = float_to_float16(x); }
 
-// Pairwise; one array a level, so that no level waits for the one before to reach memory.
+// Pairwise, half of the lanes at once: the compiler adds a loop over them up one by one.
 template <int64_t kCount, typename T>
 APEXFX_HD double add_lanes(const T* lanes) {
   if constexpr (kCount == 1) {
     return static_cast<double>(lanes[0]);
   } else {
+    typedef T Half __attribute__((vector_size(kCount / 2 * sizeof(T))));
+    Half low, high;
+    std::memcpy(&low, lanes, sizeof(Half)), std::memcpy(&high, lanes + kCount / 2, sizeof(Half));
+    low += high;
     T half[kCount / 2];
-    for (int64_t l = 0; l < kCount / 2; ++l) half[l] = lanes[l] + lanes[l + kCount / 2];
+    std::memcpy(half, &low, sizeof(Half));
     return add_lanes<kCount / 2>(half);
   }
 }
