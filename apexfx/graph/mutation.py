@@ -51,7 +51,7 @@ def written(node: fx.Node) -> list[fx.Node]:
         found += _written_by_schema(node)
     elif node.op == "call_function":
         found += statistics(node)
-        if canonical_name(node.target) == "embedding" and argument(node, "max_norm") is not None:
+        if canonical_name(node.target) in ("embedding", "embedding_bag") and argument(node, "max_norm") is not None:
             found.append(argument(node, "weight"))
     return [source for source in tree_leaves(found) if isinstance(source, fx.Node)]
 

@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import apexfx
 from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.testing import assert_close
 from tests.forward_graphs import compiled, precision
@@ -168,3 +169,13 @@ def test_a_dynamic_batch_size():
         x = torch.randn(batch, 4)
         assert_close(fast(x), copy.deepcopy(model)(x), dtype=torch.bfloat16, scale=2)
     assert len(recorder.graphs) == 2
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_rows_that_an_embedding_renormalizes_are_those_of_the_parameter(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(6, 4, max_norm=0.5))
+    reference, rows = copy.deepcopy(model), torch.tensor([[0, 1, 2], [3, 4, 0]])
+    apexfx.transform(model, opt_level="O2", dtype=torch.bfloat16, inner="eager")(rows)
+    reference(rows)
+    assert torch.equal(model[0].weight, reference[0].weight)
