@@ -249,6 +249,11 @@ def onednn_is_wider() -> bool:
     return torch.cpu._is_avx512_supported() and info.exists() and "GenuineIntel" not in info.read_text()
 
 
+def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return x @ weight.T of float32 matrices on the CPU, by oneDNN (2.13)."""
+    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
+
+
 def in_backward() -> bool:
     """Return whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
     return torch._C._current_graph_task_id() != -1

@@ -98,7 +98,7 @@ class CastExecutor(TorchFunctionMode):
             plan = self._plans[func]
         except KeyError:
             plan = self._plans[func] = self._plan(func)
-        if plan is None or self.deactivated or self.thread.disabled:
+        if plan is None or not self.enabled:
             return func(*args, **kwargs) if kwargs else func(*args)
         return plan(func, args, kwargs)
 

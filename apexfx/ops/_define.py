@@ -10,6 +10,9 @@ import torch
 
 _LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 
+# Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
+ANY_STRIDES = (torch.Tag.flexible_layout,)
+
 
 def define(
     schema: str, *, check: Callable[..., object], fake: Callable[..., Any], tags: Sequence[torch.Tag] = ()

@@ -32,10 +32,7 @@ from ._batch_norm_arguments import (
     check_relu_backward,
     check_running_stats,
 )
-from ._define import define
-
-# Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
-ANY_STRIDES = (torch.Tag.flexible_layout,)
+from ._define import ANY_STRIDES, define
 
 
 def _sum_per_channel(x: Tensor) -> Tensor:

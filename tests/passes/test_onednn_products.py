@@ -9,8 +9,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from apexfx import passes
+from apexfx.buckets.flops import node_flops
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.graph.printing import format_graph
 from apexfx.ops.onednn_mm import onednn_mm
@@ -38,6 +40,15 @@ def test_printed_graph():
 %11 = apexfx.onednn_mm.default(%10, %primals_3) -> f32[6,5]""")
     [report] = recorder.reports[0].passes
     assert [match.detail for match in report.matches] == ["(4, 7) times (7, 6)", "(7, 4) times (4, 6)", "(6, 4) times (4, 5)"]
+
+
+def test_its_flops_are_counted_as_those_of_a_product():
+    recorder = rewritten(layers(), torch.randn(4, 5))
+    found = recorder.backward[0].graph.find_nodes(op="call_function", target=torch.ops.apexfx.onednn_mm.default)
+    assert [node_flops(node) for node in found] == [2 * 4 * 7 * 6, 2 * 7 * 4 * 6, 2 * 6 * 4 * 5]
+    with FlopCounterMode(display=False) as counter:
+        onednn_mm(torch.randn(4, 7), torch.randn(7, 6))
+    assert counter.get_total_flops() == 2 * 4 * 7 * 6
 
 
 def test_twice_equals_once():
