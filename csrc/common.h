@@ -28,8 +28,8 @@
 // Compiles a function for AVX-512, AVX2 and plain x86-64 and picks one when the library is loaded, so that one wheel
 // runs on any machine. Whatever the function calls must be always_inline (APEXFX_HD), else it stays baseline code.
 #if !defined(__CUDACC__) && defined(__x86_64__) && defined(__gnu_linux__) && defined(__GLIBC__) && !defined(__clang__)
-#if __GNUC__ >= 12  // the level above AVX-512F has 16-bit lanes, which conversions need; older compilers cannot name it
-#define APEXFX_CLONES __attribute__((target_clones("default", "avx2", "arch=x86-64-v4"), noinline))
+#if __GNUC__ >= 12  // v3 is AVX2 with fused multiply-add, v4 AVX-512 with the 16-bit lanes of conversions; older compilers know neither
+#define APEXFX_CLONES __attribute__((target_clones("default", "arch=x86-64-v3", "arch=x86-64-v4"), noinline))
 #else
 #define APEXFX_CLONES __attribute__((target_clones("default", "avx2", "avx512f"), noinline))
 #endif

@@ -63,6 +63,10 @@ APEXFX_HD AdamScalars<T> adam_scalars(const AdamOptions& o, const DeviceScalars&
 APEXFX_HD float square_root(float x) { return sqrtf(x); }
 APEXFX_HD double square_root(double x) { return sqrt(x); }
 
+// a * b + c, rounded once, on any machine.
+APEXFX_HD float fused_multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+APEXFX_HD double fused_multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
 // Updates the moments from the gradient as it was stored.
 template <typename T>
 APEXFX_HD void adam_moments(T p, T& m, T& v, T grad, const AdamScalars<T>& s) {
@@ -92,7 +96,7 @@ APEXFX_HD T lamb_rate(T lr, double param_square_sum, double direction_square_sum
 }
 
 // ---- SGD: d = g + wd p;  b = momentum b + (1 - dampening) d (b = d the first time);  d = b, or d + momentum b;
-//   p -= lr d;  with wd_after_momentum wd p is added to the last d instead -----------------------------------------------
+//   p -= lr d;  with wd_after_momentum wd p is added to the last d instead. Rounds where torch.optim.SGD does -----------
 struct SgdOptions {
   double lr, momentum, dampening, weight_decay;
   bool nesterov, wd_after_momentum, first_run;
@@ -120,16 +124,17 @@ APEXFX_HD SgdScalars<T> sgd_scalars(const SgdOptions& o, const DeviceScalars& d)
 
 template <typename T>
 APEXFX_HD void sgd_update(T& p, T grad, const SgdScalars<T>& s) {
-  const T d = grad * s.multiplier + (s.decay_before + s.decay_after) * p;
-  p = p - s.lr * d;
+  const T d = fused_multiply_add(s.decay_before + s.decay_after, p, grad * s.multiplier);
+  p = fused_multiply_add(-s.lr, d, p);
 }
 
 // `buffer` is not read on the first run: it may hold anything.
 template <typename T, bool kFirstRun>
 APEXFX_HD void sgd_momentum_update(T& p, T& buffer, T grad, const SgdScalars<T>& s) {
-  const T d = grad * s.multiplier + s.decay_before * p;
-  buffer = kFirstRun ? d : s.keep * buffer + s.gradient_factor * d;
-  p = p - s.lr * (s.nesterov_gradient * d + s.nesterov_buffer * buffer + s.decay_after * p);
+  const T d = fused_multiply_add(s.decay_before, p, grad * s.multiplier);
+  buffer = kFirstRun ? d : fused_multiply_add(s.gradient_factor, d, s.keep * buffer);
+  const T step = fused_multiply_add(s.nesterov_buffer, buffer, s.nesterov_gradient * d);
+  p = fused_multiply_add(-s.lr, fused_multiply_add(s.decay_after, p, step), p);
 }
 
 // ---- Adagrad: h += g^2;  p -= lr g / (sqrt(h) + eps), with the decay in g or beside it ----------------------------------
