@@ -14,6 +14,8 @@ from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
 from .passes.base import Match as Match
 from .passes.base import Pass as Pass
 from .report import Report as Report
+from .train_step import TrainStep as TrainStep
+from .train_step import train_step as train_step
 from .transform import transform as transform
 
 __version__ = "0.1.0"

@@ -6,10 +6,11 @@ file reaches for one; `tests/check_torch_names.py` says what another torch lacks
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,14 @@ from torch._dynamo import run as run_cached_graphs  # 2.13
 from torch._dynamo import symbolic_convert  # 2.11, 2.13, 2.15
 from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
 from torch._dynamo.decorators import skip as dynamo_skip  # 2.13
-from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit  # 2.11, 2.13, 2.15
+from torch._dynamo.exc import (  # 2.11, 2.13, 2.15
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+)
 from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13, 2.15
 from torch._dynamo.source import LocalSource  # 2.11, 2.13, 2.15
 from torch._dynamo.utils import count_calls, counters  # 2.11, 2.13, 2.15
@@ -55,6 +63,8 @@ from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
 )
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks  # 2.13
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks  # 2.13
 from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
 from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
 
@@ -92,6 +102,43 @@ def compiled_module() -> torch.nn.Module | None:
 def graph_breaks() -> Counter[str]:
     """Return how often Dynamo has broken a graph in this process, by reason (2.11, 2.13, 2.15)."""
     return Counter(counters["graph_break"])
+
+
+def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether functions are registered to run around the steps of this optimizer, or of all (2.13)."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_step_pre_hooks
+                or global_step_post_hooks)
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `step` of this instance was replaced, by another than a learning rate scheduler's counting one (2.13)."""
+    step = optimizer.__dict__.get("step")
+    while step is not None and hasattr(step, "_wrapped_by_lr_sched"):
+        step = step.__wrapped__
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """Return whether functions are registered on a leaf to see its gradient (2.11, 2.13, 2.15)."""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+@contextlib.contextmanager
+def forward_pre_hook(module: torch.nn.Module, name: str, hook: Callable[..., object]) -> Iterator[None]:
+    """Have `hook(module, args, kwargs)` run last before the forward (2.13).
+
+    A handle of torch's has another number each time, and a graph is compiled anew where the numbers differ.
+    """
+    module._forward_pre_hooks[name], module._forward_pre_hooks_with_kwargs[name] = hook, True
+    try:
+        yield
+    finally:
+        del module._forward_pre_hooks[name], module._forward_pre_hooks_with_kwargs[name]
+
+
+def note_optimizer_ran(optimizer: torch.optim.Optimizer) -> None:
+    """Tell learning rate schedulers that the optimizer has done a step, outside of its `step()` (2.13)."""
+    optimizer._opt_called = True
 
 
 def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
@@ -190,6 +237,16 @@ def tensor_version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def storage_address(storage: torch.UntypedStorage) -> int:
+    """Return a number that is a storage's own while it lives, a fake one's too (2.13)."""
+    return storage._cdata
+
+
+def viewed(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that `tensor` is a view of, or None (2.11, 2.13, 2.15)."""
+    return tensor._base
+
+
 class Registries(NamedTuple):
     """What a module holds itself, by name; None for what was registered as such."""
 
@@ -286,6 +343,11 @@ def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> lis
 def has_backward_hooks(module: torch.nn.Module) -> bool:
     """Tell whether a module has hooks that run before or after its backward (2.11, 2.13, 2.15)."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def has_global_module_hooks() -> bool:
+    """Tell whether hooks are registered that run around every module (2.11, 2.13, 2.15)."""
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:

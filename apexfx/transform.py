@@ -62,7 +62,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         RankMismatchError: ranks hold different models.
     """
     config = TransformConfig.from_options(options)
-    _check_model(model, config)
+    check_model(model, config)
     notes = _notes_of_modules(model, config)
     passes_.check_names(config)
     compiler = compiler_for(config)
@@ -92,16 +92,20 @@ transform.__signature__ = inspect.Signature(  # the options and their defaults, 
     return_annotation="nn.Module")
 
 
-def _check_model(model: nn.Module, config: TransformConfig) -> None:
+def check_model(model: nn.Module, config: TransformConfig, function: str = "transform") -> None:
+    """Refuse what cannot be transformed as a whole, by these options; `function` is whose they are."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"apexfx: transform() was given {type(model).__name__}, expected a torch.nn.Module")
+        raise TypeError(f"apexfx: {function}() was given {type(model).__name__}, expected a torch.nn.Module")
     if backend_of(model) is not None:
-        raise ValueError("apexfx: transform() compiles by itself; give it the module, not the result of torch.compile()")
+        raise ValueError(f"apexfx: {function}() compiles by itself; give it the module, not the result of torch.compile()")
+    whole = function == "train_step"
     for name, module in model.named_modules():
         if isinstance(module, TransformedModule):
             where = f"submodule {name!r}" if name else "the model"
-            raise ValueError(f"apexfx: {where} is transformed already; transform the module it was made from, with all options")
-    check_not_averaged(model, "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
+            advice = "give train_step() the module" if whole else "transform the module"
+            raise ValueError(f"apexfx: {where} is transformed already; {advice} it was made from, with all options")
+    check_not_averaged(model, "give train_step() the inner module, and ddp=True instead of the wrapper" if whole else
+                       "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
     check_whole(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     half = config.half_dtype(p.device for p in model.parameters())

@@ -10,7 +10,7 @@ from typing import Any
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..graph.nodes import value
+from ..graph.nodes import size_hint, value
 
 
 def node_flops(node: fx.Node) -> int:
@@ -23,6 +23,6 @@ def node_flops(node: fx.Node) -> int:
         return 0
     args, kwargs = fx.node.map_arg((node.args, node.kwargs), value)
     try:
-        return int(formula(*args, **kwargs, out_val=value(node)))
+        return size_hint(formula(*args, **kwargs, out_val=value(node)))  # int() would compile for this size alone
     except (TypeError, ValueError, RuntimeError):  # an unbacked size, or a formula for other arguments
         return 0

@@ -232,10 +232,13 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
 
 
-def default_message_size(specs: Sequence[GradientSpec]) -> int:
-    """Return the elements at which a bucket is closed where the user names no size; see `BucketConfig.message_size`."""
-    quarter = sum(spec.numel for spec in specs) // 4
-    return min(max(quarter, LEAST_MESSAGE_SIZE), APEX_MESSAGE_SIZE)
+def default_message_size(numel: int) -> int:
+    """Return the elements at which a bucket is closed where the user names no size; see `BucketConfig.message_size`.
+
+    Args:
+        numel: of all gradients together.
+    """
+    return min(max(numel // 4, LEAST_MESSAGE_SIZE), APEX_MESSAGE_SIZE)
 
 
 def given_plan(config: BucketConfig) -> BucketPlan | None:
@@ -273,7 +276,7 @@ def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], 
 
 
 def _group_in_reverse(specs: Sequence[GradientSpec], config: BucketConfig) -> list[list[GradientSpec]]:
-    message_size = config.message_size or default_message_size(specs)
+    message_size = config.message_size or default_message_size(sum(spec.numel for spec in specs))
 
     def is_full(spec: GradientSpec, numel: int, _num_closed: int) -> bool:
         if config.trigger_params:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
 from .._torch import CustomGraphPass, inductor_config
 from ..graph import printing
-from ..graph.inputs import Placeholder, is_backward
+from ..graph.inputs import Placeholder, apply_node, is_backward
+from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from . import cache, capture
 from .pipeline import Pipeline
@@ -27,6 +28,9 @@ class BackwardPasses(CustomGraphPass):
         key: of the report kept beside the cache entry, or None.
     """
 
+    # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
+    inductor_options: ClassVar[dict[str, bool]] = {"reorder_for_peak_memory": False}
+
     def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder],
                  uuid: str | None, key: str | None) -> None:
         self._pipeline = pipeline
@@ -41,7 +45,7 @@ class BackwardPasses(CustomGraphPass):
             self._user_pass(graph)
         gm = graph.owning_module
         if not is_backward(gm):
-            self.note_lowered(gm)
+            self.on_forward(gm)
             return
         stage = self.run(gm)
         if self.key is not None:
@@ -53,7 +57,7 @@ class BackwardPasses(CustomGraphPass):
         self._record.backward = self._pipeline.run("backward", gm, inputs=_random_inputs(gm))
         return self._record.backward
 
-    def note_lowered(self, gm: fx.GraphModule) -> None:
+    def on_forward(self, gm: fx.GraphModule) -> None:
         """Put AOTAutograd's forward graph in the report."""
         capture.name_inputs(gm, self._placeholders)
         self._record.forward.lowered = printing.to_python(gm, header="forward graph, lowered")
@@ -63,6 +67,51 @@ class BackwardPasses(CustomGraphPass):
             return self._uuid
         theirs = self._user_pass.uuid() if isinstance(self._user_pass, CustomGraphPass) else None
         return f"{self._uuid}+{theirs}" if theirs is not None else None
+
+
+class StepPasses(BackwardPasses):
+    """The same for a whole training step, which AOTAutograd lowers to one graph: the backward passes, then those of the step.
+
+    Args:
+        present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
+    """
+
+    # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
+    inductor_options: ClassVar[dict[str, bool]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
+
+    def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder], uuid: str | None,
+                 key: str | None, present: Sequence[bool]) -> None:
+        super().__init__(pipeline, record, placeholders, uuid, key)
+        self._present = present
+
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._user_pass is not None:
+            self._user_pass(graph)
+        stage = self.run(graph.owning_module)
+        if self.key is not None:
+            cache.save_stage(self.key, stage)
+
+    def run(self, gm: fx.GraphModule) -> StageReport:
+        """Run the step stage over `gm` and put it in the report."""
+        capture.name_inputs(gm, self._placeholders)
+        self._check_gradients(gm)
+        self._record.backward = self._pipeline.run("step", gm, inputs=_random_inputs(gm))
+        self._record.backward.memory = memory_timeline(gm, self._placeholders)
+        return self._record.backward
+
+    def on_forward(self, gm: fx.GraphModule) -> None:
+        self.run(gm)
+
+    def _check_gradients(self, gm: fx.GraphModule) -> None:
+        node = apply_node(gm)
+        if node is None:
+            return
+        lost = [parameter.meta.get("apexfx_name", parameter.name)
+                for parameter, before, gradient in zip(node.args[0], self._present, node.args[1]) if before and gradient is None]
+        if lost:
+            names = f"{', '.join(lost[:3])}{', ...' if lost[3:] else ''}"
+            raise RuntimeError(f"apexfx: the loss depends on {len(lost)} parameters ({names}) whose gradients a forward pass has "
+                               "cut off; find it by skip=, which leaves passes out, and report it")
 
 
 def _random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:

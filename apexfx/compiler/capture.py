@@ -11,7 +11,7 @@ from torch import fx
 
 from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled
 from ..graph.inputs import Placeholder
-from ..graph.nodes import MODULE_PATHS, POSSIBLE_MODULES, graphs, set_value
+from ..graph.nodes import MODULE_PATHS, OUTSIDE_OF_MODEL, POSSIBLE_MODULES, graphs, set_value
 from .model_index import ModelIndex
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
@@ -19,11 +19,12 @@ _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
 # Frames of this package between the user's forward and the op: a traceable batch norm, the call of a module of torch's own.
 _OWN_FRAMES = re.compile(
-    r'^  File "[^"]*/apexfx/compiler/(?:compiled_model|dynamo_batch_norm)\.py", line .*\n(?:    .*\n?)*', re.MULTILINE)
+    r'^  File "[^"]*/apexfx/(?:compiler/(?:compiled_model|dynamo_batch_norm|step_function))\.py", line .*\n(?:    .*\n?)*',
+    re.MULTILINE)
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,
-             by_module: bool = False) -> tuple[Placeholder, ...]:
+             by_module: bool = False, whole_step: bool = False) -> tuple[Placeholder, ...]:
     """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.
 
     Must run first: a copy of the graph loses where its inputs came from.
@@ -34,6 +35,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
         index: of the model's names.
         by_module: what is done to the graph depends on the module that it belongs to: no other may run it. Dynamo would share
             the graph of a frame of its own among all layers of a class.
+        whole_step: the graph holds more than the model: nodes outside of it, of the loss, are marked.
 
     Returns:
         The inputs, in order.
@@ -60,6 +62,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
                 node.meta[MODULE_PATHS] = possible[0]
             elif possible:
                 node.meta[POSSIBLE_MODULES] = possible
+            if whole_step and not possible and not any(index.holds_module(key) for key in stack):
+                node.meta[OUTSIDE_OF_MODEL] = True
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
         source = dynamo_source(node)
@@ -98,6 +102,8 @@ def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[s
         return ("param" if tensor.is_leaf else "input"), names
     if names := index.buffer(tensor):
         return "buffer", names
+    if names := index.state(tensor):
+        return "state", names
     # A Parameter that is an argument is data of this call, not a part of any model.
     if not index.has_model and isinstance(tensor, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source):
         return "param", (index.unregistered(tensor, source),)

@@ -31,6 +31,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .dynamo_batch_norm import EagerBatchNorms
 from .graph_compiler import GraphCompiler
+from .loss_scale import warn_where_unscaled
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
@@ -53,13 +54,15 @@ class CompiledModel:
         config: the options.
         compiler: compiles the averaging variant.
         stand_ins: the modules that run in place of others of the source model.
+        in_step: whether a training step calls it, which scales the loss itself, and runs a model of which nothing is captured
+            in eager, where nothing that was asked for is lost by that.
 
     Attributes:
         own_forward: {"forward": the forward that the model has as an attribute of its own}, or {}; for its copies.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
-                 stand_ins: Mapping[nn.Module, nn.Module], *, of_inputs: bool = False) -> None:
+                 stand_ins: Mapping[nn.Module, nn.Module], *, of_inputs: bool = False, in_step: bool = False) -> None:
         self.config = config
         self.compiler = compiler
         self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins)
@@ -79,10 +82,12 @@ class CompiledModel:
             weakref.finalize(self, sync.stop).atexit = False
         self._checked = self._capturing = False
         self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
+        self._in_step, self._first_graph = in_step, len(self.report.graphs)
         self._num_graphs = 0  # when that was last looked at
         self._patch = dynamo_config.patch(_DYNAMO)
         self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
+        self._may_lose_gradients = config.opt_level != "O0" and self._half == torch.float16 and not in_step
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
@@ -122,6 +127,9 @@ class CompiledModel:
             self._index.arguments = ()
         if self.config.level.half_parameters:
             result = self._cast(result, (self._half,), torch.float32)
+        if self._may_lose_gradients and trains and torch.is_grad_enabled():
+            self._may_lose_gradients = False  # once is enough
+            warn_where_unscaled(result, self._warn)
         if breaks is not None:
             self._check_captured(model, graph_breaks() - breaks)
         if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
@@ -174,10 +182,15 @@ class CompiledModel:
             self.report.note(f"apexfx: Dynamo broke the graph {breaks.total()} times: {reasons}. What runs between the graphs is "
                              "out of reach of the passes; TORCH_LOGS=graph_breaks says where")
         obstacles = untraceable(self._submodules)
-        if not self.report.graphs:
-            raise RuntimeError("; ".join([
+        if len(self.report.graphs) == self._first_graph:
+            advice = "" if self._in_step else ", and fullgraph=True raises at the place"
+            message = "; ".join([
                 "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed", *obstacles,
-                "TORCH_LOGS=graph_breaks,recompiles says why, and fullgraph=True raises at the place"]))
+                f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
+            if not self._in_step or self._asks_for_passes(model):
+                raise RuntimeError(message)
+            self._warn(message)
+            return
         missing = [name for name, p in model.named_parameters() if not self._index.has_run(p)]
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

@@ -39,10 +39,8 @@ def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Re
     """
     copies: dict[nn.Module, nn.Module] = {}
     for path, module in model.named_modules():
-        if path and isinstance(module, BATCH_NORMS) and _needs_copy(module, group):
-            cls = source_class(type(module), TraceableBatchNorm)
-            copies[module] = _instance(_traceable_class(cls), module.__dict__)
-            _configure(copies[module], cls, path, group, report)
+        if path and isinstance(module, BATCH_NORMS) and needs_stand_in(module, group):
+            copies[module] = stand_in(module, path, group, report)
     if copies:
         _replace_below(model, copies)
     return copies
@@ -56,13 +54,39 @@ def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.Proces
         source: the class that the model was transformed from.
         model, group, report: as of `make_traceable`.
     """
-    if not (isinstance(model, BATCH_NORMS) and _needs_copy(model, group)):
+    if not (isinstance(model, BATCH_NORMS) and needs_stand_in(model, group)):
         return source.forward
     _configure(model, source, source.__name__, group, report)
     return TraceableBatchNorm.forward
 
 
-def _needs_copy(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
+def stand_in(module: BatchNorm, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
+    """Return a traceable copy of a batch norm, which shares everything with it that is registered."""
+    cls = source_class(type(module), TraceableBatchNorm)
+    made = _instance(_traceable_class(cls), module.__dict__)
+    _configure(made, cls, path, group, report)
+    return made
+
+
+def refresh_stand_in(copy: nn.Module, module: nn.Module) -> None:
+    """Give a copy the attributes that its batch norm has now."""
+    now = module.__dict__
+    for name in [name for name in copy.__dict__ if name not in now and not name.startswith("_apexfx")]:
+        del copy.__dict__[name]
+    copy.__dict__.update(now)
+
+
+def write_back(copy: nn.Module, module: nn.Module) -> None:
+    """Give a batch norm the attributes that the forward of its copy has set."""
+    module.__dict__.update((name, value) for name, value in copy.__dict__.items() if not name.startswith("_apexfx"))
+
+
+def needs_stand_in(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
+    """Return whether a batch norm has to be traced as a copy.
+
+    Args:
+        group: over which all batch norms are synchronized, or None.
+    """
     if getattr(module, "synchronizes_itself", False):
         return False  # apexfx.parallel.SyncBatchNorm, on its own process group
     return group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None

@@ -80,6 +80,12 @@ class Groups:
         }
 
 
+def numeric_options(config: TransformConfig) -> dict[str, Any]:
+    """Return the options that decide in which dtype a gradient comes out, as JSON-able values."""
+    options = config.describe()
+    return {name: options[name] for name in ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")}
+
+
 class GraphCompiler:
     """Compiles every graph Dynamo captures for one model: the callable that `torch.compile` is given.
 
@@ -175,9 +181,7 @@ class GraphCompiler:
             averages: it is to average gradients, so that a rank whose passes communicate nothing has something to say, too.
         """
         rows = [*issued(gm), *(row for pass_ in backward for row in pass_.collectives())]
-        options = self.config.describe()  # those that decide in which dtype a gradient comes out
-        names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")
-        return [{name: options[name] for name in names}, *rows] if rows or averages else []
+        return [numeric_options(self.config), *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
                  collectives: list[Any], context: passes.Context, written: Sequence[int], *,

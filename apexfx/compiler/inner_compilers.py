@@ -24,8 +24,7 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
-    # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
-    patches |= {"post_grad_custom_post_pass": backward, "reorder_for_peak_memory": False}
+    patches |= {"post_grad_custom_post_pass": backward, **backward.inductor_options}
     return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
 
 
@@ -48,8 +47,8 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
     def forward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graph.graph.eliminate_dead_code()
+        backward.on_forward(graph)
         graph.recompile()
-        backward.note_lowered(graph)
         return _boxed(graph)
 
     def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:

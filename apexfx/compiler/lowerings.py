@@ -1,21 +1,21 @@
-"""What Inductor makes of two ops of this package instead of calling them: code that saves passes over memory.
+"""What Inductor makes of ops of this package: of two, code that saves passes over memory, instead of calling them.
 
 `flatten_bucket` becomes no code at all: whatever computes a gradient writes it into its slot. `bn_relu_backward` becomes
-a loop that fuses with those around it. Values are the ops' own, bit for bit.
+a loop that fuses with those around it. Values are the ops' own, bit for bit. The ops that write in place are called, in order.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .._torch import inductor_ir as ir
 from .._torch import inductor_lowering as lowering
-from .._torch import inductor_ops, inductor_state
+from .._torch import inductor_ops, inductor_state, registered_ops
 
 aten = torch.ops.aten
 
@@ -23,9 +23,36 @@ aten = torch.ops.aten
 @functools.cache
 def register() -> None:
     """Register the lowerings with Inductor, once in a process."""
-    for op, lower in ((torch.ops.apexfx.flatten_bucket.default, _flatten_bucket),
-                      (torch.ops.apexfx.bn_relu_backward.default, _relu_backward)):
+    rows = [(torch.ops.apexfx.flatten_bucket.default, _flatten_bucket),
+            (torch.ops.apexfx.bn_relu_backward.default, _relu_backward)]
+    ours = [getattr(torch.ops.apexfx, name.partition("::")[2]).default for name in registered_ops("apexfx")]
+    rows += [(op, _in_place(op)) for op in (*ours, aten._amp_update_scale_.default) if _written_places(op)]
+    for op, lower in rows:
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
+
+
+def _written_places(op: Any) -> list[int]:
+    return [place for place, a in enumerate(op._schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _in_place(op: Any) -> Callable[..., Any]:
+    """Return what calls `op` after everything in front of it that reads a tensor that it writes.
+
+    Inductor computes an elementwise value where it is used. Its own call of an op has those that read what the op writes
+    computed first, but places them behind the op, where they read the new values.
+    """
+    call, names = lowering.fallback_handler(op), [argument.name for argument in op._schema.arguments]
+
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        for place in _written_places(op):
+            written = args[place] if place < len(args) else kwargs.get(names[place])
+            for tensor in written if isinstance(written, (list, tuple)) else [written]:
+                if tensor is not None:
+                    tensor.realize()
+                    inductor_state.graph.mark_buffer_mutated(tensor.get_name())
+        return call(*args, **kwargs)
+
+    return lower
 
 
 def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype, divisor: float = 1.0) -> Any:

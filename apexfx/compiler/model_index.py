@@ -42,13 +42,14 @@ class ModelIndex:
         self.arguments: Any = ()
         self._ran: dict[int, weakref.ref[Tensor]] = {}  # by id, while the tensor is alive
         self._model = model
-        self._originals = {id(new): id(old) for old, new in (stand_ins or {}).items()}
-        self._stand_ins = stand_ins  # keeps both alive, so that their ids stay theirs
+        self._stand_ins = stand_ins or {}  # keeps both alive, so that their ids stay theirs
+        self._originals: dict[int, int] = {}
         self._roots: list[tuple[str, Callable[[], nn.Module | None]]] = []
         self._given: dict[str, weakref.ref[Tensor]] = {}  # names made of source text, each for one tensor
         self._parameters: dict[int, list[str]] = {}
         self._buffers: dict[int, list[str]] = {}
         self._modules: dict[int, list[str]] = {}
+        self._states: dict[int, str] = {}
 
     def refresh(self, sources: Iterator[Any] | None = None) -> None:
         """Read the registries anew; to be called for each graph, since a model may have changed.
@@ -57,6 +58,7 @@ class ModelIndex:
             sources: of the graph's inputs, as Dynamo tracks them; looked at where no model was given.
         """
         self._parameters, self._buffers, self._modules = {}, {}, {}
+        self._originals = {id(new): id(old) for old, new in self._stand_ins.items()}
         if self._model is None:
             self._add_root(compiled_module(), "")
             for source in sources or ():
@@ -102,6 +104,17 @@ class ModelIndex:
         """Return the names under which `tensor` is a registered buffer."""
         return tuple(self._buffers.get(id(tensor), ()))
 
+    def add_states(self, named: Mapping[str, Tensor]) -> None:
+        """Name the tensors that a training step reads and writes beside the model's: the optimizer's state, the loss scale.
+
+        They have to outlive the index.
+        """
+        self._states = {id(tensor): name for name, tensor in named.items()}
+
+    def state(self, tensor: Tensor) -> tuple[str, ...]:
+        """Return the name that `add_states` gave to `tensor`."""
+        return (self._states[id(tensor)],) if id(tensor) in self._states else ()
+
     def module(self, key: str, source: str) -> tuple[str, ...]:
         """Return the paths of a module on the stack that Dynamo keeps of a node.
 
@@ -112,6 +125,11 @@ class ModelIndex:
         identity = key.partition("@")[0]
         paths = self._modules.get(int(identity)) if identity.isdigit() else None
         return tuple(paths) if paths else (_below_root(source),)
+
+    def holds_module(self, key: str) -> bool:
+        """Return whether a module on the stack that Dynamo keeps of a node, by its `key`, is registered."""
+        identity = key.partition("@")[0]
+        return identity.isdigit() and int(identity) in self._modules
 
     def frame(self, *, guard: bool) -> tuple[tuple[str, ...], type | None]:
         """Return the paths and the class of the module whose method Dynamo is compiling; with `guard`, for this module alone."""

@@ -42,25 +42,25 @@ class Pipeline:
         self.strict = strict
 
     def stage(self, name: str) -> tuple[Pass, ...]:
-        """Return the passes of a stage, in order."""
-        return tuple(p for p in self.passes if p.stage == name)
+        """Return the passes of a stage, in order; a whole training step holds the backward, too."""
+        return tuple(p for p in self.passes if p.stage == name or name == "step" and p.stage == "backward")
 
     def run(self, stage: str, gm: fx.GraphModule, *, inputs: Callable[[], Sequence[Any]] | None = None) -> StageReport:
         """Run the passes of `stage` over `gm` in place and report each.
 
         Args:
-            stage: "forward" or "backward".
+            stage: "forward", "backward" or "step".
             gm: every node has its value in `meta["val"]`.
             inputs: makes the real inputs of `gm`, needed by `verify="each"`.
         """
         report = StageReport(stage, captured=printing.to_python(gm, header=f"{stage} graph as captured"))
         for pass_ in self.stage(stage):
-            report.passes.append(self._run_pass(pass_, gm, inputs))
+            report.passes.append(self._run_pass(pass_, stage, gm, inputs))
         if self.verify != "off":
             invariants.check(gm, stage=stage, thorough=True)
         return report
 
-    def _run_pass(self, pass_: Pass, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> PassReport:
+    def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> PassReport:
         each = self.verify == "each" and inputs is not None
         before = verification.snapshot(gm) if each else None
         ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
@@ -77,18 +77,18 @@ class Pipeline:
         if result.modified:
             gm.recompile()
         ms = 1e3 * (time.perf_counter() - start)
-        invariants.check(gm, stage=pass_.stage, pass_name=pass_.name)
+        invariants.check(gm, stage=stage, pass_name=pass_.name)
         if before is not None and result.modified:
             verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
         ops_after, artifacts = count_ops(gm), pass_.artifacts()
         report = PassReport(
-            name=pass_.name, stage=pass_.stage, numeric=pass_.numeric, ms=ms, matches=list(pass_.matches),
+            name=pass_.name, stage=stage, numeric=pass_.numeric, ms=ms, matches=list(pass_.matches),
             nodes_before=nodes_before, nodes_after=_num_nodes(gm), added=ops_after - ops_before,
             removed=ops_before - ops_after,
             artifacts=artifacts if isinstance(artifacts, Artifacts) else Artifacts.from_json(artifacts),
             warning=None if pass_.matches else pass_.why_no_match(gm),
         )
-        report.code = printing.to_python(gm, header=f"{pass_.stage} graph after {pass_.name} ({ms:.1f} ms)")
+        report.code = printing.to_python(gm, header=f"{stage} graph after {pass_.name} ({ms:.1f} ms)")
         self._publish(report)
         return report
 
@@ -97,7 +97,7 @@ class Pipeline:
             if self.strict:
                 raise PassError(report.name, f"rewrote nothing: {report.warning}")
             # A forward pass may match in another graph: `warn_unmatched` warns when all graphs of a call are known.
-            log.log(logging.WARNING if report.stage == "backward" else logging.INFO,
+            log.log(logging.WARNING if report.stage != "forward" else logging.INFO,
                     "apexfx: %s rewrote nothing in this graph: %s", report.name, report.warning)
         log.info("%s: %d matches, %d -> %d nodes, %.1f ms", report.name, len(report.matches), report.nodes_before,
                  report.nodes_after, report.ms)

@@ -101,7 +101,8 @@ def _compare(before: fx.GraphModule, after: fx.GraphModule, inputs: Callable[[],
             if isinstance(a, Tensor) and isinstance(e, Tensor) and not _within(a, e, numeric):
                 node = next(n for g in graphs(after) for n in g.graph.nodes if n.name == name)
                 raise PassError(pass_name, f"leaves its tier {numeric!r}: off by {_distance(a, e):.2g}", node)
-    raise PassError(pass_name, f"the outputs leave its tier {numeric!r}, though every node common to both graphs agrees")
+    raise PassError(pass_name, f"the outputs, or the inputs that are written in place, leave its tier {numeric!r}, though every "
+                    "node common to both graphs agrees")
 
 
 def _expected(before: fx.GraphModule, inputs: Callable[[], Sequence[Any]], numeric: str) -> tuple[Any, _Local]:
@@ -118,10 +119,11 @@ def _expected(before: fx.GraphModule, inputs: Callable[[], Sequence[Any]], numer
 
 
 def _run(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, _Local]:
+    """Return the outputs and what the graph left in its inputs, some of which it may write in place."""
     interpreter = _Local(gm)
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        return interpreter.run(*inputs), interpreter
+        return (interpreter.run(*inputs), list(inputs)), interpreter
 
 
 def _distance(a: Tensor, e: Tensor) -> float:

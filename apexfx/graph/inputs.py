@@ -21,8 +21,8 @@ class Placeholder:
     Attributes:
         index: position among the graph's inputs; AOTAutograd refers to it by this number.
         name: the name under which a parameter or buffer is registered, "layer1.0.weight"; the variable's name otherwise.
-        kind: "param", "buffer", "input" or "symint". A tensor is a parameter or buffer because the model has registered it,
-            wherever the program reached it from.
+        kind: "param", "buffer", "state" (of an optimizer or a loss scale), "input" or "symint". A tensor is a
+            parameter or buffer because the model has registered it, wherever the program reached it from.
         shape, dtype, device: of a tensor; None otherwise.
         requires_grad: whether a gradient may come out for it.
         stride: of a strided tensor; None otherwise.
@@ -49,10 +49,10 @@ class Placeholder:
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient among the outputs of a backward graph.
+    """A parameter's gradient in a graph that computes it.
 
     Attributes:
-        position: index in the output tuple.
+        position: index in the list that `gradient_list` returns.
         node: the node that computes it.
         parameter: whose gradient it is.
     """
@@ -67,14 +67,56 @@ def is_backward(gm: fx.GraphModule) -> bool:
     return any(isinstance(d, GradAOTOutput) for d in gm.graph.output_node().meta.get("desc") or ())
 
 
-def gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[Gradient]:
-    """Return the parameter gradients that a backward graph outputs, in output order; `None` outputs are left out."""
+def apply_node(gm: fx.GraphModule) -> fx.Node | None:
+    """Return the node that the graph of a training step ends in; None in any other graph, and once it was taken apart."""
+    return next(iter(gm.graph.find_nodes(op="call_function", target=torch.ops.apexfx.apply_gradients.default)), None)
+
+
+def gradient_list(gm: fx.GraphModule) -> tuple[fx.Node, list[fx.Node | None]]:
+    """Return the node that takes the gradients of `gm`, and what it takes: the output of a backward graph returns them, the
+    end of a training step applies them.
+    """
+    node = apply_node(gm)
+    if node is not None:
+        return node, list(node.args[1])
     output = gm.graph.output_node()
+    return output, list(output.args[0])
+
+
+def replace_gradients(node: fx.Node, new: Sequence[fx.Node | None]) -> None:
+    """Have the node that `gradient_list` returned take others."""
+    node.args = (tuple(new),) if node.op == "output" else (node.args[0], list(new), *node.args[2:])
+
+
+def trained_inputs(gm: fx.GraphModule, node: fx.Node) -> list[fx.Node]:
+    """Return the inputs that are the parameters of the `apply_gradients` node of `gm`.
+
+    Raises:
+        ValueError: one is no input any more, since the forward writes it: its gradient would be taken for nobody's.
+    """
+    for parameter in node.args[0]:
+        if parameter.op != "placeholder" or not isinstance(parameter.meta.get("desc"), PlainAOTInput):
+            written = [copy.args[0].meta.get("apexfx_name") for copy in gm.graph.find_nodes(
+                op="call_function", target=torch.ops.aten.copy_.default) if copy.args[1] is parameter]
+            raise ValueError(f"apexfx: the forward or the loss writes parameter {written[0] if written else parameter.name!r} in "
+                             "place, or a tensor that shares its memory, and a training step as one graph updates it at the end "
+                             "alone; write it between two steps, under torch.no_grad()")
+    return list(node.args[0])
+
+
+def gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[Gradient]:
+    """Return the parameter gradients of a backward graph or a training step, in order; those that are None are left out."""
+    node, taken = gradient_list(gm)
+    if node.op != "output":
+        trained = [placeholders[parameter.meta["desc"].idx] for parameter in trained_inputs(gm, node)]
+        return [Gradient(position, gradient, p) for position, (gradient, p) in enumerate(zip(taken, trained))
+                if gradient is not None]
+    inputs = [desc.grad_of if isinstance(desc, GradAOTOutput) else None for desc in node.meta.get("desc") or ()]
     found = []
-    for position, (node, desc) in enumerate(zip(output.args[0], output.meta.get("desc") or ())):
-        if node is None or not isinstance(desc, GradAOTOutput) or not isinstance(desc.grad_of, PlainAOTInput):
+    for position, (gradient, source) in enumerate(zip(taken, inputs)):
+        if gradient is None or not isinstance(source, PlainAOTInput):
             continue
-        placeholder = placeholders[desc.grad_of.idx]
+        placeholder = placeholders[source.idx]
         if placeholder.kind == "param":
-            found.append(Gradient(position, node, placeholder))
+            found.append(Gradient(position, gradient, placeholder))
     return found

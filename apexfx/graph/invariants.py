@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .._torch import HigherOrderOperator
+from .._torch import HigherOrderOperator, OpOverload
 from ..errors import PassError
 from .collectives import is_collective, is_wait, namespace
 from .nodes import evaluate, fake_mode, graphs, signature, value
@@ -15,7 +15,8 @@ _REMAKABLE = ("aten", "prims", "apexfx")
 def check(gm: fx.GraphModule, *, stage: str, pass_name: str = "pipeline", thorough: bool = False) -> None:
     """Raise `PassError` where `gm` breaks an invariant.
 
-    Always: the graph lints, every op has a value, every collective is waited for exactly once and before it is read.
+    Always: the graph lints, every op that returns something has a value, every collective is waited for exactly once and
+    before it is read.
     `thorough` adds: every recorded value equals a re-run of its op on fakes, and no dead code is left (backward).
     """
     for graph_module in graphs(gm):
@@ -24,9 +25,7 @@ def check(gm: fx.GraphModule, *, stage: str, pass_name: str = "pipeline", thorou
         except RuntimeError as error:
             raise PassError(pass_name, f"left a graph that does not lint: {error}") from error
         for node in graph_module.graph.nodes:
-            # AOTAutograd itself gives the higher-order ops of a checkpoint's random state no value.
-            higher_order = isinstance(node.target, HigherOrderOperator)
-            if node.op in ("call_function", "call_method") and "val" not in node.meta and not higher_order:
+            if node.op in ("call_function", "call_method") and "val" not in node.meta and not _may_lack_value(node):
                 raise PassError(pass_name, "has no meta['val']; make nodes with apexfx.graph.call", node)
             if is_collective(node):
                 problem = _wait_problem(node)
@@ -34,6 +33,12 @@ def check(gm: fx.GraphModule, *, stage: str, pass_name: str = "pipeline", thorou
                     raise PassError(pass_name, problem, node)
         if thorough:
             _check_values(graph_module, pass_name)
+
+
+def _may_lack_value(node: fx.Node) -> bool:
+    """Whether AOTAutograd itself gives a node no value: assertions, and higher-order ops of a checkpoint's random state."""
+    op = node.target
+    return isinstance(op, HigherOrderOperator) or isinstance(op, OpOverload) and not op._schema.returns
 
 
 def _wait_problem(node: fx.Node) -> str | None:

@@ -21,9 +21,11 @@ from .._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
 # Meta keys of a node of a Dynamo graph: every path of the module in which it was traced; where that is one of several, every path
 # of each.
 MODULE_PATHS, POSSIBLE_MODULES = "apexfx_module_paths", "apexfx_possible_modules"
+# Meta key of a training step's node that was traced in no module of the model.
+OUTSIDE_OF_MODEL = "apexfx_outside_of_model"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
-PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODULES, "source_fn_stack", "seq_nr",
-                   "partitioner_tag")
+PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODULES, OUTSIDE_OF_MODEL, "source_fn_stack",
+                   "seq_nr", "partitioner_tag")
 
 
 def value(node: Any) -> Any:

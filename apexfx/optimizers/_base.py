@@ -6,14 +6,18 @@ clips, updates and writes the low-precision model copy while it reads each gradi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import foreach_mul_
+from ..ops.apply_gradients import Update
 from ..ops.multi_tensor import by_device, multi_tensor_l2norm
 from ._checkpoints import unwrap_state, wrapped_state
 
@@ -61,6 +65,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _state_names: tuple[str, ...] = ()  # tensors like the parameter, float32, zero at first
     _scalar_state_names: tuple[str, ...] = ()  # one number a parameter, made by the subclass
     _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
+    clip_epsilon = 1e-6  # added to the norm that divides `max_grad_norm`
     last_grad_norm: Tensor | None = None
     last_found_inf: Tensor | None = None
 
@@ -141,11 +146,29 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return what the op takes after the learning rate, in its order."""
         raise NotImplementedError
 
-    def _gather(self, group: dict[str, Any]) -> list[Batch]:
+    def updates_in_graph(self, trained: Collection[int]) -> list[Update]:
+        """Return the op calls of a step, for the graph of a whole training step; missing state is made.
+
+        Args:
+            trained: ids of the parameters to update.
+        """
+        found = []
+        for group in self.param_groups:
+            for batch in self._gather(group, lambda p: p if id(p) in trained else None):
+                states = {name: batch.states[name] for name in (*self._names(group), *self._scalar_state_names)}
+                # Without dampening a first buffer of zeros gives what SGD's first step does.
+                numbers = functools.partial(self._hyperparameters, group, dataclasses.replace(batch, first_run=False))
+                # Where there are masters, they are what a batch updates, and its model copies are the parameters.
+                masters = batch.params if batch.models else []
+                found.append(Update(self._op._qualified_op_name.partition("::")[2], batch.grads, states, masters, group["step"],
+                                    group, numbers))
+        return found
+
+    def _gather(self, group: dict[str, Any], gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")) -> list[Batch]:
         batches: dict[tuple[Any, ...], Batch] = {}
         names = self._names(group)
         for param in group["params"]:
-            grad = param.grad
+            grad = gradient(param)
             if grad is None:
                 continue
             if grad.is_sparse:
@@ -214,7 +237,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return scalars
 
     def _clip_coefficient(self, norm: Tensor) -> Tensor:
-        return (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+        return (self.max_grad_norm / (norm + self.clip_epsilon)).clamp(max=1.0)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ class FusedLAMB(FusedOptimizer):
 
     _op = staticmethod(torch.ops.apexfx.lamb_)
     _state_names = ("exp_avg", "exp_avg_sq")
+    clip_epsilon = 0.0  # as in Apex; 0 / 0 cannot be: max_grad_norm is positive
 
     def __init__(
         self,
@@ -51,9 +52,6 @@ class FusedLAMB(FusedOptimizer):
             "use_nvlamb": use_nvlamb,
         }
         super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
-
-    def _clip_coefficient(self, norm: Tensor) -> Tensor:
-        return (self.max_grad_norm / norm).clamp(max=1.0)  # no epsilon, as in Apex; 0 / 0 cannot be: max is positive
 
     def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
         return (*group["betas"], group["eps"], group["weight_decay"], group["adam_w_mode"], bool(group["bias_correction"]),

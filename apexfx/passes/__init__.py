@@ -22,8 +22,11 @@ from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
 from .onednn_products import OnednnProducts
 from .precision import Precision
+from .recompute import Recompute
 from .schedule_comm import ScheduleComm
 from .sync_batchnorm import SyncBatchnorm
+from .unscale_clip_update import UnscaleClipUpdate
+from .update_early import UpdateEarly
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,16 @@ class Context:
         gradients: the group that gradients are averaged over, or None.
         batch_norm: the group that batch norm statistics are summed over, or None.
         reduce_gradients: False in the variant for local gradient accumulation.
+        whole_step: the graph is that of a whole training step.
+        memory_budget: bytes alive at once in that graph that are enough, or None.
     """
 
     placeholders: Sequence[Placeholder]
     gradients: dist.ProcessGroup | None
     batch_norm: dist.ProcessGroup | None
     reduce_gradients: bool
+    whole_step: bool = False
+    memory_budget: int | None = None
 
     @property
     def devices(self) -> list[torch.device]:
@@ -106,6 +113,21 @@ def _schedule_comm(config: TransformConfig, context: Context) -> Pass | None:
     return ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None
 
 
+def _unscale_clip_update(config: TransformConfig, context: Context) -> Pass | None:
+    return UnscaleClipUpdate() if context.whole_step else None
+
+
+def _update_early(config: TransformConfig, context: Context) -> Pass | None:
+    return UpdateEarly() if context.whole_step else None
+
+
+def _recompute(config: TransformConfig, context: Context) -> Pass | None:
+    # Under "eager" every op that is computed again is a kernel of its own.
+    if not context.whole_step or config.inner == "eager" and context.memory_budget is None:
+        return None
+    return Recompute(placeholders=context.placeholders, budget=context.memory_budget or 0)
+
+
 TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
     Row(Precision, "opt_level=", _precision),
@@ -116,6 +138,9 @@ TABLE: tuple[Row, ...] = (
     Row(OnednnProducts, "inner=\"inductor\", where MKL lacks AVX-512", _onednn_products),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
+    Row(UnscaleClipUpdate, "train_step()", _unscale_clip_update),
+    Row(UpdateEarly, "train_step() without clipping or a loss scale", _update_early),
+    Row(Recompute, "train_step(), inner=\"inductor\" or memory_budget=", _recompute),
 )
 
 
@@ -125,22 +150,31 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
     Raises:
         ValueError: see `check_names`.
     """
-    check_names(config)
+    check_names(config, whole_step=context.whole_step)
     built = [row.build(config, context) for row in TABLE if row.pass_type.name not in config.skip]
     return [p for p in built if p is not None] + [p for p in config.passes if p.name not in config.skip]
 
 
-def check_names(config: TransformConfig) -> None:
-    """Refuse passes of one name, names in `skip=` that no pass has, and what `precision=` cannot mean."""
+def check_names(config: TransformConfig, *, whole_step: bool = False) -> None:
+    """Refuse passes of one name, names in `skip=` that no pass has, and what `precision=` cannot mean.
+
+    Args:
+        whole_step: of a training step, the only one with passes of the stage "step".
+    """
     built_in = [row.pass_type.name for row in TABLE]
     validate(config.passes, [row.pass_type for row in TABLE if row.pass_type.name not in config.skip])
     for place, pass_ in enumerate(config.passes):
         if pass_.name in built_in:
             raise ValueError(f"apexfx: {type(pass_).__name__} is named {pass_.name!r}, as a built-in pass is, and skip= would "
                              "leave out both; give it another name")
+        if pass_.stage == "step" and not whole_step:
+            raise ValueError(f"apexfx: pass {pass_.name!r} has stage='step', which only the graph of apexfx.train_step() has")
         if any(pass_.name == earlier.name for earlier in config.passes[:place]):
             raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "
                              "attribute `name` of its own")
+    if UnscaleClipUpdate.name in config.skip:
+        raise ValueError(f"apexfx: skip names {UnscaleClipUpdate.name!r}, which updates the parameters; a training step without "
+                         "it would train nothing")
     known = built_in + [p.name for p in config.passes]
     for name in config.skip:
         if name not in known:

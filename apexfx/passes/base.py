@@ -11,7 +11,7 @@ from torch.fx.passes.infra.pass_base import PassBase, PassResult
 from ..graph.nodes import module_path, source_line
 from ..report.records import Artifacts, Match
 
-STAGES = ("forward", "backward")
+STAGES = ("forward", "backward", "step")
 NUMERIC_TIERS = ("bitwise", "reassociates", "changes_dtype")
 
 
@@ -22,7 +22,8 @@ class Pass(PassBase):
 
     Attributes:
         name: the pass's name in reports, `skip=` and errors; also its file's name.
-        stage: "forward" (the Dynamo graph) or "backward" (AOTAutograd's).
+        stage: "forward" (the Dynamo graph), "backward" (AOTAutograd's) or "step" (the whole training step as AOTAutograd has
+            it, where those of the stage "backward" run, too).
         numeric: "bitwise", "reassociates" or "changes_dtype"; enforced by `verify="each"`.
         provides, needs, conflicts: tags, checked before anything runs: of passes that run earlier, or of any in the schedule.
 

@@ -18,7 +18,7 @@ from ..buckets.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot
 from ..buckets.windows import MARK, windows
 from ..config import BucketConfig
 from ..errors import PassError
-from ..graph.inputs import Placeholder, gradients
+from ..graph.inputs import Placeholder, gradient_list, gradients, replace_gradients
 from ..graph.nodes import call, fake_mode, value
 from ..graph.printed_names import identifier
 from ..graph.printing import short_dtype
@@ -179,8 +179,7 @@ class _Emitter:
 
     def __init__(self, gm: fx.GraphModule, plan: BucketPlan, reductions: dict[str, _Reduction]) -> None:
         self.graph = gm.graph
-        self.output = gm.graph.output_node()
-        self.outputs = list(self.output.args[0])
+        self.output, self.outputs = gradient_list(gm)
         self.plan = plan
         self.reductions = reductions
         self.mode = fake_mode(gm.graph)
@@ -233,7 +232,7 @@ class _Emitter:
 
     def connect_outputs(self) -> None:
         """Return the reduced gradients, and drop the upcasts that nobody reads any more."""
-        self.output.args = (tuple(self.outputs),)
+        replace_gradients(self.output, self.outputs)
         self.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in _CASTS)
 
     def _flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:

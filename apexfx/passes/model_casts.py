@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import HigherOrderOperator
+from .._torch import HigherOrderOperator, set_grad_enabled
 from ..graph.mutation import body_of, statistics, storages, written_storages
-from ..graph.nodes import evaluate, set_value, value
+from ..graph.nodes import OUTSIDE_OF_MODEL, evaluate, set_value, value
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import Policy, additive_mask
@@ -29,7 +29,8 @@ def cast_entries(
     what an override wants otherwise; what goes straight into a cast of the user's own or to the output.
     """
     touched = written_storages(gm)
-    first = next(n for n in gm.graph.nodes if n.op != "placeholder")
+    # Behind a node that switches gradients on, or the parameters would get none.
+    first = next(n for n in gm.graph.nodes if n.op != "placeholder" and (n.target is not set_grad_enabled or not n.args[0]))
     made: dict[fx.Node, fx.Node] = {}
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         source = dtype_of(placeholder)
@@ -62,7 +63,7 @@ def _desired_by_users(tensor: fx.Node, policy: Policy) -> set[str]:
 
 
 def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
-    if user.op == "output" or is_inserted_cast(user) or user_cast(user) is not None:
+    if user.op == "output" or user.meta.get(OUTSIDE_OF_MODEL) or is_inserted_cast(user) or user_cast(user) is not None:
         return {KEEP}
     if isinstance(user.target, HigherOrderOperator):
         pair = body_of(user)

@@ -16,7 +16,7 @@ from torch import fx
 from .._torch import tree_leaves
 from ..config import OptLevel
 from ..graph.mutation import body_of
-from ..graph.nodes import POSSIBLE_MODULES, argument, module_paths, op_name
+from ..graph.nodes import OUTSIDE_OF_MODEL, POSSIBLE_MODULES, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import arguments
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
@@ -27,6 +27,7 @@ _NAMED_DTYPES = {
 }  # fmt: skip
 # Ops of these families compute nothing: an override of their module leaves them as they are.
 _NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place")
+_LEFT_OUTSIDE = (*_NOTHING_TO_COMPUTE, "autograd", "foreign")  # of a half model: other ops there compute in float32
 
 aten = torch.ops.aten
 _CAST_METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
@@ -189,6 +190,8 @@ class Policy:
         override = self._override_of(node, name, base)
         if override is not None:
             return override
+        if self.level.cast_model and node.meta.get(OUTSIDE_OF_MODEL) and base.family not in _LEFT_OUTSIDE:
+            return Rule("float", "outside of the model, which is what is half", base.family)
         return base if self.level.patch_ops else consistent(base, to_half=self.level.cast_model)
 
     def overridden(self, node: fx.Node) -> bool:

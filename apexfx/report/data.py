@@ -14,6 +14,7 @@ from . import records
 from .cast_ledger import Cast, CastLedger, remove_cast
 from .diff import coloured, unified
 from .html import report_page
+from .memory import MemoryTimeline
 from .records import GraphReport, Match, PassReport, StageReport, runs, stage_to_json
 from .text import places, report_text
 
@@ -67,9 +68,12 @@ class Report:
             RuntimeError: before the graph exists.
             ValueError: for an unknown stage.
         """
-        if stage not in ("forward", "backward"):
-            raise ValueError(f"apexfx: stage={stage!r} was given, expected 'forward' or 'backward'")
+        if stage not in ("forward", "backward", "step"):
+            raise ValueError(f"apexfx: stage={stage!r} was given, expected 'forward', 'backward' or 'step'")
         found = next((s for s in self._graph(graph).stages if s.stage == stage), None)
+        if found is None and stage == "step":
+            raise RuntimeError(f"apexfx: graph {graph} is not that of a whole training step; its stages are forward and "
+                               "backward")
         if found is None:
             raise RuntimeError(f"apexfx: graph {graph} has no {stage} stage yet; run a training step (loss.backward()) "
                                "once, or model.capture(*inputs)")
@@ -168,6 +172,17 @@ class Report:
                 return entry.artifacts.plan.with_windows([w for r in stage.passes for w in r.artifacts.schedule or ()])
         raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was "
                            "compiled; run a training step (loss.backward()) once, or model.capture(*inputs)")
+
+    def memory(self, graph: int = 0) -> MemoryTimeline:
+        """Return how many bytes are alive along the graph of a training step, by kind. `print` it for a picture.
+
+        Raises:
+            RuntimeError: before the graph exists, or where it is not that of a whole step.
+        """
+        timeline = self.stage("step", graph).memory
+        if timeline is None:
+            raise RuntimeError("apexfx: the report of this graph was kept without a memory timeline")
+        return timeline
 
     def to_json(self, path: str | Path | None = None) -> dict[str, Any]:
         """Return everything as JSON-able values, and write it to `path` where one is given."""

@@ -11,10 +11,12 @@ from ..buckets.plan import Bucket
 from ..graph.printing import comparable
 from .cast_ledger import Cast, CastLedger, size_text
 from .diff import grouped_opcodes
+from .memory import KINDS, MemoryTimeline
 from .records import GraphReport, PassReport, StageReport, runs
 from .text import ops_text, options_text, places, remarks
 
 _CONTEXT = 2
+_COLOURS = dict(zip(KINDS, ("#0072b2", "#56b4e9", "#009e73", "#999999", "#e69f00", "#d55e00")))
 _DEFINES = re.compile(r"\s*(\w+)(?:: [^=]*)? = ")
 
 _PAGE = """\
@@ -64,6 +66,15 @@ its rule and reason.</p>
 <td class="short">{{ bucket.dtypes() }}</td><td class="short">{{ "%g / %g" | format(bucket.predivide, bucket.postdivide) }}</td>
 <td class="short"><code>{{ bucket.start_after or bucket.start }}</code></td><td class="short"><code>{{ bucket.wait_before or "" }}</code></td></tr>
 {% endfor %}</table>{% endfor %}
+{% for graph, timeline in timelines %}<h2>Memory along graph {{ graph.index }}</h2>
+<p>At most {{ size(timeline.peak) }}, before anything is fused.
+{% for kind, colour in colours.items() %}<span style="border-left: 1em solid {{ colour }}; padding: 0 .6em 0 .3em">{{ kind }}</span>{% endfor %}</p>
+<svg viewBox="0 0 1000 260" width="100%" role="img" aria-label="bytes alive, by kind">
+{% for kind, points in areas(timeline) %}<polygon fill="{{ colours[kind] }}" points="{{ points }}"><title>{{ kind }}: at most
+{{ size(timeline.largest(kind)) }}</title></polygon>{% endfor %}
+<text x="0" y="12" font-size="12">{{ size(timeline.peak) }}</text><text x="0" y="258" font-size="12">{{ timeline.nodes[0] }}</text>
+<text x="1000" y="258" font-size="12" text-anchor="end">{{ timeline.nodes[-1] }}</text></svg>
+{% endfor %}
 {% for row in rows %}<h2 id="{{ row.anchor }}">Graph {{ row.graph.index }}, {{ row.stage.stage }}: {{ row.entry.name }}</h2>
 {% for number, text in places(row.entry.matches)[:12] %}<div class="code">{{ number }} &times; {{ text }}</div>{% endfor %}
 {% if row.changed %}<details {{ "open" if row.changed | length < 400 }}><summary>before and after</summary><table class="diff">
@@ -121,8 +132,9 @@ def report_page(config: dict[str, Any], graphs: Sequence[GraphReport], notes: Se
     environment = Environment(autoescape=True, trim_blocks=True)
     rows = [row for graph in graphs for row in _rows(graph, [c for c in ledger if c.graph == graph.index])]
     plans = [(graph, entry.artifacts.plan) for graph, _, entry in runs(graphs) if entry.artifacts.plan is not None]
+    timelines = [(graph, stage.memory) for graph in graphs for stage in graph.stages if stage.memory is not None]
     return environment.from_string(_PAGE).render(
-        graphs=graphs, options=options_text(config), rows=rows, ledger=ledger, plans=plans,
+        timelines=timelines, colours=_COLOURS, areas=_areas, graphs=graphs, options=options_text(config), rows=rows, ledger=ledger, plans=plans,
         remarks=[line for line in remarks(graphs, notes) if line], places=places, ops=ops_text, size=size_text, slots=_slots,
     )
 
@@ -175,6 +187,18 @@ def _side_by_side(before: str, after: str, casts: dict[str, Cast]) -> list[_Diff
     if lines and len(left) > seen:
         lines.append(_DiffLine(gap=len(left) - seen))
     return lines
+
+
+def _areas(timeline: MemoryTimeline) -> Iterator[tuple[str, str]]:
+    """Yield (kind, the corners of its area), stacked, 1000 wide and 240 high."""
+    count, peak = max(len(timeline.nodes) - 1, 1), max(timeline.peak, 1)
+    below = [0] * len(timeline.nodes)
+    for kind, alive in timeline.alive.items():
+        above = [a + b for a, b in zip(below, alive)]
+        corners = [*enumerate(above), *reversed([*enumerate(below)])]
+        if any(alive):
+            yield kind, " ".join(f"{1000 * place / count:.1f},{240 * (1 - num_bytes / peak):.1f}" for place, num_bytes in corners)
+        below = above
 
 
 def _slots(bucket: Bucket) -> Iterator[tuple[Any, ...]]:

@@ -10,6 +10,7 @@ from typing import Any
 from ..buckets.plan import BucketPlan
 from ..buckets.windows import Window
 from ..precision.casts import CastRow, RemovedCast
+from .memory import MemoryTimeline
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,7 @@ class StageReport:
         captured: the graph before the first pass, as runnable Python.
         lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when that came from a cache.
         from_cache: no pass ran in this process; the record was read from beside the compile cache's entry.
+        memory: of the graph after the last pass, for the stage "step".
     """
 
     stage: str
@@ -118,17 +120,18 @@ class StageReport:
     passes: list[PassReport] = field(default_factory=list)
     from_cache: bool = False
     lowered: str = ""
+    memory: MemoryTimeline | None = None
 
 
 @dataclass
 class GraphReport:
-    """One captured graph: its forward stage, and its backward stage once that is compiled.
+    """One captured graph: its forward stage, and its backward stage once that is compiled; or those of a whole training step.
 
     Attributes:
         training: whether a backward graph belongs to it.
         parameters: names of the parameters that enter it.
         local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`.
-        load_backward: reads the backward record kept beside a compile cache entry, when no pass ran in this process.
+        load_backward: reads the record of the second stage kept beside a compile cache entry, when no pass ran in this process.
     """
 
     index: int
@@ -141,7 +144,7 @@ class GraphReport:
 
     @property
     def stages(self) -> list[StageReport]:
-        """The forward stage, and the backward stage where there is one."""
+        """The forward stage, and the backward stage (of a training step, the stage "step") where there is one."""
         if self.backward is None and self.training and self.load_backward is not None:
             self.backward = self.load_backward()
         return [self.forward] + ([self.backward] if self.backward else [])
@@ -173,6 +176,7 @@ def uncovered(graphs: Iterable[GraphReport]) -> list[str]:
 def stage_to_json(stage: StageReport) -> dict[str, Any]:
     """Return a stage's record as JSON-able values; `stage_from_json` is its inverse."""
     return {"stage": stage.stage, "captured": stage.captured, "lowered": stage.lowered, "from_cache": stage.from_cache,
+            "memory": asdict(stage.memory) if stage.memory is not None else None,
             "passes": [_pass_to_json(entry) for entry in stage.passes]}
 
 
@@ -187,4 +191,5 @@ def stage_from_json(row: dict[str, Any]) -> StageReport:
     passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"]),
                             "matches": [Match(**match) for match in p["matches"]],
                             "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
-    return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"])
+    return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"],
+                       memory=MemoryTimeline(**row["memory"]) if row["memory"] is not None else None)

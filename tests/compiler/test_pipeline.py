@@ -167,7 +167,7 @@ def test_contracts_are_checked_before_anything_runs():
         conflicts = ("casts",)
 
     class Nowhere(ScaleTwice):
-        stage = "step"
+        stage = "sideways"
 
     class Vague(ScaleTwice):
         numeric = "roughly"
@@ -184,7 +184,7 @@ def test_contracts_are_checked_before_anything_runs():
         validate([Needy()], [OfBackward])
     validate([NeedyOfBackward(), Provider()])
     validate([NeedyOfBackward()], [OfBackward])
-    with pytest.raises(ValueError, match="stage='step', expected one of forward, backward"):
+    with pytest.raises(ValueError, match="stage='sideways', expected one of forward, backward, step"):
         validate([Nowhere()])
     with pytest.raises(ValueError, match="numeric='roughly'"):
         validate([Vague()])

@@ -138,7 +138,7 @@ def by_compile(**options):
     ((Same(), Same()), ("same",), "two passes are named 'same'"),
     ((BuiltIn(),), (), "BuiltIn is named 'sync_batchnorm', as a built-in pass is"),
     ((BuiltIn(),), ("sync_batchnorm",), "skip= would leave out both; give it another name"),
-    ((OfStep(),), (), "stage='step', expected one of forward, backward"),
+    ((OfStep(),), (), "stage='step', which only the graph of apexfx.train_step\\(\\) has"),
     ((print,), (), "expected instances of apexfx.Pass"),
 ])
 def test_passes_that_cannot_be_told_apart_or_never_run(make, passes, skip, message):

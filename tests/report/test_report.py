@@ -221,7 +221,7 @@ def test_unknown_names_are_refused_with_the_known_ones():
         report.diff("softsine")
     with pytest.raises(ValueError, match="graph=3 was given; graphs 0 to 0 were captured"):
         report.diff("softsign", graph=3)
-    with pytest.raises(ValueError, match="expected 'forward' or 'backward'"):
+    with pytest.raises(ValueError, match="expected 'forward', 'backward' or 'step'"):
         report.code(stage="front")
     with pytest.raises(ValueError, match="these did: softsign"):
         report.code(after="softsine")

@@ -1,0 +1,64 @@
+"""Where a step first computes something that is not finite: looked for once, in eager, when steps are skipped again and again."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._torch import OpOverload, TorchDispatchMode, tree_leaves
+
+
+class _FirstNonFinite(TorchDispatchMode):
+    """Keeps the name of the first op that makes a NaN or an infinity of numbers that are neither.
+
+    Minus infinity is no sign of an overflow: masks are made of it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = ""
+
+    def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self.found and not _is_finite(result, masks=True) and _is_finite((args, kwargs), masks=True):
+            self.found = str(func)
+        return result
+
+
+def _is_finite(values: Any, *, masks: bool = False) -> bool:
+    """Return whether all tensors are finite; with `masks`, minus infinity is as good as a number."""
+    floats = [x.detach() for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point()]
+    return not any(bool((x.isnan() | (x == math.inf) if masks else ~x.isfinite()).any()) for x in floats)
+
+
+def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tuple[Any, ...]) -> str:
+    """Say in a sentence which op of the forward first gives something that is not finite, computing as eager does.
+
+    It runs a copy of the model, and leaves the state of the random number generators as it was. Where there are several ranks
+    nothing is computed: a forward that communicates, as synchronized batch norm does, would wait for the others.
+    """
+    if not _is_finite(batch, masks=True):
+        return "The batch itself is not finite"
+    if names := [name for name, p in model.named_parameters() if not _is_finite(p)]:
+        return f"Parameter {names[0]!r} is not finite"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return "The batch and the parameters of this rank are finite; run the batch in one process to find the op"
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    with torch.random.fork_rng(devices), torch.no_grad():
+        try:
+            with _FirstNonFinite() as mode:
+                result = objective(copy.deepcopy(model), *batch)
+        except Exception as error:  # whatever the model does: this is the text of a warning, and training goes on
+            first_line = str(error).partition("\n")[0]
+            return f"The forward cannot be run in eager to find the op ({type(error).__name__}: {first_line})"
+    if mode.found:
+        return f"In eager {mode.found} is the first op of the forward whose result is not finite"
+    if not _is_finite(result):
+        return "In eager the loss is minus infinity, and no op gives a NaN or plus infinity"
+    return "The forward is finite in eager: what overflows is the half type, or the backward"

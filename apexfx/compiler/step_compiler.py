@@ -1,0 +1,154 @@
+"""What Dynamo hands the graph of a whole training step to: the passes of every stage run over it, and one callable comes back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+
+from .. import passes
+from .._torch import set_grad_enabled
+from ..config import TransformConfig
+from ..distributed.agreement import Agreement
+from ..graph.collectives import issued
+from ..graph.inputs import Placeholder, apply_node
+from ..report.data import Report
+from ..report.records import GraphReport
+from . import cache, capture
+from .backward_stage import StepPasses
+from .graph_compiler import Groups, numeric_options
+from .inner_compilers import INNER, traceable_rnn
+from .model_index import ModelIndex
+from .pipeline import Pipeline, warn_unmatched
+from .refusals import check_inputs
+from .step_parameters import overlapping
+
+
+class Captured(Exception):
+    """Raised in place of the first run of a graph that was to be compiled only."""
+
+
+class StepCompiler:
+    """Compiles the graph of a training step: the callable that `torch.compile` is given.
+
+    Forward and backward are one graph here. The forward passes run over it as Dynamo captured it, where
+    `torch.autograd.grad` is a node; those of the backward and of the step run over what AOTAutograd makes of it.
+
+    Args:
+        config: the options.
+        groups: the process groups.
+        agreement: among the ranks, before a graph first runs; None on one rank.
+        index: of the names of the model's tensors and of the optimizer's state.
+        on_run: called before a graph runs, once all ranks have agreed on it.
+        memory_budget: bytes alive at once that are enough, or None.
+        reduce_gradients: False compiles the variant that accumulates.
+
+    Attributes:
+        captures_only: while it is set, a graph raises `Captured` instead of running.
+    """
+
+    def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
+                 index: ModelIndex, on_run: Callable[[], None], memory_budget: int | None = None,
+                 reduce_gradients: bool = True) -> None:
+        self.config = config
+        self.report = report
+        self.groups = groups
+        self.agreement = agreement
+        self.index = index
+        self.on_run = on_run
+        self.memory_budget = memory_budget
+        self.reduce_gradients = reduce_gradients
+        self.captures_only = False
+        self._running: list[Any] = []  # what the ranks communicate in the graph that ran last
+        self._num_switches = 0
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        check_inputs(gm, example_inputs)
+        _switch_gradients_on(gm)
+        placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision),
+                                        whole_step=True)
+        context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
+                                 whole_step=True, memory_budget=self.memory_budget)
+        pipeline = Pipeline(passes.schedule(self.config, context), verify=self.config.verify, strict=self.config.fullgraph)
+        forward = pipeline.run("forward", gm)
+        record = GraphReport(len(self.report.graphs), True, forward,
+                             parameters=tuple(p.name for p in placeholders if p.kind == "param"),
+                             local=not self.reduce_gradients)
+        uuid = cache.uuid(self.config.describe(), pipeline.passes, {
+            "groups": self.groups.describe(), "reduce": self.reduce_gradients,
+            "inputs": [[p.name, p.kind] for p in placeholders],
+        })
+        key = cache.graph_key(uuid, gm) if uuid is not None and self.config.inner != "eager" else None
+        if key is not None:
+            record.load_backward = functools.partial(cache.load_stage, key)
+        node = apply_node(gm)
+        updated = {p.name for p in (*node.args[0], *node.args[2], *node.args[3])} if node is not None else set()
+        places = [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p.name in updated]
+        present = [gradient is not None for gradient in node.args[1]] if node is not None else []
+        step = StepPasses(pipeline, record, placeholders, uuid, key, present)
+        collectives = [*issued(gm), *(row for pass_ in pipeline.stage("step") for row in pass_.collectives())]
+        if collectives:
+            collectives.insert(0, numeric_options(self.config))
+            if self.reduce_gradients and node is not None:
+                collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(node.args[0], present) if here)])
+        with traceable_rnn(gm):
+            compiled = INNER[self.config.inner](gm, example_inputs, step)
+        self.report.add(record)
+        warn_unmatched(self.report)
+        return self._guarded(compiled, record, collectives, placeholders, places)
+
+    def _guarded(self, compiled: Callable[..., Any], record: GraphReport, collectives: list[Any],
+                 placeholders: Sequence[Placeholder], updated: Sequence[int]) -> Callable[..., Any]:
+        """Have the ranks compare what they will communicate wherever that is not what they communicated last.
+
+        A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
+
+        Args:
+            updated: the inputs that the end of the step writes; no other input may share their memory.
+        """
+        compared = bool(collectives) and self.agreement is not None
+        memory_is_own = not updated
+
+        def run(*args: Any) -> Any:
+            nonlocal memory_is_own
+            if self.captures_only:
+                raise Captured
+            if not memory_is_own:
+                _check_memory(args, placeholders, updated)
+                memory_is_own = True
+            if compared and collectives != self._running:
+                self.agreement.ensure(f"collectives of training step {record.index}", [*collectives, self._num_switches])
+                self._num_switches += 1
+                self._running = collectives
+            self.on_run()
+            return compiled(*args)
+
+        return run
+
+
+def _check_memory(args: Sequence[Any], placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
+    """Refuse an input that is the memory of what the step updates: it would be read before or after, as the graph happens to lie.
+
+    Raises:
+        ValueError: it names both.
+    """
+    tensors = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
+    for one, other in overlapping([args[place] for place in tensors]):
+        first, second = placeholders[tensors[one]], placeholders[tensors[other]]
+        if not {tensors[one], tensors[other]}.isdisjoint(updated):
+            raise ValueError(f"apexfx: {first.name!r} and {second.name!r}, which the step reads, share memory that it updates; "
+                             "give it a copy (.clone()) of a parameter, or use the parameter itself")
+
+
+def _switch_gradients_on(gm: fx.GraphModule) -> None:
+    """Begin with gradients on, as the traced function does: Dynamo leaves that out where the objective begins with them off.
+
+    Passes put casts of parameters at the beginning, and gradients flow through those.
+    """
+    first = next(node for node in gm.graph.nodes if node.op != "placeholder")
+    if first.target is not set_grad_enabled or not first.args[0]:
+        with gm.graph.inserting_before(first):
+            for enabled in (True, False):
+                gm.graph.call_function(set_grad_enabled, (enabled,))

@@ -1,0 +1,206 @@
+"""The function of a training step that Dynamo traces, and what its errors mean to a user."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+    dynamo_config,
+    tree_map,
+)
+from .compiled_model import with_private_code
+
+_numbers = itertools.count()
+_IN_PIECES = "pass fallback='transform' to run the step in pieces"
+
+
+def of_one_step(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with code and a name of its own.
+
+    Dynamo counts recompilations by the code, and remembers by the name which sizes have changed: those of another model's state
+    would make this one's symbolic.
+    """
+    own = with_private_code(function)
+    own.__code__ = own.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return own
+
+
+class OfOutput:
+    """The objective of a loss function of the model's output."""
+
+    def __init__(self, loss_fn: Callable[..., Any]) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, model: nn.Module, inputs: Any, *targets: Any) -> Any:
+        if isinstance(inputs, Mapping):
+            output = model(**inputs)
+        elif isinstance(inputs, (tuple, list)):
+            output = model(*inputs)
+        else:
+            output = model(inputs)
+        return self.loss_fn(output, *targets)
+
+
+def run_step(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor], gathered: list[bool],
+             states: list[Tensor], scalars: list[Tensor], scale: Tensor | None, calls: int, plan: str,
+             batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Compute gradients, add those that earlier calls have gathered in `buffers`, and apply them.
+
+    Returns:
+        The loss, what else the objective returned (a tuple of one, or of none), found_inf, for each parameter whether it has a
+        gradient, and the gradients that leave the graph.
+    """
+    _check_traced()
+    loss, rest, grads = compute_gradients(model, objective, params, scale, batch)
+    if calls > 1:
+        grads = add_gathered(buffers, gathered, grads, calls)
+        for buffer in buffers:
+            buffer.zero_()
+    return loss, rest, *apply_gradients(params, grads, states, scalars, plan)
+
+
+def run_accumulate(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
+                   scale: Tensor | None, calls: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Compute gradients and add them to `buffers`; return the loss, what else there was, and which parameters have one."""
+    _check_traced()
+    loss, rest, grads = compute_gradients(model, objective, params, scale, batch)
+    return loss, rest, gather(buffers, grads, calls)
+
+
+def gather(buffers: Sequence[Tensor], grads: Sequence[Tensor | None], calls: int) -> list[bool]:
+    """Add gradients, each divided by the number of calls, to `buffers`; return which of them there are."""
+    for buffer, gradient in zip(buffers, grads):
+        if gradient is not None:
+            buffer.add_(gradient / calls)
+    return [g is not None for g in grads]
+
+
+def add_gathered(buffers: Sequence[Tensor], gathered: Sequence[bool], grads: Sequence[Tensor | None],
+                 calls: int) -> list[Tensor | None]:
+    """Return the average of these gradients, the last ones, and those in `buffers`.
+
+    Args:
+        gathered: for each buffer whether it has a gradient.
+    """
+    return [_sum(buffer, held, g, calls) for buffer, held, g in zip(buffers, gathered, grads)]
+
+
+def apply_gradients(params: list[Tensor], grads: list[Tensor | None], states: list[Tensor], scalars: list[Tensor],
+                    plan: str) -> tuple[Tensor, list[bool], list[Tensor]]:
+    """Do what `plan` says; return found_inf, for each parameter whether it has a gradient, and those that leave the step."""
+    found_inf, _, gradients = torch.ops.apexfx.apply_gradients.default(params, grads, states, scalars, plan)
+    return found_inf, [g is not None for g in grads], gradients
+
+
+def _sum(buffer: Tensor, held: bool, gradient: Tensor | None, calls: int) -> Tensor | None:
+    if gradient is None:
+        return buffer.clone() if held else None
+    return buffer + gradient / calls if held else gradient / calls
+
+
+def _check_traced() -> None:
+    if not torch.compiler.is_compiling():
+        raise RuntimeError("apexfx: the step was not compiled, since Dynamo is off (TORCHDYNAMO_DISABLE, "
+                           "torch.compiler.set_stance or torch._dynamo.config.disable), and it runs as a graph alone")
+
+
+def _differentiate(loss: Tensor, params: list[Tensor]) -> Sequence[Tensor | None]:
+    return torch.autograd.grad(loss, params, allow_unused=True)
+
+
+def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None,
+                      batch: tuple[Any, ...], differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate,
+                      ) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
+    """Run forward and backward; return the loss, what else there was, and the gradients of the scaled loss.
+
+    Args:
+        differentiate: returns the gradients of a loss by parameters, None for one that it does not depend on.
+    """
+    with torch.enable_grad():
+        result = objective(model, *batch)
+        loss, *rest = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+        if not isinstance(loss, Tensor):
+            raise TypeError("apexfx: the loss function or objective has to return the loss, a scalar tensor, or a tuple of the "
+                            "loss and something else to return")
+        loss = loss if loss.dtype == torch.float64 else loss.float()
+        grads = differentiate(loss if scale is None else loss * scale, params)
+    return loss.detach(), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tuple(rest)), list(grads)
+
+
+class NotOneGraph(RuntimeError):
+    """Raised where a training step cannot be captured as one graph.
+
+    Attributes:
+        reason: what stood in the way, and where, in a line.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def meaning(text: str) -> Exception | None:
+    """Return the error that says in the words of its user what a step cannot do with a loss; None for any other error."""
+    if ours := re.search(r"apexfx: the (?:loss|objective)[^'\"\n]*", text):
+        return (TypeError if "has to return" in text else ValueError)(ours[0])
+    if "only for scalar outputs" in text:
+        return ValueError("apexfx: the loss is no scalar; have the loss function reduce it: .mean(), .sum()")
+    if "does not require grad" in text or "One of the differentiated Tensors" in text:
+        return ValueError("apexfx: the loss does not depend on any parameter that the optimizer holds: it is detached, "
+                          "computed under no_grad(), or of other parameters")
+    return None
+
+
+@contextlib.contextmanager
+def clear_errors() -> Iterator[None]:
+    """Say what a step cannot do in the words of its user."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if "does not support RNG ops" in str(error.inner_exception):
+            reason = "the model checkpoints activations around random numbers (dropout)"
+            raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph cannot compute again; checkpoint without "
+                              f"dropout, or {_IN_PIECES}", reason) from error
+        if "One of the differentiated Tensors" in str(error.inner_exception):
+            reason = "the forward writes a parameter in place (Embedding(max_norm=) does)"
+            raise ValueError(f"apexfx: {reason}, and a training step as one graph updates it at the end alone; train with "
+                             "apexfx.transform()") from error
+        raise error.inner_exception from None
+    except FailOnRecompileLimitHit as error:
+        raise RuntimeError(
+            f"apexfx: the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
+            "changing: a number or a list in the model, which parameters have a gradient, or a hyperparameter other than the "
+            "learning rate (OneCycleLR changes the momentum, unless cycle_momentum=False). TORCH_LOGS=recompiles says what it "
+            "is; torch._dynamo.config.recompile_limit is the limit") from error
+    except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
+        text = str(error)
+        if (clearer := meaning(text)) is not None:
+            raise clearer from error
+        if isinstance(error, TorchRuntimeError):
+            raise RuntimeError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
+        if "consumed returned tensor's grad_fn" in text:
+            text = ("the model keeps a tensor of this step for the next one, with its history; keep tensor.detach() instead. "
+                    "torch.nn.utils.weight_norm and spectral_norm do this, those of torch.nn.utils.parametrizations do not. "
+                    f"{text}")
+        raise NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {text}\nMove that out of the model and "
+                          f"the loss, or {_IN_PIECES}", _in_a_line(text)) from error
+
+
+def _in_a_line(text: str) -> str:
+    """Return the first line of what Dynamo says, and the last place in the user's code that it names."""
+    places = re.findall(r'File "(.+)", line (\d+), in (\w+)', text)
+    where = " at {}:{}, in {}".format(*places[-1]) if places else ""
+    return text.strip().partition("\n")[0].rstrip(".") + where

@@ -1,0 +1,171 @@
+"""A training step that Dynamo cannot capture whole: the model's graphs, and what the step does besides op by op.
+
+The model's forward and backward run as the graphs that `transform()` would make of them. The objective around it and the end of
+the step are the same code that a whole graph is captured from, run as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import not_traced, tensor_version
+from ..buckets.reduce import reduce_gradients
+from ..config import TransformConfig
+from ..distributed.agreement import Agreement
+from ..report.data import Report
+from .compiled_model import CompiledModel, with_private_code
+from .graph_compiler import GraphCompiler, Groups
+from .refusals import COMPILES_ITSELF
+from .step_function import add_gathered, apply_gradients, compute_gradients, gather, meaning
+
+log = logging.getLogger(__name__)
+
+
+class StepInPieces:
+    """Runs what `run_step` and `run_accumulate` describe, with the model's own forward compiled.
+
+    Gradients are averaged when the backward has ended, in the buckets of the options. So those of what a graph break left to
+    eager, or of another part of the model than other ranks use, are averaged as well.
+
+    Args:
+        model: the user's.
+        config: the options.
+        report: where the graphs' reports go.
+        groups: the process groups.
+        agreement: among the ranks; None on one rank.
+        stand_ins: the replacements of batch norms, which are in the model while it is called.
+        on_change: called before parameters, buffers or what was accumulated change, or once they have.
+    """
+
+    def __init__(self, model: nn.Module, config: TransformConfig, *, report: Report, groups: Groups,
+                 agreement: Agreement | None, stand_ins: Mapping[nn.Module, nn.Module], on_change: Callable[[], None]) -> None:
+        self._model, self._report, self._stand_ins, self._on_change = model, report, stand_ins, on_change
+        self._buckets, self._group = config.buckets, groups.gradients
+        self._config = self._of_model(config)
+        local = copy.copy(groups)
+        local.gradients = None
+        self._compiler = GraphCompiler(self._config, report=report, groups=local, agreement=agreement)
+        self._compiled: CompiledModel | None = None
+        self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's
+        self._was_called = False
+
+    def run_last(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
+                 gathered: list[bool], states: list[Tensor], scalars: list[Tensor], scale: Tensor | None, calls: int, plan: str,
+                 batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Do as `run_step`."""
+        loss, rest, grads = self._gradients(objective, params, scale, batch)
+        if calls > 1:
+            grads = add_gathered(buffers, gathered, grads, calls)
+        if any(g is not None for g in grads):  # otherwise the step is refused
+            self._on_change()
+        grads = self._averaged(params, grads)
+        if calls > 1:
+            for buffer in buffers:
+                buffer.zero_()
+        return loss, rest, *apply_gradients(params, grads, states, scalars, plan)
+
+    def run_earlier(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
+                    scale: Tensor | None, calls: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Do as `run_accumulate`."""
+        loss, rest, grads = self._gradients(objective, params, scale, batch)
+        self._on_change()
+        return loss, rest, gather(buffers, grads, calls)
+
+    def _of_model(self, config: TransformConfig) -> TransformConfig:
+        """Return the options of the model alone."""
+        left_out = [p.name for p in config.passes if p.stage == "step"]
+        if left_out:
+            self._report.note(f"apexfx: {', '.join(left_out)} did not run: passes of the stage step need the whole step")
+        return dataclasses.replace(
+            config, ddp=False, process_group=config.process_group if config.sync_bn else None,
+            passes=[p for p in config.passes if p.name not in left_out], skip=[s for s in config.skip if s not in left_out])
+
+    def _gradients(self, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None,
+                   batch: tuple[Any, ...]) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
+        """Run forward and backward; a failure changes nothing but what the forward has written."""
+        before = self._versions()
+        try:
+            with self._compiled_forward():
+                found = compute_gradients(self._model, objective, params, scale, batch, self._differentiate)
+        except BaseException as error:
+            if self._versions() != before:
+                self._on_change()
+            if isinstance(error, RuntimeError) and (clearer := meaning(str(error))) is not None:
+                raise clearer from error
+            raise
+        sparse = next((p for p, g in zip(params, found[2]) if g is not None and g.layout != torch.strided), None)
+        if sparse is not None:
+            raise ValueError(f"apexfx: the gradient of {self._names()[id(sparse)]!r} is sparse, and a training step updates by "
+                             "dense ones only. Use sparse=False in the embedding")
+        if not self._was_called:
+            self._was_called = True
+            message = ("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: no pass has "
+                       "rewritten it")
+            self._report.note(message)
+            log.warning(message)
+        return found
+
+    def _differentiate(self, loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+        """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
+        held = {p: p.grad for p in (*self._model.parameters(), *params)}
+        for p in held:
+            p.grad = None
+        try:
+            loss.backward()
+            return [p.grad for p in params]
+        finally:
+            for p, gradient in held.items():
+                p.grad = gradient
+
+    def _names(self) -> dict[int, str]:
+        return {id(p): name for name, p in self._model.named_parameters()}
+
+    def _versions(self) -> list[tuple[int, int]]:
+        return [(id(t), tensor_version(t)) for t in (*self._model.parameters(), *self._model.buffers())]
+
+    @contextlib.contextmanager
+    def _compiled_forward(self) -> Iterator[None]:
+        """Have calls of the model run its graphs, in a step alone: outside of it the model is as it was."""
+        attributes = self._model.__dict__
+        own = attributes.get("forward")
+        if self._compiled is None or own is not self._own_forward:
+            traced = own or with_private_code(type(self._model).forward)
+            self._compiled = CompiledModel(self._model, traced, self._config, self._compiler, self._stand_ins,
+                                           of_inputs=own is not None, in_step=True)
+            self._own_forward = own
+        compiled = self._compiled
+
+        @functools.wraps(own or type(self._model).forward)  # keeps the signature, which Hugging Face inspects
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._was_called = True
+            return compiled.call(self._model, args, kwargs)
+
+        attributes["forward"] = not_traced(forward, COMPILES_ITSELF)
+        try:
+            yield
+        finally:
+            if own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = own
+
+    def _averaged(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the averages over the ranks; None where no rank has a gradient."""
+        if self._group is None:
+            return list(grads)
+        names, named = self._names(), {}
+        for place, (p, gradient) in enumerate(zip(params, grads)):
+            holder = named[names.get(id(p), f"{place}")] = p.detach()  # no name: its module has been replaced
+            # A copy, since autograd may hand out one gradient twice, or expanded.
+            holder.grad = gradient.clone(memory_format=torch.contiguous_format) if gradient is not None else None
+        reduce_gradients(named, self._buckets, self._group)
+        return [holder.grad for holder in named.values()]

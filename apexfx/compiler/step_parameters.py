@@ -1,0 +1,98 @@
+"""Which parameters a training step trains, what is refused of them, and that all ranks hold the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .._torch import has_gradient_hooks
+from ..buckets.plan import check_options
+from ..config import BucketConfig
+from ..distributed.agreement import Agreement, Label
+from ..distributed.broadcast import broadcast_from_first
+from .graph_compiler import Groups
+
+
+def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return the parameters of the optimizer that require a gradient.
+
+    Raises:
+        ValueError: some are not the model's, are on another device, share memory, or have hooks; there are none.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    given = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in given if id(p) not in names]
+    if foreign:
+        shapes = ", ".join(str(list(p.shape)) for p in foreign[:3])
+        raise ValueError(f"apexfx: {type(optimizer).__name__} holds {len(foreign)} parameters that are not the model's "
+                         f"(of shape {shapes}{', ...' if len(foreign) > 3 else ''}). Give the optimizer the parameters of "
+                         "this model; what a loss function trains belongs into the model, as a submodule")
+    trained = [p for p in given if p.requires_grad]
+    if not trained:
+        raise ValueError(f"apexfx: {type(optimizer).__name__} holds no parameter that requires a gradient")
+    devices = {p.device for p in trained}
+    if len(devices) > 1:
+        raise ValueError(f"apexfx: the parameters are on {', '.join(sorted(map(str, devices)))}; a step runs on one device")
+    if hooked := [names[id(p)] for p in trained if has_gradient_hooks(p)]:
+        raise ValueError(f"apexfx: a hook is registered on parameter {hooked[0]!r} (register_hook or "
+                         "register_post_accumulate_grad_hook), which a training step as one graph would not run; remove it, "
+                         "or train with apexfx.transform() and the optimizer's own step()")
+    _check_memory(model, {id(p) for p in trained})
+    return trained
+
+
+def missed_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Say which parameters of the model require a gradient and are not the optimizer's; "" where there are none."""
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
+    if not missed:
+        return ""
+    return (f"apexfx: {len(missed)} parameters require a gradient and are in no group of the optimizer, so the step trains them "
+            f"not: {', '.join(missed[:5])}{', ...' if len(missed) > 5 else ''}")
+
+
+def _check_memory(model: nn.Module, trained: set[int]) -> None:
+    """Refuse a trained parameter that shares memory with another tensor of the model: their updates would meet there.
+
+    Args:
+        trained: ids of the parameters.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    for one, other in overlapping([tensor for _, tensor in named]):
+        if trained & {id(named[one][1]), id(named[other][1])}:
+            raise ValueError(f"apexfx: {named[one][0]!r} and {named[other][0]!r} of the model share memory and are two tensors, "
+                             "each of which would be updated as if it were alone; register one Parameter under both names")
+
+
+def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield the places of each two tensors that reach over the same memory."""
+    ranges = []
+    for place, tensor in enumerate(tensors):
+        if tensor.layout == torch.strided and tensor.numel():
+            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            ranges.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize, place))
+    ranges.sort()
+    for i, (device, _, end, place) in enumerate(ranges):
+        for other_device, begin, _, other in ranges[i + 1:]:
+            if other_device != device or begin >= end:
+                break
+            yield place, other
+
+
+def agree_on_model(model: nn.Module, groups: Groups, buckets: BucketConfig | None) -> Agreement | None:
+    """Compare the model over the ranks, and copy what it holds from rank 0."""
+    if buckets is not None:
+        check_options(buckets, dict(model.named_parameters(remove_duplicate=False)), dist.get_world_size(groups.gradients))
+    agreement = None
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if groups.user is not None and dist.get_world_size(groups.user) > 1 and dist.get_backend(groups.user) != "fake":
+        agreement = Agreement(groups.user, Label(groups.user, "train_step"), (buckets or BucketConfig()).timeout_s,
+                              getattr(groups.gradients or groups.batch_norm, "watchdog", None))
+        agreement.ensure_model(tensors.items())
+    groups.separate_batch_norm()
+    if groups.gradients is not None:
+        broadcast_from_first(tensors.values(), groups.gradients)
+    return agreement

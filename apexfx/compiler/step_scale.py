@@ -1,0 +1,87 @@
+"""The loss scale of a training step: tensors that its graph adapts, and what the host learns of them without waiting."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.host_copy import HostCopy
+
+SCALE, GROWTH, SKIPS = "loss_scale", "growth_tracker", "skips"
+MAX_SCALE = 2.0**24
+_FIRST_SCALE = 2.0**16  # both as Apex has them
+_WARN_AFTER_SKIPS = 8
+
+
+class StepScale:
+    """A loss scale and the number of skipped steps.
+
+    Args:
+        mode: "dynamic", a number, or None for none.
+        device: of the tensors.
+
+    Attributes:
+        tensors: those that the graph reads and writes, by name.
+    """
+
+    def __init__(self, mode: float | str | None, device: torch.device) -> None:
+        self.mode = mode
+        self.tensors: dict[str, Tensor] = {}
+        if mode is not None:
+            self.tensors[SCALE] = torch.full((), _FIRST_SCALE if mode == "dynamic" else mode, device=device)
+        if mode == "dynamic":
+            self.tensors[GROWTH] = torch.zeros((), dtype=torch.int32, device=device)
+        if mode is not None:
+            self.tensors[SKIPS] = torch.zeros(2, device=device)  # in all, and in a row up to now
+        self.forget()
+
+    @property
+    def value(self) -> float:
+        """The factor of the next loss; waits for the device."""
+        return float(self.tensors[SCALE]) if self.mode is not None else 1.0
+
+    @property
+    def skipped(self) -> int:
+        """How many steps were skipped; waits for the device."""
+        return int(self.tensors[SKIPS][0]) if self.mode is not None else 0
+
+    def forget(self) -> None:
+        """Forget what the host has seen of earlier steps."""
+        self._warn_at, self._copy = _WARN_AFTER_SKIPS, None
+
+    def skips_to_tell(self) -> int:
+        """Return how many steps in a row were skipped where it is time to say so, else 0; does not wait for the device."""
+        if self.mode is None or self._copy is not None and not self._copy.ready():
+            return 0
+        in_a_row = int(self._copy.get()[1]) if self._copy is not None else 0
+        self._copy = HostCopy(self.tensors[SKIPS])
+        if in_a_row < self._warn_at:
+            self._warn_at = self._warn_at if in_a_row else _WARN_AFTER_SKIPS
+            return 0
+        self._warn_at *= 8
+        return in_a_row
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the tensors."""
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def check(self, state: Any) -> None:
+        """Refuse the state of another kind of loss scale.
+
+        Raises:
+            ValueError: what is given, and expected.
+        """
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
+        given = {name: list(getattr(tensor, "shape", "?")) for name, tensor in state.items()} \
+            if isinstance(state, dict) else type(state).__name__
+        if given != shapes:
+            raise ValueError(f"apexfx: the state holds {given} of a loss scale (name: shape), and this step with "
+                             f"loss_scale={self.mode!r} has {shapes}; make the step with the same loss_scale")
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned and `check` let through."""
+        for name, tensor in state.items():
+            self.tensors[name].copy_(tensor)
+        self.forget()

@@ -1,0 +1,188 @@
+"""Compute cheap values a second time instead of keeping them alive."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from .._torch import OpOverload
+from ..graph.inputs import Placeholder
+from ..graph.mutation import written
+from ..graph.nodes import call, fake_mode
+from ..report.memory import Memory
+from .base import Pass
+
+aten = torch.ops.aten
+_bn_forward, _bn_normalize = torch.ops.apexfx.bn_forward.default, torch.ops.apexfx.bn_normalize.default
+# Besides views and what torch tags as elementwise.
+_CHEAP = (aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.clone.default, _bn_normalize)
+_LONGEST_CHAIN = 16  # ops that are computed again for one value
+_SMALL = 1e-3  # of the peak: not worth a second computation
+
+
+class Recompute(Pass):
+    """Compute elementwise values of the forward again where the backward reads them, instead of keeping them in between.
+
+    Where the most bytes are alive, a value that is read earlier and later, and follows by casts, views and elementwise ops from
+    what is alive until then anyway, is computed again in front of the later readers; the output of a batch norm, from its
+    statistics. That goes on with the next peak, until `budget` is met or nothing is left. What is random, or reads what is
+    written in between, stays.
+
+    Before:  h = gelu(x); y = mm(h, w); ...; gw = mm(t(h), gy); gx = gelu_backward(gh, x)
+    After:   h = gelu(x); y = mm(h, w); ...; again = gelu(x); gw = mm(t(again), gy); gx = gelu_backward(gh, x)
+
+    Args:
+        placeholders: the inputs of the captured graph.
+        budget: bytes alive at once that are enough.
+    """
+
+    name = "recompute"
+    stage = "step"
+    numeric = "bitwise"
+
+    def __init__(self, *, placeholders: Sequence[Placeholder] = (), budget: int = 0) -> None:
+        super().__init__()
+        self.placeholders, self.budget = placeholders, budget
+
+    def options(self) -> dict[str, Any]:
+        return {"budget": self.budget}
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        before = len(self.matches)
+        while (peak := _Peak(gm, self.placeholders)).bytes > self.budget and self._lower(peak):
+            pass
+        return PassResult(gm, len(self.matches) > before)
+
+    def _lower(self, peak: _Peak) -> bool:
+        """Recompute what can be at a peak; return whether there was anything."""
+        before, left = len(self.matches), peak.bytes
+        for memory in peak.crossing():
+            if left <= self.budget:
+                break
+            chain = peak.chain(memory)
+            if chain:
+                self.record(chain[-1], f"{len(chain)} ops again for {peak.graph.sizes[memory]} bytes")
+                peak.recompute(memory, chain)
+                left -= peak.graph.sizes[memory]
+        return len(self.matches) > before
+
+
+class _Peak:
+    """A graph at the node where the most bytes are alive.
+
+    Attributes:
+        bytes: how many those are.
+        graph: its memory.
+    """
+
+    def __init__(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None:
+        self.graph = Memory(gm, placeholders)
+        alive = self.graph.alive()
+        self.bytes = max(alive, default=0)
+        self._place = {node: place for place, node in enumerate([*self.graph.nodes, gm.graph.output_node()])}
+        self._at = alive.index(self.bytes) if alive else 0
+        self._mode = fake_mode(gm.graph)
+        self._in: dict[int, list[fx.Node]] = defaultdict(list)  # memory -> what lies in it before the peak
+        self._writes: dict[int, list[int]] = defaultdict(list)
+        for place, node in enumerate(self.graph.nodes):
+            if place <= self._at:
+                for memory in self.graph.of(node):
+                    self._in[memory].append(node)
+            for source in written(node):
+                for memory in self.graph.of(source):
+                    self._writes[memory].append(place)
+        self._again: set[int] = set()  # memory whose values are computed again
+
+    def crossing(self) -> list[int]:
+        """Return the memory that is filled before the peak and read behind it, in the order of the graph."""
+        lives = self.graph.lives
+        return [memory for memory in self._in if lives[memory][0] <= self._at < lives[memory][1]
+                and memory not in self.graph.kinds and self.graph.sizes[memory] > _SMALL * self.bytes]
+
+    def chain(self, memory: int) -> list[fx.Node]:
+        """Return the nodes to compute again for the readers of `memory` behind the peak, in order; [] where that cannot be."""
+        readers = self._late_readers(memory)
+        if not readers or memory in self._writes or any(reader.op == "output" for reader, _ in readers):
+            return []
+        chain: dict[fx.Node, None] = {}
+        at = self._place[readers[0][0]]
+        self._again.add(memory)
+        if all(self._add(source, at, chain) for _, source in readers):
+            return list(chain)
+        self._again.discard(memory)
+        return []
+
+    def recompute(self, memory: int, chain: list[fx.Node]) -> None:
+        """Put a copy of `chain` in front of the first late reader of `memory`, and have all of those read it."""
+        readers = self._late_readers(memory)
+        copies: dict[fx.Node, fx.Node] = {}
+        with readers[0][0].graph.inserting_before(readers[0][0]):
+            for node in chain:
+                copies[node] = self._copy(node, copies)
+        for reader, source in readers:
+            reader.replace_input_with(source, copies[source])
+
+    def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        like = functools.partial(call, node.graph, like=node, mode=self._mode, name=f"{node.name}_again")
+        statistics = _statistics(node)
+        if statistics is not None:
+            x, *affine, eps, relu = fx.node.map_arg(node.args[0].args, lambda source: copies.get(source, source))
+            mean_invstd = like(torch.ops.apexfx.bn_global_stats.default, (statistics, eps))
+            mean, invstd = (like(operator.getitem, (mean_invstd, place)) for place in (0, 1))
+            return like(_bn_normalize, (x, mean, invstd, *affine, relu))
+        return like(node.target, *fx.node.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source)))
+
+    def _late_readers(self, memory: int) -> list[tuple[fx.Node, fx.Node]]:
+        """Return (reader, what it reads) behind the peak, in order."""
+        found = [(user, node) for node in self._in[memory] for user in node.users if self._place.get(user, -1) > self._at]
+        return sorted(found, key=lambda pair: self._place[pair[0]])
+
+    def _add(self, node: fx.Node, at: int, chain: dict[fx.Node, None]) -> bool:
+        """Add to `chain` what has to be computed again for `node` to be there at the place `at`; return whether that can be."""
+        if node in chain or self._is_there(node, at):
+            return True
+        if not _is_cheap(node) or not all(self._add(source, at, chain) for source in _sources(node)):
+            return False
+        chain[node] = None
+        return sum(not _is_view(link) for link in chain) <= _LONGEST_CHAIN
+
+    def _is_there(self, node: fx.Node, at: int) -> bool:
+        """Return whether a value is alive, and as it was, at the place `at`."""
+        made = self._place.get(node, -1)  # of an input
+        return all(memory not in self._again and self.graph.lives[memory][1] >= at
+                   and not any(made < place < at for place in self._writes.get(memory, ())) for memory in self.graph.of(node))
+
+
+def _is_view(node: fx.Node) -> bool:
+    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
+    return any(result.alias_info is not None for result in returns)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    if _statistics(node) is not None:
+        return True
+    if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
+        return False
+    tags = node.target.tags
+    if torch.Tag.nondeterministic_seeded in tags:
+        return False
+    return _is_view(node) or torch.Tag.pointwise in tags or node.target in _CHEAP
+
+
+def _statistics(node: fx.Node) -> fx.Node | None:
+    """Return the statistics from which `node`, the output of a batch norm, follows elementwise; None of any other."""
+    if node.target is not operator.getitem or node.args[0].target is not _bn_forward or node.args[1] != 0:
+        return None
+    return next((user for user in node.args[0].users if user.args[1] == 1), None)
+
+
+def _sources(node: fx.Node) -> list[fx.Node]:
+    statistics = _statistics(node)
+    return [*node.args[0].all_input_nodes, statistics] if statistics is not None else node.all_input_nodes

@@ -1,0 +1,77 @@
+"""The end of a training step: unscale, clip, update and adapt the loss scale, in as few ops as there are optimizer groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.passes.infra.pass_base import PassResult
+
+from ..graph.inputs import apply_node, trained_inputs
+from ..graph.mutation import storages, written_storages
+from ..graph.nodes import call, fake_mode, insert_after, value
+from ..ops.apply_gradients import StepPlan, apply
+from .base import Pass
+
+
+class UnscaleClipUpdate(Pass):
+    """Put the ops that finish a training step in the place of its `apply_gradients` node.
+
+    One op an optimizer group reads each gradient once, where it lies (in its bucket, after an allreduce), and unscales, clips
+    and updates in that pass. Where a gradient is not finite the ops write nothing, on the device; nobody asks the host. A
+    gradient that is the memory of a parameter, or of another input that the graph writes, is copied first.
+
+    Before:  apply_gradients([w, b], [gw, gb], [m_w, m_b, v_w, v_b], [scale, growth, lr, steps], plan)
+    After:   norm, _, found_inf = multi_tensor_l2norm([gw, gb], 1 / scale)
+             adam_([w, b], [gw, gb], [m_w, m_b], [v_w, v_b], ..., lr, scale, found_inf, clip)
+             _amp_update_scale_(scale, growth, found_inf, 2.0, 0.5, 2000)
+    """
+
+    name = "unscale_clip_update"
+    stage = "step"
+    numeric = "reassociates"
+    provides = ("updated",)
+
+    def call(self, gm: fx.GraphModule) -> PassResult:
+        node = apply_node(gm)
+        if node is None:
+            return PassResult(gm, False)
+        trained_inputs(gm, node)  # or it is refused
+        params, grads, states, scalars, text = node.args
+        plan, mode = StepPlan.from_json(text), fake_mode(gm.graph)
+        memory = _storages((*params, *states, *scalars))
+        memory |= _storages(gm.graph.find_nodes(op="placeholder")) & written_storages(gm)
+        own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in grads]
+        # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
+        with gm.graph.inserting_before(gm.graph.output_node()):
+            def insert(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+                return call(gm.graph, op, args, kwargs, like=node, mode=mode)
+
+            found_inf, norm, gradients = apply(plan, params, own, states, scalars, insert)
+        for user in list(node.users):
+            place = user.args[1]
+            if place == 2:
+                for item in list(user.users):
+                    item.replace_all_uses_with(gradients[item.args[1]])
+                    gm.graph.erase_node(item)
+            else:
+                user.replace_all_uses_with((found_inf, norm)[place])
+            gm.graph.erase_node(user)
+        for group in plan.groups:
+            self.record(node, f"{group.op} over {group.num_params} parameters")
+        if not plan.groups:
+            self.record(node, "the gradients leave the graph, for an optimizer that runs outside of it")
+        gm.graph.erase_node(node)
+        return PassResult(gm, True)
+
+
+def _storages(nodes: Iterable[fx.Node]) -> frozenset[Any]:
+    return frozenset().union(*(storages(value(node)) for node in nodes))
+
+
+def _copied(gradient: fx.Node, mode: Any) -> fx.Node:
+    """Return a copy of a gradient, made before anything is written."""
+    with insert_after(gradient):
+        return call(gradient.graph, torch.ops.aten.clone.default, (gradient,), like=gradient, mode=mode)

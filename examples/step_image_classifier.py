@@ -1,0 +1,74 @@
+"""Train a small convolutional network by whole-step graphs: gradients clipped, the schedule per step, resumed from a checkpoint.
+
+    python examples/step_image_classifier.py
+    torchrun --standalone --nproc-per-node 2 examples/step_image_classifier.py
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import apexfx
+
+EPOCHS, CHECKPOINT = 3, "step_image_classifier.pt"
+
+# One process, or as many as torchrun has started.
+rank, num_ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else torch.device("cpu")
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+if num_ranks > 1:
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+# Data: 1797 images of 8 x 8 pixels. Every rank sees its share of each batch; batches of one size need one graph.
+images, labels = load_digits(return_X_y=True)
+images, labels = torch.tensor(images).float().reshape(-1, 1, 8, 8) / 16, torch.tensor(labels)
+train_set = TensorDataset(images[:1400], labels[:1400])
+sampler = DistributedSampler(train_set, num_ranks, rank)
+loader = DataLoader(train_set, batch_size=64 // num_ranks, sampler=sampler, drop_last=True)
+test_images, test_labels = images[1400:].to(device), labels[1400:].to(device)
+
+torch.manual_seed(0)
+model = nn.Sequential(
+    nn.Conv2d(1, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
+    nn.Conv2d(32, 64, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(64), nn.ReLU(),
+    nn.Flatten(), nn.Linear(64 * 4 * 4, 10),
+).to(device)
+optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+# The learning rate is an input of the graph, momentum a constant of it: it must not cycle.
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, epochs=EPOCHS, steps_per_epoch=len(loader), cycle_momentum=False)
+
+# Forward, loss, backward, allreduce, clipping and update in one graph. The model stays the user's own, in float32; leave out
+# inner="eager" to have the graph compiled by Inductor.
+step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O1", dtype=torch.bfloat16, max_grad_norm=1.0, sync_bn=True,
+                         ddp=num_ranks > 1, inner="eager")
+
+# Go on where an earlier run stopped.
+first_epoch = 0
+if os.path.exists(CHECKPOINT):
+    saved = torch.load(CHECKPOINT, map_location=device)
+    step.load_state_dict(saved["step"])  # model, optimizer and, where there is one, the loss scale
+    schedule.load_state_dict(saved["schedule"])
+    first_epoch = saved["epoch"]
+
+for epoch in range(first_epoch, EPOCHS):
+    model.train()
+    sampler.set_epoch(epoch)
+    for x, y in loader:
+        loss = step(x.to(device), y.to(device))
+        schedule.step()
+
+    if rank == 0:
+        model.eval()
+        with torch.no_grad():
+            accuracy = (model(test_images).argmax(1) == test_labels).float().mean()
+        print(f"epoch {epoch + 1}: loss {loss:.3f}, test accuracy {100 * accuracy:.1f} %")
+        torch.save({"step": step.state_dict(), "schedule": schedule.state_dict(), "epoch": epoch + 1}, CHECKPOINT)
+
+if num_ranks > 1:
+    dist.destroy_process_group()

@@ -1,0 +1,373 @@
+"""train_step(ddp=True) on real gloo ranks, against torch DDP and synchronized batch norm over the same batches."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.errors import RankFailureError
+from apexfx.optimizers import FusedAdam, FusedSGD
+from apexfx.parallel import convert_syncbn_model
+from tests.distributed.launch import on_ranks
+
+
+def net(sync_bn=False):
+    torch.manual_seed(0)
+    norm = [nn.BatchNorm2d(4)] if sync_bn else []
+    return nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), *norm, nn.ReLU(), nn.Flatten(), nn.Linear(64, 16), nn.Tanh(),
+                         nn.Linear(16, 3))
+
+
+def batches(rank, count):
+    generator = torch.Generator().manual_seed(rank + 1)
+    return [(torch.randn(6, 2, 6, 6, generator=generator), torch.randint(0, 3, (6,), generator=generator))
+            for _ in range(count)]
+
+
+def compare(rank, *, inner, accumulate=1, max_grad_norm=None, sync_bn=False, **options):
+    """Train by train_step and by torch DDP; the parameters come out as equal as the update's rounding leaves them."""
+    model = net(sync_bn)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + rank)  # rank 0's values are what counts
+    reference = convert_syncbn_model(net(sync_bn))
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    wrapped = nn.parallel.DistributedDataParallel(reference)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0", ddp=True,
+                             inner=inner, accumulate=accumulate, max_grad_norm=max_grad_norm, sync_bn=sync_bn, **options)
+    for place, (inputs, targets) in enumerate(batches(rank, 6), 1):
+        step(inputs, targets)
+        last = place % accumulate == 0
+        with contextlib.nullcontext() if last else wrapped.no_sync():
+            (F.cross_entropy(wrapped(inputs), targets) / accumulate).backward()
+        if last:
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
+            theirs.step()
+            theirs.zero_grad()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
+    return step
+
+
+@on_ranks(2, 3)
+def test_a_step_is_that_of_torch_ddp(rank, world_size):
+    step = compare(rank, inner="eager")
+    assert "all_reduce_" in step.report.code(stage="step") and len(step.report.graphs) == 1
+    compare(rank, inner="eager", max_grad_norm=0.05)
+    compare(rank, inner="eager", accumulate=2)
+    compare(rank, inner="eager", sync_bn=True)
+
+
+@pytest.mark.long
+@on_ranks(4)
+def test_a_step_of_four_ranks_is_that_of_torch_ddp(rank, world_size):
+    for options in ({}, {"max_grad_norm": 0.05}, {"accumulate": 2}, {"sync_bn": True}):
+        compare(rank, inner="eager", **options)
+
+
+@on_ranks(2)
+def test_under_inductor(rank, world_size):
+    compare(rank, inner="inductor", max_grad_norm=0.05, sync_bn=True, loss_scale=1024.0)
+
+
+@on_ranks(2)
+def test_an_overflow_of_one_rank_skips_the_step_of_all(rank, world_size):
+    model = net()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O2",
+                             dtype="float16", ddp=True, inner="eager")
+    data = batches(rank, 3)
+    step(*data[0])
+    before = copy.deepcopy(model.state_dict())
+    if rank == 1:
+        data[1][0][0, 0, 0, 0] = float("inf")
+    step(*data[1])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert step.skipped == 1 and step.loss_scale == 2.0**15
+    step(*data[2])
+    every = [None] * world_size
+    dist.all_gather_object(every, [p.tolist() for p in model.parameters()])
+    assert every[0] == every[1] and every[0] != [p.tolist() for p in before.values()]
+
+
+@on_ranks(2)
+def test_ranks_with_other_models_or_graphs_are_told(rank, world_size):
+    with pytest.raises(apexfx.RankMismatchError, match="parameters and buffers of the model"):
+        model = nn.Linear(3 + rank, 2)
+        apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True)
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
+                             opt_level=("O1", "O2")[rank])
+    with pytest.raises(apexfx.RankMismatchError, match="training step 0"):
+        step(torch.ones(4, 3), torch.ones(4, 2))
+
+
+class Heads(nn.Module):
+    """Which of the heads, all of one shape, is used is an argument."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.heads = nn.Linear(3, 3), nn.ModuleList(nn.Linear(3, 2) for _ in range(3))
+
+    def forward(self, x, head):
+        return self.heads[head](self.body(x))
+
+
+def refuses_other_heads(rank, heads, error, message):
+    """Train with each of the heads, then call with those that every rank names in `heads`."""
+    model = Heads()
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             ddp=apexfx.BucketConfig(timeout_s=3))
+    x, y = torch.ones(4, 3), torch.ones(4, 2)
+    for head in (0, 1, 2, 0, 0, 1, 1):  # all graphs are compiled and agreed on
+        step((x, head), y)
+    before = copy.deepcopy(model.state_dict())
+    step((x[:2], 1), y[:2])  # another batch size is another graph, and the same gradients
+    assert not torch.equal(model.heads[1].weight, before["heads.1.weight"])
+    with pytest.raises(error, match=message):
+        step((x, heads[rank]), y)
+
+
+@on_ranks(2)
+def test_ranks_that_change_to_different_parts_of_a_model_are_told(rank, world_size):
+    refuses_other_heads(rank, (0, 2), apexfx.RankMismatchError, r"heads\.0\.weight.*heads\.2\.weight")
+
+
+@on_ranks(2)
+def test_a_rank_that_changes_to_another_part_of_a_model_alone_is_told_and_so_is_the_other(rank, world_size):
+    error = (apexfx.RankMismatchError, RankFailureError)[rank]
+    refuses_other_heads(rank, (0, 1), error, ("rank 1 of 2 has not arrived", "rank 1 waited .* s for the allreduce")[rank])
+
+
+@on_ranks(2)
+def test_each_bucket_is_waited_for_and_applied_while_the_next_one_travels(rank, world_size):
+    def deep():
+        torch.manual_seed(0)
+        return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512, bias=False), nn.Tanh())))
+
+    model, reference = deep(), deep()
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             ddp=apexfx.BucketConfig(message_size=2 * 512 * 512))
+    wrapped = nn.parallel.DistributedDataParallel(reference)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x, y = torch.randn(4, 512, generator=generator), torch.randn(4, 512, generator=generator)
+        step(x, y)
+        theirs.zero_grad()
+        F.mse_loss(wrapped(x), y).backward()
+        theirs.step()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-6, atol=1e-7)
+    words = [word for line in step.report.code(stage="step").splitlines()
+             for word in ("all_reduce_", "wait_tensor", "sgd_") if f".{word}" in line]
+    assert words == ["all_reduce_", "all_reduce_", "wait_tensor", "sgd_", "all_reduce_", *["wait_tensor", "sgd_"] * 2]
+    assert step.report.memory().largest("gradients") == 6 * 4 * 512 * 512  # two buckets, and what goes into the second
+    assert [bucket.wait_before for bucket in step.report.buckets().buckets][0] != ""
+
+
+def same_on_all(world_size, tensors):
+    every = [None] * world_size
+    dist.all_gather_object(every, [tensor.tolist() for tensor in tensors])
+    return all(one == every[0] for one in every)
+
+
+@on_ranks(2)
+def test_half_parameters_with_masters_are_averaged(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    start = copy.deepcopy(model).bfloat16()
+    step = apexfx.train_step(model, F.mse_loss, FusedSGD(model.parameters(), lr=0.5, master_weights=True), opt_level="O3",
+                             dtype="bfloat16", ddp=True, inner="eager")
+    reference = copy.deepcopy(start)
+    wrapped = nn.parallel.DistributedDataParallel(reference)
+    theirs = FusedSGD(reference.parameters(), lr=0.5, master_weights=True)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(3):
+        x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
+        step(x, y)
+        theirs.zero_grad()
+        F.mse_loss(wrapped(x.bfloat16()).float(), y).backward()
+        theirs.step()
+    masters = [step.optimizer.state[p]["master_param"] for p in model.parameters()]
+    assert "all_reduce_" in step.report.code(stage="step") and same_on_all(world_size, masters)
+    for p, q, first in zip(model.parameters(), reference.parameters(), start.parameters()):
+        mine, wanted = step.optimizer.state[p]["master_param"], theirs.state[q]["master_param"]
+        assert p.dtype == torch.bfloat16 and (mine - wanted).norm() < 0.05 * (wanted - first).norm()
+
+
+@on_ranks(2)
+def test_groups_share_buckets_and_unused_parameters_have_none(rank, world_size):
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.unused, self.body, self.head = nn.Linear(2, 2), nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.head(self.body(x).tanh())
+
+    def groups(m):  # they alternate along the graph, in one bucket
+        return [{"params": [m.unused.weight, m.head.weight, m.body.bias]},
+                {"params": [m.body.weight, m.head.bias, m.unused.bias], "lr": 0.1, "weight_decay": 0.1}]
+
+    for optimizer in (torch.optim.AdamW, FusedAdam, torch.optim.RMSprop):
+        model, reference = Partly(), Partly()
+        step = apexfx.train_step(model, F.mse_loss, optimizer(groups(model), lr=0.01), opt_level="O0", ddp=True, inner="eager",
+                                 keep_grads=True)
+        wrapped = nn.parallel.DistributedDataParallel(reference, find_unused_parameters=True)
+        theirs = optimizer(groups(reference), lr=0.01)
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            x, y = torch.randn(4, 8, generator=generator), torch.randn(4, 4, generator=generator)
+            step(x, y)
+            theirs.zero_grad()
+            F.mse_loss(wrapped(x), y).backward()
+            theirs.step()
+        assert len(step.report.buckets().buckets) == 1 and model.unused.weight.grad is None
+        torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-5, atol=1e-6)
+        assert same_on_all(world_size, [p.grad for p in model.parameters() if p.grad is not None])
+
+
+@on_ranks(2)
+def test_skips_are_told_by_a_rank_that_waits_for_nobody(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.SyncBatchNorm(8), nn.Linear(8, 4))
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", ddp=True,
+                             inner="eager", loss_scale="dynamic")
+    if rank == 1:  # which alone is told
+        step._scale.skips_to_tell = lambda: 0
+    for _ in range(12):
+        step(torch.full((4, 8), torch.inf if rank == 1 else 1.0), torch.ones(4, 4))
+    assert step.skipped == 12
+
+
+@on_ranks(2)
+def test_a_dynamic_batch_compiles_one_graph(rank, world_size):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", ddp=True,
+                             inner="eager", dynamic=True)
+    for size in (13, 15, 17):  # none of them another size of the model: torch would take both for one
+        step(torch.ones(size + rank, 8), torch.ones(size + rank, 4))
+    assert len(step.report.graphs) == 1 and same_on_all(world_size, list(model.parameters()))
+
+
+# ---- fallback="transform" ---------------------------------------------------------------------------------------------------
+
+
+class Broken(nn.Module):
+    """A graph break between two layers; which head follows is up to the data."""
+
+    def __init__(self, sync_bn=False, breaks=True):
+        super().__init__()
+        layers = net(sync_bn)
+        self.body, self.heads, self.breaks = layers[:-1], nn.ModuleList([layers[-1], copy.deepcopy(layers[-1])]), breaks
+
+    def forward(self, x):
+        x = self.body(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            return self.heads[int(x[0, 0] > 0)](x)
+        return self.heads[0](x)
+
+
+def compare_in_pieces(rank, world_size, *, sync_bn=False, accumulate=1, max_grad_norm=None, **options):
+    model, reference = Broken(sync_bn), convert_syncbn_model(Broken(sync_bn))
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01),
+                             **{"opt_level": "O0", "ddp": True, "inner": "eager", "fallback": "transform", **options},
+                             sync_bn=sync_bn, accumulate=accumulate, max_grad_norm=max_grad_norm)
+    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
+    wrapped = nn.parallel.DistributedDataParallel(reference, find_unused_parameters=True)
+    for place, (inputs, targets) in enumerate(batches(rank, 6), 1):
+        step(inputs, targets)
+        last = place % accumulate == 0
+        with contextlib.nullcontext() if last else wrapped.no_sync():
+            (F.cross_entropy(wrapped(inputs), targets) / accumulate).backward()
+        if last:
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
+            theirs.step()
+            theirs.zero_grad()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
+    assert "in pieces" in str(step.report) and same_on_all(world_size, list(model.parameters()))
+    return step
+
+
+@on_ranks(2)
+def test_a_step_in_pieces_is_that_of_torch_ddp_whatever_part_of_the_model_a_rank_uses(rank, world_size):
+    compare_in_pieces(rank, world_size)
+    compare_in_pieces(rank, world_size, max_grad_norm=0.05, loss_scale=1024.0)
+    compare_in_pieces(rank, world_size, accumulate=2, ddp=apexfx.BucketConfig(message_size=100))
+
+
+@on_ranks(2)
+def test_a_step_in_pieces_synchronizes_batch_norm(rank, world_size):
+    compare_in_pieces(rank, world_size, sync_bn=True)
+
+
+@on_ranks(2)
+def test_an_overflow_of_one_rank_in_pieces_skips_the_step_of_all(rank, world_size):
+    model = Broken()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O2",
+                             dtype="float16", ddp=True, inner="eager", fallback="transform")
+    data = batches(rank, 3)
+    step(*data[0])
+    before = copy.deepcopy(model.state_dict())
+    if rank == 1:
+        data[1][0][0, 0, 0, 0] = float("inf")
+    step(*data[1])
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert step.skipped == 1 and step.loss_scale == 2.0**15
+    step(*data[2])
+    assert step.skipped == 1 and same_on_all(world_size, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, world_size):
+    for accumulate in (1, 2):
+        model = Broken(breaks=rank == 1)
+        step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
+                                 ddp=True, inner="eager", accumulate=accumulate, fallback="transform")
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(apexfx.RankMismatchError, match="in pieces, since it cannot be captured as one graph"):
+            for batch in batches(rank, accumulate):
+                step(*batch)
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        model.breaks = False  # and nobody is left waiting
+        if accumulate == 1:
+            step(*batches(rank, 1)[0])
+            assert same_on_all(world_size, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_rank_that_stays_away_from_a_step_in_pieces_is_missed(rank, world_size):
+    model = Broken()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
+                             inner="eager", ddp=apexfx.BucketConfig(timeout_s=3), fallback="transform")
+    data = batches(rank, 2)
+    step(*data[0])
+    if rank == 0:
+        with pytest.raises(RankFailureError, match="rank 0 waited .* s for the allreduce"):
+            step(*data[1])
+        with pytest.raises(RuntimeError, match="earlier step failed"):
+            step(*data[1])
+
+
+@on_ranks(2)
+def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other(rank, world_size):
+    model = Broken(breaks=False)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
+                             inner="eager", ddp=apexfx.BucketConfig(timeout_s=3), fallback="transform")
+    data = batches(rank, 2)
+    step(*data[0])
+    model.breaks = rank == 1
+    with pytest.raises((RankFailureError, apexfx.RankMismatchError),
+                       match=("rank 0 waited .* s for the allreduce", "rank 0 of 2 has not arrived")[rank]):
+        step(*data[1])

@@ -1,0 +1,150 @@
+"""The recompute pass: the same bits from less memory, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import apexfx
+from apexfx.passes.fuse_batchnorm import FuseBatchnorm
+from apexfx.passes.recompute import Recompute
+
+WIDTH, ROWS = 64, 1024
+
+
+class Block(nn.Module):
+    """What gelu reads, its own backward reads too; what it returns, the product behind it reads."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.up, self.down, self.dropout = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), dropout
+
+    def forward(self, x):
+        return x + self.down(F.dropout(F.gelu(self.up(x)), self.dropout))
+
+
+class Again(apexfx.Pass):
+    """Run the pass once more."""
+
+    name, stage = "again", "step"
+
+    def call(self, gm):
+        self.result = Recompute()(gm)
+        return self.result
+
+
+def trained(dropout=0.0, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block(dropout) for _ in range(4)))
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3),
+                             **{"opt_level": "O0", "inner": "eager", **options})
+    for _ in range(3):
+        step(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+    return step
+
+
+@pytest.mark.parametrize("options", [{}, {"opt_level": "O2", "dtype": torch.bfloat16}, {"max_grad_norm": 1.0}],
+                         ids=str)
+def test_the_bits_are_the_same_from_less_memory(options):
+    saving, plain = trained(memory_budget=0, **options), trained(**options)
+    assert len(saving.report.matched("recompute")) >= 3 and not plain.report.matched("recompute")
+    torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+    hidden = ROWS * 2 * WIDTH * 4
+    assert saving.report.memory().peak <= plain.report.memory().peak - (2 if "opt_level" not in options else 1) * hidden
+
+
+def test_under_inductor_it_runs_by_itself():
+    saving, plain = trained(inner="inductor"), trained(inner="inductor", skip=["recompute"])
+    assert saving.report.matched("recompute")
+    assert saving.report.memory().peak < plain.report.memory().peak
+    torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+class Convs(nn.Module):
+    def __init__(self, residual):
+        super().__init__()
+        self.residual = residual
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
+
+    def forward(self, x):
+        for conv, norm in zip(self.convs, self.norms):
+            x = F.relu(norm(conv(x)) + x if self.residual else norm(conv(x)))
+        return x.mean((2, 3))
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_batch_norm_is_applied_again_from_its_statistics(residual, monkeypatch):
+    monkeypatch.setattr(FuseBatchnorm, "_is_faster", lambda self, x: True)
+
+    def train(**options):
+        torch.manual_seed(0)
+        model = Convs(residual)
+        step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", **options)
+        for _ in range(3):
+            step(torch.randn(4, 8, 16, 16), torch.randint(8, (4,)))
+        return step
+
+    saving, plain = train(verify="each"), train(skip=["recompute"])
+    assert "bn_normalize" in saving.report.code(stage="step")
+    assert saving.report.memory().peak < plain.report.memory().peak
+    torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
+
+
+def test_it_stops_where_the_budget_is_met():
+    most, plain = (trained(memory_budget=budget).report for budget in (0, 2**40))
+    assert not plain.matched("recompute")
+    some = trained(memory_budget=plain.memory().peak - 1).report
+    assert most.memory().peak < some.memory().peak < plain.memory().peak
+    assert len(some.matched("recompute")) < len(most.matched("recompute"))
+
+
+def test_a_copy_stands_in_front_of_its_reader():
+    lines = trained(memory_budget=0).report.code(stage="step").splitlines()
+    places = [i for i, line in enumerate(lines) if "aten.gelu.default" in line]
+    backward = next(i for i, line in enumerate(lines) if "aten.gelu_backward" in line)
+    assert len(places) > 4 and min(places[4:]) > max(places[:4]) and any(place > backward for place in places[4:])
+    assert any("gelu" in line and "_again" in line for line in lines)
+
+
+def test_what_is_random_stays():
+    step = trained(dropout=0.5, memory_budget=0)
+    code = step.report.code(stage="step")
+    assert code.count("aten.native_dropout.default(") + code.count("aten.bernoulli") + code.count("aten.rand") == 4
+
+
+def test_a_second_run_changes_nothing():
+    again = Again()
+    assert trained(memory_budget=0, passes=[again]).report.matched("recompute") and not again.result.modified
+
+
+def test_verify_holds():
+    assert trained(memory_budget=0, verify="each").report.matched("recompute")
+
+
+@pytest.mark.parametrize("memory_budget", [-1, 1.5, True, "1GB"])
+def test_a_budget_is_a_number_of_bytes(memory_budget):
+    with pytest.raises(ValueError, match="expected a number of bytes"):
+        trained(memory_budget=memory_budget)
+
+
+def peaked(write):
+    """Return a graph in which cos(x) is read in front of a peak and behind it, and x is perhaps written in between."""
+    def run(x, y):
+        early = torch.ops.aten.cos.default(x)
+        first = torch.ops.aten.mm.default(early, y)
+        big = torch.ops.aten.mm.default(torch.ops.aten.cat.default([first, first, first]), y)
+        small = torch.ops.aten.sum.default(big)
+        if write:
+            torch.ops.aten.add_.Tensor(x, small)
+        return torch.ops.aten.mm.default(early, y), torch.ops.aten.sin.default(x)
+
+    return make_fx(run, tracing_mode="fake")(torch.randn(32, 32), torch.randn(32, 32))
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_what_reads_a_tensor_that_is_written_in_between_stays(write):
+    assert Recompute()(peaked(write)).modified == (not write)

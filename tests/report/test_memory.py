@@ -1,0 +1,74 @@
+"""The memory timeline: what is alive when, of which kind, and how it is shown."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.report.memory import KINDS, MemoryTimeline
+from apexfx.report.records import stage_from_json, stage_to_json
+
+WIDTH, LAYERS = 512, 6
+LAYER = 4 * WIDTH * WIDTH  # bytes of a weight
+
+
+def captured(**options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())))
+    before = [p.detach().clone() for p in model.parameters()]
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters(), lr=1e-3), opt_level="O0", inner="eager",
+                             **options)
+    report = step.capture(torch.randn(4, WIDTH), torch.randn(4, WIDTH))
+    assert all(map(torch.equal, before, model.parameters()))
+    return step, report.memory()
+
+
+def test_kinds_have_the_bytes_of_what_they_hold():
+    _, timeline = captured(max_grad_norm=1.0)
+    assert set(timeline.alive["parameters"]) == {LAYERS * LAYER}
+    assert set(timeline.alive["optimizer state"]) == {2 * LAYERS * LAYER + 4 * (LAYERS + 1)}  # moments, counts, learning rate
+    assert set(timeline.alive["inputs"]) == {2 * 4 * 4 * WIDTH}
+    assert timeline.largest("gradients") == LAYERS * LAYER  # the norm needs all of them
+    assert timeline.largest("activations") < LAYER
+    assert timeline.peak == max(timeline.total) and len(timeline.total) == len(timeline.nodes)
+
+
+def test_gradients_that_are_applied_early_are_not_alive_together():
+    step, timeline = captured()
+    assert timeline.largest("gradients") == 2 * LAYER
+    _, late = captured(skip=["update_early"])
+    assert late.largest("gradients") == LAYERS * LAYER
+    assert step(torch.randn(4, WIDTH), torch.randn(4, WIDTH)).isfinite()  # the graph that was captured is the one that runs
+    assert len(step.report.graphs) == 1
+
+
+def test_it_is_shown():
+    step, timeline = captured(max_grad_norm=1.0)
+    lines = str(timeline).splitlines()
+    assert lines[0].startswith("memory along the graph: at most ") and "gradients 6.00" in lines[0]
+    assert all(f"{letter} {kind}" in lines[1] for kind, letter in KINDS.items())
+    assert max(float(line.split()[0]) for line in lines[2:]) == pytest.approx(timeline.peak / 2**20, abs=0.01)
+    assert max(line.count("G") for line in lines[2:]) > 10
+
+
+def test_the_page_holds_the_areas(tmp_path):
+    step, _ = captured()
+    step.report.to_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert page.count("<polygon") == 5 and "Memory along graph 0" in page  # no buffers
+
+
+def test_a_kept_report_has_it():
+    step, timeline = captured()
+    assert stage_from_json(stage_to_json(step.report.stage("step"))).memory == timeline
+
+
+def test_another_graph_has_none():
+    model = apexfx.transform(nn.Linear(4, 4), inner="eager")
+    model(torch.randn(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="not that of a whole training step"):
+        model.report.memory()
+    assert str(MemoryTimeline([], {kind: [] for kind in KINDS})) == "the graph is empty"

@@ -1,0 +1,563 @@
+"""train_step(): against the same loop in eager torch, checkpoints of either in the other, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx._torch import has_kernel
+from apexfx.compiler.non_finite import first_non_finite
+from apexfx.ops.apply_gradients import StepPlan, UpdateRow
+from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+
+SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 16),
+                         nn.Tanh(), nn.Linear(16, 3))
+
+
+def batches(count, size=6):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(size, 2, 6, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+            for _ in range(count)]
+
+
+def make(optimizer=AdamW, numbers=None, *, model=None, **options):
+    """Return a step on a new model, at O0 and eager where the options do not say otherwise."""
+    model = model if model is not None else net()
+    options = {"opt_level": "O0", "inner": "eager", **options}
+    numbers = {"lr": 0.01} if numbers is None else numbers
+    return apexfx.train_step(model, F.cross_entropy, optimizer(model.parameters(), **numbers), **options)
+
+
+def eager(optimizer, numbers, data, *, max_grad_norm=None):
+    """Train in plain torch."""
+    model = net()
+    optimizer = optimizer(model.parameters(), **numbers)
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs), targets).backward()
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        optimizer.step()
+    return model, optimizer
+
+
+def assert_same(one, other, **tolerance):
+    tolerance = tolerance or {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(one, other, **tolerance)
+
+
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # our ops round an update once where torch rounds each of its pieces
+
+
+@pytest.mark.parametrize("optimizer, numbers", [
+    (SGD, {"lr": 0.1}), (SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True}),
+    (Adam, {"lr": 0.01, "weight_decay": 0.01}), (AdamW, {"lr": 0.01}), (AdamW, {"lr": torch.tensor(0.01), "fused": True}),
+], ids=str)  # fmt: skip
+def test_a_step_is_that_of_eager_torch(optimizer, numbers):
+    data = batches(20)
+    step = make(optimizer, numbers)
+    losses = [step(*batch) for batch in data]
+    reference, theirs = eager(optimizer, numbers, data)
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+    assert losses[0].dtype == torch.float32 and not losses[0].requires_grad
+    mine = step.optimizer.state_dict()
+    assert mine["param_groups"] == theirs.state_dict()["param_groups"]
+    assert_same(mine["state"], theirs.state_dict()["state"], **ROUNDING)
+    assert all(p.grad is None for p in step.model.parameters()) and len(step.report.graphs) == 1
+
+
+def test_sizes_and_numbers_of_the_data_are_captured():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.body = nn.Linear(8, 3)
+
+        def forward(self, x):
+            y = self.body(x) * float(x.sum())
+            return y + y[y > 0].mean()
+
+    generator = torch.Generator().manual_seed(1)
+    model, reference = Masked(), Masked()
+    step, theirs = make(SGD, {"lr": 0.01}, model=model), SGD(reference.parameters(), lr=0.01)
+    for _ in range(3):
+        inputs, targets = torch.randn(6, 8, generator=generator), torch.randint(0, 3, (6,), generator=generator)
+        step(inputs, targets)
+        theirs.zero_grad()
+        F.cross_entropy(reference(inputs), targets).backward()
+        theirs.step()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+    assert len(step.report.graphs) == 1
+
+
+@pytest.mark.skipif(not has_kernel("apexfx::sgd_", "CPU") or torch.backends.cpu.get_cpu_capability() == "DEFAULT",
+                    reason="torch multiplies and adds in one rounding where the processor can, as the compiled op does")
+@pytest.mark.parametrize("numbers", [{}, {"weight_decay": 0.01}, {"momentum": 0.9}, {"momentum": 0.9, "weight_decay": 0.01},
+                                     {"momentum": 0.9, "weight_decay": 0.01, "nesterov": True}], ids=str)
+def test_sgd_gives_the_bits_of_eager_torch(numbers):
+    data = batches(20)
+    step = make(SGD, {"lr": 0.1, **numbers})
+    for batch in data:
+        step(*batch)
+    reference, theirs = eager(SGD, {"lr": 0.1, **numbers}, data)
+    assert_same(step.model.state_dict(), reference.state_dict())
+    assert_same(step.optimizer.state_dict()["state"], theirs.state_dict()["state"])
+
+
+@pytest.mark.parametrize("optimizer, numbers", [
+    (FusedAdam, {}), (FusedAdam, {"adam_w_mode": False, "max_grad_norm": 0.1}), (FusedSGD, {"lr": 0.1, "momentum": 0.9}),
+    (FusedSGD, {"lr": 0.1}), (FusedLAMB, {}), (FusedAdagrad, {}), (FusedNovoGrad, {}),
+], ids=str)  # fmt: skip
+def test_a_fused_optimizer_gives_its_own_bits(optimizer, numbers):
+    data = batches(5)
+    step = make(optimizer, numbers)
+    for batch in data:
+        step(*batch)
+    reference, theirs = eager(optimizer, numbers, data)
+    assert_same(step.model.state_dict(), reference.state_dict())
+    assert_same(step.optimizer.state_dict()["state"], theirs.state_dict()["state"])
+
+
+def test_an_optimizer_without_an_op_runs_outside_of_the_graph():
+    data = batches(4)
+    step = make(torch.optim.RMSprop, max_grad_norm=0.1)
+    for batch in data:
+        step(*batch)
+    reference, _ = eager(torch.optim.RMSprop, {"lr": 0.01}, data, max_grad_norm=0.1)
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+    assert "RMSprop updates outside of the graph" in str(step.report)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.05, "loss_scale": 1024.0}, {"max_grad_norm": 0.05, "accumulate": 2}],
+                         ids=str)
+def test_inductor_gives_what_eager_gives(options):
+    steps = make(**options), make(inner="inductor", **options)
+    for batch in batches(4):
+        for step in steps:
+            step(*batch)
+    assert_same(steps[1].model.state_dict(), steps[0].model.state_dict(), **ROUNDING)
+
+
+def test_gradients_are_kept_averaged_unscaled_and_clipped():
+    step = make(SGD, {"lr": 0.0}, keep_grads=True, max_grad_norm=0.05, loss_scale=4096.0)
+    reference = copy.deepcopy(step.model)
+    [(inputs, targets)] = batches(1)
+    step(inputs, targets)
+    F.cross_entropy(reference(inputs), targets).backward()
+    nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+    for p, q in zip(step.model.parameters(), reference.parameters()):
+        assert_same(p.grad, q.grad, **ROUNDING)
+
+
+def test_calls_that_accumulate_are_one_large_batch():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))
+    one, whole = make(model=model, accumulate=3), make(model=copy.deepcopy(model))
+    for inputs, targets in batches(3, size=12):
+        for part in zip(inputs.chunk(3), targets.chunk(3)):
+            one(*part)
+        whole(inputs, targets)
+    assert_same(one.model.state_dict(), whole.model.state_dict(), **ROUNDING)
+
+
+def test_a_scheduler_changes_the_learning_rate_and_compiles_nothing(recwarn):
+    data, step = batches(4) * 25, make()
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(step.optimizer, 0.9)
+    reference = net()
+    optimizer = AdamW(reference.parameters(), lr=0.01)
+    theirs = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for inputs, targets in data:
+        step(inputs, targets)
+        scheduler.step()
+        optimizer.zero_grad()
+        F.cross_entropy(reference(inputs), targets).backward()
+        optimizer.step()
+        theirs.step()
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+    assert len(step.report.graphs) == 1 and not any("lr_scheduler" in str(w.message) for w in recwarn)
+
+
+def test_groups_and_parameters_that_nothing_uses():
+    class Partly(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.unused, self.head = nn.Linear(72, 8), nn.Linear(2, 2), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.body(x.flatten(1)).relu())
+
+    torch.manual_seed(0)
+    model = Partly()
+    reference = copy.deepcopy(model)
+
+    def groups(m):
+        return [{"params": [*m.body.parameters(), *m.unused.parameters()]},
+                {"params": m.head.parameters(), "lr": 0.1, "weight_decay": 0.1}]
+
+    step = apexfx.train_step(model, F.cross_entropy, AdamW(groups(model), lr=0.01), opt_level="O0", inner="eager")
+    optimizer = AdamW(groups(reference), lr=0.01)
+    for inputs, targets in batches(4):
+        step(inputs, targets)
+        optimizer.zero_grad()
+        F.cross_entropy(reference(inputs), targets).backward()
+        optimizer.step()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+    assert step.optimizer.state[model.unused.weight]["step"] == 0
+
+
+def test_parameters_that_are_frozen_and_unfrozen_on_the_way():
+    step, reference = make(), net()
+    optimizer = AdamW(reference.parameters(), lr=0.01)
+    for place, (inputs, targets) in enumerate(batches(6)):
+        for model in (step.model, reference):
+            model[0].requires_grad_(place >= 2)
+            model[6].requires_grad_(place < 4)
+        step(inputs, targets)
+        optimizer.zero_grad()
+        F.cross_entropy(reference(inputs), targets).backward()
+        optimizer.step()
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+    head = nn.Linear(3, 3)
+    step.model.append(head)
+    step.optimizer.add_param_group({"params": head.parameters()})
+    before = copy.deepcopy(head.state_dict())
+    step(*batches(1)[0])
+    assert not torch.equal(head.weight, before["weight"])
+
+
+# ---- loss scale ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, FusedAdam, torch.optim.RMSprop])
+def test_the_scale_is_that_of_a_grad_scaler(optimizer):
+    step = make(optimizer, loss_scale="dynamic", model=net().eval())
+    reference = net().eval()
+    theirs = optimizer(reference.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for place, (inputs, targets) in enumerate(batches(8)):
+        if place in (1, 2, 5):
+            inputs[0, 0, 0, 0] = float("inf")
+        step(inputs, targets)
+        theirs.zero_grad()
+        scaler.scale(F.cross_entropy(reference(inputs), targets)).backward()
+        scaler.step(theirs)
+        scaler.update()
+        assert step.loss_scale == scaler.get_scale()
+    assert step.skipped == 3
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+class Automaton:
+    """Loss scaling as GradScaler's documentation has it, in Python numbers."""
+
+    def __init__(self, scale, plan):
+        self.scale, self.plan, self.streak, self.updates, self.skips, self.in_a_row = scale, plan, 0, 0, 0, 0
+
+    def step(self, finite):
+        if not finite:
+            self.scale, self.streak = self.scale * self.plan.backoff_factor, 0
+            self.skips, self.in_a_row = self.skips + 1, self.in_a_row + 1
+            return
+        self.updates, self.in_a_row, self.streak = self.updates + 1, 0, self.streak + 1
+        if self.streak == self.plan.growth_interval:
+            self.scale, self.streak = min(self.scale * self.plan.growth_factor, self.plan.max_scale), 0
+
+
+def check_sequences(seeds, length):
+    for seed in seeds:
+        draw = random.Random(seed)
+        plan = StepPlan(groups=(UpdateRow("sgd_", 2, 0, False, 0, None, (0.0, 0.0, 0.0, False, False, False)),), scale=1,
+                        growth_tracker=2, max_scale=2.0 ** draw.randint(8, 20), growth_factor=draw.choice((2.0, 4.0)),
+                        backoff_factor=draw.choice((0.5, 0.25)), growth_interval=draw.randint(1, 5), skips=3)
+        automaton = Automaton(2.0 ** draw.randint(0, 8), plan)
+        params = [torch.zeros(3), torch.zeros(2, 2)]
+        scalars = [torch.tensor(1.0), torch.tensor(automaton.scale), torch.tensor(0, dtype=torch.int32), torch.zeros(2)]
+        for _ in range(length):
+            grads = [torch.full_like(p, -automaton.scale) for p in params]  # an update adds one to each element
+            finite = draw.random() < 0.6
+            if not finite:
+                flat = draw.choice(grads).view(-1)
+                flat[draw.randrange(len(flat))] = draw.choice((math.inf, -math.inf, math.nan))
+            automaton.step(finite)
+            torch.ops.apexfx.apply_gradients(params, grads, [], scalars, plan.to_json())
+            assert [scalars[1].item(), scalars[2].item(), *scalars[3].tolist()] == \
+                [automaton.scale, automaton.streak, automaton.skips, automaton.in_a_row], f"seed {seed}"
+            assert all((p == automaton.updates).all() for p in params), f"seed {seed}"
+
+
+def test_the_scale_is_that_of_an_automaton():
+    check_sequences(range(100), 12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("start", range(0, 10_000, 1000))
+def test_ten_thousand_sequences_are_those_of_an_automaton(start):
+    check_sequences(range(start, start + 1000), 24)
+
+
+def test_float16_has_a_dynamic_scale_and_bfloat16_none():
+    step = make(opt_level="O2", dtype="float16")
+    for batch in batches(6):
+        loss = step(*batch)
+    assert step.loss_scale == 2.0**16 and step.skipped == 0 and loss.isfinite()
+    assert make(opt_level="O2", dtype="bfloat16").loss_scale == 1.0
+
+
+def test_skips_in_a_row_are_said(caplog):
+    step = make(model=net().eval(), loss_scale="dynamic")
+    [(inputs, targets)] = batches(1)
+    inputs[0, 0, 0, 0] = float("nan")
+    with caplog.at_level(logging.WARNING):
+        for _ in range(12):
+            step(inputs, targets)
+    assert len([r for r in caplog.records if "steps in a row were skipped" in r.message]) == 1
+    assert "The batch itself is not finite" in caplog.text
+
+
+@pytest.mark.parametrize("objective, sentence", [
+    (lambda m, x: m(x).masked_fill(x > 0, -torch.inf).softmax(1).log().sum(), "minus infinity"),
+    (lambda m, x: (m(x) * 0).log().sum() * 0, "aten.mul"), (lambda m, x: (m(x) * 1e30 * 1e30).abs().sum(), "aten.mul"),
+    (lambda m, x: m(x).masked_fill(x > 0, -torch.inf).softmax(1).sum(), "The forward is finite"),
+    (lambda m, x: m(x.half()).sum(), "cannot be run in eager"),
+])  # fmt: skip
+def test_the_op_that_is_blamed_is_not_a_mask(objective, sentence):
+    model = nn.Linear(3, 3)
+    assert sentence in first_non_finite(model, objective, (torch.eye(3),))
+    assert first_non_finite(model, objective, (torch.full((3, 3), torch.nan),)) == "The batch itself is not finite"
+
+
+# ---- precision -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_is_half_and_the_loss_is_not():
+    class Methods(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def encode(self, x):
+            return self.body(x).tanh()
+
+        def forward(self, x):
+            return self.head(self.encode(x))
+
+    model = Methods()
+
+    def objective(m, x):
+        y = m(x)
+        return (y - x).square().mean() + m.encode(x).square().mean(), {"output": y}
+
+    step = apexfx.train_step(model, optimizer=AdamW(model.parameters()), objective=objective, opt_level="O2", inner="eager")
+    loss, rest = step(torch.randn(5, 4))
+    assert loss.dtype == torch.float32 and not rest["output"].requires_grad
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    text = step.report.code(stage="step")
+    products = [line for line in text.splitlines() if "aten.addmm" in line or "aten.mm" in line]
+    assert products and all('"bf16[' in line for line in products)
+    assert all('"f32[' in line for line in text.splitlines() if "aten.mean" in line or "aten.sub" in line)
+
+
+def test_what_a_container_of_a_traceable_batch_norm_computes_is_half():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.weight = nn.BatchNorm1d(4, momentum=None), nn.Parameter(torch.eye(4))
+
+        def forward(self, x):
+            return self.norm(x) @ self.weight
+
+    model = nn.Sequential(nn.Linear(72, 4), Block())
+    step = apexfx.train_step(model, lambda y, t: F.cross_entropy(y, t), AdamW(model.parameters()), opt_level="O2",
+                             dtype="bfloat16", inner="eager")
+    inputs, targets = batches(1)[0]
+    step(inputs.flatten(1), targets)
+    products = [line for line in step.report.code(stage="step").splitlines() if "aten.mm" in line or "aten.addmm" in line]
+    assert len(products) == 5 and all('"bf16[' in line for line in products)
+
+
+def test_half_parameters():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(72, 16), nn.Tanh(), nn.Linear(16, 3))
+    step = make(FusedAdam, {"lr": 0.01, "master_weights": True}, model=model, opt_level="O3", dtype="bfloat16")
+    reference = copy.deepcopy(model)
+    theirs = FusedAdam(reference.parameters(), lr=0.01, master_weights=True)
+    start = [p.detach().float() for p in model.parameters()]
+    for inputs, targets in batches(4):
+        step(inputs, targets)
+        theirs.zero_grad()
+        F.cross_entropy(reference(inputs.bfloat16()).float(), targets).backward()
+        theirs.step()
+    for p, q, first in zip(model.parameters(), reference.parameters(), start):
+        master, wanted = step.optimizer.state[p]["master_param"], theirs.state[q]["master_param"]
+        assert p.dtype == torch.bfloat16 and master.dtype == torch.float32 and torch.equal(p, master.bfloat16())
+        assert (master - wanted).norm() < 0.2 * (wanted - first).norm()  # of what was learned, as bfloat16 gradients differ
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_resumes_bitwise_from_its_own_checkpoint(tmp_path):
+    data = batches(6)
+    step = make(loss_scale="dynamic")
+    for batch in data[:3]:
+        step(*batch)
+    torch.save(step.state_dict(), tmp_path / "checkpoint.pt")
+    resumed = make(loss_scale="dynamic")
+    resumed.load_state_dict(torch.load(tmp_path / "checkpoint.pt"))
+    for batch in data[3:]:
+        step(*batch)
+        resumed(*batch)
+    assert_same(resumed.state_dict(), step.state_dict())
+
+
+def test_eager_torch_and_a_step_resume_from_each_other():
+    data = batches(6)
+    reference, optimizer = eager(AdamW, {"lr": 0.01}, data[:3])
+    step = make()
+    step.model.load_state_dict(reference.state_dict())
+    step.optimizer.load_state_dict(optimizer.state_dict())
+    for batch in data[3:5]:
+        step(*batch)
+    F.cross_entropy(step.model(data[5][0]), data[5][1]).backward()
+    step.optimizer.step()  # torch's own, on the state that the graph has written
+    whole, _ = eager(AdamW, {"lr": 0.01}, data)
+    assert_same(step.model.state_dict(), whole.state_dict(), **ROUNDING)
+
+
+def test_a_checkpoint_in_the_middle_of_an_accumulation_is_refused():
+    step = make(accumulate=2)
+    [batch] = batches(1)
+    step(*batch)
+    with pytest.raises(RuntimeError, match="after 1 of 2 calls that accumulate"):
+        step.state_dict()
+    step(*batch)
+    step.state_dict()
+
+
+def test_what_is_no_state_of_this_step_is_refused():
+    step = make(loss_scale="dynamic")
+    with pytest.raises(ValueError, match="expected what state_dict\\(\\) returns"):
+        step.load_state_dict({"model": {}})
+    with pytest.raises(ValueError, match="make the step with the same loss_scale"):
+        step.load_state_dict(make().state_dict())
+    before = copy.deepcopy(step.state_dict())
+    other = {**step.state_dict(), "optimizer": SGD([torch.zeros(1)], lr=0.1).state_dict()}
+    with pytest.raises(ValueError, match="parameter group"):
+        step.load_state_dict(other)
+    assert_same(step.state_dict(), before)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------------
+
+
+def breaks(y, t):
+    torch._dynamo.graph_break()
+    return F.cross_entropy(y, t)
+
+
+@pytest.mark.parametrize("loss_fn, message", [
+    (lambda y, t: F.cross_entropy(y, t, reduction="none"), "the loss is no scalar"),
+    (lambda y, t: F.cross_entropy(y, t).detach(), "the loss does not depend on any parameter"),
+    (breaks, "cannot be captured as one graph: .*graph_break"),
+])  # fmt: skip
+def test_a_loss_that_cannot_train_is_refused_and_nothing_has_changed(loss_fn, message):
+    model = net()
+    optimizer = AdamW(model.parameters())
+    step = apexfx.train_step(model, loss_fn, optimizer, opt_level="O0", inner="eager", loss_scale="dynamic")
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        step(*batches(1)[0])
+    assert_same(step.state_dict(), before)
+    assert not optimizer.state
+    step._objective.loss_fn = F.cross_entropy  # what is compared does change where a step is done
+    step(*batches(1)[0])
+    assert optimizer.state and not torch.equal(model[6].weight, before["model"]["6.weight"])
+
+
+@pytest.mark.parametrize("options, message", [
+    ({"loss_scale": "static"}, "loss_scale='static' was given"), ({"max_grad_norm": -1}, "max_grad_norm=-1 was given"),
+    ({"accumulate": 0}, "accumulate=0 was given"), ({"skip": ["unscale_clip_update"]}, "would train nothing"),
+    ({"opt_levle": "O1"}, "did you mean 'opt_level'"), ({"objective": F.cross_entropy}, "loss_fn= or objective="),
+])  # fmt: skip
+def test_options_that_do_not_fit_are_refused(options, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(**options)
+
+
+def test_an_optimizer_of_another_model_is_refused_and_one_that_misses_parameters_said(caplog):
+    model = net()
+    with pytest.raises(ValueError, match="2 parameters that are not the model's"):
+        apexfx.train_step(model, F.cross_entropy, SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    apexfx.train_step(model, F.cross_entropy, SGD(model[4].parameters(), lr=0.1))
+    assert "5 parameters require a gradient and are in no group of the optimizer" in caplog.text
+    with pytest.raises(ValueError, match="clips to max_grad_norm=1.0 itself"):
+        make(FusedLAMB, {}, max_grad_norm=0.5)
+    with pytest.raises(TypeError, match="LBFGS calls a closure"):
+        make(torch.optim.LBFGS)
+
+
+# ---- the graph -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_graph_is_printed_and_named():
+    step = make(max_grad_norm=1.0, loss_scale="dynamic")
+    step(*batches(1)[0])
+    captured = step.print_readable(after="captured", print_output=False)
+    final = step.print_readable(print_output=False)
+    assert "apexfx.apply_gradients" in captured and "apexfx.apply_gradients" not in final
+    for name in ("loss_scale", "growth_tracker", "_4_weight_exp_avg_sq", "adam_", "multi_tensor_l2norm", "_amp_update_scale_"):
+        assert name in final, name
+    assert "unscale_clip_update" in str(step.report) and "+" in step.report.diff("unscale_clip_update", colour=False)
+    for forbidden in ("_local_scalar_dense", "aten.nonzero", "aten.item"):
+        assert forbidden not in final
+
+
+class Forgets(apexfx.Pass):
+    """Leave out the optimizer's op: the outputs of the graph are the same."""
+
+    name, stage = "forgets", "step"
+
+    def call(self, gm):
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.apexfx.adam_.default):
+            gm.graph.erase_node(node)
+        return torch.fx.passes.infra.pass_base.PassResult(gm, True)
+
+
+def test_verify_sees_what_a_pass_does_to_parameters():
+    step = make(verify="each", max_grad_norm=1.0, loss_scale=256.0)
+    step(*batches(1)[0])
+    step = make(verify="each", passes=[Forgets()])
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(apexfx.PassError, match="'forgets'.* written in place, leave its tier"):
+        step(*batches(1)[0])
+    assert_same(step.state_dict(), before)
+
+
+def test_a_pass_of_the_users_in_the_stage_step():
+    class Counts(apexfx.Pass):
+        """Count the optimizer's ops."""
+
+        name, stage = "counts", "step"
+
+        def call(self, gm):
+            for node in gm.graph.find_nodes(op="call_function", target=torch.ops.apexfx.adam_.default):
+                self.record(node, "an update")
+            return torch.fx.passes.infra.pass_base.PassResult(gm, False)
+
+    step = make(passes=[Counts()])
+    step(*batches(1)[0])
+    assert [match.detail for match in step.report.matched("counts")] == ["an update"]
+    with pytest.raises(ValueError, match="only the graph of apexfx.train_step\\(\\)"):
+        apexfx.transform(net(), passes=[Counts()])

@@ -1,0 +1,1003 @@
+"""train_step(): what is changed between two steps reaches the next one, and a call that fails changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
+
+import apexfx
+from apexfx.optimizers import FusedAdam, FusedSGD
+from tests.test_train_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
+
+RMSprop = torch.optim.RMSprop
+WIDTH = 4
+
+
+class Heads(nn.Module):
+    """Which head is used, and so which parameters have a gradient, is an argument."""
+
+    def __init__(self, num_heads=2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.unused = nn.Linear(1, 1)
+        self.body, self.heads = nn.Linear(WIDTH, WIDTH), nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(num_heads))
+
+    def forward(self, x, head=0):
+        return self.heads[head](self.body(x).tanh())
+
+
+def heads(optimizer=Adam, model=None, lr=0.01, **options):
+    model = model if model is not None else Heads()
+    return apexfx.train_step(model, F.mse_loss, optimizer(model.parameters(), lr=lr), **{"opt_level": "O0", "inner": "eager",
+                                                                                         **options})
+
+
+def samples(count):
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(3, WIDTH, generator=generator), torch.randn(3, WIDTH, generator=generator)) for _ in range(count)]
+
+
+class Eager:
+    """The same in plain torch."""
+
+    def __init__(self, model, optimizer=Adam, lr=0.01, accumulate=1):
+        self.model, self.optimizer, self.accumulate = model, optimizer(model.parameters(), lr=lr), accumulate
+        self.calls = 0
+
+    def __call__(self, inputs, targets):
+        if self.calls % self.accumulate == 0:
+            self.optimizer.zero_grad()
+        loss = F.mse_loss(self.model(*inputs) if isinstance(inputs, tuple) else self.model(inputs), targets)
+        (loss / self.accumulate).backward()
+        self.calls += 1
+        if self.calls % self.accumulate == 0:
+            self.optimizer.step()
+
+
+def assert_same_training(step, reference):
+    assert_same(step.model.state_dict(), reference.model.state_dict(), **ROUNDING)
+    assert_same(step.optimizer.state_dict()["param_groups"], reference.optimizer.state_dict()["param_groups"])
+
+
+# ---- gradients that are None -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", [RMSprop, SGD])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_parameter_without_a_gradient_shifts_no_other(optimizer, inner):
+    step, reference = heads(optimizer, keep_grads=True, inner=inner), Eager(Heads(), optimizer)
+    for x, y in samples(2):
+        step((x, 1), y)
+        reference((x, 1), y)
+    assert_same_training(step, reference)
+    for p, q in zip(step.model.parameters(), reference.model.parameters()):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            assert_same(p.grad, q.grad, **ROUNDING)
+
+
+@pytest.mark.parametrize("optimizer", [Adam, RMSprop, FusedAdam])
+def test_accumulated_gradients_of_parameters_that_few_calls_use(optimizer):
+    """AdamW would decay, and count, a parameter whose gradient is zero and not None."""
+    step, reference = heads(optimizer, accumulate=2), Eager(Heads(), optimizer, accumulate=2)
+    for (x, y), head in zip(samples(8), (0, 0, 1, 0, 0, 1, 1, 1)):
+        step((x, head), y)
+        reference((x, head), y)
+    assert_same_training(step, reference)
+    assert torch.equal(step.model.unused.weight, Heads().unused.weight)
+
+
+@pytest.mark.parametrize("options", [{"max_grad_norm": 1e9}, {"loss_scale": "dynamic"}, {"skip": ["update_early"]}], ids=str)
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_what_one_call_has_gathered_alone_is_applied_whatever_comes_first(options, inner):
+    """Inductor drops the copy of a buffer that is emptied before its end."""
+    step, reference = heads(accumulate=2, inner=inner, **options), Eager(Heads(), accumulate=2)
+    for (x, y), head in zip(samples(4), (0, 1, 1, 0)):
+        step((x, head), y)
+        reference((x, head), y)
+    assert_same_training(step, reference)
+
+
+class ReadsCopy(torch.autograd.Function):
+    """x * w, with a gradient of w that is a copy of a buffer."""
+
+    @staticmethod
+    def forward(ctx, w, held):
+        ctx.save_for_backward(held)
+        return (w * held).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.saved_tensors[0], None
+
+
+class WritesHeld(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(64))
+        self.register_buffer("held", torch.ones(64))
+
+    def forward(self, x):
+        loss = ReadsCopy.apply(self.w, self.held.clone())
+        self.held.add_(x)
+        return loss
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_gradient_that_is_a_buffer_which_is_written_is_taken_as_it_was(inner):
+    model, reference = WritesHeld(), WritesHeld()
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x), opt_level="O0",
+                             inner=inner, max_grad_norm=1e9)
+    theirs = SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        step(torch.ones(64))
+        theirs.zero_grad()
+        reference(torch.ones(64)).backward()
+        theirs.step()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
+
+
+@pytest.mark.parametrize("given", [lambda p: p.data, lambda p: p.detach()[:2], lambda p: p.detach().t()],
+                         ids=["all", "part", "turned"])
+def test_a_batch_in_the_memory_of_a_parameter_is_refused(given):
+    model = nn.Linear(4, 4)
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             objective=lambda m, x, anchor: (m(x).sum(), anchor * 2))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="share memory that it updates"):
+        step(torch.ones(2, 4), given(model.weight))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    step(torch.ones(2, 4), given(model.weight).clone())
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("optimizer", [RMSprop, SGD])
+def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):
+    step = heads(optimizer, accumulate=2, keep_grads=True, inner=inner)
+    reference = Eager(Heads(), optimizer, accumulate=2)
+    for (x, y), head in zip(samples(4), (1, 0, 1, 0)):  # head 1 has a gradient of the first call alone
+        step((x, head), y)
+        reference((x, head), y)
+    for p, q in zip(step.model.parameters(), reference.model.parameters()):
+        if q.grad is not None:
+            assert_same(p.grad, q.grad, **ROUNDING)
+
+
+def test_each_parameter_has_a_gradient_of_its_own():
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: ((m[0] + m[1]) * x).sum(),
+                             opt_level="O0", inner="eager", keep_grads=True)
+    step(torch.ones(2))
+    model[0].grad.mul_(2)
+    assert torch.equal(model[1].grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("num_heads", [2, 3])
+@pytest.mark.parametrize("scale", [None, 8.0])
+def test_heads_that_take_turns_are_corrected_by_their_own_counts(num_heads, scale):
+    step, reference = heads(model=Heads(num_heads), loss_scale=scale), Eager(Heads(num_heads))
+    for place, (x, y) in enumerate(samples(4 * num_heads)):
+        step((x, place % num_heads), y)
+        reference((x, place % num_heads), y)
+    assert_same_training(step, reference)
+    counts = [int(step.optimizer.state[head.weight]["step"]) for head in step.model.heads]
+    assert counts == [4] * num_heads and int(step.optimizer.state[step.model.body.weight]["step"]) == 4 * num_heads
+    graphs = len(step.report.graphs)
+    for place, (x, y) in enumerate(samples(2 * num_heads)):
+        step((x, place % num_heads), y)
+    assert len(step.report.graphs) == graphs
+
+
+# ---- the optimizer ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [{"maximize": True}, {"amsgrad": True}, {"betas": (0.5, 0.9)}, {"weight_decay": 0.5}], ids=str)
+def test_an_option_set_on_the_way_is_that_of_the_next_step(option):
+    step, reference = heads(), Eager(Heads())
+    for place, (x, y) in enumerate(samples(4)):
+        for each in (step, reference):
+            if place == 2:
+                each.optimizer.param_groups[0].update(option)
+                if "amsgrad" in option:
+                    for held in each.optimizer.state.values():
+                        held["max_exp_avg_sq"] = torch.zeros_like(held["exp_avg_sq"])
+            each(x, y)
+    assert_same_training(step, reference)
+
+
+def test_an_option_of_a_loaded_state_is_that_of_the_next_step():
+    step, reference = heads(), Eager(Heads())
+    state = Adam(Heads().parameters(), lr=0.05, maximize=True).state_dict()
+    for each in (step, reference):
+        each(*samples(1)[0])
+        each.optimizer.load_state_dict(copy.deepcopy(state))
+        for batch in samples(2):
+            each(*batch)
+    assert_same_training(step, reference)
+    assert "maximize=True" in str(step.report)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, FusedSGD])
+def test_momentum_that_comes_and_goes(optimizer):
+    step, reference = heads(optimizer), Eager(Heads(), optimizer)
+    for momentum, batch in zip((0.0, 0.9, 0.9, 0.0, 0.5), samples(5)):
+        for each in (step, reference):
+            each.optimizer.param_groups[0]["momentum"] = momentum
+            each(*batch)
+    assert_same_training(step, reference)
+
+
+def clear(optimizer):
+    optimizer.state.clear()
+
+
+def clear_one(optimizer):
+    optimizer.state[optimizer.param_groups[0]["params"][0]].clear()
+
+
+def new_moments(optimizer):
+    for held in optimizer.state.values():
+        held["exp_avg"] = torch.ones_like(held["exp_avg"])
+
+
+def new_groups(optimizer):
+    params = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = params[:3]
+    optimizer.add_param_group({"params": params[3:], "lr": 0.1, "weight_decay": 0.2})
+
+
+def new_dictionary(optimizer):
+    optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.1}
+
+
+@pytest.mark.parametrize("change", [clear, clear_one, new_moments, new_groups, new_dictionary])
+def test_a_change_of_the_optimizer_is_seen(change):
+    step, reference = heads(), Eager(Heads())
+    for place, batch in enumerate(samples(5)):
+        for each in (step, reference):
+            if place == 3:
+                change(each.optimizer)
+                change_lr = each.optimizer.param_groups[0]
+                change_lr["lr"] *= 0.5
+            each(*batch)
+    assert_same_training(step, reference)
+
+
+@pytest.mark.parametrize("losses", [(F.mse_loss, F.l1_loss)])
+def test_two_steps_on_one_optimizer_and_torchs_own_between(losses):
+    model, reference = Heads(), Heads()
+    optimizer, theirs = Adam(model.parameters(), lr=0.01), Adam(reference.parameters(), lr=0.01)
+    steps = [apexfx.train_step(model, loss, optimizer, opt_level="O0", inner="eager") for loss in losses]
+    for place, ((x, y), which, head) in enumerate(zip(samples(8), (0, 1, 0, 2, 1, 0, 2, 1), (0, 0, 1, 1, 0, 1, 0, 1))):
+        theirs.zero_grad()
+        (*losses, F.mse_loss)[which](reference(x, head), y).backward()
+        theirs.step()
+        if which < 2:
+            steps[which]((x, head), y)
+        else:
+            optimizer.zero_grad()
+            F.mse_loss(model(x, head), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+def test_hooks_of_the_optimizer_run_from_when_they_are_registered():
+    step, calls = heads(SGD), []
+    batch = samples(1)[0]
+    step(*batch)
+    handle = step.optimizer.register_step_post_hook(lambda *_: calls.append("own"))
+    step(*batch)
+    handle.remove()
+    everywhere = register_optimizer_step_pre_hook(lambda *_: calls.append("global"))
+    step(*batch)
+    everywhere.remove()
+    step(*batch)
+    assert calls == ["own", "global"]
+
+
+def test_a_step_that_was_replaced_on_the_instance_is_called():
+    step, calls = heads(SGD), []
+    step(*samples(1)[0])
+    own = step.optimizer.step
+
+    def replaced(closure=None):
+        calls.append(1)
+        return own(closure)
+
+    step.optimizer.step = replaced
+    step(*samples(1)[0])
+    assert calls == [1]
+
+
+def test_an_optimizer_with_a_step_of_its_own_kind():
+    class Own(SGD):
+        def step(self):
+            with torch.no_grad():
+                for p in self.param_groups[0]["params"]:
+                    p.sub_(p.grad if p.grad is not None else 0)
+
+    class Scaled(FusedAdam):
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(0.5)
+            return super().step(closure)
+
+    for optimizer in (Own, Scaled):
+        step, reference = heads(optimizer), Eager(Heads(), optimizer)
+        for batch in samples(3):
+            step(*batch)
+            reference(*batch)
+        assert_same_training(step, reference)
+
+
+def test_float64_is_not_trained_in_float32():
+    step, reference = heads(SGD, model=Heads().double(), lr=0.1), Eager(Heads().double(), SGD, lr=0.1)
+    for x, y in samples(5):
+        loss = step(x.double(), y.double())
+        reference(x.double(), y.double())
+    assert loss.dtype == torch.float64
+    assert_same(step.model.state_dict(), reference.model.state_dict())
+
+
+def test_float32_beside_float64_and_masters_beside_no_state():
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH).double()})
+    reference = copy.deepcopy(model)
+
+    def objective(m, x):
+        return m["b"](m["a"](x).double()).square().mean()
+
+    step = apexfx.train_step(model, optimizer=Adam(model.parameters()), objective=objective, opt_level="O0", inner="eager")
+    theirs = Adam(reference.parameters())
+    for x, _ in samples(3):
+        step(x)
+        theirs.zero_grad()
+        objective(reference, x).backward()
+        theirs.step()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+def test_masters_without_momentum():
+    def trained(train):
+        torch.manual_seed(0)
+        model = nn.Linear(WIDTH, WIDTH).bfloat16()
+        optimizer = FusedSGD(model.parameters(), lr=1e-2, master_weights=True)
+        train(model, optimizer)
+        return [optimizer.state[p]["master_param"] for p in model.parameters()], list(model.parameters())
+
+    def by_step(model, optimizer):
+        step = apexfx.train_step(model, F.mse_loss, optimizer, opt_level="O0", inner="eager")
+        for x, y in samples(4):
+            step(x.bfloat16(), y.bfloat16())
+
+    def by_hand(model, optimizer):
+        for x, y in samples(4):
+            optimizer.zero_grad()
+            F.mse_loss(model(x.bfloat16()), y.bfloat16()).backward()
+            optimizer.step()
+
+    mine, theirs = trained(by_step), trained(by_hand)
+    assert_same(mine, theirs, rtol=0, atol=2e-4)  # of bfloat16 gradients; the updates are a hundred times that
+    assert all(torch.equal(master.bfloat16(), p) for master, p in zip(*mine))
+
+
+def test_a_hyperparameter_that_is_a_tensor_is_the_optimizers_own_business():
+    step = make(Adam, {"lr": 0.01, "betas": (torch.tensor(0.9), torch.tensor(0.99)), "foreach": False})
+    step(*batches(1)[0])
+    assert "betas is a tensor" in str(step.report) and not torch.equal(step.model[6].weight, net()[6].weight)
+
+
+def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_its_name():
+    lr = torch.tensor(0.01)
+    step = make(Adam, {"lr": lr, "fused": True})
+    reference = net()
+    theirs = Adam(reference.parameters(), lr=torch.tensor(0.01), fused=True)
+    for place, (inputs, targets) in enumerate(batches(4)):
+        if place == 2:
+            lr.fill_(0.1)
+            step.optimizer.param_groups[0]["lr"] = lr
+            theirs.param_groups[0]["lr"].fill_(0.1)
+        step(inputs, targets)
+        theirs.zero_grad()
+        F.cross_entropy(reference(inputs), targets).backward()
+        theirs.step()
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+    step(*batches(1, size=7)[0])
+    assert len(step.report.graphs) == 2 and all(" lr_0" in step.report.code(stage="step", graph=graph) for graph in (0, 1))
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------------
+
+
+def norms(momentum=None):
+    torch.manual_seed(0)
+    norm = nn.Sequential(nn.BatchNorm1d(WIDTH, momentum=momentum))
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, WIDTH))
+
+
+def set_momentum(model):
+    model[1][0].momentum = 0.5
+
+
+def set_cumulative(model):
+    model[2].momentum, model[1][0].momentum = None, None
+
+
+def append(model):
+    model[1].append(nn.BatchNorm1d(WIDTH, momentum=None, affine=False))
+
+
+def replace(model):
+    model[1][0] = nn.BatchNorm1d(WIDTH, momentum=0.3, affine=False)
+
+
+def evaluate(model):
+    model[1].eval()
+
+
+def scale_inputs(model):
+    model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+def scale_outputs(model):
+    model[2].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def tie(model):
+    model[2].weight = model[0].weight
+
+
+@pytest.mark.parametrize("change", [set_momentum, set_cumulative, append, replace, evaluate, scale_inputs, scale_outputs, tie])
+@pytest.mark.parametrize("momentum", [None, 0.1])
+def test_a_change_of_the_model_is_seen(change, momentum):
+    step, reference = heads(SGD, norms(momentum)), Eager(norms(momentum), SGD)
+    for place, batch in enumerate(samples(4)):
+        for each in (step, reference):
+            if place == 2:
+                change(each.model)
+            each(*batch)
+    assert_same_training(step, reference)
+
+
+def test_the_model_holds_its_own_modules_after_a_step():
+    model = norms()
+    before = list(model.modules())
+    step = heads(SGD, model, opt_level="O3", dtype="bfloat16", loss_scale=None)
+    step(*samples(1)[0])
+    assert list(map(id, model.modules())) == list(map(id, before)) and type(model[1][0]) is nn.BatchNorm1d
+    assert not [name for module in model.modules() for name in vars(module) if "apexfx" in name]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("register, what", [
+    (lambda m: m[0].weight.register_hook(lambda g: g * 0), "a hook is registered on parameter '0.weight'"),
+    (lambda m: m[2].bias.register_post_accumulate_grad_hook(lambda p: None), "a hook is registered on parameter '2.bias'"),
+    (lambda m: m[0].register_full_backward_hook(lambda *_: None), "0 has a backward hook"),
+])  # fmt: skip
+def test_a_hook_that_would_not_run_is_refused_when_made_and_later(register, what):
+    step, model = heads(SGD, norms()), norms()
+    before = copy.deepcopy(step.model.state_dict())
+    register(model)
+    with pytest.raises(ValueError, match=what):
+        heads(SGD, model, opt_level="O3", dtype="bfloat16")
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    handle = register(step.model)
+    with pytest.raises(ValueError, match=what):
+        step(*samples(1)[0])
+    assert_same(step.model.state_dict(), before)
+    handle.remove()
+    step(*samples(1)[0])
+
+
+def test_a_hook_on_a_tensor_of_the_forward_runs():
+    class Reversed(nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            if y.requires_grad:
+                y.register_hook(lambda g: -g)
+            return y
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(Reversed(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    step, reference = heads(SGD, model()), Eager(model(), SGD)
+    for batch in samples(2):
+        step(*batch)
+        reference(*batch)
+    assert_same_training(step, reference)
+
+
+def test_two_parameters_over_one_memory_are_refused():
+    model = nn.Module()
+    model.first = nn.Parameter(torch.randn(WIDTH, WIDTH))
+    model.second = nn.Parameter(model.first.data[1:])
+    with pytest.raises(ValueError, match="'first' and 'second' of the model share memory"):
+        apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (x @ m.first).sum())
+    both = torch.randn(2, WIDTH)
+    model = nn.ParameterList([nn.Parameter(both[0]), nn.Parameter(both[1])])  # beside each other, as an LSTM has them on CUDA
+    apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (x * m[0] * m[1]).sum(),
+                      opt_level="O0", inner="eager")(torch.ones(WIDTH))
+
+
+def test_a_parameter_that_the_forward_writes_is_refused():
+    class Clipped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.1, 0.1)
+            return super().forward(x)
+
+    model = Clipped(WIDTH, WIDTH)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="writes parameter 'weight' in place"):
+        heads(SGD, model)(*samples(1)[0])
+    assert_same(model.state_dict(), before)
+
+
+# ---- failures --------------------------------------------------------------------------------------------------------------
+
+
+def no_gradient(m, x, y):
+    with torch.no_grad():
+        return F.mse_loss(m(x), y)
+
+
+def other_parameters(m, x, y):
+    return F.mse_loss(m.heads[0](x), y)
+
+
+@pytest.mark.parametrize("objective, error, message", [
+    (lambda m, x, y: (m(x).sum(), 1, 2), TypeError, "has to return the loss"),
+    (lambda m, x, y: {"loss": F.mse_loss(m(x), y)}, TypeError, "has to return the loss"),
+    (lambda m, x, y: [F.mse_loss(m(x), y)], TypeError, "has to return the loss"),
+    (lambda m, x, y: (m(x) - y).square(), ValueError, "the loss is no scalar"),
+    (no_gradient, ValueError, "does not depend on any parameter"),
+    (other_parameters, ValueError, "does not depend on any parameter"),
+])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic", "max_grad_norm": 1.0}], ids=str)
+def test_a_call_that_fails_leaves_all_as_it_was(objective, error, message, options):
+    model = Heads()
+    optimizer = Adam(model.body.parameters())
+    step = apexfx.train_step(model, optimizer=optimizer, objective=objective, opt_level="O0", inner="eager", **options)
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(error, match=message):
+        step(*samples(1)[0])
+    assert_same(step.state_dict(), before)
+    assert not optimizer.state
+
+
+def test_a_sparse_gradient_is_refused():
+    model = nn.Embedding(4, WIDTH, sparse=True)
+    before = copy.deepcopy(model.state_dict())
+    for optimizer in (SGD, RMSprop):
+        with pytest.raises((TypeError, ValueError, RuntimeError), match="sparse"):
+            heads(optimizer, model)(torch.arange(3), torch.zeros(3, WIDTH))
+        assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, RMSprop])
+def test_a_step_that_failed_half_way_is_followed_by_none(optimizer, monkeypatch):
+    step = heads(optimizer)
+    batch = samples(1)[0]
+    step(*batch)
+    checkpoint = copy.deepcopy(step.state_dict())
+    kept = copy.deepcopy(checkpoint)  # torch's optimizers go on with the tensors that they load
+
+    def fails(*_):
+        raise KeyboardInterrupt("stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "_apply_outside", fails)  # the graph has run
+        with pytest.raises(KeyboardInterrupt):
+            step(*batch)
+    for use in (lambda: step(*batch), step.state_dict):
+        with pytest.raises(RuntimeError, match="failed after it had begun .*KeyboardInterrupt: stop.*load a checkpoint"):
+            use()
+    step.load_state_dict(checkpoint)
+    step(*batch)
+    again = heads(optimizer)
+    again.load_state_dict(kept)
+    again(*batch)
+    assert_same(step.model.state_dict(), again.model.state_dict())
+
+
+def test_a_state_of_another_model_changes_nothing():
+    step, other = heads(), heads(model=Heads(3))
+    step(*samples(1)[0])
+    other(*samples(1)[0])
+    before = copy.deepcopy(step.state_dict())
+    mixed = {**before, "model": {**other.state_dict()["model"], "body.weight": torch.zeros(WIDTH, WIDTH)}}
+    for state in (other.state_dict(), mixed, {**mixed, "model": before["model"], "optimizer": other.state_dict()["optimizer"]}):
+        with pytest.raises((RuntimeError, ValueError)):
+            step.load_state_dict(state)
+        assert_same(step.state_dict(), before)
+
+
+def test_a_checkpoint_is_loaded_in_the_middle_of_an_accumulation():
+    step, reference = heads(accumulate=2), heads(accumulate=2)
+    checkpoint = copy.deepcopy(step.state_dict())
+    step((samples(1)[0][0], 1), samples(1)[0][1])
+    step.load_state_dict(checkpoint)
+    for batch in samples(4):
+        step(*batch)
+        reference(*batch)
+    assert_same(step.state_dict(), reference.state_dict())
+
+
+def test_a_parameter_is_not_frozen_in_the_middle_of_an_accumulation():
+    step = heads(accumulate=2)
+    step(*samples(1)[0])
+    step.model.unused.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="after 1 of 2 calls that accumulate"):
+        step(*samples(1)[0])
+    step.model.unused.requires_grad_(True)
+    step(*samples(1)[0])
+
+
+def test_float16_gradients_are_not_unscaled_in_float16():
+    for options in ({"optimizer": RMSprop}, {"optimizer": Adam}, {"optimizer": FusedAdam, "keep_grads": True}):
+        model = Heads()
+        with pytest.raises(ValueError, match="float16, and so are their gradients"):
+            heads(model=model, opt_level="O3", dtype="float16", **options)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        with pytest.raises(ValueError, match="float16, and so are their gradients"):
+            heads(model=Heads().half(), **options)
+    step = heads(FusedAdam, Heads().half())
+    step(*(x.half() for x in samples(1)[0]))
+    assert step.loss_scale == 2.0**16
+
+
+# ---- several models and sizes ----------------------------------------------------------------------------------------------
+
+
+def test_a_dynamic_batch_compiles_one_graph():
+    step = make(SGD, {"lr": 0.1}, dynamic=True)
+    reference = net()
+    theirs = SGD(reference.parameters(), lr=0.1)
+    for size in (3, 5, 8, 4):
+        for inputs, targets in batches(1, size):
+            step(inputs, targets)
+            theirs.zero_grad()
+            F.cross_entropy(reference(inputs), targets).backward()
+            theirs.step()
+    assert len(step.report.graphs) == 1
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+def test_the_sizes_of_another_step_are_not_taken_for_changes():
+    for width in (8, 16):
+        model = nn.Linear(WIDTH, width)
+        step = apexfx.train_step(model, F.mse_loss, Adam(model.parameters()), opt_level="O0", inner="eager")
+        step(torch.randn(6, WIDTH), torch.randn(6, width))
+        assert "Sym(" not in step.report.code(stage="step", after="captured")
+
+
+def test_two_optimizers_of_a_generative_adversarial_network():
+    def made():
+        torch.manual_seed(0)
+        generator = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, WIDTH))
+        return nn.ModuleDict({"g": generator, "d": nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 1))})
+
+    def judged(m, x, wanted):
+        y = m["d"](x)
+        return F.binary_cross_entropy_with_logits(y, torch.full_like(y, wanted))
+
+    def of_d(m, real, noise):
+        return judged(m, real, 1.0) + judged(m, m["g"](noise).detach(), 0.0)
+
+    def of_g(m, noise):
+        return judged(m, m["g"](noise), 1.0)
+
+    model, reference = made(), made()
+    d = apexfx.train_step(model, optimizer=Adam(model["d"].parameters()), objective=of_d, opt_level="O0", inner="eager")
+    g = apexfx.train_step(model, optimizer=Adam(model["g"].parameters()), objective=of_g, opt_level="O0", inner="eager")
+    theirs = {part: Adam(reference[part].parameters()) for part in "dg"}
+    for real, noise in samples(5):
+        for part, objective, batch in (("d", of_d, (real, noise)), ("g", of_g, (noise,))):
+            (d if part == "d" else g)(*batch)
+            reference.zero_grad()
+            objective(reference, *batch).backward()
+            theirs[part].step()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+# ---- objectives that switch gradients off ------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+
+def another_first(model, x):
+    with torch.no_grad():
+        made = model.first(x)
+    return model.second(made).pow(3).mean()
+
+
+def the_same_first(model, x):
+    with torch.no_grad():
+        made = model.first(x)
+    return (model.second(model.first(x)) - made).pow(2).mean()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("objective", [another_first, the_same_first])
+def test_an_objective_may_begin_without_gradients(objective, level):
+    model, reference, x = Twice(), Twice(), samples(1)[0][0]
+    options = {} if level == "O0" else {"dtype": torch.bfloat16}
+    apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=1.0), objective=objective, opt_level=level, inner="eager",
+                      **options)(x)
+    objective(reference, x).backward()
+    for (name, p), q, before in zip(model.named_parameters(), reference.parameters(), Twice().parameters()):
+        gradient = torch.zeros_like(q) if q.grad is None else q.grad
+        torch.testing.assert_close(before - p, gradient, rtol=0.1, atol=1e-6 if level == "O0" else 0.02,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Detach(apexfx.Pass):
+    """Cut the loss off from the first linear layer."""
+
+    name = "detach"
+    stage = "forward"
+    numeric = "bitwise"
+
+    def call(self, gm):
+        node = next(node for node in gm.graph.nodes if node.target is F.linear)
+        with gm.graph.inserting_before(node):
+            cut = gm.graph.call_method("detach", (node.args[1],))
+        cut.meta.update(node.args[1].meta)
+        node.args = (node.args[0], cut, *node.args[2:])
+        self.record(node, "cut off")
+        return PassResult(gm, True)
+
+
+def test_a_pass_that_cuts_a_gradient_off_is_told():
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             passes=(Detach(),))
+    with pytest.raises(RuntimeError, match="depends on 1 parameters .* whose gradients a forward pass has cut off"):
+        step(*batches(1)[0])
+    assert_same(model.state_dict(), before)
+
+
+# ---- what reads a parameter reads it before the update -----------------------------------------------------------------------
+
+
+class Readers(nn.Module):
+    """An elementwise product whose backward, a buffer and a second output read a parameter that has an update of its own."""
+
+    def __init__(self, width=768):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate, self.last = nn.Linear(8, width), nn.Parameter(torch.randn(width, width)), nn.Linear(width, 4)
+        self.register_buffer("average", torch.zeros(width, width))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.gate, alpha=0.1)
+        return self.last(self.first(x) * self.gate)
+
+
+def with_metrics(model, x, y):
+    return F.mse_loss(model(x), y), (model.gate.detach() * 2 + 1, model.last.weight.detach().t().exp())
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}, {"loss_scale": 8.0}], ids=str)
+def test_what_reads_a_parameter_reads_it_before_its_update(inner, options):
+    model, reference, rate = Readers(), Readers(), 100.0
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=rate), objective=with_metrics, opt_level="O0",
+                             inner=inner, **options)
+    theirs = SGD(reference.parameters(), lr=rate)
+    for _ in range(2):
+        x, y = torch.randn(768, 8), torch.randn(768, 4)
+        loss, metrics = step(x, y)
+        theirs.zero_grad()
+        expected, expected_metrics = with_metrics(reference, x, y)
+        expected.backward()
+        expected_metrics = [metric.clone() for metric in expected_metrics]
+        theirs.step()
+        assert_same([loss, *metrics], [expected.detach(), *expected_metrics], rtol=1e-5, atol=1e-5)
+    assert_same(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-4)
+    updates = step.report.code(stage="step").count("apexfx.sgd_")
+    assert updates == (1 if options else 2)
+
+
+class Swap(torch.autograd.Function):
+    """The product of two, whose gradients are the memory of the other."""
+
+    @staticmethod
+    def forward(ctx, p, q):
+        ctx.save_for_backward(p, q)
+        return p.dot(q)
+
+    @staticmethod
+    def backward(ctx, grad):
+        p, q = ctx.saved_tensors
+        return q, p
+
+
+class TwoVectors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.p, self.q = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}], ids=str)
+@pytest.mark.parametrize("product", [torch.dot, Swap.apply], ids=["dot", "function"])
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+def test_a_gradient_may_be_the_memory_of_a_parameter(inner, options, product, optimizer):
+    model, reference = TwoVectors(), TwoVectors()
+    step = apexfx.train_step(model, optimizer=optimizer(model.parameters(), lr=0.1), objective=lambda m: product(m.p, m.q),
+                             opt_level="O0", inner=inner, **options)
+    theirs = optimizer(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        step()
+        theirs.zero_grad()
+        product(reference.p, reference.q).backward()
+        theirs.step()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+# ---- what would train in another way than it seems ---------------------------------------------------------------------------
+
+
+def test_a_step_that_dynamo_does_not_compile_is_told():
+    step = make()
+    before = copy.deepcopy(step.state_dict())
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="Dynamo is off"):
+        step(*batches(1)[0])
+    assert_same(step.state_dict(), before)
+    step(*batches(1)[0])
+
+
+def test_float16_autocast_without_a_scale_is_refused():
+    step = make()
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="inside of torch.autocast of float16"):
+        step(*batches(1)[0])
+    with torch.autocast("cpu", torch.float16):
+        make(loss_scale="dynamic")(*batches(1)[0])
+
+
+def test_complex_gradients_are_not_clipped():
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="2 parameters are complex"):
+        apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x).abs().sum(),
+                          opt_level="O0", max_grad_norm=1.0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def test_dropout_inside_of_a_checkpoint_is_refused():
+    step = heads(model=Checkpointed())
+    with pytest.raises(RuntimeError, match="apexfx: the model checkpoints activations around random numbers"):
+        step(*samples(1)[0])
+
+
+def test_an_error_of_the_model_is_not_taken_for_one_of_the_capture():
+    step = heads()
+    with pytest.raises(RuntimeError, match="(?s)apexfx: the model, the loss or their gradients failed: .*same reduction dim"):
+        step(torch.randn(3, WIDTH + 1), torch.randn(3, WIDTH))
+
+
+# ---- what a step would do otherwise than eager ------------------------------------------------------------------------------
+
+
+class Decays(nn.Module):
+    """A number that the forward changes, and keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.factor = nn.Parameter(torch.ones(3)), 1.0
+
+    def forward(self, x):
+        self.factor *= 0.5
+        return (self.w * x * self.factor).sum()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_number_that_the_forward_changes_is_followed_until_too_many_graphs_are_made_for_it(inner):
+    model, reference = Decays(), Decays()
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x), opt_level="O0",
+                             inner=inner)
+    theirs = SGD(reference.parameters(), lr=0.1)
+    for _ in range(5):
+        step(torch.ones(3))
+        theirs.zero_grad()
+        reference(torch.ones(3)).backward()
+        theirs.step()
+    assert_same(model.w.detach(), reference.w.detach(), **ROUNDING)
+    with pytest.raises(RuntimeError, match="was compiled 8 times"):
+        for _ in range(5):
+            step(torch.ones(3))
+
+
+def test_a_backward_inside_of_the_objective_is_refused():
+    def objective(m, x):
+        m[1](x).sum().backward()
+        return m[0](x).sum()
+
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0", inner="eager")
+    with pytest.raises(RuntimeError, match="calls backward\\(\\) itself"):
+        step(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        step(torch.ones(1, 2))
+
+
+def test_hooks_on_all_modules_are_refused():
+    step = heads()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="registered on all modules"):
+            step(*samples(1)[0])
+    finally:
+        handle.remove()
+    step(*samples(1)[0])
+
+
+def test_inference_mode_is_refused():
+    step = heads()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        step(*samples(1)[0])
+
+
+def test_a_step_is_neither_copied_nor_pickled():
+    with pytest.raises(TypeError, match="copy the model and make another step"):
+        copy.deepcopy(heads())
+
+
+def test_what_the_objective_returns_besides_the_loss_may_be_none():
+    model = nn.Linear(2, 2)
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (m(x).sum(), None),
+                             opt_level="O0", inner="eager")
+    loss, rest = step(torch.ones(1, 2))
+    assert loss.dim() == 0 and rest is None
+
+
+class Counts(nn.Module):
+    """A forward that leaves traces besides its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher, self.calls = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), 0
+
+    def forward(self, x):
+        self.calls += 1
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5)
+        return self.student(x)
+
+
+def test_looking_for_what_is_not_finite_leaves_the_model_alone(caplog):
+    model = Counts()
+    before = model.teacher.weight.clone()
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x).square().sum(),
+                             opt_level="O0", inner="eager", loss_scale="dynamic")
+    for _ in range(12):
+        step(torch.full((2, 3), 1e25))
+    assert "steps in a row were skipped" in caplog.text and step.skipped == 12
+    assert model.calls == 12
+    assert_same(model.teacher.weight, before * 0.5**12)
