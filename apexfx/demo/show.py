@@ -1,4 +1,4 @@
-"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, part of backward, loss chart, files."""
+"""What the demo prints and leaves behind: pass table, cast ledger, bucket plan, part of a step, loss chart, files."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _START = re.compile(r"(\w+): .*_c10d_functional\.all_reduce_\.default\(")
 
 
 def passes(report: Report, log: Callable[[str], None]) -> None:
-    """Print what the passes did to the training graph."""
+    """Print what the passes did to the graph of a training step."""
     log(f"\n{report}")
     log(f"\n{report.casts().summary}; the rows are in casts.txt")
     log(f"\n{report.buckets()}")
-    log("\nthe backward graph where it communicates:")
-    trained = next(graph.index for graph in report.graphs if graph.training)
-    log(excerpt(report.code(stage="backward", graph=trained)))
+    log("\nthe graph of a step where it communicates:")
+    log(excerpt(report.code(stage="step")))
+    log(f"\n{str(report.memory()).splitlines()[0]}; report.html draws it")
 
 
 def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:
-    """Return the lines of a backward graph where a bucket's allreduce starts, and its waits; the rest as "...".
+    """Return the lines of a graph where a bucket's allreduce starts, and its waits; the rest as "...".
 
     Args:
         context: lines kept on either side of a start.

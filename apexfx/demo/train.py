@@ -1,7 +1,8 @@
-"""The training loop, for plain eager float32 on one process and for one rank of the transformed run alike."""
+"""The training loop, for plain eager float32 on one process and for one rank of the run in graphs alike."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..config import BucketConfig
-from ..transform import transform
+from ..train_step import train_step
 from . import show
 from .data import Digits, batches, load_digits
 from .model import ResidualNet
@@ -24,6 +25,9 @@ _LEARNING_RATE = 0.1
 _WEIGHT_DECAY = 1e-3
 _LABEL_SMOOTHING = 0.1
 _MESSAGE_SIZE = 20_000  # elements: the default is ten million, which would put this small model into one bucket
+
+
+_loss = functools.partial(F.cross_entropy, label_smoothing=_LABEL_SMOOTHING)
 
 
 @dataclass(frozen=True)
@@ -54,11 +58,30 @@ class Result:
     seconds: float = 0.0
 
 
-def fit(model: nn.Module, digits: Digits, options: Options, result: Result, *, rank: int = 0, num_ranks: int = 1,
-        device: torch.device | None = None, log: Callable[[str], None] = print) -> None:
-    """Train `model` and fill `result`; every rank of a process group calls this with its own rank."""
+Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> the loss
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, weight_decay=_WEIGHT_DECAY)
+
+
+def eager_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    """Return a training step in plain torch."""
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        loss = _loss(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, digits: Digits, options: Options, result: Result, *,
+        rank: int = 0, num_ranks: int = 1, device: torch.device | None = None, log: Callable[[str], None] = print) -> None:
+    """Train `model` by `step` and fill `result`; every rank of a process group calls this with its own rank."""
     device = device or torch.device("cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE, momentum=0.9, weight_decay=_WEIGHT_DECAY)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, options.epochs)
     images, labels = digits.train_images.to(device), digits.train_labels.to(device)
     start = time.perf_counter()
@@ -66,11 +89,7 @@ def fit(model: nn.Module, digits: Digits, options: Options, result: Result, *, r
         model.train()
         losses = []
         for index in batches(len(labels), options.global_batch, epoch, rank=rank, num_ranks=num_ranks):
-            loss = F.cross_entropy(model(images[index]), labels[index], label_smoothing=_LABEL_SMOOTHING)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
+            losses.append(step(images[index], labels[index]))
         schedule.step()
         result.losses.append(_mean_over_ranks(torch.stack(losses).mean(), num_ranks))
         result.accuracy = accuracy(model, digits, rank=rank, num_ranks=num_ranks, device=device)
@@ -82,7 +101,8 @@ def fit(model: nn.Module, digits: Digits, options: Options, result: Result, *, r
 def accuracy(model: nn.Module, digits: Digits, *, rank: int, num_ranks: int, device: torch.device) -> float:
     """Return the share of the test images that `model` classifies correctly; each rank evaluates its share of them."""
     model.eval()
-    images, labels = digits.test_images[rank::num_ranks].to(device), digits.test_labels[rank::num_ranks].to(device)
+    dtype = next(model.parameters()).dtype  # O3 makes the model half
+    images, labels = digits.test_images[rank::num_ranks].to(device, dtype), digits.test_labels[rank::num_ranks].to(device)
     with torch.no_grad():
         right = (model(images).argmax(1) == labels).sum().double()
     return _mean_over_ranks(right, num_ranks) * num_ranks / len(digits.test_labels)
@@ -101,7 +121,7 @@ def initial_model() -> ResidualNet:
 
 
 def train_rank(options: Options) -> None:
-    """Train the transformed model as one rank of a process group; rank 0 prints and writes what the passes did."""
+    """Train as one rank of a process group, each step one graph; rank 0 prints and writes what the passes did."""
     backend = "nccl" if options.cuda else "gloo"
     dist.init_process_group(backend)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -112,17 +132,19 @@ def train_rank(options: Options) -> None:
     ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
     result = Result(f"{options.opt_level}, {ranks}")
     try:
-        # bfloat16 needs no loss scale; float16, the default on CUDA, would.
+        # bfloat16 needs no loss scale, and so each bucket's parameters are updated as soon as its gradients are there.
         dtype = {} if options.opt_level == "O0" else {"dtype": torch.bfloat16}
-        model = transform(initial_model().to(device), opt_level=options.opt_level, sync_bn=True, inner=options.inner,
+        model = initial_model().to(device)
+        optimizer = new_optimizer(model)
+        step = train_step(model, _loss, optimizer, opt_level=options.opt_level, sync_bn=True, inner=options.inner,
                           ddp=BucketConfig(message_size=_MESSAGE_SIZE), **dtype)
         log(f"\n{options.opt_level} with synchronized batch norm and bucketed allreduce on {ranks} of {backend}, inner "
             f"compiler {options.inner!r}, {options.global_batch // num_ranks} images a rank and step")
-        fit(model, load_digits(), options, result, rank=rank, num_ranks=num_ranks, device=device, log=log)
+        fit(model, optimizer, step, load_digits(), options, result, rank=rank, num_ranks=num_ranks, device=device, log=log)
         _check_ranks_agree(model, log)
         if rank == 0:
-            show.passes(model.report, log)
-            show.write(model.report, Path(options.out))
+            show.passes(step.report, log)
+            show.write(step.report, Path(options.out))
             show.write_json(asdict(result), Path(options.out) / "ranks.json")
         dist.barrier()
     finally:
@@ -136,7 +158,9 @@ def train_float32(options: Options) -> Result:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as a rank: images of 64 pixels are too small to share among threads
     try:
-        fit(initial_model(), load_digits(), options, result, log=_print_line)
+        model = initial_model()
+        optimizer = new_optimizer(model)
+        fit(model, optimizer, eager_step(model, optimizer), load_digits(), options, result, log=_print_line)
     finally:
         torch.set_num_threads(threads)
     return result

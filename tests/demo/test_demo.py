@@ -17,7 +17,7 @@ import torch
 
 from apexfx.demo import launch, show
 from apexfx.demo.data import batches, load_digits
-from apexfx.demo.train import Options, Result, fit, initial_model
+from apexfx.demo.train import Options, Result, eager_step, fit, initial_model, new_optimizer
 
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
@@ -51,7 +51,9 @@ def test_batch_is_rounded_down_to_the_ranks():
 def test_float32_training_learns():
     torch.set_num_threads(1)
     result, said = Result("float32"), []
-    fit(initial_model(), load_digits(), Options(epochs=2), result, log=said.append)
+    model = initial_model()
+    optimizer = new_optimizer(model)
+    fit(model, optimizer, eager_step(model, optimizer), load_digits(), Options(epochs=2), result, log=said.append)
     assert result.losses[1] < 0.75 * result.losses[0]
     assert 0.5 < result.accuracy <= 1 and len(said) == 2 and "epoch   2/2" in said[1]
 
@@ -135,7 +137,7 @@ def test_the_whole_demo(tmp_path):
     assert left == {"graphs", "report.json", "report.html", "report.txt", "bucket_plan.json", "casts.txt", "loss.svg",
                     "summary.json"}
     names = {p.name for p in (tmp_path / "graphs").iterdir()}
-    assert {"0_forward_0_captured.py", "0_forward_2_precision.py", "0_backward_2_schedule_comm.py"} <= names
+    assert {"0_forward_0_captured.py", "0_forward_2_precision.py", "0_step_0_captured.py", "0_step_2_schedule_comm.py"} <= names
 
 
 @pytest.mark.long
