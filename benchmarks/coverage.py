@@ -9,6 +9,7 @@ stopped; `--fresh` starts over.
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import platform
 import sys
@@ -24,9 +25,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import apexfx  # noqa: E402
+from tests.test_train_step_zoo import train_by_step  # noqa: E402
 from tests.zoo import ZOO, Run, train  # noqa: E402
 
 LEVELS = ("O0", "O1", "O2", "O3")
+STEPS = (("O0", "float32"), ("O1", "bfloat16"), ("O2", "bfloat16"), ("O1", "float16"), ("O2", "float16"))  # by train_step()
 
 
 def measure(name: str, level: str, inner: str, half: torch.dtype) -> dict[str, Any]:
@@ -55,6 +58,22 @@ def measure(name: str, level: str, inner: str, half: torch.dtype) -> dict[str, A
         "seconds": time.perf_counter() - start,
         **errors(found, expected),
     }
+
+
+def measure_step(name: str, level: str, dtype: str) -> dict[str, Any]:
+    """Train one model by train_step() and return the row; an error is a row as well."""
+    entry = ZOO[name]
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    source = entry.build()
+    expected = train(entry, copy.deepcopy(source))
+    start = time.perf_counter()
+    try:
+        found, step = train_by_step(entry, source, opt_level=level, inner="eager",
+                                    dtype=getattr(torch, dtype) if level != "O0" else None)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    return {"graphs": len(step.report.graphs), "seconds": time.perf_counter() - start, **errors(found, expected)}
 
 
 def short(reason: str) -> str:
@@ -98,6 +117,10 @@ def page(results: dict[str, dict[str, Any]], half: str) -> str:
         "Casts in all graphs of the model after `cancel_casts`, the bytes they write in one training step and one",
         "evaluation, and the bytes that removing others saved.", "",
         table(cast_rows(results), ("model", "O1", "saved", "O2", "saved")), "",
+        "## The whole step", "",
+        "The same three steps by `train_step()`, each one graph, inner=\"eager\": errors as above. float16 trains with the",
+        "dynamic loss scale.", "",
+        table(step_rows(results), ("model", *(f"{level} {dtype}" for level, dtype in STEPS))), "",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -110,7 +133,7 @@ def _of(results: dict[str, Any], name: str, inner: str | None = None) -> dict[st
     found = {}
     for key, row in results.items():
         model, level, row_inner = key.split("/")
-        if model == name and inner in (None, row_inner):
+        if model == name and (row_inner in ("eager", "inductor") if inner is None else row_inner == inner):
             found.setdefault(level, row)
     return found
 
@@ -134,13 +157,19 @@ def capture_rows(results: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def error_rows(results: dict[str, Any], inner: str) -> list[tuple[str, ...]]:
-    def cell(row: dict[str, Any] | None) -> str:
-        if row is None:
-            return "not run"
-        return row["error"] if "error" in row else f"{row['loss_error']:.1e} / {row['logits_error']:.1e}"
-
     names = [name for name in _names(results) if _of(results, name, inner)]
-    return [(name, *(cell(_of(results, name, inner).get(level)) for level in LEVELS)) for name in names]
+    return [(name, *(_errors_cell(_of(results, name, inner).get(level)) for level in LEVELS)) for name in names]
+
+
+def step_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [(name, *(_errors_cell(_of(results, name, f"step {dtype}").get(level)) for level, dtype in STEPS))
+            for name in _names(results)]
+
+
+def _errors_cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return "not run"
+    return row["error"] if "error" in row else f"{row['loss_error']:.1e} / {row['logits_error']:.1e}"
 
 
 def cast_rows(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -165,18 +194,18 @@ def main() -> None:
 
     args.json.parent.mkdir(parents=True, exist_ok=True)
     results = {} if args.fresh or not args.json.exists() else json.loads(args.json.read_text())
-    for inner in args.inner:
-        for name in args.models:
-            for level in args.levels:
-                key = f"{name}/{level}/{inner}"
-                if key in results:
-                    continue
-                results[key] = row = measure(name, level, inner, getattr(torch, args.half))
-                args.json.write_text(json.dumps(results, indent=1))
-                args.page.write_text(page(results, args.half))
-                summary = row.get("error") or (f"loss {row['loss_error']:.1e}, logits {row['logits_error']:.1e}, "
-                                               f"{row['graphs']} graphs, {row['seconds']:.1f} s")
-                print(f"{key:32} {summary}", flush=True)
+    half = getattr(torch, args.half)
+    todo = {f"{name}/{level}/{inner}": functools.partial(measure, name, level, inner, half)
+            for inner in args.inner for name in args.models for level in args.levels}
+    todo |= {f"{name}/{level}/step {dtype}": functools.partial(measure_step, name, level, dtype)
+             for name in args.models for level, dtype in STEPS if level in args.levels}
+    for key in [key for key in todo if key not in results]:
+        results[key] = row = todo[key]()
+        args.json.write_text(json.dumps(results, indent=1))
+        args.page.write_text(page(results, args.half))
+        summary = row.get("error") or (f"loss {row['loss_error']:.1e}, logits {row['logits_error']:.1e}, "
+                                       f"{row['graphs']} graphs, {row['seconds']:.1f} s")
+        print(f"{key:32} {summary}", flush=True)
     args.page.write_text(page(results, args.half))
 
 

@@ -1,0 +1,239 @@
+"""Measure a whole training step by train_step() against the same step put together by hand.
+
+    python benchmarks/train_step.py                                       # small models, one thread
+    python benchmarks/train_step.py --models resnet50 bert gpt2 --threads 2 --rounds 15
+    python benchmarks/train_step.py --ranks 2                             # gloo ranks, against torch DDP
+    python benchmarks/train_step.py --memory --start                      # peak memory, time to the first step
+
+Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and updates by AdamW:
+
+    eager            model, loss, backward, clip_grad_norm_, torch's fused AdamW
+    torch.compile    the same around torch.compile(model); over ranks, around torch DDP of it
+    transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
+    train_step       apexfx.train_step() with torch's AdamW
+
+In a half type, the first two run under autocast, of float16 with a GradScaler, and the last two at O1. Columns: median
+milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is faster), median and quartiles. They
+take turns: a step of a large model, ten of a small one, whose weights then stay in the caches as in training. `--memory`: the MiB
+by which the resident set grew over its size after the imports, at its peak in ten steps, in a process of its own. `--start`:
+seconds from the model to the end of the first step in a new process, with an empty compile cache and once more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import harness
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import apexfx
+from apexfx.optimizers import FusedAdam
+from apexfx.simulate.models import resnet50
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Tensor, Tensor], object]
+PEER = "torch.compile"
+
+
+def perceptron() -> nn.Module:
+    layers = [layer for _ in range(20) for layer in (nn.Linear(128, 128), nn.ReLU())]
+    return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+def small_cnn() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2, padding=1),
+                         nn.BatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(512, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def encoder(layers: int, width: int, heads: int, positions: int) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.TransformerEncoder(layer, layers, enable_nested_tensor=False), nn.Flatten(),
+                         nn.Linear(width * positions, 10))
+
+
+class Gpt2(nn.Module):
+    """GPT-2 small; the logits of the last position alone are classified."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import GPT2Config, GPT2Model
+        self.body = GPT2Model(GPT2Config(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, use_cache=False))
+        self.head = nn.Linear(768, 10)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.body(tokens).last_hidden_state[:, -1])
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (perceptron, lambda: torch.randn(32, 128)),
+    "cnn": (small_cnn, lambda: torch.randn(32, 1, 8, 8)),
+    "encoder": (lambda: encoder(2, 64, 4, 16), lambda: torch.randn(8, 16, 64)),
+    "resnet50": (resnet50, lambda: torch.randn(4, 3, 128, 128)),
+    "bert": (lambda: encoder(6, 512, 8, 128), lambda: torch.randn(8, 128, 512)),
+    "gpt2": (Gpt2, lambda: torch.randint(0, 50257, (2, 64))),
+}
+SMALL = ("mlp", "cnn", "encoder")
+
+
+def by_hand(wrap: Callable[[nn.Module], nn.Module]) -> Callable[..., Step]:
+    def make(model: nn.Module, dtype: torch.dtype, device: str, clip: bool) -> Step:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        wrapped = wrap(model)
+        scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+        half = torch.autocast(device, dtype) if dtype != torch.float32 else contextlib.nullcontext()
+
+        def step(x: Tensor, y: Tensor) -> None:
+            with half:
+                loss = F.cross_entropy(wrapped(x), y)
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            if clip:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+    return make
+
+
+def _over_ranks(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model) if dist.is_initialized() else model
+
+
+def _options(dtype: torch.dtype) -> dict[str, Any]:
+    options: dict[str, Any] = {"ddp": dist.is_initialized()}
+    return options | ({"opt_level": "O0"} if dtype == torch.float32 else {"opt_level": "O1", "dtype": dtype})
+
+
+def transformed(model: nn.Module, dtype: torch.dtype, device: str, clip: bool) -> Step:
+    optimizer = FusedAdam(model.parameters(), lr=1e-4, max_grad_norm=1.0 if clip else None)
+    compiled = apexfx.transform(model, **_options(dtype))
+    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+
+    def step(x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(compiled(x), y)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def whole(model: nn.Module, dtype: torch.dtype, device: str, clip: bool) -> Step:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    return apexfx.train_step(model, F.cross_entropy, optimizer, max_grad_norm=1.0 if clip else None, **_options(dtype))
+
+
+VARIANTS: dict[str, Callable[..., Step]] = {
+    "eager": by_hand(_over_ranks),
+    PEER: by_hand(lambda model: torch.compile(_over_ranks(model))),
+    "transform": transformed,
+    "train_step": whole,
+}
+
+
+def build(name: str, variant: str, given: argparse.Namespace) -> tuple[Step, Batch]:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    model, x = make().to(given.device), inputs().to(given.device)
+    step = VARIANTS[variant](model, getattr(torch, given.dtype), given.device, not given.no_clip)
+    return step, (x, torch.randint(0, 10, (len(x),), device=given.device))
+
+
+def measure(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the rows of a model, of rank 0 where there are several."""
+    torch.set_num_threads(given.threads)
+    made = {variant: build(name, variant, given) for variant in given.variants}
+    for step, batch in made.values():
+        for _ in range(5):
+            step(*batch)
+    steps = 10 if name in SMALL else 1
+    candidates = {variant: lambda step=step, batch=batch: [step(*batch) for _ in range(steps)]
+                  for variant, (step, batch) in made.items()}
+    times = harness.interleave(candidates, rounds=given.rounds, device=given.device,
+                               before=dist.barrier if dist.is_initialized() else None)
+    if dist.is_initialized():
+        times = {variant: harness.slowest(taken) for variant, taken in times.items()}
+    rows = []
+    for variant, taken in times.items():
+        low, middle, high = harness.ratios(times[PEER], taken)
+        rows.append({"model": name, "variant": variant, "ms": 1e3 * statistics.median(taken) / steps, "ratio": middle, "low": low,
+                     "high": high})
+    return rows
+
+
+def first_step(name: str, variant: str, given: argparse.Namespace) -> dict[str, float]:
+    """Return the seconds to the end of the first step, and the peak memory in MiB of ten, of this process."""
+    torch.set_num_threads(given.threads)
+    before, begin = harness.resident("VmRSS"), time.perf_counter()
+    step, batch = build(name, variant, given)
+    step(*batch)
+    seconds = time.perf_counter() - begin
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here: compiling has one of its own
+    for _ in range(10):
+        step(*batch)
+    return {"seconds": seconds, "mib": (harness.resident("VmHWM") - before) / 2**20}
+
+
+def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name in given.models:
+        for variant in given.variants:
+            with tempfile.TemporaryDirectory() as folder:
+                os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+                cold, warm = (harness.in_new_process(first_step, name, variant, given) for _ in range(2))
+                del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+            rows.append({"model": name, "variant": variant})
+            if given.start:
+                rows[-1] |= {"cold s": cold["seconds"], "warm s": warm["seconds"]}
+            if given.memory:
+                rows[-1] |= {"peak MiB": warm["mib"]}
+            print(rows[-1], flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = harness.parser(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--no-clip", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--start", action="store_true")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    if given.memory or given.start:
+        rows = starts(given)
+    elif PEER not in given.variants:
+        parser.error(f"--variants has to hold {PEER}, which the others are compared with")
+    else:
+        rows = []
+        for name in given.models:
+            rows += (harness.on_ranks(measure, name, given, num_ranks=given.ranks) if given.ranks > 1
+                     else harness.in_new_process(measure, name, given))
+    print(tabulate(rows, headers="keys", floatfmt=".2f"))
+    harness.write_record(given.json, apexfx=apexfx.__version__, rows=rows,
+                         **{key: value for key, value in vars(given).items() if key not in ("json", "models", "variants")})
+
+
+if __name__ == "__main__":
+    main()
