@@ -1,8 +1,8 @@
 // Per-channel sums of batch norm: of x and x^2 (bn_local_stats), of g and g * (x - mean) (bn_backward_reduce).
 //
 // Every block sums a share of one channel (planes) or of a few channels (rows); shares are added up in a second kernel
-// in a fixed order, so results repeat exactly. x arrives in groups: the mean and the squared deviations of a group are
-// computed around its first element and merged into the thread's own by Chan's update, means in float64. A thread ends
+// in a fixed order, so results repeat exactly. x arrives in groups: the deviations from a group's rounded mean correct
+// that mean and are squared, and both are merged into the thread's own by Chan's update, means in float64. A thread ends
 // with sum x = n * mean and sum x^2 = M2 + n * mean^2 in float64, which add up.
 #pragma once
 
@@ -29,18 +29,20 @@ struct Running {
   // Merges K values; n is how many came before, share = K / (n + K).
   template <typename T, int K>
   __device__ void add(const T (&v)[K], double n, double share) {
-    T sum = 0, squares = 0;
+    T sum = 0, rest = 0, squares = 0;
 #pragma unroll
-    for (int i = 1; i < K; ++i) sum += v[i] - v[0];
-    const T average = sum / K;
+    for (int i = 0; i < K; ++i) sum += v[i];
+    const T center = sum / K;
 #pragma unroll
     for (int i = 0; i < K; ++i) {
-      const T d = (v[i] - v[0]) - average;
+      const T d = v[i] - center;
+      rest += d;
       squares += d * d;
     }
-    const double delta = static_cast<double>(v[0]) + static_cast<double>(average) - mean;
+    rest /= K;
+    const double delta = static_cast<double>(center) + static_cast<double>(rest) - mean;
     mean += delta * share;
-    m2 += static_cast<double>(squares) + delta * delta * n * share;
+    m2 += static_cast<double>(squares - K * rest * rest) + delta * delta * n * share;
   }
 
   __device__ Sums sums(double n) const { return {n * mean, m2 + n * mean * mean}; }
