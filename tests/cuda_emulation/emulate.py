@@ -1,28 +1,30 @@
-"""Compile the CUDA sources of the list ops and of the norms for the CPU, and run the device tests' cases on them.
+"""Compile the CUDA sources for the CPU, and run tests on them in the place of the CPU's own kernels.
 
-    python tests/cuda_emulation/emulate.py FOLDER [--every N]
+    python tests/cuda_emulation/emulate.py FOLDER all [argument of pytest ...]
+    python tests/cuda_emulation/emulate.py FOLDER multi_tensor,bucket [argument of pytest ...]
 
 The sources are the real ones, compiled through `include/`; a launch `kernel<<<grid, threads, ...>>>(arguments)` becomes
 a call, and the kernels are registered for the CPU (whose own library is not loaded). This says whether the kernels' index
-arithmetic, tables, tails, barriers and formulas are right, where there is no device. It says nothing about races, memory
-or speed.
+arithmetic, tables, tails, barriers and formulas are right, where there is no device; a misaligned access ends the
+program. It says nothing about races, memory or speed.
 """
 
 from __future__ import annotations
 
-import argparse
-import itertools
 import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import pytest
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SOURCES = ("multi_tensor", "optimizers", "bucket", "norm", "norm_float", "norm_half", "norm_bfloat16")
-LAUNCHING_HEADERS = ("multi_tensor_loop", "norm_launch")
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-attributes", "-Wno-unknown-pragmas",
+         "-fsanitize=alignment,bounds", "-fsanitize-undefined-trap-on-error")  # fmt: skip
 
 
 def split_arguments(text: str) -> list[str]:
@@ -40,7 +42,7 @@ def split_arguments(text: str) -> list[str]:
 
 def translate(text: str) -> str:
     """Turn launches into calls, and CUDA registrations into CPU ones."""
-    text = text.replace("(apexfx, CUDA, m)", "(apexfx, CPU, m)")
+    text = re.sub(r"\(apexfx,\s*CUDA, m\)", "(apexfx, CPU, m)", text)
     launch = re.compile(r"([A-Za-z_]\w*(?:<[^;(){}]*?>)?)<<<")
     while match := launch.search(text):
         close = text.index(">>>(", match.end())
@@ -54,77 +56,49 @@ def translate(text: str) -> str:
     return text
 
 
-def build(folder: Path) -> Path:
-    """Translate and compile into `folder`; return the library."""
+def build(folder: Path, names: str) -> Path:
+    """Translate and compile csrc/cuda/*.cu, or the named ones, into `folder`; return the library."""
     sys.path.insert(0, str(ROOT / "csrc"))
     import compile_ops
 
-    source = folder / "csrc"
-    shutil.rmtree(source, ignore_errors=True)
-    shutil.copytree(ROOT / "csrc", source)
-    shutil.copy(HERE / "common.cuh", source / "cuda/common.cuh")
-    for header in LAUNCHING_HEADERS:
-        (source / f"cuda/{header}.cuh").write_text(translate((source / f"cuda/{header}.cuh").read_text()))
-    files = []
-    for name in SOURCES:
-        files.append(source / f"cuda/emulated_{name}.cpp")
-        files[-1].write_text(translate((source / f"cuda/{name}.cu").read_text()))
-    torch_root = compile_ops.torch_root()
+    sources = folder / "csrc"
+    shutil.rmtree(sources, ignore_errors=True)
+    shutil.copytree(ROOT / "csrc", sources)
+    for file in (sources / "cuda").iterdir():
+        file.with_suffix(".cpp" if file.suffix == ".cu" else file.suffix).write_text(translate(file.read_text()))
+    torch_root, cxx = compile_ops.torch_root(), compile_ops.find_cxx()
+    includes = [f"-I{HERE / 'include'}", "-isystem", str(torch_root / "include")]
+
+    def compiled(file: Path) -> str:
+        target = str(file.with_suffix(".o"))
+        version = f"-DTORCH_TARGET_VERSION={compile_ops.TARGET_VERSION}"
+        subprocess.run([cxx, *FLAGS, version, *includes, "-c", str(file), "-o", target], check=True)
+        return target
+
     library = folder / "emulated.so"
-    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off", "-Wno-attributes",
-             "-Wno-unknown-pragmas", f"-DTORCH_TARGET_VERSION={compile_ops.TARGET_VERSION}"]  # fmt: skip
-    command = [compile_ops.find_cxx(), *flags, f"-I{HERE / 'include'}", "-isystem", str(torch_root / "include"),
-               *map(str, files), "-o", str(library), f"-L{torch_root / 'lib'}", "-ltorch_cpu"]  # fmt: skip
-    subprocess.run(command, check=True)
+    with ThreadPoolExecutor(2) as pool:
+        wanted = sorted(f for f in (sources / "cuda").glob("*.cpp") if names == "all" or f.stem in names.split(","))
+        objects = list(pool.map(compiled, wanted))
+    link = [cxx, "-shared", *objects, "-o", str(library), f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
+    subprocess.run(link, check=True)
     return library
 
 
-def check(library: Path, every: int) -> int:
-    """Run every N-th case of optimizers and norms, and all of the others; return how many were run."""
-    os.environ["APEXFX_EXT"] = "0"
+def main() -> int:
+    """Run from the command line; see the module's docstring."""
+    folder, names, *arguments = sys.argv[1:]
+    library = build(Path(folder).resolve(), names)
+    os.environ |= {"APEXFX_EXT": "0", "APEXFX_TEST_DEVICE": "cpu"}
     sys.path.insert(0, str(ROOT))
     import torch
 
     from apexfx import ops
-    from tests.gpu import test_norm_kernels as norms
-    from tests.ops import multi_tensor_cases as lists
-    from tests.ops import optimizer_cases as cases
-    from tests.ops import test_bucket
 
     assert not any(loaded.loaded for loaded in ops.LIBRARIES)
     torch.ops.load_library(str(library))
-    assert torch._C._dispatch_has_kernel_for_dispatch_key("apexfx::adam_", "CPU")
-    count = 0
-    for op, dtypes, layout, variant, scalars in list(cases.grid())[::every]:
-        cases.check(cases.make(op, dtypes, layout, variant, scalars, "cpu"))
-        count += 1
-    for op in cases.OPS:
-        sizes = [(1 + i % 37,) for i in range(1500)]  # more than one launch holds
-        cases.check(cases.make(op, (cases.F32, cases.F32, None), "contiguous", {}, {}, "cpu", sizes=sizes))
-        count += 1
-    for layout in cases.LAYOUTS:
-        for dtypes in lists.DTYPES:
-            lists.check_scale(dtypes, layout, "cpu")
-            lists.check_axpby(dtypes, layout, "cpu")
-            test_bucket.check_bitwise(*dtypes, layout, "cpu")
-            lists.check_l2norm(dtypes[0], layout, "cpu")
-            count += 4
-    lists.check_flags(cases.F32, "cpu")
-    sizes = [(rows % 100, columns) for rows, columns in norms.SIZES]  # the fibers of a row take their time
-    for case in list(itertools.product((False, True), norms.DTYPES, sizes, (0, 1)))[::every]:
-        norms.test_kernels_equal_references_and_themselves(*case, "cpu")
-        count += 1
-    return count + 1
-
-
-def main() -> None:
-    """Run from the command line; see the module's docstring."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--every", type=int, default=1)
-    arguments = parser.parse_args()
-    print(f"{check(build(arguments.folder.resolve()), arguments.every)} cases agree")
+    os.chdir(ROOT)
+    return int(pytest.main(["-q", "-p", "no:cacheprovider", *arguments]))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

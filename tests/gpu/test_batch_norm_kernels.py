@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -12,6 +14,13 @@ from tests.ops.test_local_batch_norm import check_same_bits
 
 # Beside the CPU's: several blocks a channel, packs of every size, more than 32 packs of channels.
 DEVICE_SHAPES = (*SHAPES, (16, 3, 64, 64), (8, 6, 14, 14), (64, 520, 7, 7), (2, 1, 3, 70001), (4099, 260), (1, 8, 1, 1))
+
+
+@pytest.fixture(autouse=True)
+def _small(request, device):
+    shape = request.node.callspec.params.get("shape", (0,)) if hasattr(request.node, "callspec") else (0,)
+    if device == "cpu" and math.prod(shape) > 200_000:
+        pytest.skip("emulated threads take their time")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -33,6 +33,8 @@ def draw(size, dtypes, offset, device):
 @pytest.mark.parametrize("memory_efficient", [False, True])
 def test_kernels_equal_references_and_themselves(memory_efficient, dtypes, size, offset, device):
     assert all(has_kernel(f"apexfx::{name}", device.upper()) for name in ("layer_norm", "rms_norm"))
+    if device == "cpu":  # emulated threads take their time
+        size = (size[0] % 100, size[1])
     x, weight, bias, grad = draw(size, dtypes, offset, device)
     ops, scale = torch.ops.apexfx, 4 * max(1.0, max(size) ** 0.5 / 4)
     options = (1, EPS, dtypes[2], memory_efficient)

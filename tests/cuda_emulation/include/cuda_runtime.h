@@ -1,15 +1,18 @@
-// Just enough of CUDA to run the kernels of lists and of norms on a CPU: a block's threads are fibers that take turns at barriers, blocks
-// run one after another. Shared memory is static storage. A barrier that only some threads reach aborts; a shuffle is
-// one, for the whole block.
+// Just enough of CUDA to run the kernels on a CPU: a block's threads are fibers that take turns at barriers, blocks run one
+// after another. Shared memory is static storage. A barrier that only some threads reach aborts; a shuffle is one, for
+// the whole block.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
 #define __global__
@@ -28,37 +31,67 @@ struct dim3 {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
+// Three multiprocessors of two blocks: grids have several waves.
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+inline int cudaGetDevice(int* device) { return *device = 0; }
+inline int cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 3, 0; }
+template <typename Kernel>
+int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
+  return *blocks = 2, 0;
+}
+
 namespace emulation {
 
 constexpr size_t kStackBytes = 256 * 1024;
+
+// Runs the kernel once for every block it is woken for. (A jump costs a hundredth of a swapcontext, which asks the
+// kernel for the signal mask; the context only starts the fiber on its stack.)
+struct Fiber {
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  ucontext_t start;
+  jmp_buf position;
+  bool started = false, finished = true;
+};
+
 inline dim3 thread, block, threads_per_block, blocks;
-inline std::vector<ucontext_t> fibers;
-inline std::vector<char*> stacks;
-inline std::vector<char> finished;
-inline ucontext_t scheduler;
+inline std::vector<std::unique_ptr<Fiber>> fibers;
+inline jmp_buf scheduler;
 inline unsigned current;
 inline std::function<void()> kernel;
 
-inline void run_fiber() {
-  kernel();
-  finished[current] = 1;
-  swapcontext(&fibers[current], &scheduler);
+inline void barrier() {
+  if (_setjmp(fibers[current]->position) == 0) _longjmp(scheduler, 1);
 }
 
-inline void barrier() {
-  const unsigned self = current;
-  swapcontext(&fibers[self], &scheduler);
+inline void run_fiber() {
+  for (;;) {
+    kernel();
+    fibers[current]->finished = true;
+    barrier();
+  }
+}
+
+inline void wake(Fiber& fiber) {
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.position, 1);
+  fiber.started = true;
+  getcontext(&fiber.start);
+  fiber.start.uc_stack.ss_sp = fiber.stack.get();
+  fiber.start.uc_stack.ss_size = kStackBytes;
+  fiber.start.uc_link = nullptr;
+  makecontext(&fiber.start, run_fiber, 0);
+  setcontext(&fiber.start);
 }
 
 // Lets every thread run to its next barrier or its end; returns how many are left.
 inline unsigned run_to_barrier(unsigned count) {
   unsigned ended = 0, waiting = 0;
   for (unsigned t = 0; t < count; ++t) {
-    if (finished[t]) continue;
+    if (fibers[t]->finished) continue;
     current = t;
     thread = dim3(t % threads_per_block.x, t / threads_per_block.x);
-    swapcontext(&scheduler, &fibers[t]);
-    if (finished[t]) ++ended;
+    wake(*fibers[t]);
+    if (fibers[t]->finished) ++ended;
     else ++waiting;
   }
   if (ended > 0 && waiting > 0) {
@@ -71,24 +104,21 @@ inline unsigned run_to_barrier(unsigned count) {
 template <typename F>
 void launch(dim3 grid, dim3 threads, F f) {
   const unsigned count = threads.x * threads.y;
+  if (count > 1024 || grid.x == 0 || grid.y == 0 || grid.y > 65535) {
+    fprintf(stderr, "%u x %u blocks of %u threads cannot be launched\n", grid.x, grid.y, count);
+    abort();
+  }
   blocks = grid;
   threads_per_block = threads;
   kernel = f;
-  fibers.resize(count);
-  while (stacks.size() < count) stacks.push_back(static_cast<char*>(malloc(kStackBytes)));
-  for (unsigned b = 0; b < grid.x * grid.y; ++b) {
-    block = dim3(b % grid.x, b / grid.x);
-    finished.assign(count, 0);
-    for (unsigned t = 0; t < count; ++t) {
-      getcontext(&fibers[t]);
-      fibers[t].uc_stack.ss_sp = stacks[t];
-      fibers[t].uc_stack.ss_size = kStackBytes;
-      fibers[t].uc_link = nullptr;
-      makecontext(&fibers[t], run_fiber, 0);
+  while (fibers.size() < count) fibers.push_back(std::make_unique<Fiber>());
+  for (unsigned y = 0; y < grid.y; ++y)
+    for (unsigned x = 0; x < grid.x; ++x) {
+      block = dim3(x, y);
+      for (unsigned t = 0; t < count; ++t) fibers[t]->finished = false;
+      while (run_to_barrier(count) > 0) {
+      }
     }
-    while (run_to_barrier(count) > 0) {
-    }
-  }
 }
 
 template <typename T>
@@ -110,6 +140,8 @@ T shuffled_xor(T value, unsigned lanes) {
 #define blockDim emulation::threads_per_block
 #define gridDim emulation::blocks
 #define __syncthreads emulation::barrier
+
+using std::isfinite;
 
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
