@@ -31,7 +31,7 @@ __device__ __forceinline__ Pack<E, P> load_pack(const E* data, int64_t pack) {
 
 template <typename E, int P>
 __device__ __forceinline__ void store_pack(E* data, int64_t pack, const Pack<E, P>& value) {
-  reinterpret_cast<Pack<E, P>*>(data)[pack] = value;
+  store(reinterpret_cast<Pack<E, P>*>(data) + pack, value);
 }
 
 __device__ __forceinline__ double load_parameter(const void* data, ScalarType dtype, int64_t c, double otherwise) {

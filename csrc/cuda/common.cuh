@@ -6,6 +6,8 @@
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/macros.h>
 
+#include <cstring>
+
 #include "../common.h"
 
 namespace apexfx {
@@ -18,11 +20,25 @@ inline cudaStream_t current_stream(const Tensor& tensor) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// `N` elements that move as one access of at most 16 bytes.
+// `N` elements that move together.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) Pack {
   T value[N];
 };
+
+// Stores of 16 bytes, or one of fewer. (An assignment comes apart into its elements where the compiler cannot see that
+// the address is aligned.)
+template <typename T, int N>
+__device__ __forceinline__ void store(Pack<T, N>* p, const Pack<T, N>& value) {
+  constexpr size_t kBytes = std::min<size_t>(sizeof(value), 16), kStores = sizeof(value) / kBytes;
+  using Word = std::conditional_t<
+      kBytes == 16, uint4,
+      std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, unsigned, unsigned short>>>;
+  Word words[kStores];
+  memcpy(words, &value, sizeof(value));
+#pragma unroll
+  for (size_t i = 0; i < kStores; ++i) __stwb(reinterpret_cast<Word*>(p) + i, words[i]);
+}
 
 template <typename T>
 constexpr int kPackSize = 16 / sizeof(T);

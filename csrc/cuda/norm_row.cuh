@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_pack(T* p, const A (&in)[N]) {
   Pack<T, N> pack;
 #pragma unroll
   for (int i = 0; i < N; ++i) pack.value[i] = static_cast<T>(in[i]);
-  *reinterpret_cast<Pack<T, N>*>(p) = pack;
+  store(reinterpret_cast<Pack<T, N>*>(p), pack);
 }
 
 // A parameter's pack, or `absent` where there is none.

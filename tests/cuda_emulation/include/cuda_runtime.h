@@ -31,6 +31,13 @@ struct dim3 {
   dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) uint2 {
+  unsigned x, y;
+};
+
 // Three multiprocessors of two blocks: grids have several waves.
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 inline int cudaGetDevice(int* device) { return *device = 0; }
@@ -143,6 +150,10 @@ T shuffled_xor(T value, unsigned lanes) {
 
 using std::isfinite;
 
+template <typename T>
+void __stwb(T* p, T value) {
+  *p = value;
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline float rsqrt(float x) { return 1 / std::sqrt(x); }
