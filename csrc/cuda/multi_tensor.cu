@@ -99,7 +99,7 @@ struct Cuda {
     double* partial_data = static_cast<double*>(partials.data_ptr());
     double* total_data = static_cast<double*>(totals.data_ptr());
     multi_tensor_loop(tables, SquareSum{}, partial_data, stream);
-    combine<1, false>(tables, partial_data, total_data, stream);
+    combine<1, false>(tables, partial_data, total_data, nullptr, stream);
     norm_kernel<<<1, kThreads, 0, stream>>>(total_data, static_cast<int64_t>(lists.size()), factor,
                                             static_cast<float*>(norm.data_ptr()),
                                             norms != nullptr ? static_cast<float*>(norms->data_ptr()) : nullptr,

@@ -249,7 +249,9 @@ void multi_tensor_loop(const std::vector<Table<Op::kOperands>>& tables, const Op
 // totals[index * kSums + j] = the tensor's partial results, combined in a fixed order. One block a tensor.
 template <int kOperands, int kSums, bool kMaximum>
 __global__ void __launch_bounds__(kThreads, 2)
-    combine_kernel(const __grid_constant__ Table<kOperands> table, const double* partials, double* totals) {
+    combine_kernel(const __grid_constant__ Table<kOperands> table, const double* partials, double* totals,
+                   const float* found_inf) {
+  if (found_inf != nullptr && *found_inf != 0.0f) return;  // the step is skipped: there are no partial results
   using Combine = std::conditional_t<kMaximum, CombineMax, CombineSum>;
   using Reduce = cub::BlockReduce<double, kThreads>;
   __shared__ typename Reduce::TempStorage scratch;
@@ -265,9 +267,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 }
 
 template <int kSums, bool kMaximum, int kOperands>
-void combine(const std::vector<Table<kOperands>>& tables, const double* partials, double* totals, cudaStream_t stream) {
+void combine(const std::vector<Table<kOperands>>& tables, const double* partials, double* totals, const float* found_inf,
+             cudaStream_t stream) {
   for (const auto& table : tables) {
-    combine_kernel<kOperands, kSums, kMaximum><<<table.count, kThreads, 0, stream>>>(table, partials, totals);
+    combine_kernel<kOperands, kSums, kMaximum><<<table.count, kThreads, 0, stream>>>(table, partials, totals, found_inf);
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 }

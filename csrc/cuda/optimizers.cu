@@ -206,7 +206,7 @@ struct Cuda {
     double* partial_data = static_cast<double*>(partials.data_ptr());
     double* total_data = static_cast<double*>(totals.data_ptr());
     multi_tensor_loop(tables, LambMoments{options, scalars}, partial_data, stream);
-    combine<2, false>(tables, partial_data, total_data, stream);
+    combine<2, false>(tables, partial_data, total_data, scalars.found_inf, stream);
     multi_tensor_loop(tables, LambDescent{options, scalars, total_data, adapts}, nullptr, stream);
     lists.finish();
     count_step(scalars, stream);
@@ -227,10 +227,10 @@ struct Cuda {
     float* current_data = static_cast<float*>(current.data_ptr());
     if (options.max_norm) {
       multi_tensor_loop(tables, NovogradNorm<true>{scalars}, partial_data, stream);
-      combine<1, true>(tables, partial_data, total_data, stream);
+      combine<1, true>(tables, partial_data, total_data, scalars.found_inf, stream);
     } else {
       multi_tensor_loop(tables, NovogradNorm<false>{scalars}, partial_data, stream);
-      combine<1, false>(tables, partial_data, total_data, stream);
+      combine<1, false>(tables, partial_data, total_data, scalars.found_inf, stream);
     }
     for (int64_t begin = 0; begin < count; begin += NormPointers::kCapacity) {
       NormPointers pointers{};
