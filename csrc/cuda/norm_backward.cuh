@@ -46,6 +46,9 @@ __device__ __forceinline__ void load_gradient(const Arguments& a, int64_t row, i
   to_normalized(h, weight, bias, mean, rstd, a.eps, a.from_output);
 }
 
+constexpr int kBlockThreads = 256;                // unless a single row takes more
+constexpr int kSharedThreads = kBlockThreads / 2;  // of a row, at most, where a block has several
+
 template <typename G, typename S, typename D, typename W, int kPack, int kPacks, bool kParameters>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const BackwardArguments<G, S, D, W> a) {
   using A = Compute<S>;
@@ -111,18 +114,23 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const Backward
   }
   if constexpr (kParameters) {
     // What the threads of one column summed over their rows is added up in the order of threadIdx.y.
-    A* sums = a.partial + static_cast<int64_t>(blockIdx.x) * 2 * a.n;
+    __shared__ A shared[2][kPacks * kPack][kSharedThreads];
+    A* out = a.partial + static_cast<int64_t>(blockIdx.x) * 2 * a.n;
+    const auto add_up = [&](A(&sums)[kPacks][kPack], A(&shared)[kPacks * kPack][kSharedThreads], A* out) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) {
+          if (threadIdx.y > 0) sums[p][i] += shared[p * kPack + i][threadIdx.x];
+          if (threadIdx.y + 1 < blockDim.y) shared[p * kPack + i][threadIdx.x] = sums[p][i];
+        }
+        if (threadIdx.y + 1 == blockDim.y && first + p * step < a.n) store_pack(out + first + p * step, sums[p]);
+      }
+    };
     for (unsigned y = 0; y < blockDim.y; ++y) {
       if (threadIdx.y == y) {
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-          for (int i = 0; i < kPack; ++i) {
-            const int64_t column = first + p * step + i;
-            if (first + p * step >= a.n) continue;
-            sums[column] = dweight[p][i] + (y ? sums[column] : A(0));
-            sums[a.n + column] = dbias[p][i] + (y ? sums[a.n + column] : A(0));
-          }
+        add_up(dweight, shared[0], out);
+        add_up(dbias, shared[1], out + a.n);
       }
       __syncthreads();
     }

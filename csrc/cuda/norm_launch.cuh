@@ -9,8 +9,6 @@
 namespace apexfx {
 namespace norm {
 
-constexpr int kBlockThreads = 256;
-
 // Columns a thread keeps: as many as registers hold without spilling. The backward keeps two values and two sums each.
 template <typename T>
 constexpr int kForwardPacks = (sizeof(T) == 8 ? 16 : 32) / kPackSize<T>;
