@@ -102,7 +102,9 @@ void launch_backward(const BackwardTensors& t) {
     const int64_t processors = multiprocessor_count(), filling = processors * (1024 / (block.x * block.y));
     parts = std::min(std::max(t.rows.count / 32, processors), std::max<int64_t>(filling, processors));
     parts = std::max<int64_t>(1, std::min(parts, (t.rows.count + block.y - 1) / block.y));
-    if (!kept) parts = std::max<int64_t>(1, std::min<int64_t>(128, t.rows.count / (4 * kTileRows)));
+    // Rows that are not kept are summed by tiles of columns: parts * n, and with it the scratch, stays near what fills it.
+    const int64_t tiles = (a.n + 31) / 32, most = std::min<int64_t>(128, t.rows.count / (4 * kTileRows));
+    if (!kept) parts = std::clamp<int64_t>(processors * 16 / tiles, 1, std::max<int64_t>(most, 1));
     const std::vector<int64_t> sizes{parts, 2, a.n};
     partial = torch::stable::new_empty(in.rstd, sizes);
     a.partial = static_cast<A*>(partial.mutable_data_ptr());
