@@ -39,12 +39,13 @@ struct RowGrid {
 
 struct PlaneGrid {
   dim3 block, grid;
-  explicit PlaneGrid(const PlaneShape& shape) {
+  PlaneGrid(const PlaneShape& shape, int packs_per_thread) {
     unsigned width = 32;
-    while (width < kThreads && width * kPacksInFlight < shape.packs) width *= 2;
+    while (width < kThreads && width * packs_per_thread < shape.packs) width *= 2;
     block = dim3(width, kThreads / width);
     grid = dim3(static_cast<unsigned>(divide_up(shape.outer * shape.channels, block.y)),
-                static_cast<unsigned>(divide_up(shape.packs, static_cast<int64_t>(width) * kPacksInFlight)));
+                static_cast<unsigned>(std::min<int64_t>(
+                    divide_up(shape.packs, static_cast<int64_t>(width) * packs_per_thread), kMostBlocks)));
   }
 };
 
@@ -179,7 +180,7 @@ void run_elementwise(const Op<E, P>& op, const Layout& layout, cudaStream_t stre
     row_kernel<Op, E, P><<<grid.grid, grid.block, 0, stream>>>(op, shape);
   } else {
     const PlaneShape shape{layout.outer, layout.channels, layout.inner / P};
-    const PlaneGrid grid(shape);
+    const PlaneGrid grid(shape, kPacksInFlight<P>);
     plane_kernel<Op, E, P><<<grid.grid, grid.block, 0, stream>>>(op, shape);
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();

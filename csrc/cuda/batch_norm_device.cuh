@@ -34,14 +34,33 @@ __device__ __forceinline__ void store_pack(E* data, int64_t pack, const Pack<E, 
   store(reinterpret_cast<Pack<E, P>*>(data) + pack, value);
 }
 
-__device__ __forceinline__ double load_parameter(const void* data, ScalarType dtype, int64_t c, double otherwise) {
-  if (data == nullptr) return otherwise;
-  switch (dtype) {
-    case ScalarType::Double: return static_cast<const double*>(data)[c];
-    case ScalarType::Float: return static_cast<double>(static_cast<const float*>(data)[c]);
-    case ScalarType::Half: return static_cast<double>(static_cast<float>(static_cast<const Half*>(data)[c]));
-    default: return static_cast<double>(static_cast<float>(static_cast<const BFloat16*>(data)[c]));
+template <typename S, int P>
+__device__ __forceinline__ void load_as_double(const void* data, int64_t c, double (&out)[P]) {
+#pragma unroll
+  for (int k = 0; k < P; ++k) out[k] = static_cast<double>(static_cast<Compute<S>>(static_cast<const S*>(data)[c + k]));
+}
+
+// P channels from c on: the dtype is looked at once.
+template <int P>
+__device__ __forceinline__ void load_parameters(const void* data, ScalarType dtype, int64_t c, double otherwise,
+                                                double (&out)[P]) {
+  if (data == nullptr) {
+#pragma unroll
+    for (int k = 0; k < P; ++k) out[k] = otherwise;
+    return;
   }
+  switch (dtype) {
+    case ScalarType::Double: return load_as_double<double>(data, c, out);
+    case ScalarType::Float: return load_as_double<float>(data, c, out);
+    case ScalarType::Half: return load_as_double<Half>(data, c, out);
+    default: return load_as_double<BFloat16>(data, c, out);
+  }
+}
+
+__device__ __forceinline__ double load_parameter(const void* data, ScalarType dtype, int64_t c) {
+  double value[1];
+  load_parameters(data, dtype, c, 0, value);
+  return value[0];
 }
 
 __device__ __forceinline__ void store_parameter(void* data, ScalarType dtype, int64_t c, double value) {
@@ -65,8 +84,8 @@ __device__ __forceinline__ void move_running(double count, const Moments& m, con
                                              const int64_t* tracked) {
   const double given = tracked == nullptr ? momentum : reciprocal(static_cast<double>(*tracked));
   const double share = count > 0 ? given : 0;
-  store_parameter(mean.data, mean.dtype, c, moved(load_parameter(mean.data, mean.dtype, c, 0), m.mean, share));
-  store_parameter(var.data, var.dtype, c, moved(load_parameter(var.data, var.dtype, c, 0), unbiased(m), share));
+  store_parameter(mean.data, mean.dtype, c, moved(load_parameter(mean.data, mean.dtype, c), m.mean, share));
+  store_parameter(var.data, var.dtype, c, moved(load_parameter(var.data, var.dtype, c), unbiased(m), share));
 }
 
 struct ChannelVectors {
@@ -76,15 +95,21 @@ struct ChannelVectors {
   const double *sums, *count;  // bn_backward_elementwise only
   int64_t channels;
 
-  template <typename T>
-  __device__ __forceinline__ Affine<T> affine_of(int64_t c) const {
-    return affine<T>(mean[c], invstd[c], load_parameter(weight, weight_dtype, c, 1),
-                     load_parameter(bias, bias_dtype, c, 0));
+  template <typename T, int P>
+  __device__ __forceinline__ void affine_of(int64_t c, Affine<T> (&out)[P]) const {
+    double w[P], b[P];
+    load_parameters(weight, weight_dtype, c, 1, w);
+    load_parameters(bias, bias_dtype, c, 0, b);
+#pragma unroll
+    for (int k = 0; k < P; ++k) out[k] = affine<T>(mean[c + k], invstd[c + k], w[k], b[k]);
   }
-  template <typename T>
-  __device__ __forceinline__ InputGradient<T> gradient_of(int64_t c) const {
-    return input_gradient<T>(mean[c], invstd[c], load_parameter(weight, weight_dtype, c, 1), sums[c],
-                             sums[channels + c], *count);
+  template <typename T, int P>
+  __device__ __forceinline__ void gradient_of(int64_t c, InputGradient<T> (&out)[P]) const {
+    double w[P];
+    load_parameters(weight, weight_dtype, c, 1, w);
+#pragma unroll
+    for (int k = 0; k < P; ++k)
+      out[k] = input_gradient<T>(mean[c + k], invstd[c + k], w[k], sums[c + k], sums[channels + c + k], *count);
   }
 };
 

@@ -1,5 +1,5 @@
 // The elementwise halves of batch norm: bn_normalize and bn_backward_elementwise. `Op` holds the vectors of C, the
-// operands and the formula: `Op::Constants` for a channel, `Op::Inputs` for what one pack reads.
+// operands and the formula: `Op::Constants<C>` of C channels, `Op::Inputs` for what one pack reads.
 #pragma once
 
 #include "batch_norm_device.cuh"
@@ -11,7 +11,10 @@ namespace batch_norm {
 template <typename E, int P>
 struct Normalize {
   using T = Compute<E>;
-  using Constants = Affine<T>;
+  template <int C>
+  struct Constants {
+    Affine<T> affine[C];
+  };
   struct Inputs {
     Pack<E, P> x, residual;
   };
@@ -20,14 +23,19 @@ struct Normalize {
   E* y;
   bool relu;
 
-  __device__ __forceinline__ Constants constants(int64_t c) const { return vectors.affine_of<T>(c); }
+  template <int C>
+  __device__ __forceinline__ void load_constants(int64_t c, Constants<C>& out) const {
+    vectors.affine_of(c, out.affine);
+  }
   __device__ __forceinline__ Inputs load(int64_t pack) const {
     Inputs in{load_pack<E, P>(x, pack), {}};
     if (residual != nullptr) in.residual = load_pack<E, P>(residual, pack);
     return in;
   }
-  __device__ __forceinline__ E apply(const Inputs& in, int k, const Constants& affine) const {
-    T value = affine(static_cast<T>(in.x.value[k]));
+  // Element k of the pack; its channel is c of the constants.
+  template <int C>
+  __device__ __forceinline__ E apply(const Inputs& in, int k, const Constants<C>& constants, int c) const {
+    T value = constants.affine[c](static_cast<T>(in.x.value[k]));
     if (residual != nullptr) value += static_cast<T>(in.residual.value[k]);
     return static_cast<E>(relu ? batch_norm::relu(value) : value);
   }
@@ -37,9 +45,10 @@ struct Normalize {
 template <typename E, int P>
 struct Gradient {
   using T = Compute<E>;
+  template <int C>
   struct Constants {
-    Affine<T> affine;
-    InputGradient<T> gradient;
+    Affine<T> affine[C];
+    InputGradient<T> gradient[C];
   };
   struct Inputs {
     Pack<E, P> grad, x;
@@ -49,44 +58,61 @@ struct Gradient {
   E* y;
   bool relu;
 
-  __device__ __forceinline__ Constants constants(int64_t c) const {
-    return {vectors.affine_of<T>(c), vectors.gradient_of<T>(c)};
+  template <int C>
+  __device__ __forceinline__ void load_constants(int64_t c, Constants<C>& out) const {
+    vectors.affine_of(c, out.affine);
+    vectors.gradient_of(c, out.gradient);
   }
   __device__ __forceinline__ Inputs load(int64_t pack) const {
     return {load_pack<E, P>(grad, pack), load_pack<E, P>(x, pack)};
   }
-  __device__ __forceinline__ E apply(const Inputs& in, int k, const Constants& c) const {
-    const T d = static_cast<T>(in.x.value[k]) - c.affine.center;
-    const T g = masked<E>(static_cast<T>(in.grad.value[k]), d, c.affine.scale, c.affine.shift, relu);
-    return static_cast<E>(c.gradient(g, d));
+  template <int C>
+  __device__ __forceinline__ E apply(const Inputs& in, int k, const Constants<C>& constants, int c) const {
+    const Affine<T>& affine = constants.affine[c];
+    const T d = static_cast<T>(in.x.value[k]) - affine.center;
+    const T g = masked<E>(static_cast<T>(in.grad.value[k]), d, affine.scale, affine.shift, relu);
+    return static_cast<E>(constants.gradient[c](g, d));
   }
 };
 
-constexpr int kPacksInFlight = 4;
+template <int P>
+constexpr int kPacksInFlight = P == 8 ? 2 : 4;
+constexpr int kMostBlocks = 1024;  // along a plane; they fill a device, and gridDim.y has an end
 
 // threadIdx.y is a plane of the block's, threadIdx.x and blockIdx.y go along it.
 template <template <typename, int> class Op, typename E, int P>
 __global__ void __launch_bounds__(kThreads) plane_kernel(Op<E, P> op, PlaneShape shape) {
-  __shared__ typename Op<E, P>::Constants shared[kThreads];
+  constexpr int kPacks = kPacksInFlight<P>;
+  using Constants = typename Op<E, P>::template Constants<1>;
+  __shared__ Constants shared[kThreads / 32];
   const int64_t plane = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool inside = plane < shape.outer * shape.channels;
-  if (threadIdx.x == 0 && inside) shared[threadIdx.y] = op.constants(plane % shape.channels);
-  __syncthreads();
-  if (!inside) return;
-  const auto constants = shared[threadIdx.y];
-  const int64_t first = static_cast<int64_t>(blockIdx.y) * blockDim.x * kPacksInFlight + threadIdx.x;
-  typename Op<E, P>::Inputs in[kPacksInFlight];
+  const int64_t begin = plane * shape.packs, packs = inside ? shape.packs : 0;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.x * kPacks;
+  int64_t first = static_cast<int64_t>(blockIdx.y) * blockDim.x * kPacks + threadIdx.x;
+  Constants constants;
+  bool known = false;
+  do {
+    typename Op<E, P>::Inputs in[kPacks];
 #pragma unroll
-  for (int k = 0; k < kPacksInFlight; ++k)
-    if (first + k * blockDim.x < shape.packs) in[k] = op.load(plane * shape.packs + first + k * blockDim.x);
+    for (int k = 0; k < kPacks; ++k)
+      if (first + k * blockDim.x < packs) in[k] = op.load(begin + first + k * blockDim.x);
+    if (!known) {  // the whole block's first turn; the loads are under way
+      if (threadIdx.x == 0 && inside) op.load_constants(plane % shape.channels, shared[threadIdx.y]);
+      __syncthreads();
+      constants = shared[threadIdx.y];
+      known = true;
+    }
 #pragma unroll
-  for (int k = 0; k < kPacksInFlight; ++k) {
-    if (first + k * blockDim.x >= shape.packs) break;
-    Pack<E, P> out;
+    for (int k = 0; k < kPacks; ++k) {
+      if (first + k * blockDim.x >= packs) break;
+      Pack<E, P> out;
 #pragma unroll
-    for (int j = 0; j < P; ++j) out.value[j] = op.apply(in[k], j, constants);
-    store_pack<E, P>(op.y, plane * shape.packs + first + k * blockDim.x, out);
-  }
+      for (int j = 0; j < P; ++j) out.value[j] = op.apply(in[k], j, constants, 0);
+      store_pack<E, P>(op.y, begin + first + k * blockDim.x, out);
+    }
+    first += step;
+  } while (first < packs);
 }
 
 // threadIdx.x is a pack of channels, threadIdx.y and blockIdx.y share the rows.
@@ -95,9 +121,8 @@ __global__ void __launch_bounds__(kThreads) row_kernel(Op<E, P> op, RowShape sha
   constexpr int kRows = 2;
   const int64_t pack = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (pack >= shape.packs) return;
-  typename Op<E, P>::Constants constants[P];
-#pragma unroll
-  for (int k = 0; k < P; ++k) constants[k] = op.constants(pack * P + k);
+  typename Op<E, P>::template Constants<P> constants;
+  op.load_constants(pack * P, constants);
   const int64_t step = static_cast<int64_t>(gridDim.y) * blockDim.y;
   int64_t row = static_cast<int64_t>(blockIdx.y) * blockDim.y + threadIdx.y;
   for (; row < shape.rows; row += kRows * step) {
@@ -110,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) row_kernel(Op<E, P> op, RowShape sha
       if (row + r * step >= shape.rows) break;
       Pack<E, P> out;
 #pragma unroll
-      for (int k = 0; k < P; ++k) out.value[k] = op.apply(in[r], k, constants[k]);
+      for (int k = 0; k < P; ++k) out.value[k] = op.apply(in[r], k, constants, k);
       store_pack<E, P>(op.y, (row + r * step) * shape.packs + pack, out);
     }
   }

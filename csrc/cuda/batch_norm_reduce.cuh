@@ -124,7 +124,9 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
   __shared__ typename Reduce::TempStorage scratch;
   const int64_t channel = blockIdx.x, total = shape.outer * shape.packs;
   const int64_t step = static_cast<int64_t>(gridDim.y) * kThreads;
-  const Affine<T> affine = vectors.affine_of<T>(channel);
+  Affine<T> affine[1];
+  vectors.affine_of(channel, affine);
+  const T center = affine[0].center, scale = affine[0].scale, shift = affine[0].shift;
   int64_t i = static_cast<int64_t>(blockIdx.y) * kThreads + threadIdx.x;
   PlaneCursor cursor(shape, static_cast<uint32_t>(i), plane_step);
   Sums all{0, 0};
@@ -132,8 +134,8 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
     T total_g = 0, products = 0;
 #pragma unroll
     for (int k = 0; k < P; ++k) {
-      const T d = static_cast<T>(x_in.value[k]) - affine.center;
-      const T g = masked<E>(static_cast<T>(g_in.value[k]), d, affine.scale, affine.shift, relu);
+      const T d = static_cast<T>(x_in.value[k]) - center;
+      const T g = masked<E>(static_cast<T>(g_in.value[k]), d, scale, shift, relu);
       total_g += g;
       products += g * d;
     }
@@ -159,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kPlaneBlocks)
   if (threadIdx.x != 0) return;
   double* out = partial + static_cast<int64_t>(blockIdx.y) * 2 * shape.channels + channel;
   out[0] = sums.total;
-  out[shape.channels] = sums.of_squares - (vectors.mean[channel] - static_cast<double>(affine.center)) * sums.total;
+  out[shape.channels] = sums.of_squares - (vectors.mean[channel] - static_cast<double>(center)) * sums.total;
 }
 
 // Adds each column's sums over threadIdx.y and writes [2][C] of this share; `scratch` holds 2 * kThreads * P doubles.
@@ -241,8 +243,7 @@ __global__ void __launch_bounds__(kThreads)
   Sums sums[P] = {};
   if (pack < shape.packs) {
     Affine<T> affine[P];
-#pragma unroll
-    for (int c = 0; c < P; ++c) affine[c] = vectors.affine_of<T>(pack * P + c);
+    vectors.affine_of(pack * P, affine);
     for (; row < shape.rows; row += kRows * step) {
       Pack<E, P> g_in[kRows] = {}, x_in[kRows] = {};
 #pragma unroll

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from apexfx.ops.batch_norm import bn_backward_elementwise, bn_normalize
 from apexfx.ops.sync_batch_norm import sync_batch_norm
 from apexfx.testing import assert_close
 from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, check_kernels, draw
@@ -56,6 +57,19 @@ def test_training_step_equals_float64(dtype, layout, device):
         assert_close(got / scale, want / scale, dtype=dtype, scale=4)
     for got, want in zip(running, wide_running):
         assert_close(got, want, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_plane_longer_than_its_blocks(dtype, device):
+    """1024 blocks of 4096 elements, and a few more; gridDim.y would end at 65535 blocks."""
+    x = torch.linspace(-3, 5, 1024 * 4096 + 8 * 4096 + 24, device=device).to(dtype).view(1, 1, 8, -1)
+    mean, invstd, sums = (torch.tensor(v, dtype=torch.float64, device=device) for v in ([0.5], [1.25], [3.0, -2.0]))
+    count = torch.tensor([float(x.numel())], dtype=torch.float64, device=device)
+    for op, arguments in (
+        (bn_normalize, (x, mean, invstd, None, None, None, True)),
+        (bn_backward_elementwise, (x, x, mean, invstd, sums, count, None, None, True)),
+    ):
+        assert_close(op(*arguments), op.reference(*arguments))
 
 
 def test_no_host_sync(device):
