@@ -72,7 +72,7 @@ void add_up(const Tensor& like, int64_t splits, int64_t length, double* out, cud
   double* data = partial.mutable_data_ptr<double>();
   launch(data);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-  add_splits_kernel<<<static_cast<unsigned>(divide_up(length, kThreads)), kThreads, 0, stream>>>(
+  add_splits_kernel<<<static_cast<unsigned>(divide_up(length, 32)), dim3(32, kSplitRows), 0, stream>>>(
       data, static_cast<int>(splits), length, out);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }

@@ -273,13 +273,21 @@ __global__ void __launch_bounds__(kThreads)
   write_columns<P>(sums, scratch, shape.packs * P, partial);
 }
 
-// out[j] = the sum over `splits` of partial[s][j]
-__global__ void __launch_bounds__(kThreads)
+// out[j] = the sum over `splits` of partial[s][j]; threadIdx.x is j, threadIdx.y shares the splits.
+constexpr int kSplitRows = 32;
+
+__global__ void __launch_bounds__(32 * kSplitRows)
     add_splits_kernel(const double* __restrict__ partial, int splits, int64_t length, double* __restrict__ out) {
-  const int64_t j = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (j >= length) return;
+  __shared__ double shared[kSplitRows][32];
+  const int64_t j = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
   double sum = 0;
-  for (int s = 0; s < splits; ++s) sum += partial[s * length + j];
+  if (j < length)
+#pragma unroll 8
+    for (int s = threadIdx.y; s < splits; s += kSplitRows) sum += partial[s * length + j];
+  shared[threadIdx.y][threadIdx.x] = sum;
+  __syncthreads();
+  if (threadIdx.y != 0 || j >= length) return;
+  for (int y = 1; y < kSplitRows; ++y) sum += shared[y][threadIdx.x];
   out[j] = sum;
 }
 
