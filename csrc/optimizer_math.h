@@ -173,7 +173,9 @@ struct NovogradOptions {
 
 template <typename T>
 struct NovogradScalars {
-  T lr, beta1, beta3, weight_decay, inverse_c1, gradient_factor, moment_factor, decay_inside, decay_outside;
+  T lr, beta1, beta3, weight_decay, inverse_c1, decay_inside, decay_outside;
+  double multiplier, c2;
+  T gradient_factor, moment_factor;  // of a tensor: set_norm
 };
 
 // `norm` is the gradient's, as stored (before the multiplier); returns n after this step.
@@ -184,21 +186,27 @@ APEXFX_HD double novograd_norm(double n, double norm, const NovogradOptions& o, 
 }
 
 template <typename T>
-APEXFX_HD NovogradScalars<T> novograd_scalars(double n, const NovogradOptions& o, const DeviceScalars& d) {
+APEXFX_HD NovogradScalars<T> novograd_scalars(const NovogradOptions& o, const DeviceScalars& d) {
   const double t = d.next_step();
-  const double c2 = o.bias_correction ? sqrt(1.0 - pow(o.beta2, t)) : 1.0;
-  const double inverse_denominator = 1.0 / (n / c2 + o.eps);
   NovogradScalars<T> s;
   s.lr = static_cast<T>(d.lr_or(o.lr));
   s.beta1 = static_cast<T>(o.beta1);
   s.beta3 = static_cast<T>(o.grad_averaging ? 1.0 - o.beta1 : 1.0);
   s.weight_decay = static_cast<T>(o.weight_decay);
   s.inverse_c1 = static_cast<T>(o.bias_correction ? 1.0 / (1.0 - pow(o.beta1, t)) : 1.0);
-  s.gradient_factor = static_cast<T>(d.grad_multiplier() * (o.reg_inside_moment ? inverse_denominator : 1.0));
-  s.moment_factor = static_cast<T>(o.reg_inside_moment ? 1.0 : inverse_denominator);
   s.decay_inside = static_cast<T>(o.reg_inside_moment ? o.weight_decay : 0.0);
   s.decay_outside = static_cast<T>(o.reg_inside_moment ? 0.0 : o.weight_decay);
+  s.multiplier = d.grad_multiplier();
+  s.c2 = o.bias_correction ? sqrt(1.0 - pow(o.beta2, t)) : 1.0;
   return s;
+}
+
+// `n` of a tensor after this step.
+template <typename T>
+APEXFX_HD void set_norm(NovogradScalars<T>& s, double n, const NovogradOptions& o) {
+  const double inverse_denominator = 1.0 / (n / s.c2 + o.eps);
+  s.gradient_factor = static_cast<T>(s.multiplier * (o.reg_inside_moment ? inverse_denominator : 1.0));
+  s.moment_factor = static_cast<T>(o.reg_inside_moment ? 1.0 : inverse_denominator);
 }
 
 template <typename T>

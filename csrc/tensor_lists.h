@@ -147,7 +147,7 @@ inline bool is_dense(const TensorItem& item) {
 
 constexpr int kMaxOperands = 5;
 
-// One position of the lists: raw pointers in the order of the lists (nullptr for an absent list).
+// One position of the lists: raw pointers in the order of the lists (nullptr, and ScalarType{}, for an absent list).
 struct Position {
   void* data[kMaxOperands] = {};
   ScalarType dtype[kMaxOperands] = {};

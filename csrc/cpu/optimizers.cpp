@@ -142,12 +142,14 @@ struct Cpu {
       sums.add(chunk, options.max_norm ? max_abs(x[1], n) : square_sum(x[1], n));
     });
     const std::vector<double> totals = sums.per_tensor();
+    Both<NovogradScalars> scalars_of{novograd_scalars<float>(options, scalars), novograd_scalars<double>(options, scalars)};
     std::vector<Both<NovogradScalars>> both;
     for (size_t t = 0; t < norms.size(); ++t) {
       const double norm = options.max_norm ? totals[t] : std::sqrt(totals[t]);
       *norms[t] = static_cast<float>(novograd_norm(*norms[t], norm, options, scalars));
-      both.push_back({novograd_scalars<float>(*norms[t], options, scalars),
-                      novograd_scalars<double>(*norms[t], options, scalars)});
+      set_norm(scalars_of.single, *norms[t], options);
+      set_norm(scalars_of.wide, *norms[t], options);
+      both.push_back(scalars_of);
     }
     loop.run<4, true>(0b1101, 0b1000, [&](const Chunk& chunk, auto** x, int64_t n) {
       novograd_loop(x[0], x[1], x[2], n, both[chunk.tensor].of(x[0]));

@@ -11,11 +11,12 @@ struct Convert {
   static constexpr int kOperands = 2, kSums = 0;
   static constexpr unsigned kWritten = 0b10, kUnread = 0b10;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = CopyDtypes;
   double divisor;
   ScalarType out_dtype;
   __device__ bool skip() const { return false; }
   template <typename T>
-  __device__ T prepare(const Table<2>&, int) const {
+  __device__ T prepare() const {
     // float16 and bfloat16 divide in float32, as torch does
     return out_dtype == ScalarType::Double ? static_cast<T>(divisor) : static_cast<T>(static_cast<float>(divisor));
   }
@@ -39,9 +40,10 @@ struct Zero {
   static constexpr int kOperands = 1, kSums = 0;
   static constexpr unsigned kWritten = 0b1, kUnread = 0b1;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = Variants<Operands<float>, Operands<Half>, Operands<BFloat16>, Operands<double>>;
   __device__ bool skip() const { return false; }
   template <typename T>
-  __device__ int prepare(const Table<1>&, int) const { return 0; }
+  __device__ int prepare() const { return 0; }
   template <typename T>
   __device__ void apply(T (&x)[1], int, double (&)[1]) const { x[0] = T(0); }
 };

@@ -13,12 +13,13 @@ struct Scale {
   static constexpr int kOperands = 2, kSums = 0;
   static constexpr unsigned kWritten = 0b10, kUnread = 0b10;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = CopyDtypes;
   double scale;
   const float* factor;
   float* flag;
   __device__ bool skip() const { return false; }
   template <typename T>
-  __device__ T prepare(const Table<2>&, int) const {
+  __device__ T prepare() const {
     return static_cast<T>(factor != nullptr ? scale * *factor : scale);
   }
   template <typename T>
@@ -33,12 +34,15 @@ struct Axpby {
   static constexpr int kOperands = 3, kSums = 0;
   static constexpr unsigned kWritten = 0b100, kUnread = 0b100;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes =
+      Variants<Operands<float, float, float>, Operands<Half, Half, Half>, Operands<BFloat16, BFloat16, BFloat16>,
+               Operands<Any<float>, Any<float>, Any<float>>, Operands<double, double, double>>;
   double a, b;
   int arg_to_check;
   float* flag;
   __device__ bool skip() const { return false; }
   template <typename T>
-  __device__ NoScalars prepare(const Table<3>&, int) const { return {}; }
+  __device__ NoScalars prepare() const { return {}; }
   template <typename T>
   __device__ void apply(T (&x)[3], NoScalars, double (&)[1]) const {
     if ((arg_to_check != 1 && !isfinite(x[0])) || (arg_to_check != 0 && !isfinite(x[1]))) *flag = 1.0f;
@@ -51,9 +55,10 @@ struct SquareSum {
   static constexpr int kOperands = 1, kSums = 1;
   static constexpr unsigned kWritten = 0, kUnread = 0;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = Variants<Operands<float>, Operands<Half>, Operands<BFloat16>, Operands<double>>;
   __device__ bool skip() const { return false; }
   template <typename T>
-  __device__ NoScalars prepare(const Table<1>&, int) const { return {}; }
+  __device__ NoScalars prepare() const { return {}; }
   template <typename T>
   __device__ void apply(T (&x)[1], NoScalars, double (&sums)[2]) const {
     const double value = static_cast<double>(x[0]);

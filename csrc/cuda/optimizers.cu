@@ -7,16 +7,30 @@
 namespace apexfx {
 namespace {
 
+// Param, grad, state and model copy: all in one dtype, or float32 masters of 16-bit gradients and models, or 16-bit
+// parameters with float32 state; the rest is looked at.
+template <typename>
+struct InDouble {
+  using type = double;
+};
+template <typename... State>
+using OptimizerDtypes =
+    Variants<Operands<float, float, State..., void>, Operands<float, Half, State..., Half>,
+             Operands<float, BFloat16, State..., BFloat16>, Operands<Half, Half, State..., void>,
+             Operands<BFloat16, BFloat16, State..., void>, Operands<Any<float>, Any<float>, State..., Any<float>>,
+             Operands<double, double, typename InDouble<State>::type..., Any<double>>>;
+
 // Adam: x = param, grad, exp_avg, exp_avg_sq, model
 struct Adam {
   static constexpr int kOperands = 5, kSums = 0;
   static constexpr unsigned kWritten = 0b11101, kUnread = 0b10000;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = OptimizerDtypes<float, float>;
   AdamOptions options;
   DeviceScalars scalars;
   __device__ bool skip() const { return scalars.skip(); }
   template <typename T>
-  __device__ AdamScalars<T> prepare(const Table<5>&, int) const { return adam_scalars<T>(options, scalars); }
+  __device__ AdamScalars<T> prepare() const { return adam_scalars<T>(options, scalars); }
   template <typename T>
   __device__ void apply(T (&x)[5], const AdamScalars<T>& s, double (&)[1]) const {
     adam_update(x[0], x[2], x[3], x[1], s);
@@ -29,11 +43,12 @@ struct LambMoments {
   static constexpr int kOperands = 5, kSums = 2;
   static constexpr unsigned kWritten = 0b01100, kUnread = 0b10000;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = OptimizerDtypes<float, float>;
   AdamOptions options;
   DeviceScalars scalars;
   __device__ bool skip() const { return scalars.skip(); }
   template <typename T>
-  __device__ AdamScalars<T> prepare(const Table<5>&, int) const { return adam_scalars<T>(options, scalars); }
+  __device__ AdamScalars<T> prepare() const { return adam_scalars<T>(options, scalars); }
   template <typename T>
   __device__ void apply(T (&x)[5], const AdamScalars<T>& s, double (&sums)[3]) const {
     adam_moments(x[0], x[2], x[3], x[1], s);
@@ -54,16 +69,18 @@ struct LambDescent {
   static constexpr int kOperands = 5, kSums = 0;
   static constexpr unsigned kWritten = 0b10001, kUnread = 0b10010;
   static constexpr bool kMaximum = false, kPerTensor = true;
+  using Dtypes = OptimizerDtypes<float, float>;
   AdamOptions options;
   DeviceScalars scalars;
   const double* totals;
   bool adapts;
   __device__ bool skip() const { return scalars.skip(); }
   template <typename T>
-  __device__ LambScalars<T> prepare(const Table<5>& table, int t) const {
-    const AdamScalars<T> adam = adam_scalars<T>(options, scalars);
+  __device__ LambScalars<T> prepare() const { return {adam_scalars<T>(options, scalars), T(0)}; }
+  template <typename T>
+  __device__ void for_tensor(LambScalars<T>& s, const Table<5>& table, int t) const {
     const double* total = totals + 2 * static_cast<int64_t>(table.index[t]);
-    return {adam, lamb_rate(adam.lr, total[0], total[1], adapts)};
+    s.rate = lamb_rate(s.adam.lr, total[0], total[1], adapts);
   }
   template <typename T>
   __device__ void apply(T (&x)[5], const LambScalars<T>& s, double (&)[1]) const {
@@ -79,11 +96,12 @@ struct Sgd {
   static constexpr unsigned kWritten = kMomentum ? 0b1101 : 0b1001;
   static constexpr unsigned kUnread = kMomentum == 2 ? 0b1000 : 0b1100;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = OptimizerDtypes<std::conditional_t<kMomentum == 0, void, float>>;
   SgdOptions options;
   DeviceScalars scalars;
   __device__ bool skip() const { return scalars.skip(); }
   template <typename T>
-  __device__ SgdScalars<T> prepare(const Table<4>&, int) const { return sgd_scalars<T>(options, scalars); }
+  __device__ SgdScalars<T> prepare() const { return sgd_scalars<T>(options, scalars); }
   template <typename T>
   __device__ void apply(T (&x)[4], const SgdScalars<T>& s, double (&)[1]) const {
     if constexpr (kMomentum == 0) sgd_update(x[0], x[1], s);
@@ -97,11 +115,12 @@ struct Adagrad {
   static constexpr int kOperands = 4, kSums = 0;
   static constexpr unsigned kWritten = 0b1101, kUnread = 0b1000;
   static constexpr bool kMaximum = false, kPerTensor = false;
+  using Dtypes = OptimizerDtypes<float>;
   AdagradOptions options;
   DeviceScalars scalars;
   __device__ bool skip() const { return scalars.skip(); }
   template <typename T>
-  __device__ AdagradScalars<T> prepare(const Table<4>&, int) const { return adagrad_scalars<T>(options, scalars); }
+  __device__ AdagradScalars<T> prepare() const { return adagrad_scalars<T>(options, scalars); }
   template <typename T>
   __device__ void apply(T (&x)[4], const AdagradScalars<T>& s, double (&)[1]) const {
     adagrad_update(x[0], x[2], x[1], s);
@@ -115,10 +134,12 @@ struct NovogradNorm {
   static constexpr int kOperands = 4, kSums = 1;
   static constexpr unsigned kWritten = 0, kUnread = 0b1101;
   static constexpr bool kMaximum = kMax, kPerTensor = false;
+  using Dtypes = Variants<Operands<void, float, void, void>, Operands<void, Half, void, void>,
+                          Operands<void, BFloat16, void, void>, Operands<void, double, void, void>>;
   DeviceScalars scalars;
   __device__ bool skip() const { return scalars.skip(); }
   template <typename T>
-  __device__ int prepare(const Table<4>&, int) const { return 0; }
+  __device__ int prepare() const { return 0; }
   template <typename T>
   __device__ void apply(T (&x)[4], int, double (&sums)[2]) const {
     const double g = static_cast<double>(x[1]);
@@ -130,13 +151,16 @@ struct Novograd {
   static constexpr int kOperands = 4, kSums = 0;
   static constexpr unsigned kWritten = 0b1101, kUnread = 0b1000;
   static constexpr bool kMaximum = false, kPerTensor = true;
+  using Dtypes = OptimizerDtypes<float>;
   NovogradOptions options;
   DeviceScalars scalars;
   const float* norms;  // of this step, in the caller's order
   __device__ bool skip() const { return scalars.skip(); }
   template <typename T>
-  __device__ NovogradScalars<T> prepare(const Table<4>& table, int t) const {
-    return novograd_scalars<T>(static_cast<double>(norms[table.index[t]]), options, scalars);
+  __device__ NovogradScalars<T> prepare() const { return novograd_scalars<T>(options, scalars); }
+  template <typename T>
+  __device__ void for_tensor(NovogradScalars<T>& s, const Table<4>& table, int t) const {
+    set_norm(s, static_cast<double>(norms[table.index[t]]), options);
   }
   template <typename T>
   __device__ void apply(T (&x)[4], const NovogradScalars<T>& s, double (&)[1]) const {

@@ -15,7 +15,8 @@ from tests.ops.optimizer_cases import BF16, COUNTS_STEPS, DTYPES, F16, F32, F64,
 from tests.ops.test_bucket import CASTS, check_bitwise
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+# Beside the CPU's: dtypes for which no kernel is compiled, so that they are looked at while it runs.
+@pytest.mark.parametrize("dtypes", [*DTYPES, (F64, F64, F64), (F16, BF16, F16)], ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_optimizer_values(op, dtypes, device):
     for layout, variant, scalars in itertools.product(LAYOUTS, OPS[op][1], SCALARS):
