@@ -66,17 +66,19 @@ struct SquareSum {
   }
 };
 
-// One block: norm = sqrt(sum of totals) * |*factor|, found_inf, and the norm of each tensor where wanted.
-__global__ void __launch_bounds__(kThreads, 2)
-    norm_kernel(const double* totals, int64_t count, const float* factor, float* norm, float* norms, float* found_inf) {
-  using Reduce = cub::BlockReduce<double, kThreads>;
+// One block: norm = sqrt(sum of partials) * |*factor|, found_inf, and where `totals` are given the norm of each tensor.
+constexpr int kNormThreads = 1024;
+
+__global__ void __launch_bounds__(kNormThreads, 1)
+    norm_kernel(const double* __restrict__ partials, int64_t num_partials, const double* __restrict__ totals, int64_t count,
+                const float* factor, float* norm, float* norms, float* found_inf) {
+  using Reduce = cub::BlockReduce<double, kNormThreads>;
   __shared__ typename Reduce::TempStorage scratch;
   const double multiplier = factor != nullptr ? fabs(static_cast<double>(*factor)) : 1.0;
   double total = 0.0;
-  for (int64_t t = threadIdx.x; t < count; t += kThreads) {
-    total += totals[t];
-    if (norms != nullptr) norms[t] = static_cast<float>(sqrt(totals[t]) * multiplier);
-  }
+  for (int64_t i = threadIdx.x; i < num_partials; i += kNormThreads) total += partials[i];
+  if (totals != nullptr)
+    for (int64_t t = threadIdx.x; t < count; t += kNormThreads) norms[t] = static_cast<float>(sqrt(totals[t]) * multiplier);
   total = Reduce(scratch).Sum(total);
   if (threadIdx.x == 0) {
     *norm = static_cast<float>(sqrt(total) * multiplier);
@@ -100,15 +102,16 @@ struct Cuda {
     const cudaStream_t stream = current_stream(first);
     int64_t num_chunks = 0;
     const auto tables = tables_of<1>(lists.positions(), num_chunks);
-    const Tensor partials = scratch_doubles(first, num_chunks), totals = scratch_doubles(first, lists.size());
+    const Tensor partials = scratch_doubles(first, num_chunks);
     double* partial_data = static_cast<double*>(partials.data_ptr());
-    double* total_data = static_cast<double*>(totals.data_ptr());
     multi_tensor_loop(tables, SquareSum{}, partial_data, stream);
-    combine<1, false>(tables, partial_data, total_data, nullptr, stream);
-    norm_kernel<<<1, kThreads, 0, stream>>>(total_data, static_cast<int64_t>(lists.size()), factor,
-                                            static_cast<float*>(norm.data_ptr()),
-                                            norms != nullptr ? static_cast<float*>(norms->data_ptr()) : nullptr,
-                                            static_cast<float*>(found_inf.data_ptr()));
+    const int64_t count = norms != nullptr ? static_cast<int64_t>(lists.size()) : 0;
+    const Tensor totals = scratch_doubles(first, count);
+    double* total_data = count > 0 ? static_cast<double*>(totals.data_ptr()) : nullptr;
+    if (count > 0) combine<1, false>(tables, partial_data, total_data, nullptr, stream);
+    norm_kernel<<<1, kNormThreads, 0, stream>>>(
+        partial_data, num_chunks, total_data, count, factor, static_cast<float*>(norm.data_ptr()),
+        count > 0 ? static_cast<float*>(norms->data_ptr()) : nullptr, static_cast<float*>(found_inf.data_ptr()));
     STD_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
