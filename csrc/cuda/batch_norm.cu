@@ -30,7 +30,7 @@ struct RowGrid {
     while (width < 32 && width < shape.packs) width *= 2;
     block = dim3(width, kThreads / width);
     const int64_t columns = divide_up(shape.packs, width);
-    const int64_t wanted = divide_up(static_cast<int64_t>(multiprocessor_count()) * 8, columns);
+    const int64_t wanted = static_cast<int64_t>(multiprocessor_count()) * 8 / columns;  // no block more than the waves hold
     const int64_t most = divide_up(shape.rows, static_cast<int64_t>(block.y) * rows_per_thread);
     const int64_t shares = std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 65535));
     grid = dim3(static_cast<unsigned>(columns), static_cast<unsigned>(shares));
@@ -49,11 +49,19 @@ struct PlaneGrid {
   }
 };
 
-// How many blocks share a channel of planes.
+// How many blocks share a channel of planes: of those that make up to four waves, the number whose last wave is fullest.
 int64_t plane_splits(const PlaneShape& shape) {
-  const int64_t wanted = divide_up(static_cast<int64_t>(multiprocessor_count()) * 8, shape.channels);
-  const int64_t most = divide_up(shape.outer * shape.packs, kThreads * kGroup);
-  return std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 65535));
+  const int64_t slots = static_cast<int64_t>(multiprocessor_count()) * kPlaneBlocks;
+  const int64_t useful = std::min<int64_t>(divide_up(shape.outer * shape.packs, kThreads * kGroup), 65535);
+  const int64_t most = std::min(useful, std::max<int64_t>(4 * slots / shape.channels, 1));
+  int64_t best = 1;
+  const auto share = [&](int64_t splits) {
+    const int64_t blocks = splits * shape.channels;
+    return static_cast<double>(blocks) / static_cast<double>(divide_up(blocks, slots) * slots);
+  };
+  for (int64_t splits = 2; splits <= most; ++splits)
+    if (share(splits) > share(best)) best = splits;
+  return best;
 }
 
 PlaneStep step_of(const PlaneShape& shape, int64_t splits) {
