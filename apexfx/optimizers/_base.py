@@ -55,6 +55,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     gradients are checked here and the step is skipped on the device if one is not finite. A step that was not skipped
     leaves the gradients unscaled.
 
+    A CUDA graph replays the kernels of the captured step alone, so a capture needs `capturable=True` and, before it, a step in
+    which every parameter has a gradient; else RuntimeError.
+
     After a step that needed them, `last_grad_norm` and `last_found_inf` hold the norm of all (unscaled) gradients and
     the flag, as tensors on the device.
     """
@@ -115,7 +118,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        gathered = [self._gather(group) for group in self.param_groups]
+        captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if captured:
+            self._check_capturable()
+        gathered = [self._gather(group, captured=captured) for group in self.param_groups]
         scalars = self._scalars([batch for batches in gathered for batch in batches])
         for group, batches in zip(self.param_groups, gathered):
             for batch in batches:
@@ -146,6 +152,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Return what the op takes after the learning rate, in its order."""
         raise NotImplementedError
 
+    def _check_capturable(self) -> None:
+        """Raise where the replays of a captured step would all use the learning rate of the capture."""
+        name = type(self).__name__
+        if not self.capturable:
+            raise RuntimeError(f"{name}.step() in the capture of a CUDA graph would freeze the learning rate in it; make the "
+                               "optimizer with capturable=True")
+        for group in self.param_groups:
+            lr = group["lr"]
+            if not isinstance(lr, Tensor) or any(lr.device.type != param.device.type for param in group["params"]):
+                raise RuntimeError(f"{name}.step() in the capture of a CUDA graph found the learning rate {lr!r}, which the "
+                                   "graph would freeze; set it in place, group['lr'].fill_(value)")
+
     def updates_in_graph(self, trained: Collection[int]) -> list[Update]:
         """Return the op calls of a step, for the graph of a whole training step; missing state is made.
 
@@ -164,7 +182,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                                     group, numbers))
         return found
 
-    def _gather(self, group: dict[str, Any], gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad")) -> list[Batch]:
+    def _gather(self, group: dict[str, Any], gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad"), *,
+                captured: bool = False) -> list[Batch]:
         batches: dict[tuple[Any, ...], Batch] = {}
         names = self._names(group)
         for param in group["params"]:
@@ -179,6 +198,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if param.dtype not in _DTYPES:
                     raise RuntimeError(f"{type(self).__name__} got a parameter of {param.dtype}; expected float32, float16, "
                                        "bfloat16 or float64")
+                if captured and self._lacks_state(group, param, state):
+                    raise RuntimeError(f"{type(self).__name__}.step() in the capture of a CUDA graph would make the state of a "
+                                       f"parameter of shape {tuple(param.shape)}, and every replay would make it anew; take one "
+                                       "step, in which every parameter has a gradient, before the capture")
                 self._init_state(group, param, state)
             master = state.get("master_param")
             key = (param.device, master is not None, first_run, param.dtype is torch.float64)
@@ -202,6 +225,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _needs_master(self, group: dict[str, Any], param: Tensor) -> bool:
         return self.master_weights and param.dtype in _LOW_PRECISION
+
+    def _lacks_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> bool:
+        masters = ("master_param",) if self._needs_master(group, param) else ()
+        return any(name not in state for name in (*self._names(group), *self._scalar_state_names, *masters))
 
     def _init_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         if self._needs_master(group, param) and "master_param" not in state:

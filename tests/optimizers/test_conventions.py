@@ -178,6 +178,57 @@ def test_a_step_never_asks_for_a_host_value(name, monkeypatch):
     optimizer.step()
 
 
+@pytest.fixture
+def capture(monkeypatch):
+    """Pretend that a CUDA graph captures the current stream, from the call on."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    capturing = False
+
+    def begin():
+        nonlocal capturing
+        capturing = True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    return begin
+
+
+@ALL
+def test_a_capture_wants_a_learning_rate_that_it_does_not_freeze(name, capture):
+    model, optimizer = build(name)
+    train(model, optimizer, 1)
+    before = copy.deepcopy(model)
+    capture()
+    if optimizer.capturable:
+        optimizer.param_groups[0]["lr"] = 1e-3
+        with pytest.raises(RuntimeError, match=r"learning rate 0\.001.*group\['lr'\]\.fill_"):
+            train(model, optimizer, 1)
+    else:
+        with pytest.raises(RuntimeError, match="freeze the learning rate.*capturable=True"):
+            train(model, optimizer, 1)
+    assert same_parameters(model, before)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in ("adam_capturable", "mixed_lamb")])
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_capture_wants_state_that_is_there(name, masters, capture):
+    dtype = torch.bfloat16 if masters else torch.float32
+    model, optimizer = build(name, dtype, capturable=True, master_weights=masters)
+    model[0].weight.requires_grad_(False)
+    train(model, optimizer, 1)
+    model[0].weight.requires_grad_(True)
+    known = {param: dict(state) for param, state in optimizer.state.items()}
+    capture()
+    if name == "sgd_plain" and not masters:  # has no state
+        train(model, optimizer, 1)
+        return
+    with pytest.raises(RuntimeError, match=r"state of a parameter of shape \(5, 7\).*take one step.*before the capture"):
+        train(model, optimizer, 1)
+    assert {param: dict(state) for param, state in optimizer.state.items() if state} == known
+    model[0].weight.requires_grad_(False)
+    model[0].weight.grad = None
+    train(model, optimizer, 1)
+
+
 def test_a_model_made_half_gets_masters():
     model = torch.nn.Linear(4, 4)
     optimizer = FusedAdam(model.parameters(), lr=0.01, master_weights=True)
