@@ -1,6 +1,7 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
 # make lint: ruff, and the contract of who imports whom (both in pyproject.toml).
-# make lib: rebuild the compiled ops only.  make check-cuda: compile every .cu (nvcc, no device needed).
+# make lib: rebuild the compiled ops only.
+# make check-cuda: compile every .cu (nvcc, no device needed), and compare its kernels with csrc/cuda/kernels.json.
 # make gpu-check: build, test, sanitize and measure on a machine with a CUDA device (python3 with torch and pytest).
 PY    ?= python3
 TORCH ?= torch==2.13.0

@@ -6,7 +6,8 @@ Python. `setup.py` calls this file; it can be run by itself too:
     python csrc/compile_ops.py                                            every .cpp, into apexfx/_C_cpu.so
     python csrc/compile_ops.py --only csrc/cpu/bucket.cpp --out out/a.so  one file, into a library of your own
     python csrc/compile_ops.py --headers torch-2.11 --out out/a.so        with the headers of another torch package
-    python csrc/compile_ops.py check-cuda                                 every .cu with nvcc, no device needed
+    python csrc/compile_ops.py check-cuda                                 every .cu with nvcc, no device needed; --write: also
+                                                                          csrc/cuda/kernels.json, with which it is compared
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -213,17 +214,19 @@ def compile_units(units: list[Unit], jobs: int | None = None) -> None:
     headers = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh"}]
 
     def run(unit: Unit) -> str | None:
-        stamp = unit.object.with_suffix(".command")
+        stamp, log = unit.object.with_suffix(".command"), unit.object.with_suffix(".log")
         text = shlex.join(unit.command)
         newest = max(p.stat().st_mtime for p in [unit.source, *headers])
-        if unit.object.exists() and stamp.exists() and stamp.read_text() == text:
+        if all(path.exists() for path in (unit.object, stamp, log)) and stamp.read_text() == text:
             if unit.object.stat().st_mtime > newest:
+                unit.log.append(log.read_text())
                 return None
         unit.object.parent.mkdir(parents=True, exist_ok=True)
         done = subprocess.run(unit.command, cwd=ROOT, capture_output=True, text=True)
         unit.log.append(done.stdout + done.stderr)
         if done.returncode:
             return f"{done.stdout}{done.stderr}\n{Path(unit.command[0]).name} failed on {unit.command[-3]}"
+        log.write_text(unit.log[-1])
         stamp.write_text(text)
         return None
 
@@ -286,14 +289,24 @@ def build_cpu(target: Path, build: Path, only: list[Path] | None = None, headers
 
 
 def build_cuda(
-    target: Path, build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only: list[Path] | None = None
+    target: Path, build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only: list[Path] | None = None, keep: bool = False
 ) -> list[Unit]:
-    """Build the CUDA library at `target`; return the units, whose logs hold ptxas' report."""
+    """Build the CUDA library at `target`; return the units, whose logs hold ptxas' report. `keep`: also the machine code."""
     with build_lock(build):
         units = cuda_units(build, architectures, only)
+        if keep:
+            units = [_kept(unit) if unit.source.suffix == ".cu" else unit for unit in units]
         compile_units(units)
         link(units, target, cuda=True)
     return units
+
+
+def _kept(unit: Unit) -> Unit:
+    """Return the unit with its intermediate files, among them a .cubin for each architecture, beside its object."""
+    folder = unit.object.with_suffix(".keep")
+    folder.mkdir(parents=True, exist_ok=True)
+    nvcc, *arguments = unit.command
+    return replace(unit, command=(nvcc, "--keep", "--keep-dir", str(folder), *arguments))
 
 
 def main() -> int:
@@ -304,6 +317,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="the library to write")
     parser.add_argument("--headers", type=Path, help="a torch package to take the headers of (CPU)")
     parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="CUDA architectures, comma separated")
+    parser.add_argument("--write", action="store_true", help="with check-cuda: make csrc/cuda/kernels.json anew")
     arguments = parser.parse_args()
     only = [path.resolve() for path in arguments.only] if arguments.only else None
     build = ROOT / "build" / ("cpu" if arguments.what == "cpu" else "cuda")
@@ -316,23 +330,27 @@ def main() -> int:
         elif arguments.what == "cuda":
             build_cuda((arguments.out or ROOT / "apexfx/_C_cuda.so").resolve(), build, architectures, only)
         else:
-            return check_cuda(build, (arguments.out or build / "_C_cuda.so").resolve(), architectures, only)
+            return check_cuda(build, (arguments.out or build / "_C_cuda.so").resolve(), architectures, only, arguments.write)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def check_cuda(build: Path, target: Path, architectures: tuple[str, ...], only: list[Path] | None) -> int:
-    """Compile every .cu, link once, report warnings and spills, audit the symbols; 0 when all is clean."""
-    units = build_cuda(target, build, architectures, only)
+def check_cuda(build: Path, target: Path, architectures: tuple[str, ...], only: list[Path] | None, write: bool) -> int:
+    """Compile every .cu, link once, report warnings, compare the kernels with their table, audit the symbols; 0: clean."""
+    units = build_cuda(target, build, architectures, only, keep=True)
     problems = [line for unit in units for text in unit.log for line in text.splitlines() if _is_problem(line)]
     for line in problems:
         print(line)
+    for path in build.glob("*.keep/*"):
+        if path.suffix != ".cubin":
+            path.unlink()
     sources = sum(unit.source.suffix == ".cu" for unit in units)
-    print(f"{sources} CUDA sources compiled for sm_{', sm_'.join(architectures)}; {len(problems)} problems")
-    audit = subprocess.run([sys.executable, str(ROOT / "csrc/audit.py"), str(target)])
-    return 1 if problems or audit.returncode else 0
+    print(f"{sources} CUDA sources compiled for sm_{', sm_'.join(architectures)}; {len(problems)} problems", flush=True)
+    commands = (["csrc/kernels.py", str(build), *(["--write"] if write else [])], ["csrc/audit.py", str(target)])
+    checks = [subprocess.run([sys.executable, *command], cwd=ROOT) for command in commands]
+    return 1 if problems or any(check.returncode for check in checks) else 0
 
 
 def _is_problem(line: str) -> bool:

@@ -29,10 +29,18 @@ assert torch.allclose(param, torch.full((3,), 0.5)), param
 print(*[library.loaded for library in ops.LIBRARIES], ops.LIBRARIES[0].reason)
 """
 
-spec = importlib.util.spec_from_file_location("compile_ops", ROOT / "csrc/compile_ops.py")
-compile_ops = importlib.util.module_from_spec(spec)
-sys.modules["compile_ops"] = compile_ops
-spec.loader.exec_module(compile_ops)
+
+
+def csrc_module(name):
+    """Import a file of csrc, which is no package."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"csrc/{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+compile_ops = csrc_module("compile_ops")
+kernels = csrc_module("kernels")
 
 needs_library = pytest.mark.skipif(not (ROOT / "apexfx/_C_cpu.so").exists(), reason="the CPU library is not built")
 
@@ -177,6 +185,54 @@ def test_hot_loops_are_vectorized_for_three_machines():
             # SSE2 compares and blends unsigned integers, and has no fused multiply-add.
             if (loop, machine) not in {("max_bits_loop", "default"), ("sgd_loop", "default")}:
                 assert any(instruction in b for b in bodies), f"{loop}.{machine} is not vectorized"
+
+
+COPY = """
+struct alignas(32) Eight { float values[8]; };
+template <typename A, typename T> __global__ void copy(const T* p, T* q) { T x = p[threadIdx.x]; __stwb(q + threadIdx.x, x); }
+template __global__ void copy<float>(const float4*, float4*);
+template __global__ void copy<double>(const float4*, float4*);
+template __global__ void copy<float>(const short*, short*);
+__global__ void copy_eight(const Eight* p, Eight* q) { q[threadIdx.x] = p[threadIdx.x]; }
+__global__ void fetch(const float4* p, float* q) {
+  __shared__ float4 s[32];
+  unsigned at = __cvta_generic_to_shared(s + threadIdx.x);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(p + threadIdx.x));
+  asm volatile("cp.async.wait_all;");
+  __syncthreads();
+  q[threadIdx.x] = s[31 - threadIdx.x].x;
+}
+"""
+
+
+@pytest.mark.skipif(compile_ops.find_nvcc() is None, reason="needs nvcc")
+@pytest.mark.parametrize("architecture", [90, 100])
+def test_wide_accesses_are_counted_in_the_machine_code(architecture, tmp_path):
+    (tmp_path / "a.cu").write_text(COPY)
+    log, folder = tmp_path / "cuda_a.log", tmp_path / "cuda_a.keep"
+    folder.mkdir()
+    command = [compile_ops.find_nvcc(), "-cubin", f"-arch=sm_{architecture}", "-Xptxas", "-v", "a.cu", "-o"]
+    done = subprocess.run([*command, str(folder / f"a.sm_{architecture}.cubin")], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    log.write_text(done.stderr)
+    table = kernels.measured(tmp_path)
+    share = {name: row[str(architecture)][2:] for name, row in table.items()}
+    assert share == {"a copy<float, float4>": [0, 100], "a copy_eight": [0, 100], "a fetch": [512, 50]}  # the others are not hot
+
+
+def test_a_kernel_that_got_worse_is_named():
+    table = {"a f": {"90": [40, 0, 16, 60]}, "a g": {"90": [40, 0, 16, 60]}, "b h": {"90": [40, 0, 16, 60]}}
+    assert kernels.regressions(table, table) == []
+    same = {"a f": {"90": [33, 0, 0, 58]}, "a g": {"90": [40, 0, 16, 61]}}  # as many groups of eight registers; b not compiled
+    assert kernels.regressions(same, table) == []
+    assert kernels.regressions({"a f": {"90": [41, 8, 17, 57]}, "a i": {}}, table) == [
+        "a f on sm_90: 41 registers, 40 in the table",
+        "a f on sm_90: 8 spilled bytes, 0 in the table",
+        "a f on sm_90: 17 bytes of shared memory, 16 in the table",
+        "a f on sm_90: 57 % 128-bit accesses, 60 in the table",
+        "a g: no longer there, or no longer of 128-bit accesses",
+        "a i: not in the table",
+    ]
 
 
 @pytest.mark.long
