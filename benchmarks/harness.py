@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -55,12 +56,43 @@ def time_once(function: Callable[[], object], device: str = "cpu", clock: Callab
         function()
         return clock() - begin
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
+    start.record()  # behind what the stream has yet to do, which hides the time that the host takes to launch the function
     function()
     end.record()
     torch.cuda.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+class LargeCopy:
+    """A copy far beyond any cache: the bandwidth that memory gives at best, and work that keeps a device busy.
+
+    Attributes:
+        seconds: the median time of a copy, on a device behind another copy.
+        gigabytes_per_s: read plus written.
+    """
+
+    def __init__(self, device: str, clock: Callable[[], float] = time.perf_counter, num_bytes: int | None = None):
+        num_bytes = num_bytes or (2**31 if device == "cuda" else 2**28)
+        self.source = torch.ones(num_bytes // 4, device=device)
+        self.target = torch.empty_like(self.source)
+        times = interleave({"copy": self.run}, rounds=12, device=device, clock=clock,
+                           before=self.run if device == "cuda" else None)  # fmt: skip
+        self.seconds = statistics.median(times["copy"][2:])
+        self.gigabytes_per_s = 2 * num_bytes / self.seconds / 1e9
+
+    def run(self) -> None:
+        self.target.copy_(self.source)
+
+    def occupy(self, seconds: float) -> None:
+        """Keep the stream busy for `seconds`, but no longer than 20 copies take."""
+        for _ in range(min(20, 1 + int(seconds / self.seconds))):
+            self.run()
+
+
+def rotate(functions: Sequence[Callable[[], object]]) -> Callable[[], object]:
+    """Return a function that calls the next of `functions`, on other tensors than the last: those may be in the cache."""
+    turns = itertools.cycle(functions)
+    return lambda: next(turns)()
 
 
 def ratios(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float, float]:

@@ -1,6 +1,6 @@
 """Measure every op against the best that torch does, on the same inputs.
 
-    python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--clock wall|cpu] [--json FILE]
+    python benchmarks/ops.py [--device cpu|cuda] [--only TEXT ...] [--seconds TOTAL] [--clock wall|cpu] [--json FILE [--missing]]
 
 Columns:
 
@@ -9,14 +9,19 @@ Columns:
     ratio, low, high     theirs / ours (above 1 is faster), median and quartiles over rounds in which the two take turns
     copy                 bytes that the task has to move, a second, as a share of the bandwidth of a large copy
 
-Rows come from `ops_<family>.py` beside this file, whose `rows(device)` yields `op_row.Row`. `--json` keeps the file's rows
-that are not measured now, so that a table can be made in several runs: `--only ops_norm`, `--only ops_batch_norm`.
+Rows come from `ops_<family>.py` beside this file, whose `rows(device)` yields `op_row.Row`. `--json` is written after every row,
+and keeps the file's rows that are not measured now, so that a table can be made in several runs: `--only ops_norm`, or
+`--missing` for what the file lacks.
+
+On CUDA a time is the device's own: calls queue up behind large copies while the host launches them, several in a row.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
+import math
 import platform
 import statistics
 import time
@@ -33,8 +38,9 @@ from op_row import Row
 
 from apexfx import ops
 
-FAMILIES = (ops_batch_norm, ops_norm, ops_optimizers)
+FAMILIES = (ops_optimizers, ops_norm, ops_batch_norm)
 EXPECTED_ROWS = 100  # among which the seconds are shared
+DEVICE_SECONDS = 3e-3  # which a measurement on a device takes at least: what the copies before it left in the cache is little
 
 
 @dataclass
@@ -67,27 +73,34 @@ def load_rows(device: str, only: list[str]) -> Iterator[tuple[str, Row]]:
             gc.collect()
 
 
-def measure(family: str, row: Row, device: str, seconds: float, clock: Callable[[], float], copy: float) -> Result:
-    """Time a row for about `seconds`; `copy` is the bandwidth of a copy in GB/s."""
+def measure(family: str, row: Row, device: str, seconds: float, clock: Callable[[], float], copy: harness.LargeCopy) -> Result:
+    """Time a row for about `seconds`."""
     candidates = {"ours": row.ours, **row.others}
+    calls, before = 1, None
     for function in candidates.values():  # warm up twice: lazy state, kernels, pages
         function()
         function()
-    times = harness.interleave(candidates, rounds=5, seconds=seconds, device=device, clock=clock)
-    medians = {name: statistics.median(values) for name, values in times.items()}
+    if device == "cuda":
+        calls = max(1, math.ceil(DEVICE_SECONDS / harness.time_once(row.ours, device)))
+        host_s = calls * max(harness.time_once(function) for function in candidates.values())
+        torch.cuda.synchronize()
+        before = functools.partial(copy.occupy, 1.5 * host_s)
+    repeated = {name: repeat(function, calls) for name, function in candidates.items()}
+    times = harness.interleave(repeated, rounds=5, seconds=seconds, device=device, clock=clock, before=before)
+    medians = {name: statistics.median(values) / calls for name, values in times.items()}
     best = min(row.others, key=lambda name: medians[name])
     low, _, high = harness.ratios(times[best], times["ours"])
     rate = row.bytes_moved / medians["ours"] / 1e9
     return Result(family, row.name, medians, best, medians[best] / medians["ours"], low, high, len(times["ours"]), rate,
-                  rate / copy, row.target)
+                  rate / copy.gigabytes_per_s, row.target)
 
 
-def copy_bandwidth(device: str, clock: Callable[[], float], megabytes: int = 256) -> float:
-    """Return gigabytes a second (read plus written) of a large tensor copy: what memory gives at best."""
-    source = torch.ones(megabytes * 2**20 // 4, device=device)
-    target = torch.empty_like(source)
-    times = [harness.time_once(lambda: target.copy_(source), device, clock) for _ in range(12)]
-    return 2 * source.numel() * 4 / statistics.median(times[2:]) / 1e9
+def repeat(function: Callable[[], object], calls: int) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(calls):
+            function()
+
+    return run
 
 
 def main() -> None:
@@ -97,24 +110,25 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rows together, roughly")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: for one thread on a shared machine")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--missing", action="store_true", help="only the rows that the file lacks")
     given = parser.parse_args()
     loaded = [library.device for library in ops.LIBRARIES if library.loaded]
     machine = torch.cuda.get_device_name() if given.device == "cuda" else platform.processor() or platform.machine()
     print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} threads, libraries: {', '.join(loaded) or 'none'}")
     clock = time.process_time if given.clock == "cpu" else time.perf_counter
-    copy = copy_bandwidth(given.device, clock)
-    print(f"copy: {copy:.1f} GB/s\n")
+    copy = harness.LargeCopy(given.device, clock)
+    print(f"copy: {copy.gigabytes_per_s:.1f} GB/s\n")
     print(f"{'row':46} {'ours ms':>9} {'best other':>28} {'ms':>9} {'ratio':>6} {'low':>6} {'high':>6} {'copy':>5}")
-    results = []
+    kept = {row["name"]: row for row in harness.earlier_rows(given.json, [])}
     for family, row in load_rows(given.device, given.only):
-        results.append(measure(family, row, given.device, given.seconds / EXPECTED_ROWS, clock, copy))
-        show(results[-1])
+        if given.missing and row.name in kept:
+            continue
+        result = measure(family, row, given.device, given.seconds / EXPECTED_ROWS, clock, copy)
+        show(result)
+        kept[row.name] = dataclasses.asdict(result)
+        harness.write_record(given.json, machine=machine, threads=torch.get_num_threads(), clock=given.clock, libraries=loaded,
+                             copy_gigabytes_per_s=copy.gigabytes_per_s, rows=sorted(kept.values(), key=lambda row: row["family"]))
         del row
-    measured = {result.name for result in results}
-    rows = [row for row in harness.earlier_rows(given.json, []) if row["name"] not in measured]
-    rows = sorted(rows + [dataclasses.asdict(result) for result in results], key=lambda row: row["family"])
-    harness.write_record(given.json, machine=machine, threads=torch.get_num_threads(), clock=given.clock, libraries=loaded,
-                         copy_gigabytes_per_s=copy, rows=rows)
 
 
 def show(result: Result) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import harness
 import torch
 from op_row import Row
 from torch import Tensor
@@ -18,7 +19,7 @@ from apexfx.ops.local_batch_norm import bn_backward, bn_forward_
 # Activations of ResNet-50 at batch 32 and of smaller and odder models.
 SHAPES = {
     "cpu": ((32, 64, 56, 56), (32, 256, 14, 14), (32, 2048, 7, 7), (64, 16, 8, 8), (256, 1024)),
-    "cuda": ((128, 64, 112, 112), (128, 256, 56, 56), (128, 1024, 14, 14), (128, 2048, 7, 7), (4096, 1024)),
+    "cuda": ((128, 64, 112, 112), (128, 256, 56, 56), (512, 1024, 14, 14), (1024, 2048, 7, 7), (65536, 1024)),  # beyond the cache
 }
 
 
@@ -27,13 +28,15 @@ def rows(device: str) -> Iterator[Row]:
     for shape in SHAPES[device]:
         for dtype in (torch.float32, torch.bfloat16):
             for layout in ("NCHW", "NHWC") if len(shape) == 4 else ("NC",):
-                x = torch.randn(shape, device=device).to(dtype)
+                several = [torch.randn(shape, device=device).to(dtype) for _ in range(2 if device == "cuda" else 1)]
                 if layout == "NHWC":
-                    x = x.contiguous(memory_format=torch.channels_last)
+                    several = [x.contiguous(memory_format=torch.channels_last) for x in several]
                 kind = f"{'f32' if dtype is torch.float32 else 'bf16'} {layout} {'x'.join(map(str, shape))}"
-                for name, (ours, theirs, passes) in cases(x).items():
+                calls = [cases(x) for x in several]
+                for name, (_, _, passes) in calls[0].items():
+                    ours, theirs = (harness.rotate([case[name][i] for case in calls]) for i in range(2))
                     target = 1.0 if name == "forward" else None
-                    yield Row(f"batch_norm {name} {kind}", ours, {"torch": theirs}, passes * x.numel() * x.element_size(), target)
+                    yield Row(f"batch_norm {name} {kind}", ours, {"torch": theirs}, passes * several[0].nbytes, target)
 
 
 def cases(x: Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], object], int]]:

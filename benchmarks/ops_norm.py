@@ -40,6 +40,7 @@ from apexfx.ops.rms_norm import rms_norm
 from apexfx.ops.sync_batch_norm import sync_batch_norm
 
 SHAPES = ((4096, 768), (8192, 1024), (512, 4096))
+LARGE_SHAPES = ((16384, 4096), (65536, 1024), (8192, 16384))  # beyond the cache of a large GPU
 IMAGES = ((16, 32, 24, 24), (32, 64, 56, 56), (32, 256, 14, 14), (32, 1024, 7, 7))  # of batch norm, channels_last
 SMALLEST_IMAGE = (4, 16, 12, 12)  # ratio to Inductor, CPU: float32 1.19, bfloat16 1.21; of (4, 16, 8, 8) 1.01, 1.00
 DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
@@ -125,14 +126,16 @@ def rows(device: str) -> Iterator[Row]:
         kernel, by_torch = OPS[op]
         others = {"torch": by_torch, "written out": written_rms_norm} if op == "rms_norm" else {"torch": by_torch}
         for dtype in DTYPES[device]:
-            for rows, columns in SHAPES:
-                parameters = [torch.randn(columns, device=device, dtype=dtype) for _ in range(1 if op == "rms_norm" else 2)]
-                x = torch.randn(rows, columns, device=device, dtype=dtype)
-                inputs = tuple(t.requires_grad_() for t in (x, *parameters))
-                steps = {name: training_step(function, inputs) for name, function in others.items()}
+            for rows, columns in LARGE_SHAPES if device == "cuda" else SHAPES:
+                parameters = [torch.randn(columns, device=device, dtype=dtype).requires_grad_()
+                              for _ in range(1 if op == "rms_norm" else 2)]  # fmt: skip
+                several = [torch.randn(rows, columns, device=device, dtype=dtype).requires_grad_()
+                           for _ in range(3 if device == "cuda" else 1)]  # fmt: skip
+                steps = {name: harness.rotate([training_step(function, (x, *parameters)) for x in several])
+                         for name, function in {"ours": kernel, **others}.items()}  # fmt: skip
                 # x read and y written; then grad and x read, dx written
-                yield Row(f"{op} {str(dtype).removeprefix('torch.')} {rows}x{columns}", training_step(kernel, inputs),
-                          steps, 5 * x.numel() * x.element_size(), 1.0)  # fmt: skip
+                yield Row(f"{op} {str(dtype).removeprefix('torch.')} {rows}x{columns}", steps.pop("ours"), steps,
+                          5 * several[0].nbytes, 1.0)  # fmt: skip
 
 
 def measure(
@@ -171,26 +174,42 @@ def smallest_shape(op: str) -> tuple[int, ...]:
 def measure_all(
     arguments: argparse.Namespace, shapes: list[tuple[int, ...]], clock: Callable[[], float]
 ) -> list[Measurement]:
-    """Measure and print what the command line asks for; `shapes` in place of the table's where there are any."""
-    rows = []
+    """Measure and print what the command line asks for; `shapes` in place of the table's where there are any.
+
+    The file of `--json` is written after every row; what it holds already is left out with `--missing`.
+    """
+    rows = load([arguments.json]) if arguments.missing and arguments.json.exists() else []
+    done = {(row.op, row.inner, row.device, row.dtype, row.shape) for row in rows}
     print(f"{'inner':9}{'op':18}{'dtype':10}{'shape':18}{'apexfx ms':>11}{'torch ms':>11}{'ratio':>7}")
     for inner in arguments.inner.split(","):
         for op in arguments.op.split(","):
             for dtype in DTYPES[arguments.device]:
                 for shape in shapes or (IMAGES if op == "batch_norm" else SHAPES):
+                    if (op, inner, arguments.device, str(dtype).removeprefix("torch."), shape) in done:
+                        continue
                     row = measure(op, inner, arguments.device, dtype, shape, arguments.seconds, clock)
                     rows.append(row)
                     print(f"{inner:9}{op:18}{row.dtype:10}{shape!s:18}{1e3 * row.kernel_s:11.3f}"
                           f"{1e3 * row.torch_s:11.3f}{row.ratio:7.2f}", flush=True)  # fmt: skip
+                    if arguments.json:
+                        save(arguments.json, rows)
     return rows
+
+
+def save(path: Path, rows: list[Measurement]) -> None:
+    path.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+
+
+def load(paths: list[Path]) -> list[Measurement]:
+    saved = [row for path in paths for row in json.loads(path.read_text())]
+    rows = [Measurement(**{field.name: row[field.name] for field in fields(Measurement)}) for row in saved]
+    return [replace(row, shape=tuple(row.shape)) for row in rows]
 
 
 def medians(runs: list[Path]) -> tuple[list[Measurement], int]:
     """Return, of all that the files hold, the measurement of the median ratio, and in how many files each is at least."""
     same: dict[tuple[object, ...], list[Measurement]] = {}
-    for saved in (saved for run in runs for saved in json.loads(run.read_text())):
-        row = Measurement(**{field.name: saved[field.name] for field in fields(Measurement)})
-        row = replace(row, shape=tuple(row.shape))
+    for row in load(runs):
         same.setdefault((row.op, row.inner, row.device, row.dtype, row.shape), []).append(row)
     middle = [sorted(rows, key=lambda row: row.ratio)[len(rows) // 2] for rows in same.values()]
     return middle, min(map(len, same.values()))
@@ -242,18 +261,21 @@ def main() -> None:
     parser.add_argument("--op", default=",".join(OPS))
     parser.add_argument("--shapes", help="in place of the table's, as 64x64,512x256")
     parser.add_argument("--seconds", type=float, default=1.0, help="a row")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="written after every row")
+    parser.add_argument("--missing", action="store_true", help="only the rows that the file lacks")
     parser.add_argument("--write", action="store_true", help="update the pass's table")
     parser.add_argument("--runs", nargs="+", type=Path, help="files of --json: take their medians in place of measuring")
     arguments = parser.parse_args()
+    if arguments.missing and not arguments.json:
+        parser.error("--missing needs --json")
     if arguments.shapes and arguments.write:
         parser.error("--write measures the table's own shapes: leave --shapes out")
     given = [tuple(map(int, shape.split("x"))) for shape in (arguments.shapes or "").split(",") if shape]
     torch.set_num_threads(arguments.threads)
     clock = time.process_time if arguments.clock == "cpu" else time.perf_counter
     rows, processes = medians(arguments.runs) if arguments.runs else (measure_all(arguments, given, clock), 1)
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+    if arguments.runs and arguments.json:
+        save(arguments.json, rows)
     if arguments.write:
         old: dict = {}
         if TABLE.exists():

@@ -10,7 +10,7 @@ from op_row import Row
 from torch import Tensor
 
 from apexfx.ops import bucket, multi_tensor
-from apexfx.optimizers import FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, clip_grad_norm_
+from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, clip_grad_norm_
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -38,11 +38,11 @@ def gpt2_shapes(layers: int = 12, width: int = 768) -> list[tuple[int, ...]]:
 
 def parameters(shapes, device: str, dtype=torch.float32, seed: int = 0) -> list[torch.nn.Parameter]:
     """Return seeded parameters with gradients."""
-    generator = torch.Generator(device).manual_seed(seed)
+    torch.manual_seed(seed)
     params = []
     for shape in shapes:
-        param = torch.nn.Parameter(torch.randn(shape, generator=generator, device=device).mul_(0.02).to(dtype))
-        param.grad = torch.randn(shape, generator=generator, device=device).mul_(0.01).to(dtype)
+        param = torch.nn.Parameter(torch.randn(shape, device=device).mul_(0.02).to(dtype))
+        param.grad = torch.randn(shape, device=device).mul_(0.01).to(dtype)
         params.append(param)
     return params
 
@@ -102,14 +102,18 @@ def rows(device: str) -> Iterator[Row]:
     for model, shapes in (("resnet50", resnet50_shapes()), ("gpt2", gpt2_shapes())):
         yield from _plain_rows(model, shapes, device)
         yield _scaled_row(model, shapes, device)
-    shapes = resnet50_shapes()
+    # ResNet-50's parameters hardly exceed the cache of a large GPU.
+    model, shapes = ("gpt2", gpt2_shapes()) if device == "cuda" else ("resnet50", resnet50_shapes())
     for name, ours, foreach, words in (
         ("lamb", lambda p: FusedLAMB(p), ForeachLamb, 11),  # g once more for the norm, then p, g, m, v; m, v; p, m, v; p
         ("novograd", lambda p: FusedNovoGrad(p, weight_decay=0.01), ForeachNovograd, 6),
     ):
         fused, other = ours(parameters(shapes, device)), foreach(parameters(shapes, device))
-        yield Row(f"{name} resnet50", fused.step, {"foreach": other.step}, _bytes(shapes, words), 2.0)
-    yield from _other_rows(shapes, device)
+        yield Row(f"{name} {model}", fused.step, {"foreach": other.step}, _bytes(shapes, words), 2.0)
+    fused = FusedAdagrad(parameters(shapes, device))
+    foreach = torch.optim.Adagrad(parameters(shapes, device), foreach=True)
+    yield Row(f"adagrad {model}", fused.step, {"torch foreach": foreach.step}, _bytes(shapes, 5))
+    yield from _other_rows(model, shapes, device)
 
 
 def _plain_rows(model: str, shapes, device: str) -> Iterator[Row]:
@@ -146,12 +150,17 @@ def _scaled_row(model: str, shapes, device: str) -> Row:
     return Row(f"unscale+clip+adamw {model}", ours.step, {"GradScaler + clip + fused": unscale_clip_step}, _bytes(shapes, 8), 1.4)
 
 
-def _other_rows(shapes, device: str) -> Iterator[Row]:
+def _other_rows(model: str, shapes, device: str) -> Iterator[Row]:
     params, others = parameters(shapes, device), parameters(shapes, device)
-    grads = [p.grad for p in params]
-    yield Row("l2norm resnet50", lambda: multi_tensor.multi_tensor_l2norm(grads),
+    grads, found_inf = [p.grad for p in params], torch.zeros((), device=device)
+    outputs, more = ([torch.empty_like(g) for g in grads] for _ in range(2))
+    yield Row(f"scale {model}", lambda: multi_tensor.multi_tensor_scale(grads, outputs, found_inf, 0.5),
+              {"_foreach_mul": lambda: torch._foreach_mul(grads, 0.5)}, _bytes(shapes, 2))  # fmt: skip
+    yield Row(f"axpby {model}", lambda: multi_tensor.multi_tensor_axpby(grads, outputs, more, found_inf, 0.5, 2.0),
+              {"_foreach_add": lambda: torch._foreach_add(grads, outputs, alpha=2.0)}, _bytes(shapes, 3))  # fmt: skip
+    yield Row(f"l2norm {model}", lambda: multi_tensor.multi_tensor_l2norm(grads),
               {"_foreach_norm": lambda: torch.stack(torch._foreach_norm(grads)).norm()}, _bytes(shapes, 1))  # fmt: skip
-    yield Row("clip_grad_norm_ resnet50", lambda: clip_grad_norm_(params, 1e6),
+    yield Row(f"clip_grad_norm_ {model}", lambda: clip_grad_norm_(params, 1e6),
               {"torch": lambda: torch.nn.utils.clip_grad_norm_(others, 1e6)}, _bytes(shapes, 3))  # fmt: skip
     ours = FusedAdam(parameters(shapes, device, torch.bfloat16), master_weights=True)
     theirs = torch.optim.AdamW(parameters(shapes, device), fused=True)
@@ -176,3 +185,7 @@ def _other_rows(shapes, device: str) -> Iterator[Row]:
     yield Row("flatten_bucket bf16 / 2", lambda: bucket.flatten_bucket(grads, offsets, numel, torch.bfloat16, 2.0),
               {"cat + to + div": lambda: torch.cat([g.reshape(-1) for g in grads]).to(torch.bfloat16).div_(2.0)},
               _bytes(shapes, 1) * 3 // 2)  # fmt: skip
+    flat = torch.randn(numel, device=device)
+    yield Row("unflatten_bucket fp32", lambda: bucket.unflatten_bucket(flat, offsets, shapes, torch.float32),
+              {"split + view + clone": lambda: [flat[o:o + math.prod(s)].view(s).clone() for o, s in zip(offsets, shapes)]},
+              _bytes(shapes, 2))  # fmt: skip
