@@ -5,9 +5,9 @@
     python benchmarks/amp.py --processes 7 --json benchmarks/results/amp.json
 
 A line has the microseconds of a step of each, medians over the rounds; their ratio, ours / theirs, with its quartiles; and the
-ratio of each process. The two take turns within a process. One process differs from the next by a few percent, for its whole
-life: with `--processes`, every number is the median over that many. The bars: at most 1.25 on the small models, and at most
-1.05 on real sizes.
+ratio of each process. The two take turns within a process, which measures one model. One process differs from the next by a few
+percent, for its whole life: with `--processes`, every number is the median over that many. The bars: at most 1.25 on the small
+models, and at most 1.05 on real sizes.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def compare(name: str, kind: str, given: argparse.Namespace, dtype: torch.dtype)
             "ratio_low": round(low, 3), "ratio_high": round(high, 3)}
 
 
-def measure(given: argparse.Namespace, dtype: torch.dtype) -> dict[tuple[str, str], Row]:
+def measure(name: str, given: argparse.Namespace, dtype: torch.dtype) -> dict[str, Row]:
     torch.set_num_threads(given.threads)
-    return {(name, kind): compare(name, kind, given, dtype) for name in given.models for kind in given.optimizers}
+    return {kind: compare(name, kind, given, dtype) for kind in given.optimizers}
 
 
 def main() -> None:
@@ -155,17 +155,17 @@ def main() -> None:
     dtype = torch.bfloat16 if given.device == "cpu" else torch.float16
     print(f"torch {torch.__version__}, {given.device}, {dtype}; microseconds a step, median of {given.rounds} rounds, "
           f"{given.processes} process(es)", flush=True)
-    runs = [harness.in_new_process(measure, given, dtype) for _ in range(given.processes)]
-    rows = {}
-    for (name, kind), first in runs[0].items():
-        found = [run[name, kind] for run in runs]
-        row = rows[f"{name}, {kind}"] = {key: round(statistics.median(each[key] for each in found), 3) for key in first}
-        print(f"{name:8} {kind:14} amp {row['amp_us']:7.0f}   autocast + GradScaler {row['autocast_us']:7.0f}   "
-              f"ratio {row['ratio']:.3f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})   "
-              f"each process {' '.join(str(each['ratio']) for each in found)}")
-    harness.write_record(given.json, apexfx=apexfx.__version__, device=given.device, dtype=str(dtype), threads=given.threads,
-                         rounds=given.rounds, repeats=given.repeats, processes=given.processes,
-                         rows={**harness.earlier_rows(given.json, {}), **rows})
+    rows = harness.earlier_rows(given.json, {})
+    for name in given.models:
+        runs = [harness.in_new_process(measure, name, given, dtype) for _ in range(given.processes)]
+        for kind, first in runs[0].items():
+            found = [run[kind] for run in runs]
+            row = rows[f"{name}, {kind}"] = {key: round(statistics.median(each[key] for each in found), 3) for key in first}
+            print(f"{name:8} {kind:14} amp {row['amp_us']:7.0f}   autocast + GradScaler {row['autocast_us']:7.0f}   "
+                  f"ratio {row['ratio']:.3f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})   "
+                  f"each process {' '.join(str(each['ratio']) for each in found)}", flush=True)
+        harness.write_record(given.json, apexfx=apexfx.__version__, device=given.device, dtype=str(dtype), threads=given.threads,
+                             rounds=given.rounds, repeats=given.repeats, processes=given.processes, rows=rows)
 
 
 if __name__ == "__main__":

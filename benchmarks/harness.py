@@ -150,7 +150,14 @@ def write_record(path: Path | None, **record: Any) -> None:
     """Write a record and the machine it was taken on as JSON; nothing without a path."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(machine() | record, indent=1) + "\n")
+        write_whole(path, json.dumps(machine() | record, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it, or kills this process, finds the old text or the new one."""
+    fresh = path.with_name(f".{path.name}")
+    fresh.write_text(text)
+    fresh.replace(path)
 
 
 def earlier_rows(path: Path | None, empty: Any) -> Any:

@@ -197,7 +197,7 @@ def measure_all(
 
 
 def save(path: Path, rows: list[Measurement]) -> None:
-    path.write_text(json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
+    harness.write_whole(path, json.dumps([asdict(row) | {"ratio": row.ratio} for row in rows], indent=1))
 
 
 def load(paths: list[Path]) -> list[Measurement]:

@@ -84,6 +84,16 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def native_architecture() -> str:
+    """Return the architecture of this machine's device."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise BuildError(f"--arch native needs a CUDA device, and torch {torch.__version__} sees none")
+    major, minor = torch.cuda.get_device_capability()
+    return f"{major}{minor}"
+
+
 def cuda_library_folders(nvcc: str) -> list[Path]:
     """Return the toolkit's library folders, whatever the packaging calls them."""
     home = Path(nvcc).resolve().parent.parent
@@ -316,15 +326,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", type=Path, help="these sources, not all")
     parser.add_argument("--out", type=Path, help="the library to write")
     parser.add_argument("--headers", type=Path, help="a torch package to take the headers of (CPU)")
-    parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="CUDA architectures, comma separated")
+    parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="comma separated; native: the device's")
     parser.add_argument("--write", action="store_true", help="with check-cuda: make csrc/cuda/kernels.json anew")
     arguments = parser.parse_args()
     only = [path.resolve() for path in arguments.only] if arguments.only else None
     build = ROOT / "build" / ("cpu" if arguments.what == "cpu" else "cuda")
     if arguments.out and (only or arguments.headers):
         build = arguments.out.resolve().parent / f"{arguments.out.stem}.build"  # never the shared objects
-    architectures = tuple(arguments.arch.split(","))
     try:
+        architectures = (native_architecture(),) if arguments.arch == "native" else tuple(arguments.arch.split(","))
         if arguments.what == "cpu":
             build_cpu((arguments.out or ROOT / "apexfx/_C_cpu.so").resolve(), build, only, arguments.headers)
         elif arguments.what == "cuda":

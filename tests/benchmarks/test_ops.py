@@ -1,0 +1,47 @@
+"""The table of the ops: every row is on disk as soon as it is measured, and a later run adds those that lack."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts import what lies beside them
+
+import harness
+import ops
+from op_row import Row
+
+
+def test_rows_are_written_one_by_one_and_the_missing_ones_added(monkeypatch, tmp_path):
+    path, ran = tmp_path / "ops.json", []
+
+    def row(name):
+        return Row(name, lambda: ran.append(name), {"other": lambda: None}, 8)
+
+    def until_killed(device):
+        yield row("one")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(harness, "LargeCopy", lambda *_: SimpleNamespace(gigabytes_per_s=1.0))
+    monkeypatch.setattr(ops, "FAMILIES", (SimpleNamespace(__name__="ops_a", rows=until_killed),))
+    monkeypatch.setattr(sys, "argv", ["ops.py", "--seconds", "0", "--missing", "--json", str(path)])
+    with pytest.raises(KeyboardInterrupt):
+        ops.main()
+    assert [found["name"] for found in json.loads(path.read_text())["rows"]] == ["one"]
+    ran.clear()
+    monkeypatch.setattr(ops, "FAMILIES", (SimpleNamespace(__name__="ops_a", rows=lambda device: [row("one"), row("two")]),))
+    ops.main()
+    assert [found["name"] for found in json.loads(path.read_text())["rows"]] == ["one", "two"]
+    assert set(ran) == {"two"}
+
+
+def test_rotate_takes_turns():
+    called = []
+    function = harness.rotate([lambda: called.append(0), lambda: called.append(1)])
+    for _ in range(3):
+        function()
+    assert called == [0, 1, 0]
