@@ -118,8 +118,8 @@ def page(results: dict[str, dict[str, Any]], half: str) -> str:
         "evaluation, and the bytes that removing others saved.", "",
         table(cast_rows(results), ("model", "O1", "saved", "O2", "saved")), "",
         "## The whole step", "",
-        "The same three steps by `train_step()`, each one graph, inner=\"eager\": errors as above. float16 trains with the",
-        "dynamic loss scale.", "",
+        "The same three steps by `train_step()`, each one graph, inner=\"eager\": errors as above. float16 trains with a",
+        "loss scale of 256.", "",
         table(step_rows(results), ("model", *(f"{level} {dtype}" for level, dtype in STEPS))), "",
     ]  # fmt: skip
     return "\n".join(lines)

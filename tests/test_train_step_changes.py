@@ -157,6 +157,27 @@ def test_a_batch_in_the_memory_of_a_parameter_is_refused(given):
     step(torch.ones(2, 4), given(model.weight).clone())
 
 
+def test_a_tensor_that_comes_to_lie_in_the_memory_of_a_parameter_is_refused():
+    class Anchored(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * self.anchor
+
+    model = Anchored(4, 4)
+    model.anchor = model.bias.detach().clone()
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             objective=lambda m, x: m(x).sum())
+    for _ in range(2):
+        step(torch.ones(2, 4))
+    model.anchor = model.bias.detach()
+    with pytest.raises(ValueError, match="share memory that it updates"):
+        step(torch.ones(2, 4))
+    model.anchor = model.bias.detach().clone()
+    step(torch.ones(2, 4))
+    model.bias.data = model.anchor
+    with pytest.raises(ValueError, match="share memory that it updates"):
+        step(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 @pytest.mark.parametrize("optimizer", [RMSprop, SGD])
 def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import fx
 
 from .. import passes
 from .._torch import set_grad_enabled
@@ -24,6 +25,8 @@ from .model_index import ModelIndex
 from .pipeline import Pipeline, warn_unmatched
 from .refusals import check_inputs
 from .step_parameters import overlapping
+
+_MOST_SEEN = 10_000  # pieces of memory
 
 
 class Captured(Exception):
@@ -109,15 +112,13 @@ class StepCompiler:
             updated: the inputs that the end of the step writes; no other input may share their memory.
         """
         compared = bool(collectives) and self.agreement is not None
-        memory_is_own = not updated
+        check_memory = _MemoryCheck(placeholders, updated) if updated else None
 
         def run(*args: Any) -> Any:
-            nonlocal memory_is_own
             if self.captures_only:
                 raise Captured
-            if not memory_is_own:
-                _check_memory(args, placeholders, updated)
-                memory_is_own = True
+            if check_memory is not None:
+                check_memory(args)
             if compared and collectives != self._running:
                 self.agreement.ensure(f"collectives of training step {record.index}", [*collectives, self._num_switches])
                 self._num_switches += 1
@@ -128,18 +129,43 @@ class StepCompiler:
         return run
 
 
-def _check_memory(args: Sequence[Any], placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
-    """Refuse an input that is the memory of what the step updates: it would be read before or after, as the graph happens to lie.
+class _MemoryCheck:
+    """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
 
-    Raises:
-        ValueError: it names both.
+    Memory that was looked at is not looked at again while what is updated stays where it is.
+
+    Args:
+        placeholders: the inputs.
+        updated: the places of those that the step updates.
     """
-    tensors = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
-    for one, other in overlapping([args[place] for place in tensors]):
-        first, second = placeholders[tensors[one]], placeholders[tensors[other]]
-        if not {tensors[one], tensors[other]}.isdisjoint(updated):
-            raise ValueError(f"apexfx: {first.name!r} and {second.name!r}, which the step reads, share memory that it updates; "
-                             "give it a copy (.clone()) of a parameter, or use the parameter itself")
+
+    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
+        self._placeholders, self._updated = placeholders, updated
+        self._given = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in set(updated)]
+        self._where: list[int] = []
+        self._seen: set[tuple[int, int]] = set()
+
+    def __call__(self, args: Sequence[Any]) -> None:
+        """Look at the inputs of a call.
+
+        Raises:
+            ValueError: it names both.
+        """
+        where = [args[place].data_ptr() for place in self._updated]
+        if where != self._where or len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        given = {(args[place].data_ptr(), args[place].nbytes) for place in self._given if args[place].layout == torch.strided}
+        if not given <= self._seen:
+            self._check_all(args)
+            self._where, self._seen = where, self._seen | given
+
+    def _check_all(self, args: Sequence[Any]) -> None:
+        places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]
+        for one, other in overlapping([args[place] for place in places]):
+            if not {places[one], places[other]}.isdisjoint(self._updated):
+                first, second = (self._placeholders[places[i]].name for i in (one, other))
+                raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
+                                 "a copy (.clone()) of a parameter, or use the parameter itself")
 
 
 def _switch_gradients_on(gm: fx.GraphModule) -> None:

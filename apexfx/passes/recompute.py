@@ -114,7 +114,7 @@ class _Peak:
         chain: dict[fx.Node, None] = {}
         at = self._place[readers[0][0]]
         self._again.add(memory)
-        if all(self._add(source, at, chain) for _, source in readers):
+        if all(self._add(source, at, chain, _LONGEST_CHAIN) for _, source in readers):
             return list(chain)
         self._again.discard(memory)
         return []
@@ -144,11 +144,18 @@ class _Peak:
         found = [(user, node) for node in self._in[memory] for user in node.users if self._place.get(user, -1) > self._at]
         return sorted(found, key=lambda pair: self._place[pair[0]])
 
-    def _add(self, node: fx.Node, at: int, chain: dict[fx.Node, None]) -> bool:
-        """Add to `chain` what has to be computed again for `node` to be there at the place `at`; return whether that can be."""
+    def _add(self, node: fx.Node, at: int, chain: dict[fx.Node, None], most: int) -> bool:
+        """Add to `chain` what has to be computed again for `node` to be there at the place `at`; return whether that can be.
+
+        Args:
+            most: ops in a row.
+        """
         if node in chain or self._is_there(node, at):
             return True
-        if not _is_cheap(node) or not all(self._add(source, at, chain) for source in _sources(node)):
+        if not most or not _is_cheap(node) or any(memory in self._writes for memory in self.graph.of(node)):
+            return False
+        most -= not _is_view(node)
+        if not all(self._add(source, at, chain, most) for source in _sources(node)):
             return False
         chain[node] = None
         return sum(not _is_view(link) for link in chain) <= _LONGEST_CHAIN

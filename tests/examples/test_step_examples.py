@@ -74,6 +74,7 @@ def test_a_classifier_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkey
     assert resumed["schedule"] == whole["schedule"]
 
 
+@pytest.mark.long
 def test_the_classifier_learns_on_two_ranks(tmp_path):
     printed = run_on_two_ranks("step_image_classifier.py", tmp_path)
     assert len(printed) == 3 and number(printed[-1], "accuracy") > 90

@@ -132,19 +132,39 @@ def test_a_budget_is_a_number_of_bytes(memory_budget):
 
 
 def peaked(write):
-    """Return a graph in which cos(x) is read in front of a peak and behind it, and x is perhaps written in between."""
+    """Return a graph in which cos(c) is read in front of a peak and behind it, and c is perhaps written, before or in between."""
     def run(x, y):
-        early = torch.ops.aten.cos.default(x)
+        copied = torch.ops.aten.clone.default(x)
+        if write == "first":
+            torch.ops.aten.add_.Tensor(copied, 3.0)
+        early = torch.ops.aten.cos.default(copied)
         first = torch.ops.aten.mm.default(early, y)
         big = torch.ops.aten.mm.default(torch.ops.aten.cat.default([first, first, first]), y)
-        small = torch.ops.aten.sum.default(big)
-        if write:
-            torch.ops.aten.add_.Tensor(x, small)
+        if write == "input":
+            torch.ops.aten.add_.Tensor(x, torch.ops.aten.sum.default(big))
         return torch.ops.aten.mm.default(early, y), torch.ops.aten.sin.default(x)
 
     return make_fx(run, tracing_mode="fake")(torch.randn(32, 32), torch.randn(32, 32))
 
 
-@pytest.mark.parametrize("write", [False, True])
-def test_what_reads_a_tensor_that_is_written_in_between_stays(write):
+@pytest.mark.parametrize("write", ["", "first", "input"])
+def test_what_reads_a_tensor_that_is_written_stays(write):
     assert Recompute()(peaked(write)).modified == (not write)
+
+
+def test_a_long_row_of_ops_stays():
+    class Long(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            for _ in range(400):
+                x = x * 1.001 + 0.01
+            return self.linear(x)
+
+    model = Long()
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             memory_budget=0)
+    step(torch.randn(8, WIDTH), torch.randn(8, WIDTH))
+    assert not step.report.matched("recompute")
