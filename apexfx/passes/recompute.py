@@ -24,7 +24,8 @@ _bn_forward, _bn_normalize = torch.ops.apexfx.bn_forward.default, torch.ops.apex
 # Besides views and what torch tags as elementwise.
 _CHEAP = (aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.clone.default, _bn_normalize)
 _LONGEST_CHAIN = 16  # ops that are computed again for one value
-_SMALL = 1e-3  # of the peak: not worth a second computation
+_SMALL = 1e-5  # of the peak: not worth a second computation
+_AGAIN = "apexfx_computed_again"  # meta key of a copy
 
 
 class Recompute(Pass):
@@ -33,7 +34,7 @@ class Recompute(Pass):
     Where the most bytes are alive, a value that is read earlier and later, and follows by casts, views and elementwise ops from
     what is alive until then anyway, is computed again in front of the later readers; the output of a batch norm, from its
     statistics. That goes on with the next peak, until `budget` is met or nothing is left. What is random, or reads what is
-    written in between, stays.
+    written in between, stays, and a copy is not copied for its own sake again.
 
     Before:  h = gelu(x); y = mm(h, w); ...; gw = mm(t(h), gy); gx = gelu_backward(gh, x)
     After:   h = gelu(x); y = mm(h, w); ...; again = gelu(x); gw = mm(t(again), gy); gx = gelu_backward(gh, x)
@@ -102,9 +103,9 @@ class _Peak:
 
     def crossing(self) -> list[int]:
         """Return the memory that is filled before the peak and read behind it, in the order of the graph."""
-        lives = self.graph.lives
-        return [memory for memory in self._in if lives[memory][0] <= self._at < lives[memory][1]
-                and memory not in self.graph.kinds and self.graph.sizes[memory] > _SMALL * self.bytes]
+        lives, kinds, sizes = self.graph.lives, self.graph.kinds, self.graph.sizes
+        return [memory for memory, nodes in self._in.items() if lives[memory][0] <= self._at < lives[memory][1]
+                and memory not in kinds and sizes[memory] > _SMALL * self.bytes and _AGAIN not in nodes[0].meta]
 
     def chain(self, memory: int) -> list[fx.Node]:
         """Return the nodes to compute again for the readers of `memory` behind the peak, in order; [] where that cannot be."""
@@ -126,6 +127,7 @@ class _Peak:
         with readers[0][0].graph.inserting_before(readers[0][0]):
             for node in chain:
                 copies[node] = self._copy(node, copies)
+                copies[node].meta[_AGAIN] = True
         for reader, source in readers:
             reader.replace_input_with(source, copies[source])
 

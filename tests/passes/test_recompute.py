@@ -152,6 +152,17 @@ def test_what_reads_a_tensor_that_is_written_stays(write):
     assert Recompute()(peaked(write)).modified == (not write)
 
 
+def test_two_values_of_one_reader_are_computed_again_once():
+    """Each of the two would have the other one kept."""
+    def run(x):
+        return torch.ops.aten.mul.Tensor(torch.ops.aten.cos.default(torch.ops.aten.sin.default(x)),
+                                         torch.ops.aten.sin.default(torch.ops.aten.cos.default(x)))
+
+    gm = make_fx(run, tracing_mode="fake")(torch.randn(64, 64))
+    Recompute()(gm)
+    assert len(gm.graph.nodes) < 16 and not Recompute()(gm).modified
+
+
 def test_a_long_row_of_ops_stays():
     class Long(nn.Module):
         def __init__(self):
