@@ -34,17 +34,18 @@ def batches(rank, count):
             for _ in range(count)]
 
 
-def compare(rank, *, inner, accumulate=1, max_grad_norm=None, sync_bn=False, **options):
+def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, **options):
     """Train by train_step and by torch DDP; the parameters come out as equal as the update's rounding leaves them."""
-    model = net(sync_bn)
+    model = make(sync_bn)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 + rank)  # rank 0's values are what counts
-    reference = convert_syncbn_model(net(sync_bn))
+    reference = convert_syncbn_model(make(sync_bn))
     theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    wrapped = nn.parallel.DistributedDataParallel(reference)
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0", ddp=True,
-                             inner=inner, accumulate=accumulate, max_grad_norm=max_grad_norm, sync_bn=sync_bn, **options)
+    wrapped = nn.parallel.DistributedDataParallel(reference, find_unused_parameters=make is not net)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), accumulate=accumulate,
+                             max_grad_norm=max_grad_norm, sync_bn=sync_bn,
+                             **{"opt_level": "O0", "ddp": True, "inner": "eager", **options})
     for place, (inputs, targets) in enumerate(batches(rank, 6), 1):
         step(inputs, targets)
         last = place % accumulate == 0
@@ -61,18 +62,18 @@ def compare(rank, *, inner, accumulate=1, max_grad_norm=None, sync_bn=False, **o
 
 @on_ranks(2, 3)
 def test_a_step_is_that_of_torch_ddp(rank, world_size):
-    step = compare(rank, inner="eager")
+    step = compare(rank)
     assert "all_reduce_" in step.report.code(stage="step") and len(step.report.graphs) == 1
-    compare(rank, inner="eager", max_grad_norm=0.05)
-    compare(rank, inner="eager", accumulate=2)
-    compare(rank, inner="eager", sync_bn=True)
+    compare(rank, max_grad_norm=0.05)
+    compare(rank, accumulate=2)
+    compare(rank, sync_bn=True)
 
 
 @pytest.mark.long
 @on_ranks(4)
 def test_a_step_of_four_ranks_is_that_of_torch_ddp(rank, world_size):
     for options in ({}, {"max_grad_norm": 0.05}, {"accumulate": 2}, {"sync_bn": True}):
-        compare(rank, inner="eager", **options)
+        compare(rank, **options)
 
 
 @on_ranks(2)
@@ -280,26 +281,9 @@ class Broken(nn.Module):
         return self.heads[0](x)
 
 
-def compare_in_pieces(rank, world_size, *, sync_bn=False, accumulate=1, max_grad_norm=None, **options):
-    model, reference = Broken(sync_bn), convert_syncbn_model(Broken(sync_bn))
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01),
-                             **{"opt_level": "O0", "ddp": True, "inner": "eager", "fallback": "transform", **options},
-                             sync_bn=sync_bn, accumulate=accumulate, max_grad_norm=max_grad_norm)
-    theirs = torch.optim.AdamW(reference.parameters(), lr=0.01)
-    wrapped = nn.parallel.DistributedDataParallel(reference, find_unused_parameters=True)
-    for place, (inputs, targets) in enumerate(batches(rank, 6), 1):
-        step(inputs, targets)
-        last = place % accumulate == 0
-        with contextlib.nullcontext() if last else wrapped.no_sync():
-            (F.cross_entropy(wrapped(inputs), targets) / accumulate).backward()
-        if last:
-            if max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
-            theirs.step()
-            theirs.zero_grad()
-    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
-    assert "in pieces" in str(step.report) and same_on_all(world_size, list(model.parameters()))
-    return step
+def compare_in_pieces(rank, world_size, **options):
+    step = compare(rank, Broken, fallback="transform", **options)
+    assert "in pieces" in str(step.report) and same_on_all(world_size, list(step.model.parameters()))
 
 
 @on_ranks(2)

@@ -13,7 +13,6 @@ import apexfx
 from apexfx.optimizers import FusedAdam
 
 INNER = pytest.mark.parametrize("inner", ["inductor", "cudagraphs"])
-needs_train_step = pytest.mark.skipif(not hasattr(apexfx, "train_step"), reason="apexfx has no train_step")
 
 
 def build(device):
@@ -75,7 +74,6 @@ def test_a_step_of_transform_waits_for_nothing(inner, device):
     without_syncs(lambda: losses(compiled, optimizer, x, y, steps=1), device)
 
 
-@needs_train_step
 @INNER
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_train_step_trains_and_waits_for_nothing(dtype, inner, device):

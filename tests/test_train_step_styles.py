@@ -1,0 +1,308 @@
+"""train_step(): an objective or a model in a style of its own trains as in eager torch, or is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils.checkpoint import checkpoint
+
+import apexfx
+from tests.test_train_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
+from tests.test_train_step_changes import WIDTH, heads, samples
+
+# ---- objectives that switch gradients off ------------------------------------------------------------------------------------
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+
+
+def another_first(model, x):
+    with torch.no_grad():
+        made = model.first(x)
+    return model.second(made).pow(3).mean()
+
+
+def the_same_first(model, x):
+    with torch.no_grad():
+        made = model.first(x)
+    return (model.second(model.first(x)) - made).pow(2).mean()
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("objective", [another_first, the_same_first])
+def test_an_objective_may_begin_without_gradients(objective, level):
+    model, reference, x = Twice(), Twice(), samples(1)[0][0]
+    options = {} if level == "O0" else {"dtype": torch.bfloat16}
+    apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=1.0), objective=objective, opt_level=level, inner="eager",
+                      **options)(x)
+    objective(reference, x).backward()
+    for (name, p), q, before in zip(model.named_parameters(), reference.parameters(), Twice().parameters()):
+        gradient = torch.zeros_like(q) if q.grad is None else q.grad
+        torch.testing.assert_close(before - p, gradient, rtol=0.1, atol=1e-6 if level == "O0" else 0.02,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
+class Detach(apexfx.Pass):
+    """Cut the loss off from the first linear layer."""
+
+    name = "detach"
+    stage = "forward"
+    numeric = "bitwise"
+
+    def call(self, gm):
+        node = next(node for node in gm.graph.nodes if node.target is F.linear)
+        with gm.graph.inserting_before(node):
+            cut = gm.graph.call_method("detach", (node.args[1],))
+        cut.meta.update(node.args[1].meta)
+        node.args = (node.args[0], cut, *node.args[2:])
+        self.record(node, "cut off")
+        return PassResult(gm, True)
+
+
+def test_a_pass_that_cuts_a_gradient_off_is_told():
+    model = net()
+    before = copy.deepcopy(model.state_dict())
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             passes=(Detach(),))
+    with pytest.raises(RuntimeError, match="depends on 1 parameters .* whose gradients a forward pass has cut off"):
+        step(*batches(1)[0])
+    assert_same(model.state_dict(), before)
+
+
+# ---- what reads a parameter reads it before the update -----------------------------------------------------------------------
+
+
+class Readers(nn.Module):
+    """An elementwise product whose backward, a buffer and a second output read a parameter that has an update of its own."""
+
+    def __init__(self, width=768):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate, self.last = nn.Linear(8, width), nn.Parameter(torch.randn(width, width)), nn.Linear(width, 4)
+        self.register_buffer("average", torch.zeros(width, width))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(self.gate, alpha=0.1)
+        return self.last(self.first(x) * self.gate)
+
+
+def with_metrics(model, x, y):
+    return F.mse_loss(model(x), y), (model.gate.detach() * 2 + 1, model.last.weight.detach().t().exp())
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}, {"loss_scale": 8.0}], ids=str)
+def test_what_reads_a_parameter_reads_it_before_its_update(inner, options):
+    model, reference, rate = Readers(), Readers(), 100.0
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=rate), objective=with_metrics, opt_level="O0",
+                             inner=inner, **options)
+    theirs = SGD(reference.parameters(), lr=rate)
+    for _ in range(2):
+        x, y = torch.randn(768, 8), torch.randn(768, 4)
+        loss, metrics = step(x, y)
+        theirs.zero_grad()
+        expected, expected_metrics = with_metrics(reference, x, y)
+        expected.backward()
+        expected_metrics = [metric.clone() for metric in expected_metrics]
+        theirs.step()
+        assert_same([loss, *metrics], [expected.detach(), *expected_metrics], rtol=1e-5, atol=1e-5)
+    assert_same(model.state_dict(), reference.state_dict(), rtol=1e-3, atol=1e-3)  # the rounding of sums of 768, times the rate
+    updates = step.report.code(stage="step").count("apexfx.sgd_")
+    assert updates == (1 if options else 2)
+
+
+class Swap(torch.autograd.Function):
+    """The product of two, whose gradients are the memory of the other."""
+
+    @staticmethod
+    def forward(ctx, p, q):
+        ctx.save_for_backward(p, q)
+        return p.dot(q)
+
+    @staticmethod
+    def backward(ctx, grad):
+        p, q = ctx.saved_tensors
+        return q, p
+
+
+class TwoVectors(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.p, self.q = nn.Parameter(torch.randn(16)), nn.Parameter(torch.randn(16))
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}], ids=str)
+@pytest.mark.parametrize("product", [torch.dot, Swap.apply], ids=["dot", "function"])
+@pytest.mark.parametrize("optimizer", [SGD, Adam])
+def test_a_gradient_may_be_the_memory_of_a_parameter(inner, options, product, optimizer):
+    model, reference = TwoVectors(), TwoVectors()
+    step = apexfx.train_step(model, optimizer=optimizer(model.parameters(), lr=0.1), objective=lambda m: product(m.p, m.q),
+                             opt_level="O0", inner=inner, **options)
+    theirs = optimizer(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        step()
+        theirs.zero_grad()
+        product(reference.p, reference.q).backward()
+        theirs.step()
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+# ---- what would train in another way than it seems ---------------------------------------------------------------------------
+
+
+def test_a_step_that_dynamo_does_not_compile_is_told():
+    step = make()
+    before = copy.deepcopy(step.state_dict())
+    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match="Dynamo is off"):
+        step(*batches(1)[0])
+    assert_same(step.state_dict(), before)
+    step(*batches(1)[0])
+
+
+def test_float16_autocast_without_a_scale_is_refused():
+    step = make()
+    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match="inside of torch.autocast of float16"):
+        step(*batches(1)[0])
+    with torch.autocast("cpu", torch.float16):
+        make(loss_scale="dynamic")(*batches(1)[0])
+
+
+def test_complex_gradients_are_not_clipped():
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(ValueError, match="2 parameters are complex"):
+        apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x).abs().sum(),
+                          opt_level="O0", max_grad_norm=1.0)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def test_dropout_inside_of_a_checkpoint_is_refused():
+    step = heads(model=Checkpointed())
+    with pytest.raises(RuntimeError, match="apexfx: the model checkpoints activations around random numbers"):
+        step(*samples(1)[0])
+
+
+def test_an_error_of_the_model_is_not_taken_for_one_of_the_capture():
+    step = heads()
+    with pytest.raises(RuntimeError, match="(?s)apexfx: the model, the loss or their gradients failed: .*same reduction dim"):
+        step(torch.randn(3, WIDTH + 1), torch.randn(3, WIDTH))
+
+
+# ---- what a step would do otherwise than eager ------------------------------------------------------------------------------
+
+
+class Decays(nn.Module):
+    """A number that the forward changes, and keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.w, self.factor = nn.Parameter(torch.ones(3)), 1.0
+
+    def forward(self, x):
+        self.factor *= 0.5
+        return (self.w * x * self.factor).sum()
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_number_that_the_forward_changes_is_followed_until_too_many_graphs_are_made_for_it(inner):
+    model, reference = Decays(), Decays()
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x), opt_level="O0",
+                             inner=inner)
+    theirs = SGD(reference.parameters(), lr=0.1)
+    for _ in range(5):
+        step(torch.ones(3))
+        theirs.zero_grad()
+        reference(torch.ones(3)).backward()
+        theirs.step()
+    assert_same(model.w.detach(), reference.w.detach(), **ROUNDING)
+    with pytest.raises(RuntimeError, match="was compiled 8 times"):
+        for _ in range(5):
+            step(torch.ones(3))
+
+
+def test_a_backward_inside_of_the_objective_is_refused():
+    def objective(m, x):
+        m[1](x).sum().backward()
+        return m[0](x).sum()
+
+    model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0", inner="eager")
+    with pytest.raises(RuntimeError, match="calls backward\\(\\) itself"):
+        step(torch.ones(1, 2))
+    with pytest.raises(RuntimeError, match="an earlier step failed"):
+        step(torch.ones(1, 2))
+
+
+def test_hooks_on_all_modules_are_refused():
+    step = heads()
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        with pytest.raises(ValueError, match="registered on all modules"):
+            step(*samples(1)[0])
+    finally:
+        handle.remove()
+    step(*samples(1)[0])
+
+
+def test_inference_mode_is_refused():
+    step = heads()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):
+        step(*samples(1)[0])
+
+
+def test_a_step_is_neither_copied_nor_pickled():
+    with pytest.raises(TypeError, match="copy the model and make another step"):
+        copy.deepcopy(heads())
+
+
+def test_what_the_objective_returns_besides_the_loss_may_be_none():
+    model = nn.Linear(2, 2)
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (m(x).sum(), None),
+                             opt_level="O0", inner="eager")
+    loss, rest = step(torch.ones(1, 2))
+    assert loss.dim() == 0 and rest is None
+
+
+class Counts(nn.Module):
+    """A forward that leaves traces besides its buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher, self.calls = nn.Linear(3, 3), nn.Linear(3, 3).requires_grad_(False), 0
+
+    def forward(self, x):
+        self.calls += 1
+        with torch.no_grad():
+            self.teacher.weight.mul_(0.5)
+        return self.student(x)
+
+
+def test_looking_for_what_is_not_finite_leaves_the_model_alone(caplog):
+    model = Counts()
+    before = model.teacher.weight.clone()
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x).square().sum(),
+                             opt_level="O0", inner="eager", loss_scale="dynamic")
+    for _ in range(12):
+        step(torch.full((2, 3), 1e25))
+    assert "steps in a row were skipped" in caplog.text and step.skipped == 12
+    assert model.calls == 12
+    assert_same(model.teacher.weight, before * 0.5**12)
