@@ -10,6 +10,12 @@ import torch
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a probe of the CPU for every new cache
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _ci():
+    """As in users' CI, Inductor raises where it would leave an op to eager that has a decomposition."""
+    os.environ["CI"] = "1"  # after the import of hypothesis, which would draw the same examples in every run
+
+
 @pytest.fixture(autouse=True)
 def _fresh_state():
     torch._dynamo.reset()

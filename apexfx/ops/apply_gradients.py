@@ -162,7 +162,7 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         call(aten._amp_update_scale_.default, scale, scalars[plan.growth_tracker], found_inf, plan.growth_factor,
              plan.backoff_factor, plan.growth_interval)
         if plan.max_scale is not None:
-            call(aten.clamp_max_.default, scale, plan.max_scale)
+            call(aten.copy_.default, scale, call(aten.clamp_max.default, scale, plan.max_scale))  # Inductor knows no clamp_max_
     if plan.skips is not None:
         in_a_row = call(aten.select.int, scalars[plan.skips], 0, 1)
         call(aten.add_.Tensor, scalars[plan.skips], found_inf)
