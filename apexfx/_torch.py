@@ -1,13 +1,14 @@
 """Every private name of torch that the package uses: imports, and attributes of torch's objects.
 
-Each is followed by the torch versions on which it was checked. `tests/test_torch_names.py` fails, naming the line, where another
-file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
+All were run on torch 2.11, 2.13 and 2.15 (docs/torch_versions.md), but for those that say otherwise. `tests/test_torch_names.py`
+fails, naming the line, where another file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,15 +18,15 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
-from torch import _foreach_add_ as foreach_add_  # 2.11, 2.13, 2.15
-from torch import _foreach_copy_ as foreach_copy_  # 2.11, 2.13, 2.15
-from torch import _foreach_mul_ as foreach_mul_  # 2.11, 2.13, 2.15
-from torch._dynamo import config as dynamo_config  # 2.11, 2.13, 2.15
-from torch._dynamo import run as run_cached_graphs  # 2.13
-from torch._dynamo import symbolic_convert  # 2.11, 2.13, 2.15
-from torch._dynamo.backends.common import aot_autograd  # 2.11, 2.13, 2.15
-from torch._dynamo.decorators import skip as dynamo_skip  # 2.13
-from torch._dynamo.exc import (  # 2.11, 2.13, 2.15
+from torch import _foreach_add_ as foreach_add_
+from torch import _foreach_copy_ as foreach_copy_
+from torch import _foreach_mul_ as foreach_mul_
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import run as run_cached_graphs
+from torch._dynamo import symbolic_convert
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.decorators import skip as dynamo_skip
+from torch._dynamo.exc import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
@@ -33,62 +34,65 @@ from torch._dynamo.exc import (  # 2.11, 2.13, 2.15
     Unsupported,
     UserError,
 )
-from torch._dynamo.guards import GuardBuilder, install_guard  # 2.11, 2.13, 2.15
-from torch._dynamo.source import LocalSource  # 2.11, 2.13, 2.15
-from torch._dynamo.utils import count_calls, counters  # 2.11, 2.13, 2.15
-from torch._functorch import config as functorch_config  # 2.11, 2.13, 2.15
-from torch._functorch._aot_autograd.descriptors import (  # 2.11, 2.13, 2.15
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import LocalSource
+from torch._dynamo.utils import count_calls, counters
+from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
 )
-from torch._inductor import config as inductor_config  # 2.13
-from torch._inductor import ir as inductor_ir  # 2.13
-from torch._inductor import lowering as inductor_lowering  # 2.13
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner  # 2.11, 2.13, 2.15
-from torch._inductor.custom_graph_pass import CustomGraphPass  # 2.11, 2.13, 2.15
-from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir  # 2.11, 2.13, 2.15
-from torch._inductor.virtualized import V as inductor_state  # 2.13
-from torch._inductor.virtualized import ops as inductor_ops  # 2.13
-from torch._logging import trace_structured  # 2.11, 2.13, 2.15
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket  # 2.13
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # 2.11, 2.13, 2.15
-from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store  # 2.11, 2.13, 2.15
-from torch.distributed.distributed_c10d import _register_process_group  # 2.11, 2.13, 2.15
-from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group  # 2.11, 2.13, 2.15
-from torch.distributed.distributed_c10d import _unregister_process_group as unregister_process_group  # 2.11, 2.13, 2.15
+from torch._inductor import config as inductor_config
+from torch._inductor import ir as inductor_ir
+from torch._inductor import lowering as inductor_lowering
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+from torch._inductor.virtualized import V as inductor_state
+from torch._inductor.virtualized import ops as inductor_ops
+from torch._logging import trace_structured
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store
+from torch.distributed.distributed_c10d import _register_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
+from torch.distributed.distributed_c10d import _unregister_process_group as unregister_process_group
 from torch.distributed.tensor import DTensor
-from torch.fx.experimental.symbolic_shapes import (  # 2.11, 2.13, 2.15
+from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
     statically_known_true,
 )
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # 2.11, 2.13, 2.15
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks  # 2.13
-from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks  # 2.13
-from torch.utils._python_dispatch import TorchDispatchMode  # 2.13
-from torch.utils._pytree import tree_leaves, tree_map  # 2.11, 2.13, 2.15
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-# Given True, what saved tensors go through here, as under an activation checkpoint, or None (2.11, 2.13, 2.15). Not
+# Given True, what saved tensors go through here, as under an activation checkpoint, or None. Not
 # wrapped: asked once for every weight that is cast.
 top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-# The stack of torch function modes of this thread: how many are on, take the topmost off, put one on (2.11, 2.13, 2.15).
+# The stack of torch function modes of this thread: how many are on, take the topmost off, put one on.
 function_mode_depth = torch._C._len_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 push_function_mode = torch._C._push_on_torch_function_stack
 
+# How many torch dispatch modes of this thread are on: fake tensors, a tracer, functionalization, a user's.
+dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 
-# What a captured graph calls where the program switches gradients on or off (2.13).
+
+# What a captured graph calls where the program switches gradients on or off.
 set_grad_enabled = torch._C._set_grad_enabled
 
 
 def active_ddp_module() -> object | None:
-    """Return the `DistributedDataParallel` whose forward is running, or None (2.11, 2.13, 2.15)."""
+    """Return the `DistributedDataParallel` whose forward is running, or None."""
     return DistributedDataParallel._active_ddp_module
 
 
 def compiled_module() -> torch.nn.Module | None:
-    """Return the outermost module that the `torch.compile` now compiling a graph has called, or None (2.13)."""
+    """Return the outermost module that the `torch.compile` now compiling a graph has called, or None."""
     frame, found = sys._getframe(), None
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         names = frame.f_code.co_varnames
@@ -99,19 +103,29 @@ def compiled_module() -> torch.nn.Module | None:
     return found if frame is not None else None
 
 
+class _NoMetricsError(logging.Filter):
+    """Drops the error that 2.11 logs where a set of functions is in Dynamo's configuration: its metrics sort every set."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.exc_info is None or "not supported between instances of" not in str(record.exc_info[1])
+
+
+logging.getLogger("torch._dynamo.metrics_context").addFilter(_NoMetricsError())
+
+
 def graph_breaks() -> Counter[str]:
-    """Return how often Dynamo has broken a graph in this process, by reason (2.11, 2.13, 2.15)."""
+    """Return how often Dynamo has broken a graph in this process, by reason."""
     return Counter(counters["graph_break"])
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether functions are registered to run around the steps of this optimizer, or of all (2.13)."""
+    """Return whether functions are registered to run around the steps of this optimizer, or of all."""
     return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_step_pre_hooks
                 or global_step_post_hooks)
 
 
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `step` of this instance was replaced, by another than a learning rate scheduler's counting one (2.13)."""
+    """Return whether `step` of this instance was replaced, by another than a learning rate scheduler's counting one."""
     step = optimizer.__dict__.get("step")
     while step is not None and hasattr(step, "_wrapped_by_lr_sched"):
         step = step.__wrapped__
@@ -119,13 +133,13 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return whether functions are registered on a leaf to see its gradient (2.11, 2.13, 2.15)."""
+    """Return whether functions are registered on a leaf to see its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 @contextlib.contextmanager
 def forward_pre_hook(module: torch.nn.Module, name: str, hook: Callable[..., object]) -> Iterator[None]:
-    """Have `hook(module, args, kwargs)` run last before the forward (2.13).
+    """Have `hook(module, args, kwargs)` run last before the forward.
 
     A handle of torch's has another number each time, and a graph is compiled anew where the numbers differ.
     """
@@ -137,12 +151,12 @@ def forward_pre_hook(module: torch.nn.Module, name: str, hook: Callable[..., obj
 
 
 def note_optimizer_ran(optimizer: torch.optim.Optimizer) -> None:
-    """Tell learning rate schedulers that the optimizer has done a step, outside of its `step()` (2.13)."""
+    """Tell learning rate schedulers that the optimizer has done a step, outside of its `step()`."""
     optimizer._opt_called = True
 
 
 def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
-    """Return the module whose method is the frame that Dynamo is compiling, or None (2.11, 2.13, 2.15).
+    """Return the module whose method is the frame that Dynamo is compiling, or None.
 
     Args:
         guard: have Dynamo compile the frame anew for another module of the same class.
@@ -158,7 +172,7 @@ def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
 
 
 def traced_value(source: object) -> object | None:
-    """Return what Dynamo, which is compiling a graph, found at `source`; None where that cannot be read (2.11, 2.13, 2.15)."""
+    """Return what Dynamo, which is compiling a graph, found at `source`; None where that cannot be read."""
     translator = getattr(symbolic_convert.tls, "current_tx", None)
     if translator is None:
         return None
@@ -171,17 +185,17 @@ def traced_value(source: object) -> object | None:
 
 @dynamo_skip
 def backend_around() -> object | None:
-    """Return the backend, as `backend_of` does, of the `torch.compile` in whose call this code runs, or None (2.13)."""
+    """Return the backend, as `backend_of` does, of the `torch.compile` in whose call this code runs, or None."""
     return _innermost(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def backend_of(module: torch.nn.Module) -> object | None:
-    """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None (2.13)."""
+    """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None."""
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
 
 
 def compiling_backend() -> object | None:
-    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None (2.13)."""
+    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None."""
     translator = getattr(symbolic_convert.tls, "current_tx", None)
     return _innermost(translator.output.compiler_fn) if translator is not None else None
 
@@ -193,17 +207,17 @@ def _innermost(backend: object | None) -> object | None:
 
 
 def below_autograd() -> object:
-    """Return a context in which ops skip autograd, and whatever is registered for it (2.11, 2.13, 2.15)."""
+    """Return a context in which ops skip autograd, and whatever is registered for it."""
     return torch._C._AutoDispatchBelowAutograd()
 
 
 def functorch_is_active() -> bool:
-    """Return whether a functorch transform (vmap, grad, jvp) is running (2.11, 2.13, 2.15)."""
+    """Return whether a functorch transform (vmap, grad, jvp) is running."""
     return torch._C._are_functorch_transforms_active()
 
 
 def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
-    """Return the name of the first module on or around which FSDP1 or FSDP2 was put, itself no wrapper, or None (2.13)."""
+    """Return the name of the first module on or around which FSDP1 or FSDP2 was put, itself no wrapper, or None."""
     for name, module in modules:
         if "_is_fsdp_managed_module" in module.__dict__:
             return name
@@ -211,39 +225,39 @@ def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
 
 
 def dynamo_source(placeholder: torch.fx.Node) -> object | None:
-    """Return where Dynamo found a graph's input, as an object with a `name` and perhaps a `base`, or None (2.13)."""
+    """Return where Dynamo found a graph's input, as an object with a `name` and perhaps a `base`, or None."""
     return getattr(placeholder, "_dynamo_source", None)
 
 
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
-    """Return whether Dynamo read an input of its graph from a module that FSDP manages (2.13)."""
+    """Return whether Dynamo read an input of its graph from a module that FSDP manages."""
     source = dynamo_source(placeholder)
     return source is not None and source.guard_source.is_fsdp_module()
 
 
 def is_replica(module: torch.nn.Module) -> bool:
-    """Return whether `nn.DataParallel` made this module, of another, for one forward (2.11, 2.13, 2.15)."""
+    """Return whether `nn.DataParallel` made this module, of another, for one forward."""
     return "_is_replica" in module.__dict__
 
 
 def boxed(function: Callable[[list[object]], object]) -> Callable[[list[object]], object]:
-    """Mark `function`, which takes one list of arguments and empties it, as AOTAutograd wants compiled graphs (2.13)."""
+    """Mark `function`, which takes one list of arguments and empties it, as AOTAutograd wants compiled graphs."""
     function._boxed_call = True
     return function
 
 
 def tensor_version(tensor: torch.Tensor) -> int:
-    """Return how often autograd was told of a write to the tensor's memory (2.11, 2.13, 2.15)."""
+    """Return how often autograd was told of a write to the tensor's memory."""
     return tensor._version
 
 
 def storage_address(storage: torch.UntypedStorage) -> int:
-    """Return a number that is a storage's own while it lives, a fake one's too (2.13)."""
+    """Return a number that is a storage's own while it lives, a fake one's too."""
     return storage._cdata
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the tensor that `tensor` is a view of, or None (2.11, 2.13, 2.15)."""
+    """Return the tensor that `tensor` is a view of, or None."""
     return tensor._base
 
 
@@ -256,17 +270,17 @@ class Registries(NamedTuple):
 
 
 def registries(module: torch.nn.Module) -> Registries:
-    """Return the dictionaries in which a module registers what it holds (2.11, 2.13, 2.15)."""
+    """Return the dictionaries in which a module registers what it holds."""
     return Registries(module._parameters, module._buffers, module._modules)
 
 
 def replace_submodules(module: torch.nn.Module, made: dict[str, torch.nn.Module | None]) -> None:
-    """Give a module, which may share the dictionary of its submodules with another, one of its own (2.11, 2.13, 2.15)."""
+    """Give a module, which may share the dictionary of its submodules with another, one of its own."""
     module.__dict__["_modules"] = made
 
 
 def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
-    """Have Dynamo run `function` as it is, and trace only what it calls, `reason` being said where it must not (2.13).
+    """Have Dynamo run `function` as it is, and trace only what it calls, `reason` being said where it must not.
 
     As `torch._dynamo.disable(recursive=False)`, whose wrapper raises in `torch.export` with a text of its own.
     """
@@ -276,7 +290,7 @@ def not_traced(function: Callable[..., object], reason: str) -> Callable[..., ob
 
 
 def fake_store() -> object:
-    """Return the store with which `init_process_group("fake", ...)` makes a world of one real rank (2.13).
+    """Return the store with which `init_process_group("fake", ...)` makes a world of one real rank.
 
     Importing it registers that backend.
     """
@@ -286,20 +300,20 @@ def fake_store() -> object:
 
 
 def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor inside the wrappers that functorch transforms put around one, or `tensor` (2.11, 2.13, 2.15)."""
+    """Return the tensor inside the wrappers that functorch transforms put around one, or `tensor`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def has_kernel(op: str, key: str) -> bool:
-    """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key (2.11, 2.13, 2.15)."""
+    """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
 @functools.cache
 def onednn_is_wider() -> bool:
-    """Tell whether oneDNN uses AVX-512 here and MKL does not, because another than Intel made the processor (2.13)."""
+    """Tell whether oneDNN uses AVX-512 here and MKL does not, because another than Intel made the processor."""
     if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
         return False
     info = Path("/proc/cpuinfo")
@@ -307,82 +321,82 @@ def onednn_is_wider() -> bool:
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x @ weight.T of float32 matrices on the CPU, by oneDNN (2.13)."""
+    """Return x @ weight.T of float32 matrices on the CPU, by oneDNN."""
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
 
 def in_backward() -> bool:
-    """Return whether this thread is in a backward pass (2.11, 2.13, 2.15)."""
+    """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
 def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
-    """Return how long a collective of a group may take unless it is told otherwise; torch's default if unknown (2.13)."""
+    """Return how long a collective of a group may take unless it is told otherwise; torch's default if unknown."""
     backends = (group._get_backend(device) for device in group._device_types)
     return min((backend.options._timeout for backend in backends if getattr(backend, "options", None) is not None),
                default=torch.distributed.distributed_c10d.default_pg_timeout)
 
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
-    """Have autograd call `callback` at the end of the backward pass under way in this thread (2.11, 2.13, 2.15)."""
+    """Have autograd call `callback` at the end of the backward pass under way in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
-    """Have functional collectives find `group` by `name`, in place of an earlier one (2.11, 2.13, 2.15)."""
+    """Have functional collectives find `group` by `name`, in place of an earlier one."""
     unregister_process_group(name)
     _register_process_group(name, group)
 
 
 def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:
-    """Return the parameters in each of a DDP module's rebuilt buckets; [] before there are any (2.11, 2.13)."""
+    """Return the parameters in each of a DDP module's rebuilt buckets; [] before there are any."""
     recorded = module._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or ""
     return [[int(i) for i in bucket.split()] for bucket in recorded.split(",") if bucket]
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Tell whether a module has hooks that run before or after its backward (2.11, 2.13, 2.15)."""
+    """Tell whether a module has hooks that run before or after its backward."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def has_global_module_hooks() -> bool:
-    """Tell whether hooks are registered that run around every module (2.11, 2.13, 2.15)."""
+    """Tell whether hooks are registered that run around every module."""
     return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
-    """Tell whether `hook` was registered to run before the forward of `module` (2.11, 2.13, 2.15)."""
+    """Tell whether `hook` was registered to run before the forward of `module`."""
     return hook in module._forward_pre_hooks.values()
 
 
 def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:
-    """Tell whether `hook` was registered to run after `module.state_dict()` (2.11, 2.13, 2.15)."""
+    """Tell whether `hook` was registered to run after `module.state_dict()`."""
     return hook in module._state_dict_hooks.values()
 
 
 def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
-    """Tell whether `hook` was registered to run before `optimizer.step()` (2.11, 2.13, 2.15)."""
+    """Tell whether `hook` was registered to run before `optimizer.step()`."""
     return hook in optimizer._optimizer_step_pre_hooks.values()
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0 (2.11, 2.13, 2.15)."""
+    """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def registered_ops(namespace: str) -> list[str]:
-    """Return the names ("namespace::name") of every op of a namespace, sorted (2.11, 2.13, 2.15)."""
+    """Return the names ("namespace::name") of every op of a namespace, sorted."""
     names = (name.split(".")[0] for name in torch._C._dispatch_get_all_op_names())
     return sorted({name for name in names if name.startswith(f"{namespace}::")})
 
 
 def drop_compiled_call(module: torch.nn.Module) -> None:
-    """Undo `module.compile()`: `module(...)` runs its hooks and forward (2.11, 2.13, 2.15)."""
+    """Undo `module.compile()`: `module(...)` runs its hooks and forward."""
     module.__dict__.pop("_compiled_call_impl", None)
 
 
 def update_loss_scale(
     scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
 ) -> None:
-    """Back `scale` off, or count to `interval` in `growth` and grow it, on the device (2.11, 2.13, 2.15)."""
+    """Back `scale` off, or count to `interval` in `growth` and grow it, on the device."""
     torch._amp_update_scale_(scale, growth, found_inf, factor, backoff, interval)

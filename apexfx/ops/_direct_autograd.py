@@ -1,8 +1,8 @@
 """A call of a custom op that records its derivative at once, without torch.library's Python dispatch.
 
 `torch.library.register_autograd` costs some 20 us a call, which is what a small norm takes in all. Where nothing looks
-at the call (no compiler, no torch function mode, no tensor subclass, no functorch transform) a Function records the
-same formula instead; everywhere else the op is called, and its registered derivative used.
+at the call (no compiler, no mode, no tensor subclass, no functorch transform) a Function records the same formula
+instead; everywhere else the op is called, and its registered derivative used.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function
 
-from .._torch import below_autograd, functorch_is_active
+from .._torch import below_autograd, dispatch_mode_depth, functorch_is_active
 
 
 def is_direct(arguments: tuple[Any, ...]) -> bool:
     """Tell whether nothing looks at a call with these arguments."""
-    return not (torch.compiler.is_compiling() or functorch_is_active() or has_torch_function(arguments))
+    # Under AOTAutograd is_compiling() is False on 2.11; its modes are on.
+    return not (torch.compiler.is_compiling() or dispatch_mode_depth() or functorch_is_active() or has_torch_function(arguments))
 
 
 def with_direct_autograd(
