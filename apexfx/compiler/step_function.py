@@ -189,7 +189,7 @@ def clear_errors() -> Iterator[None]:
         text = str(error)
         if (clearer := meaning(text)) is not None:
             raise clearer from error
-        if isinstance(error, TorchRuntimeError):
+        if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
             raise RuntimeError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
         if "consumed returned tensor's grad_fn" in text:
             text = ("the model keeps a tensor of this step for the next one, with its history; keep tensor.detach() instead. "

@@ -26,7 +26,7 @@ ALIASES = {
     "_softmax": "softmax", "_log_softmax": "log_softmax", "convolution": "conv", "native_layer_norm": "layer_norm",
     "native_group_norm": "group_norm", "native_batch_norm": "batch_norm", "upsample": "interpolate",
     "upsample_nearest": "interpolate", "upsample_bilinear": "interpolate", "fused_rms_norm": "rms_norm",
-    "linalg_matmul": "matmul", "log_sigmoid": "logsigmoid",
+    "linalg_matmul": "matmul", "log_sigmoid": "logsigmoid", "numpy_T": "T", "matrix_H": "mH",
     "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "not": "bitwise_not",
     "and_": "bitwise_and", "or_": "bitwise_or", "not_": "bitwise_not", "inv": "bitwise_not", "invert": "bitwise_not",
     "__get__": "attribute", "__set__": "attribute", "index": "getitem", "index_put_impl_": "index_put_",
@@ -36,7 +36,7 @@ ALIASES = {
 _IN_PLACE = ("add", "sub", "mul", "div", "truediv", "pow", "matmul", "floordiv", "mod", "and", "or", "xor", "lshift",
              "rshift")
 
-_TORCH_MODULES = ("torch", "_operator", "operator", "builtins")  # x.mT is captured as getattr(x, "mT")
+_TORCH_MODULES = ("torch", "_operator", "operator", "builtins")  # x.mT is captured as getattr(x, "mT"), by 2.15 as aten.mT
 
 
 def canonical_name(func: Callable[..., Any] | str) -> str:

@@ -116,8 +116,8 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         argmax argmin sort topk kthvalue median mode argsort cummax cummin any all"""),
     ("passthrough", "autograd", "a gradient comes in the dtype of what it belongs to", "grad"),
     ("passthrough", "view", "moves or describes data and computes nothing", """
-        getitem setitem view reshape flatten unflatten transpose t T mT permute squeeze unsqueeze expand expand_as
-        contiguous narrow select split chunk unbind detach clone diagonal movedim flip roll repeat repeat_interleave
+        getitem setitem view reshape flatten unflatten transpose t T mT mH adjoint permute squeeze unsqueeze expand
+        expand_as contiguous narrow select split chunk unbind detach clone diagonal movedim flip roll repeat repeat_interleave
         tile view_as view_as_real real imag gather index_select take tril triu diag diag_embed as_strided ravel
         rot90 tensor_split hsplit vsplit dsplit attribute getattr size dim numel shape stride is_floating_point item
         tolist requires_grad_ register_hook retain_grad zero_ fill_ copy_ resize_ set_ data_ptr backward"""),

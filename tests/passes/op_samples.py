@@ -33,6 +33,19 @@ mask = torch.tensor([[True, False, True, False], [False, True, True, False]])
 plus_minus = torch.tensor([[1.0, -1.0, 1.0, -1.0], [-1.0, 1.0, 1.0, -1.0]])
 _lu, _pivots = torch.linalg.lu_factor(square)
 _reflections, _tau = torch.geqrf(square)
+_QUANTILES = "quantile nanquantile" if torch.__version__ >= "2.12" else ""  # 2.11 reads their range back from a fake tensor
+
+
+def _is_removed(name: str) -> bool:
+    """Tell whether a function of torch does nothing any more but to say so."""
+    try:
+        getattr(torch, name)(spd)
+    except RuntimeError as error:
+        return "is now removed" in str(error)
+    return False
+
+
+_OLD = {name: _is_removed(name) for name in ("cholesky", "qr")}  # 2.15 has removed both
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -124,7 +137,8 @@ SAMPLES: dict[str, Call] = {
     "linalg_solve_triangular": call(torch.linalg.solve_triangular, spd.triu(), square, upper=True),
     "linalg_lu_solve": call(torch.linalg.lu_solve, _lu, _pivots, square),
     "linalg_householder_product": call(torch.linalg.householder_product, _reflections, _tau),
-    **_each("cholesky det logdet slogdet inverse pinverse qr svd lu matrix_exp geqrf svd_lowrank", spd),
+    **_each("det logdet slogdet inverse pinverse svd lu matrix_exp geqrf svd_lowrank", spd),
+    **_each(" ".join(name for name, removed in _OLD.items() if not removed), spd),
     "cholesky_inverse": call(torch.cholesky_inverse, spd.tril()),
     "cholesky_solve": call(torch.cholesky_solve, square, spd.tril()),
     "lu_solve": call(torch.lu_solve, square, _lu, _pivots), "matrix_power": call(torch.matrix_power, square, 2),
@@ -135,7 +149,7 @@ SAMPLES: dict[str, Call] = {
     "stft": call(torch.stft, _random(16), 8, return_complex=True, window=torch.ones(8)),
     "complex": call(torch.complex, x, y), "polar": call(torch.polar, x, y),
     "view_as_complex": call(torch.view_as_complex, _random(3, 2)),
-    **_each("quantile nanquantile", x, 0.25), "histc": call(torch.histc, x, 4, 0, 1),
+    **_each(_QUANTILES, x, 0.25), "histc": call(torch.histc, x, 4, 0, 1),
     "histogram": call(torch.histogram, x, 4, range=(0.0, 1.0)), "multinomial": call(torch.multinomial, x, 2),
     "cpu": call(torch.Tensor.cpu, x),
     # promote
@@ -172,12 +186,14 @@ SAMPLES: dict[str, Call] = {
 
 # Not run, and why.
 NOT_RUN = {
-    "no graph can hold it: its shape or result depends on data": """
-        cov corrcoef gaussian_nll_loss ctc_loss linalg_lstsq bincount equal allclose masked_select""",
+    "no graph can hold it: its shape or result depends on data": f"""
+        cov corrcoef gaussian_nll_loss ctc_loss linalg_lstsq bincount equal allclose masked_select
+        {"" if _QUANTILES else "quantile nanquantile"}""",
     "another spelling or a composition of one that is run": """
         upsample_nearest1d upsample_nearest2d upsample_nearest3d upsample_bilinear2d upsample_bicubic2d
         upsample_trilinear3d upsample_linear1d adaptive_log_softmax_with_loss linear_cross_entropy istft lobpcg
         pca_lowrank take_along_dim""",
+    "removed from torch": " ".join(name for name, removed in _OLD.items() if removed),
     "takes one tensor, so there is nothing to promote": "fill threshold nan_to_num pad full_like",
     "has tests of its own": "apexfx.sync_batch_norm",
 }
