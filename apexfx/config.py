@@ -69,9 +69,9 @@ def _names_the_nearest(cls: type[_Config]) -> type[_Config]:
     return cls
 
 
-def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingProxyType({}), also: Iterable[str] = ()) -> str:
     """Say what is wrong with `key` as an option of the dataclass `cls`; "" where nothing is."""
-    known = [f.name for f in dataclasses.fields(cls)]
+    known = [*also, *(f.name for f in dataclasses.fields(cls))]
     if key in known:
         return ""
     near = difflib.get_close_matches(str(key), known, n=1)
@@ -248,15 +248,18 @@ class TransformConfig:
         return self.dtype or default_half(devices)
 
     @classmethod
-    def from_options(cls, options: Mapping[str, Any] | None) -> TransformConfig:
+    def from_options(cls, options: Mapping[str, Any] | None, also: Iterable[str] = ()) -> TransformConfig:
         """Build the config from the keys of `transform()` or `torch.compile(options=...)`.
+
+        Args:
+            also: what the caller takes besides, for the error.
 
         Raises:
             ValueError: for an unknown key, with the nearest known one.
         """
         options = dict(options or {})
         for key in options:
-            if message := _unknown(key, cls, _ELSEWHERE):
+            if message := _unknown(key, cls, _ELSEWHERE, also):
                 raise ValueError(f"apexfx: {message}")
         return cls(**options)
 

@@ -89,7 +89,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(f"apexfx: {type(optimizer).__name__} calls a closure to compute the loss several times a step, and "
                         "train_step() computes it once; train with apexfx.transform() and the optimizer's own step()")
-    config = TransformConfig.from_options(options)
+    own = [name for name, given in inspect.signature(train_step).parameters.items() if given.kind is given.KEYWORD_ONLY]
+    config = TransformConfig.from_options(options, also=own)
     _check_numbers(loss_scale, max_grad_norm, accumulate, memory_budget)
     _check_fallback(fallback, config)
     return TrainStep(model, objective or OfOutput(loss_fn), optimizer, config, loss_scale=loss_scale,
@@ -321,11 +322,11 @@ class TrainStep:
         float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and
                    self._half_parameters == torch.float16]
         if float16 and (outside or self._keep_grads) and self._scale.mode not in (None, 1.0):
-            why = "keep_grads=True" if not outside else f"{type(self.optimizer).__name__} outside of the graph, as {outside}"
+            why = "keep_grads=True was given" if not outside else f"{type(self.optimizer).__name__} updates outside of the graph"
             raise ValueError(
-                f"apexfx: {len(float16)} parameters are float16, and so are their gradients, which {why} has unscaled: the small "
-                "ones would become zero. Use opt_level='O2' on a float32 model, an optimizer of apexfx.optimizers with "
-                "master_weights=True that updates in the graph, or loss_scale=1.0 to train without a scale")
+                f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "
+                "in float16, where the small ones become zero. Use opt_level='O2' on a float32 model, an optimizer of "
+                "apexfx.optimizers with master_weights=True that updates in the graph, or loss_scale=1.0 to train without one")
         if outside:
             self.report.note(f"apexfx: {type(self.optimizer).__name__} updates outside of the graph, by its own step(): "
                              f"{outside}")
@@ -346,7 +347,8 @@ class TrainStep:
     def _check_whole(self) -> None:
         if self._broken:
             raise RuntimeError(f"apexfx: an earlier step failed after it had begun to change parameters, buffers or optimizer "
-                               f"({self._broken}); load a checkpoint by load_state_dict()")
+                               f"({self._broken}), and may have left them half changed; load a checkpoint by the step's own "
+                               "load_state_dict(), or load model and optimizer and make a new step")
 
     def _note_change(self) -> None:
         self._changed = True

@@ -486,10 +486,26 @@ def test_a_loss_that_cannot_train_is_refused_and_nothing_has_changed(loss_fn, me
     assert optimizer.state and not torch.equal(model[6].weight, before["model"]["6.weight"])
 
 
+def test_a_loss_scale_is_float32_whatever_number_is_given():
+    torch.set_default_dtype(torch.float64)
+    try:
+        step = make(loss_scale=128)
+        assert [tensor.dtype for tensor in step.state_dict()["scaler"].values()] == [torch.float32] * 2
+    finally:
+        torch.set_default_dtype(torch.float32)
+    whole, reference = make(loss_scale=128), make(loss_scale=128.0)
+    for batch in batches(2):
+        whole(*batch)
+        reference(*batch)
+    assert whole.loss_scale == 128.0
+    assert_same(whole.model.state_dict(), reference.model.state_dict())
+
+
 @pytest.mark.parametrize("options, message", [
     ({"loss_scale": "static"}, "loss_scale='static' was given"), ({"max_grad_norm": -1}, "max_grad_norm=-1 was given"),
     ({"accumulate": 0}, "accumulate=0 was given"), ({"skip": ["unscale_clip_update"]}, "would train nothing"),
-    ({"opt_levle": "O1"}, "did you mean 'opt_level'"), ({"objective": F.cross_entropy}, "loss_fn= or objective="),
+    ({"opt_levle": "O1"}, "did you mean 'opt_level'"), ({"max_grad_nrom": 1.0}, "did you mean 'max_grad_norm'"),
+    ({"objective": F.cross_entropy}, "loss_fn= or objective="),
 ])  # fmt: skip
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises((ValueError, TypeError), match=message):

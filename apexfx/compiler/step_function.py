@@ -133,8 +133,9 @@ def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: l
         result = objective(model, *batch)
         loss, *rest = result if isinstance(result, tuple) and len(result) == 2 else (result,)
         if not isinstance(loss, Tensor):
-            raise TypeError("apexfx: the loss function or objective has to return the loss, a scalar tensor, or a tuple of the "
-                            "loss and something else to return")
+            given = f"{type(result).__name__} of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+            raise TypeError(f"apexfx: the loss function or objective returned a {given}; it has to return the loss, a scalar "
+                            "tensor, or a tuple of two: the loss and something else to return")
         loss = loss if loss.dtype == torch.float64 else loss.float()
         grads = differentiate(loss if scale is None else loss * scale, params)
     return loss.detach(), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tuple(rest)), list(grads)
@@ -182,9 +183,10 @@ def clear_errors() -> Iterator[None]:
     except FailOnRecompileLimitHit as error:
         raise RuntimeError(
             f"apexfx: the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
-            "changing: a number or a list in the model, which parameters have a gradient, or a hyperparameter other than the "
-            "learning rate (OneCycleLR changes the momentum, unless cycle_momentum=False). TORCH_LOGS=recompiles says what it "
-            "is; torch._dynamo.config.recompile_limit is the limit") from error
+            "changing: a number that the step is called with or the model holds (give it as a tensor), a list in the model, "
+            "which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes the momentum "
+            "unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; torch._dynamo.config.recompile_limit is the "
+            "limit") from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         text = str(error)
         if (clearer := meaning(text)) is not None:

@@ -30,11 +30,12 @@ class StepScale:
         self.mode = mode
         self.tensors: dict[str, Tensor] = {}
         if mode is not None:
-            self.tensors[SCALE] = torch.full((), _FIRST_SCALE if mode == "dynamic" else mode, device=device)
+            first = _FIRST_SCALE if mode == "dynamic" else mode
+            self.tensors[SCALE] = torch.full((), first, dtype=torch.float32, device=device)
         if mode == "dynamic":
             self.tensors[GROWTH] = torch.zeros((), dtype=torch.int32, device=device)
         if mode is not None:
-            self.tensors[SKIPS] = torch.zeros(2, device=device)  # in all, and in a row up to now
+            self.tensors[SKIPS] = torch.zeros(2, dtype=torch.float32, device=device)  # in all, and in a row up to now
         self.forget()
 
     @property
