@@ -140,6 +140,13 @@ class BucketConfig:
         if self.plan is not None and given:
             raise ValueError(f"apexfx: a plan is replayed as it is, and decides about {', '.join(given)} too; leave "
                              f"{'it' if len(given) == 1 else 'them'} out, or make a new plan with them by leaving out plan=")
+        ordered = [name for name in ("message_size", "delay_allreduce", "trigger_params") if name in given]
+        if self.layout == "ddp" and ordered:
+            raise ValueError(f"apexfx: layout='ddp' closes buckets where torch DDP does, at bucket_cap_mb; {ordered[0]} needs "
+                             "layout='reverse'")
+        if self.layout != "ddp" and "bucket_cap_mb" in given:
+            raise ValueError(f"apexfx: bucket_cap_mb={self.bucket_cap_mb} was given, which is the size of buckets for "
+                             "layout='ddp'; give message_size, a number of elements, or that layout too")
 
     def describe(self) -> dict[str, Any]:
         """Return the options as JSON-able values, for reports and cache keys."""

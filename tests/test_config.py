@@ -89,6 +89,9 @@ def test_impossible_combination(options, message):
         ({"layout": "zigzag"}, ValueError, "layout='zigzag'"),
         ({"gradient_predivide_factor": -1.0}, TypeError, "positive number"),
         ({"delay_allreduce": True, "trigger_params": ("a",)}, ValueError, "give one of them"),
+        *[({"layout": "ddp", **option}, ValueError, f"where torch DDP does, at bucket_cap_mb; {next(iter(option))} needs")
+          for option in ({"delay_allreduce": True}, {"trigger_params": ("a",)}, {"message_size": 5})],
+        ({"bucket_cap_mb": 1.0}, ValueError, "give message_size, a number of elements, or that layout too"),
         ({"comm_dtype": torch.int32}, TypeError, "floating torch.dtype"),
         ({"comm_dtype": torch.bfloat16, "allreduce_always_fp32": True}, ValueError, "contradicts"),
         ({"timeout_s": True}, TypeError, "timeout_s=True"),

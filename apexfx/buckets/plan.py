@@ -210,9 +210,6 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
         world_size: ranks in the group.
     """
     if config.layout == "ddp":
-        if config.delay_allreduce or config.trigger_params:
-            raise ValueError("apexfx: layout='ddp' closes buckets where torch DDP does; delay_allreduce and trigger_params "
-                             "need layout='reverse'")
         groups = ddp_layout.group(specs, config.bucket_cap_mb)
     else:
         groups = _group_in_reverse(specs, config)

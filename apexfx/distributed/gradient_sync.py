@@ -31,6 +31,7 @@ from ..errors import UnsynchronizedGradientError
 from .agreement import Agreement
 from .backward_callback import BackwardCallback
 from .step_check import GraphStepCheck
+from .synchronizer import Synchronizer
 from .watchdog import WatchedGroup
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ _COPIES = ("torch::autograd::CopyBackwards", "torch::autograd::CopySlices")  # o
 _hooks: Any = WeakTensorKeyDictionary()  # parameter -> its hook, by identity: tensors compare elementwise
 
 
-class GradientSync:
+class GradientSync(Synchronizer):
     """The gradient side of one data-parallel model on this rank.
 
     After a backward each parameter that received a gradient has its average over the ranks, or an error is raised before
@@ -110,7 +111,9 @@ class GradientSync:
       end of the backward, and of every later one; the ranks agree on the first time.
     - One that no graph had a part in raises `UnsynchronizedGradientError`.
 
-    Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. `torch.autograd.grad` returns
+    Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. A forward inside of it leaves
+    its gradients local wherever its backward runs, as torch DDP does. Every rank enters it, or none: the flush and the allreduce
+    nodes of a graph do not match each other, so `step_check.py` compares which of them follows. `torch.autograd.grad` returns
     averages where the graphs made them; it raises where a part would have to be averaged at the end of the backward.
 
     An error that this rank alone has found raises on the others, as `RankFailureError`, where they next wait for it.
@@ -122,7 +125,6 @@ class GradientSync:
         note: is told, in words, what the model's report should say.
 
     Attributes:
-        enabled: False inside `no_sync()`.
         averages: of the backward under way, what graphs have averaged and autograd is yet to accumulate, by the id of the
             parameter.
         local: parameters, by id, that a graph of the backward under way leaves local on purpose.
@@ -134,7 +136,6 @@ class GradientSync:
                  note: Callable[[str], None] = lambda _: None) -> None:
         self.group = group
         self.config = dataclasses.replace(config, plan=given_plan(config))  # a file is read once
-        self.enabled = True
         self.averages: dict[int, list[_Average]] = {}
         self.local: set[int] = set()
         self.unaccumulated: set[int] = set()
@@ -185,21 +186,6 @@ class GradientSync:
         for hook in self._watched.values():
             hook.remove_model(self)
         self._pending.clear()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally inside the block; the first backward after it averages the sum.
-
-        A forward inside the block leaves its gradients local wherever its backward runs, as torch DDP does.
-
-        Every rank must enter it, or none: the flush and the allreduce nodes of a graph do not match each other, so
-        `step_check.py` compares which of them follows.
-        """
-        before, self.enabled = self.enabled, False
-        try:
-            yield
-        finally:
-            self.enabled = before
 
     @property
     def in_graph(self) -> bool:

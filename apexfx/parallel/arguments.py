@@ -25,17 +25,36 @@ def check_arguments(given: Mapping[str, Any], buffer_policies: Sequence[Any]) ->
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("apexfx: DistributedDataParallel needs a process group; call torch.distributed.init_process_group() "
                          "first (under torchrun)")
+    for name in ("retain_allreduce_buffers", "prof", "find_unused_parameters", "static_graph"):
+        if not isinstance(given[name], bool):
+            raise TypeError(f"apexfx: {name}={given[name]!r} was given, expected True or False")
+    every = given["check_parameters_every"]
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise TypeError(f"apexfx: check_parameters_every={every!r} was given, expected a number of forwards, or 0 for never")
     if given["shared_param"] is not None:
         raise ValueError("apexfx: shared_param is no longer supported, as in Apex; shared parameters need nothing")
     if given["delay_allreduce"] and (given["allreduce_trigger_params"] or given["num_allreduce_streams"] > 1):
         raise ValueError("apexfx: delay_allreduce leaves nothing to overlap; it cannot be combined with "
                          "allreduce_trigger_params or num_allreduce_streams > 1")
+    if given["delay_allreduce"] and given["static_graph"]:
+        raise ValueError("apexfx: static_graph settles after the first backward which gradients come, and delay_allreduce finds it "
+                         "out in each; give one of them")
+    _check_communicators(given["num_allreduce_streams"], given["allreduce_communicators"])
     _check_device(module, given["device_ids"], given["output_device"])
     policy = given["broadcast_buffers"]
     if not any(policy is known or (isinstance(policy, str) and policy == known) for known in buffer_policies):
         raise ValueError(f"apexfx: broadcast_buffers={policy!r} was given, expected one of {buffer_policies}")
     if isinstance(module, TransformedModule):
         _check_graph(module, given)
+
+
+def _check_communicators(num: Any, given: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None) -> None:
+    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
+        raise ValueError(f"apexfx: num_allreduce_streams={num!r} was given, expected a positive number")
+    if given is not None and (num < 2 or any(len(members) != num for members in given)):
+        groups, streams = given
+        raise ValueError(f"apexfx: allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, expected "
+                         f"num_allreduce_streams={num} (more than 1) of each")
 
 
 def _check_device(module: nn.Module, device_ids: Any, output_device: Any) -> None:
@@ -75,13 +94,8 @@ def communicators(
     group: dist.ProcessGroup, num: int, given: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None
 ) -> tuple[Sequence[dist.ProcessGroup], Sequence[Any]]:
     """Return the process groups that buckets take turns on, and the CUDA streams; every rank must call this."""
-    if not isinstance(num, int) or num < 1:
-        raise ValueError(f"apexfx: num_allreduce_streams={num!r} was given, expected a positive number")
     if given is not None:
         groups, streams = given
-        if num < 2 or len(groups) != num or len(streams) != num:
-            raise ValueError(f"apexfx: allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, expected "
-                             f"num_allreduce_streams={num} (more than 1) of each")
         return list(groups), [s for s in streams if s is not None]
     if num == 1:
         return [group], []

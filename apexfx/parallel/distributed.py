@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -50,9 +50,10 @@ class DistributedDataParallel(nn.Module):
         module: the model; `state_dict()` keys carry "module." in front.
         message_size: elements at which a bucket is closed; None: 10,000,000 as in Apex, or less for a small model, see
             `BucketConfig`.
-        delay_allreduce: one allreduce a dtype at the end of backward, of the gradients that any rank has.
+        delay_allreduce: one allreduce a dtype at the end of backward, whatever `message_size` is, of the gradients that any rank
+            has.
         shared_param: must be None, as in Apex.
-        allreduce_trigger_params: parameters whose gradient closes a bucket, instead of the size.
+        allreduce_trigger_params: parameters whose gradient closes a bucket, instead of `message_size`.
         retain_allreduce_buffers: gradients become views of the reduced buffers, which are kept in `allreduce_buffers`.
         allreduce_always_fp32: reduce half gradients in float32.
         num_allreduce_streams: buckets take turns on that many communicators (and, on CUDA, streams).
@@ -222,18 +223,12 @@ class DistributedDataParallel(nn.Module):
 
     # ---- accumulation --------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backwards in the block stay local; the first one after it averages the accumulated sum.
 
         Every rank runs backwards inside, as many as it likes, or none does; anything else raises in the first one after it.
         """
-        synchronizer = self._synchronizer
-        before, synchronizer.enabled = synchronizer.enabled, False
-        try:
-            yield
-        finally:
-            synchronizer.enabled = before
+        return self._synchronizer.no_sync()
 
     def disable_allreduce(self) -> None:
         """Keep gradients local until `enable_allreduce()`."""
@@ -252,6 +247,14 @@ class DistributedDataParallel(nn.Module):
                              "comm_dtype=, or wrap the module that is not transformed")
         if not callable(hook):
             raise TypeError(f"apexfx: hook={hook!r} was given, expected a callable of (state, bucket)")
+        contradicted = [name for name, value in (
+            ("gradient_average=False", not self.config.gradient_average),
+            ("gradient_predivide_factor", self.config.gradient_predivide_factor != 1.0),
+            ("num_allreduce_streams", len(self.communicators) > 1),
+        ) if value]
+        if contradicted:
+            raise ValueError(f"apexfx: a communication hook divides and communicates by itself, so {contradicted[0]} has no "
+                             "effect beside it; leave that out, or do it in the hook")
         self._live_reducer().comm_hook = (state, hook)
 
     @property

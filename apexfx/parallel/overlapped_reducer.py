@@ -32,10 +32,12 @@ from ..buckets.reduce import sparse_message
 from ..distributed.agreement import Agreement
 from ..distributed.backward_callback import BackwardCallback
 from ..distributed.step_check import StepCheck, StepRecord, StepStatus
+from ..distributed.synchronizer import Synchronizer
 from ..distributed.watchdog import Watchdog
 from ..errors import RankFailureError, UnsynchronizedGradientError
 from .bucket_assignment import BucketAssignment, BucketPlanner
 from .grad_bucket import CommHook, GradBucket
+from .reduced_gradients import ReducedGradients
 
 # Parameter -> the reducer whose hooks it carries, and their handles: a later wrapper of the same module takes over.
 _hooked: Any = WeakTensorKeyDictionary()
@@ -96,52 +98,7 @@ class BackwardState:
         self.failure = self.failure or why
 
 
-class AccumulatedGradients:
-    """Gradients that are reduced one backward at a time and then summed: what was reduced before is not reduced again.
-
-    To average an accumulated gradient as a whole is right, but a sum over the ranks would be summed (or rounded) twice.
-    """
-
-    def __init__(self) -> None:
-        self._reduced: dict[int, Tensor] = {}  # by the id of the parameter
-        self._set_aside: dict[int, tuple[Tensor, Tensor]] = {}  # parameter and gradient, likewise
-        self._fresh: set[int] = set()  # those that were set aside in the backward under way, likewise
-
-    def set_aside(self, p: Tensor) -> None:
-        """Leave `p` without gradient, if its gradient is one that was reduced."""
-        if p.grad is None:
-            self._set_aside.pop(id(p), None)  # zero_grad() since: what was accumulated is not wanted any more
-        elif self._reduced.get(id(p)) is p.grad:
-            self._set_aside[id(p)] = p, self._reduced.pop(id(p))
-            self._fresh.add(id(p))
-            p.grad = None
-
-    def restore(self) -> None:
-        """End a backward: give back what it set aside where no gradient came, as in `torch.autograd.grad`."""
-        for key, (p, gradient) in list(self._set_aside.items()):
-            if p.grad is None:
-                del self._set_aside[key]
-                if key in self._fresh:  # or else zero_grad() has dropped what was accumulated in backwards before
-                    p.grad = self._reduced[key] = gradient
-        self._fresh.clear()
-
-    def add_up(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Add the new gradients to those set aside."""
-        for p in parameters:
-            if id(p) in self._set_aside:
-                _, before = self._set_aside.pop(id(p))
-                p.grad = before if p.grad is None else before.add_(p.grad)
-            if p.grad is not None:
-                self._reduced[id(p)] = p.grad
-        self._fresh.clear()
-
-    def discard(self) -> None:
-        """Drop what was set aside, after a failure."""
-        self._set_aside.clear()
-        self._fresh.clear()
-
-
-class OverlappedReducer:
+class OverlappedReducer(Synchronizer):
     """Reduces the gradients of one module on this rank.
 
     Args:
@@ -152,7 +109,6 @@ class OverlappedReducer:
         active_parameters: returns the parameters that take gradients now, by name.
 
     Attributes:
-        enabled: False inside `no_sync()`.
         assignment: that of the last forward.
         comm_hook: (state, hook) that reduces each bucket instead of an allreduce, or None.
     """
@@ -162,7 +118,6 @@ class OverlappedReducer:
         self.planner, self.options, self.agreement = planner, options, agreement
         self.active_parameters = active_parameters
         self.config = planner.config
-        self.enabled = True
         self.assignment: BucketAssignment | None = None
         self.comm_hook: tuple[Any, CommHook] | None = None
         self._key: tuple[Any, ...] | None = None  # identifies the assignment's parameters
@@ -179,7 +134,7 @@ class OverlappedReducer:
         given = given_plan(self.config)
         whole = given.averages_exactly if given is not None else (
             self.config.gradient_average and self.config.comm_dtype is None)
-        self._accumulated = None if whole else AccumulatedGradients()
+        self._reduced = None if whole else ReducedGradients()
 
     # ---- parameters ----------------------------------------------------------------------------------------------------
 
@@ -218,11 +173,10 @@ class OverlappedReducer:
 
         def before(_: Tensor) -> None:
             if (me := reducer()) is not None and (p := parameter()) is not None:
-                me._accumulated.set_aside(p)
-                me._callback.queue(me._end_backward)
+                me._before_accumulated(p)
 
         handles = [p.register_post_accumulate_grad_hook(after)]
-        if self._accumulated is not None:
+        if self._reduced is not None:
             handles.append(p.register_hook(before))
         _hooked[p] = reducer, handles
 
@@ -251,12 +205,19 @@ class OverlappedReducer:
 
     def _on_entry(self, _: Any) -> None:
         """Note that a backward comes through the module."""
-        if self._callback.was_dropped():
-            self._finish_failed()
+        self._notice_failed()
         self._entered = True
         self._opaque |= torch.is_grad_enabled()  # create_graph=True: a backward of this one may not come through
         # Queued from the module's output, in the outer backward: that of a reentrant checkpoint inside ends too early.
         self._callback.queue(self._end_backward)
+
+    def _before_accumulated(self, p: Tensor) -> None:
+        """Leave in `p.grad` what is to be reduced with the gradient that comes, which `torch.autograd.grad` may not add to it."""
+        self._notice_failed()
+        self._callback.queue(self._end_backward)
+        if why := self._reduced.set_aside(p):
+            name = next((name for name, other in self.active_parameters() if other is p), "a parameter")
+            raise UnsynchronizedGradientError(f"apexfx: the gradient of {name!r} {why}")
 
     def _on_accumulated(self, p: Tensor) -> None:
         """Note that the gradient of `p` is in `p.grad`; the one before it is ready."""
@@ -264,8 +225,7 @@ class OverlappedReducer:
             self._pending.add(id(p))
             self._check.accumulate()
             return
-        if self._callback.was_dropped():
-            self._finish_failed()
+        self._notice_failed()
         state = self._state
         if state is None:
             state = self._begin_backward(p)
@@ -336,13 +296,14 @@ class OverlappedReducer:
 
     def _local_gradient(self, state: BackwardState, index: int) -> Tensor | None:
         """Return what this rank adds to the sum: None counts as zero."""
-        p = state.assignment.parameters[index]
-        if self._accumulated is not None and index in state.waiting:
-            self._accumulated.set_aside(p)
-        if p.grad is None or p.grad.layout == torch.strided:
-            return p.grad
-        state.fail(sparse_message(state.assignment.names[index], p.grad))
-        return None
+        p, name = state.assignment.parameters[index], state.assignment.names[index]
+        if p.grad is not None and p.grad.layout != torch.strided:
+            state.fail(sparse_message(name, p.grad))
+            return None
+        if self._reduced is not None and self._reduced.is_reduced(p):
+            state.fail(f"a hook has put into .grad of {name!r} what was reduced before this backward, which without "
+                       "gradient_average, or with comm_dtype, must not be reduced again; let it accumulate into .grad")
+        return p.grad
 
     def _wait(self, state: BackwardState) -> None:
         """Wait for every bucket, and divide each while the next ones are under way."""
@@ -372,6 +333,10 @@ class OverlappedReducer:
 
     # ---- at the end of backward ----------------------------------------------------------------------------------------
 
+    def _notice_failed(self) -> None:
+        if self._callback.was_dropped():
+            self._finish_failed()
+
     def _finish_failed(self) -> None:
         """Take part in what the other ranks expect of a backward that raised here, if it got as far as to a gradient."""
         self._callback.clear()
@@ -379,8 +344,8 @@ class OverlappedReducer:
         if self._state is not None:
             self._state.fail("an exception ended the backward on this rank")
             self._finish()
-        elif self._accumulated is not None:
-            self._accumulated.restore()
+        else:
+            self._restore()
 
     def _end_backward(self) -> None:
         self._callback.clear()
@@ -389,8 +354,8 @@ class OverlappedReducer:
             if bypassed:
                 self._note_bypass(self._state)
             self._finish()
-        elif self._accumulated is not None:
-            self._accumulated.restore()
+        else:
+            self._restore()
 
     def _note_bypass(self, state: BackwardState) -> None:
         known = state.assignment.index
@@ -418,11 +383,10 @@ class OverlappedReducer:
             self._check.leave_record(record)
             for buffer in assignment.buffers:
                 buffer.reset()  # a peer that comes late still gets what was sent in them
-            if self._accumulated is not None:
-                self._accumulated.discard()
+            self._restore()
             raise
         finally:
-            self._pending.clear()
+            self._pending.difference_update(assignment.index)
             self._watchdog.accumulates = False
         used = status.used_somewhere if status is not None else assignment.used or [True] * len(assignment.names)
         self._write_back(assignment, used)
@@ -433,9 +397,12 @@ class OverlappedReducer:
 
     def _record(self, state: BackwardState) -> StepRecord:
         assignment = state.assignment
-        for index in range(len(assignment.names)):
-            self._local_gradient(state, index)  # reports one that is not dense
-        used = [index not in state.waiting or id(p) in self._pending for index, p in enumerate(assignment.parameters)]
+        for index, p in enumerate(assignment.parameters):
+            if self._reduced is not None and index in state.waiting and (why := self._reduced.set_aside(p)):
+                state.fail(f"the gradient of {assignment.names[index]!r} {why}")
+            self._local_gradient(state, index)  # reports one that cannot be reduced
+        used = [index not in state.waiting or (id(p) in self._pending and p.grad is not None)
+                for index, p in enumerate(assignment.parameters)]
         uneven = self.planner.find_unused or self.planner.static or self.config.delay_allreduce
         return self._check.record(accumulated=self._watchdog.accumulates, failure=state.failure, names=assignment.names,
                                   used=used, expected=assignment.expected, uneven=uneven)
@@ -478,13 +445,19 @@ class OverlappedReducer:
             if self.options.retain_buffers:
                 for slot, p in zip(slots, parameters):
                     p.grad = buffer.results[slot]
-                continue
-            for p in parameters:
-                if p.grad is None:
-                    p.grad = torch.empty_like(p)
-            buffer.copy_out([p.grad for p in parameters], slots)
-        if self._accumulated is not None:
-            self._accumulated.add_up(assignment.parameters)
+            else:
+                for p in parameters:
+                    if p.grad is None:
+                        p.grad = torch.empty_like(p)
+                buffer.copy_out([p.grad for p in parameters], slots)
+            if self._reduced is not None:
+                self._reduced.add_reduced(parameters, in_buffers=self.options.retain_buffers)
+        self._restore()
+
+    def _restore(self) -> None:
+        """Give back what is still set aside."""
+        if self._reduced is not None:
+            self._reduced.restore()
 
     @property
     def buffers(self) -> list[Tensor]:

@@ -230,7 +230,8 @@ def best_bucket(profile: Profile, network: Network, num_ranks: int, config: Buck
         sizes_mib: default: powers of the square root of two from 1/16 MiB to all gradients in one bucket. Sizes that give the
             same buckets as a smaller one are left out.
     """
-    config = replace(config or BucketConfig(), layout="reverse", delay_allreduce=False, trigger_params=(), plan=None)
+    config = replace(config or BucketConfig(), layout="reverse", bucket_cap_mb=BucketConfig.bucket_cap_mb, delay_allreduce=False,
+                     trigger_params=(), plan=None)
     total = max(profile.num_bytes, 1) / 2**20
     if sizes_mib is None:
         num = max(0, math.ceil(2 * math.log2(16 * total)))

@@ -136,12 +136,6 @@ def test_the_ddp_order_puts_the_weight_of_a_norm_or_convolution_before_its_bias(
     assert groups(plan) == [["fc.bias", "fc.weight", "bn.weight", "bn.bias", "conv.weight", "conv.bias"]]
 
 
-@pytest.mark.parametrize("option", [{"delay_allreduce": True}, {"trigger_params": ("p0",)}])
-def test_the_ddp_layout_refuses_options_that_contradict_it(option):
-    with pytest.raises(ValueError, match="layout='ddp' closes buckets where torch DDP does"):
-        plan_buckets(specs_of(), BucketConfig(layout="ddp", **option), 2)
-
-
 def test_dim_order():
     assert dim_order((4, 3, 2, 2), torch.empty(4, 3, 2, 2).stride()) is None
     channels_last = torch.empty(4, 3, 2, 2).to(memory_format=torch.channels_last)
@@ -164,10 +158,9 @@ def random_plan(seed):
         output = torch.float32 if dtype.itemsize == 2 and generator.random() < 0.5 else dtype
         order = tuple(generator.sample(range(len(shape)), len(shape))) if generator.random() < 0.3 and shape else None
         specs.append(spec(f"layer{i}.weight", shape, dtype, output, dim_order=order))
-    config = BucketConfig(
-        message_size=generator.choice([1, 20, 100, 10**7]), allreduce_always_fp32=generator.random() < 0.3,
-        gradient_predivide_factor=generator.choice([1.0, 2.0, 3.0]), layout=generator.choice(["reverse", "ddp"]),
-    )
+    size = generator.choice([{"message_size": 1}, {"message_size": 20}, {"message_size": 100}, {"layout": "ddp"}])
+    config = BucketConfig(allreduce_always_fp32=generator.random() < 0.3,
+                          gradient_predivide_factor=generator.choice([1.0, 2.0, 3.0]), **size)
     return specs, config, plan_buckets(specs, config, generator.choice([1, 2, 3, 8]), "0")
 
 

@@ -168,6 +168,12 @@ def _device(rank):
                              ({"output_device": 1}, "output_device=1"), ({"shared_param": True}, "shared_param"),
                              ({"broadcast_buffers": "often"}, "broadcast_buffers='often'"),
                              ({"delay_allreduce": True, "num_allreduce_streams": 2}, "delay_allreduce"),
+                             ({"delay_allreduce": True, "static_graph": True}, "give one of them"),
+                             ({"delay_allreduce": True, "layout": "ddp"}, "delay_allreduce needs layout='reverse'"),
+                             ({"bucket_cap_mb": 1.0}, "give message_size"),
+                             ({"num_allreduce_streams": 0}, "num_allreduce_streams=0"),
+                             ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes'"),
+                             ({"check_parameters_every": -1}, "check_parameters_every=-1"),
                              ({"message_size": 0}, "message_size=0")):
         with pytest.raises((ValueError, TypeError), match=match):
             DistributedDataParallel(Net(), **arguments)

@@ -69,6 +69,10 @@ def _comm_hooks(rank):
         x = x + 1
     with pytest.raises(TypeError, match="a callable"):
         model.register_comm_hook(None, 3)
+    for name, value in (("gradient_average", False), ("gradient_predivide_factor", 2.0), ("num_allreduce_streams", 2)):
+        model, *_ = wrapped(rank, **{name: value})
+        with pytest.raises(ValueError, match=f"divides and communicates by itself, so {name}"):
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def _penalty_alone(rank):

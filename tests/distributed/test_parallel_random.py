@@ -55,7 +55,7 @@ def arguments(choose, model):
     elif kind == "trigger":
         given["allreduce_trigger_params"] = choose.sample(live, min(2, len(live)))
     elif kind == "ddp":
-        given |= {"layout": "ddp", "bucket_cap_mb": choose.choice([0.0001, 0.001, 25.0])}
+        given |= {"layout": "ddp", "bucket_cap_mb": choose.choice([0.0001, 0.001, 25.0]), "message_size": None}
     elif kind == "fp32":
         given["allreduce_always_fp32"] = True
     elif kind == "streams":

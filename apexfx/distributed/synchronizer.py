@@ -1,0 +1,25 @@
+"""What both executors of data parallelism have in common: gradients are averaged, or stay local for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+
+class Synchronizer:
+    """Averages the gradients of one model over the ranks.
+
+    Attributes:
+        enabled: False inside `no_sync()`.
+    """
+
+    enabled = True
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Leave gradients local inside of the block; the first backward after it averages what has accumulated."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
