@@ -21,6 +21,7 @@ import torch.distributed._functional_collectives  # registers autograd and fakes
 from torch import _foreach_add_ as foreach_add_
 from torch import _foreach_copy_ as foreach_copy_
 from torch import _foreach_mul_ as foreach_mul_
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import run as run_cached_graphs
 from torch._dynamo import symbolic_convert

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, tree_leaves
+from .._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, enable_python_dispatcher, tree_leaves
 
 # Meta keys of a node of a Dynamo graph: every path of the module in which it was traced; where that is one of several, every path
 # of each.
@@ -81,7 +81,8 @@ def _fake_evaluation(mode: FakeTensorMode | None) -> Iterator[None]:
     # A graph may switch gradient mode through a node; what it leaves behind must not leak out.
     grad_enabled = torch.is_grad_enabled()
     try:
-        with mode or contextlib.nullcontext(), torch.no_grad():
+        # As Dynamo evaluates: some ops are composed in C++ of what asks for plain sizes, in Python of what takes symbolic ones.
+        with mode or contextlib.nullcontext(), enable_python_dispatcher(), torch.no_grad():
             yield
     finally:
         torch.set_grad_enabled(grad_enabled)

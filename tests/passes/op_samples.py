@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils._pytree import tree_map
 
 from apexfx._torch import FakeTensorMode
@@ -217,15 +219,17 @@ def prepared(kind, args, half):
     return tree_map(prepare, args)
 
 
-def graph_of(function, args, kwargs):
-    """Return a graph of one call with its fake values, and the tensors it takes."""
-    graph, mode, tensors = fx.Graph(), FakeTensorMode(), []
+def graph_of(function, args, kwargs, *, symbolic=False):
+    """Return a graph of one call with its fake values, `symbolic` or plain sizes, and the tensors it takes."""
+    graph, mode, tensors = fx.Graph(), FakeTensorMode(shape_env=ShapeEnv() if symbolic else None), []
 
     def placeholder(a):
         if not isinstance(a, Tensor):
             return a
         node = graph.placeholder(f"in{len(tensors)}")
-        set_value(node, mode.from_tensor(a))
+        sizes = {"symbolic_context": StatelessSymbolicContext([DimDynamic.DYNAMIC] * a.dim()),
+                 "source": ConstantSource(node.name)} if symbolic else {}
+        set_value(node, mode.from_tensor(a, **sizes))
         tensors.append(a)
         return node
 
