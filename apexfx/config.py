@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -52,6 +53,13 @@ OPT_LEVELS: dict[str, OptLevel] = {
 def default_half(devices: Iterable[torch.device]) -> torch.dtype:
     """Return the half type of a model on `devices` when none is asked for: float16 where one is CUDA, bfloat16 elsewhere."""
     return torch.float16 if any(device.type == "cuda" for device in devices) else torch.bfloat16
+
+
+def num_ranks_to_come() -> int:
+    """Return how many ranks the launcher of this process has started where there is no process group of them yet, else 1."""
+    waits = not (dist.is_available() and dist.is_initialized())
+    count = os.environ.get("WORLD_SIZE", "")
+    return int(count) if waits and count.isdigit() else 1
 
 
 def _names_the_nearest(cls: type[_Config]) -> type[_Config]:
@@ -232,6 +240,10 @@ class TransformConfig:
         if self.ddp and not (dist.is_available() and dist.is_initialized()):
             raise ValueError("apexfx: ddp=True needs a process group; call torch.distributed.init_process_group() first "
                              "(under torchrun), or leave ddp out for a single process")
+        if self.sync_bn and num_ranks_to_come() > 1:
+            raise ValueError(f"apexfx: sync_bn=True was given before torch.distributed.init_process_group(), and WORLD_SIZE="
+                             f"{num_ranks_to_come()} says that there are other ranks, whose statistics would be left out; call "
+                             "that first, or leave sync_bn out")
         if self.process_group is not None and not (self.ddp or self.sync_bn):
             raise ValueError("apexfx: process_group is used by ddp and sync_bn, and neither was asked for")
 

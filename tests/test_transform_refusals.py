@@ -111,6 +111,22 @@ def test_sync_bn_on_one_process_is_said():
     assert "without a process group" in str(model.report)
 
 
+@pytest.mark.parametrize("make", [
+    lambda m: transformed(m, sync_bn=True),
+    lambda m: torch.compile(m, backend="apex", options={"sync_bn": True, "inner": "eager"})(torch.randn(3, 2)),
+    lambda m: apexfx.train_step(m, nn.MSELoss(), torch.optim.SGD(m.parameters(), lr=0.1), sync_bn=True),
+    lambda m: apexfx.parallel.convert_syncbn_model(m)(torch.randn(3, 2)),
+])
+def test_sync_bn_before_there_is_a_group_is_refused_where_other_ranks_were_started(monkeypatch, make):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    make(nn.Sequential(nn.BatchNorm1d(2)))
+    torch._dynamo.reset()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Exception, match=r"before torch.distributed.init_process_group\(\), and WORLD_SIZE=2 says that there are"):
+        make(nn.Sequential(nn.BatchNorm1d(2)))
+    apexfx.parallel.convert_syncbn_model(nn.Sequential(nn.BatchNorm1d(2))).eval()(torch.randn(3, 2))
+
+
 def test_cuda_graphs_are_refused_off_cuda():
     with pytest.raises(ValueError, match="inner='cudagraphs' was given for a model that is not on CUDA"):
         transformed(nn.Linear(2, 2), inner="cudagraphs")(torch.randn(3, 2))

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import BatchNorm, resolve_process_group
+from ..config import num_ranks_to_come
 from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import group_name, sync_batch_norm
 
@@ -35,6 +36,9 @@ class SyncBatchNorm(BatchNorm):
     Shape:
         (N, C), (N, C, L...) or, with `channel_last`, (N, L..., C), of float64, float32, float16 or bfloat16; the
         output has the shape, dtype and memory format of the input. Parameters may be of another floating dtype.
+
+    Raises:
+        RuntimeError: it trains before there is a process group, in a process that a launcher has started beside others.
     """
 
     synchronizes_itself = True  # transform() leaves it as it is: one op in a graph, the same op in eager
@@ -100,6 +104,10 @@ class SyncBatchNorm(BatchNorm):
     def _group_name(self) -> str:
         """Return the name of the group to synchronize over: on gloo a communicator that says which rank is gone."""
         if not group_name(self.process_group):
+            if num_ranks_to_come() > 1:
+                raise RuntimeError("apexfx: SyncBatchNorm ran in training mode before torch.distributed.init_process_group(), and "
+                                   f"WORLD_SIZE={num_ranks_to_come()} says that there are other ranks, whose statistics would be "
+                                   "left out; call that first")
             return ""
         return watched(self.process_group or dist.group.WORLD, "batch_norm").group_name
 
