@@ -114,6 +114,13 @@ class _NoMetricsError(logging.Filter):
 logging.getLogger("torch._dynamo.metrics_context").addFilter(_NoMetricsError())
 
 
+def raised_by_op(error: BaseException) -> BaseException:
+    """Return what an op raised when Dynamo ran it on fake tensors, of the error that Dynamo made of it."""
+    while type(error).__module__.startswith("torch._dynamo") and (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    return error
+
+
 def graph_breaks() -> Counter[str]:
     """Return how often Dynamo has broken a graph in this process, by reason."""
     return Counter(counters["graph_break"])

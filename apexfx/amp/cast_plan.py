@@ -126,7 +126,13 @@ class CastPlan:
                 args = recast.flat(args)
                 if kwargs:
                     kwargs = dict(zip(kwargs, recast.flat(kwargs.values())))
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        try:
+            result = func(*args, **kwargs) if kwargs else func(*args)
+        except RuntimeError as error:
+            if torch.float64 in kinds and {*kinds} & {*HALVES, torch.float32}:
+                raise RuntimeError(f"apexfx: {self.name} was given float64 beside another dtype: {error}. float64, the dtype of "
+                                "numpy's arrays, is never cast: call .float() on it") from error
+            raise
         if wide or self.executor.any_float32_limits:
             self.executor.mark_float32_limits(rule, (*args, *kwargs.values()), result)
         return result

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._torch import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    TorchRuntimeError,
     backend_of,
     dynamo_config,
     functorch_config,
@@ -30,6 +31,7 @@ from ..config import TransformConfig
 from ..precision.rules import HALVES
 from ..report.data import Report
 from .dynamo_batch_norm import EagerBatchNorms
+from .forward_errors import as_in_eager, named_inputs
 from .graph_compiler import GraphCompiler
 from .loss_scale import warn_where_unscaled
 from .model_index import ModelIndex
@@ -111,6 +113,8 @@ class CompiledModel:
                 result = run(*args, **kwargs)
         except BackendCompilerFailed as error:
             raise error.inner_exception from None  # ours, said once and with its own type
+        except TorchRuntimeError as error:
+            raise as_in_eager(error, named_inputs(self._forward, args, kwargs)) from None
         except FailOnRecompileLimitHit as error:
             message = (
                 f"apexfx: forward was compiled {dynamo_config.recompile_limit} times, each for other values of something that "

@@ -35,6 +35,7 @@ from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
 from .inner_compilers import INNER, traceable_rnn
+from .mixed_dtypes import check_float64
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .refusals import check_inputs, check_not_in_ddp, check_not_sharded
@@ -125,6 +126,7 @@ class GraphCompiler:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         check_inputs(gm, example_inputs)
         placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision))
+        check_float64(gm)
         records = capture.records_gradients(gm)
         trains = records and any(p.requires_grad for p in placeholders)
         if self.groups.gradients is not None and trains:

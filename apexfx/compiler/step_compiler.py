@@ -21,6 +21,7 @@ from . import cache, capture
 from .backward_stage import StepPasses
 from .graph_compiler import Groups, numeric_options
 from .inner_compilers import INNER, traceable_rnn
+from .mixed_dtypes import check_float64
 from .model_index import ModelIndex
 from .pipeline import Pipeline, warn_unmatched
 from .refusals import check_inputs
@@ -72,6 +73,7 @@ class StepCompiler:
         _switch_gradients_on(gm)
         placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision),
                                         whole_step=True)
+        check_float64(gm)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget)
         pipeline = Pipeline(passes.schedule(self.config, context), verify=self.config.verify, strict=self.config.fullgraph)

