@@ -68,7 +68,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 
 # Given True, what saved tensors go through here, as under an activation checkpoint, or None. Not
 # wrapped: asked once for every weight that is cast.
@@ -262,6 +262,11 @@ def tensor_version(tensor: torch.Tensor) -> int:
 def storage_address(storage: torch.UntypedStorage) -> int:
     """Return a number that is a storage's own while it lives, a fake one's too."""
     return storage._cdata
+
+
+def is_tree_node(value: object) -> bool:
+    """Return whether `value` is a container whose class is registered as a pytree."""
+    return type(value) in SUPPORTED_NODES
 
 
 def viewed(tensor: torch.Tensor) -> torch.Tensor | None:

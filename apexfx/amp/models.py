@@ -6,6 +6,7 @@ The wrapped forward belongs to a subclass of the model's own class, of the same 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from dataclasses import dataclass
@@ -17,10 +18,10 @@ from torch import Tensor, nn
 from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook, tensor_version
 from ..compiler import compiled_model
 from ..compiler.refusals import is_parallel_wrapper
+from ..precision.containers import Cast, CastCall, cast_values
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
-from .containers import Edits, cast_values, caster
 from .executor import CastExecutor
 
 log = logging.getLogger(__name__)
@@ -49,21 +50,19 @@ class ForwardPatch:
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
         inside = executor is not None and executor.depth > 0
-        edits = None
+        call = CastCall(args, kwargs)
         if self.inputs is not None:
-            cast, edits = caster(self.inputs), Edits()
-            args = tuple(cast_values(a, cast, self.inputs, edits) for a in args)
-            kwargs = {key: cast_values(a, cast, self.inputs, edits) for key, a in kwargs.items()}
-        if executor is None or inside:
-            result = forward(*args, **kwargs)
-        else:
-            with executor:
+            args, kwargs = call.enter(Cast(self.inputs), self.inputs)
+        result = None
+        try:
+            with executor if executor is not None and not inside else contextlib.nullcontext():
                 result = forward(*args, **kwargs)
-        if edits is not None:
-            edits.bring_back()
-        if self.outputs is None or inside:  # inside another initialised model, outputs keep their dtypes
-            return result
-        return _cast_outputs(self.outputs, self.only, None, None, result)
+        finally:
+            if self.outputs is None or inside:  # inside another initialised model, outputs keep their dtypes
+                result = call.leave(result)
+            else:
+                result = call.leave(result, Cast(self.outputs, only=self.only), self.outputs if self.only is None else None)
+        return result
 
 
 @torch.compiler.disable(reason="amp's O1 casts in eager mode; pass compile=True to amp.initialize to have them in the graph")
@@ -132,25 +131,26 @@ def cast_around(
     if inputs:
         model.register_forward_pre_hook(_single_inputs, with_kwargs=True)
     if outputs is not None:
-        model.register_forward_hook(functools.partial(_cast_outputs, outputs, only), prepend=True)
+        model.register_forward_hook(functools.partial(_cast_outputs, outputs, only), prepend=True, with_kwargs=True)
 
 
 def _single_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    cast = caster(torch.float32, only=(torch.float64,))
+    cast = Cast(torch.float32, only=(torch.float64,))
     return cast_values(args, cast), cast_values(kwargs, cast)
 
 
 def _cast_outputs(
-    dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, module: nn.Module | None, args: Any, result: Any
+    dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    result: Any,
 ) -> Any:
-    return cast_values(result, caster(dtype, only=only), dtype if only is None else None)
+    return CastCall(args, kwargs).leave(result, Cast(dtype, only=only), dtype if only is None else None)
 
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Bring half inputs to the weights' dtype: torch compares the two before the executor sees the call."""
     if module.all_weights[0][0].dtype != torch.float32:
         return None
-    cast = caster(torch.float32, only=HALVES)
+    cast = Cast(torch.float32, only=HALVES)
     return cast_values(args, cast), cast_values(kwargs, cast)
 
 

@@ -8,12 +8,12 @@ import traceback
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._torch import (
     BackendCompilerFailed,
@@ -24,10 +24,9 @@ from .._torch import (
     functorch_config,
     graph_breaks,
     run_cached_graphs,
-    tree_leaves,
-    tree_map,
 )
 from ..config import TransformConfig
+from ..precision.containers import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
 from .dynamo_batch_norm import EagerBatchNorms
@@ -89,6 +88,9 @@ class CompiledModel:
         self._patch = dynamo_config.patch(_DYNAMO)
         self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
+        half_parameters = config.level.half_parameters
+        self._input_cast = Cast(self._half if half_parameters else torch.float32, only=(torch.float32, *HALVES))
+        self._output_cast = Cast(torch.float32, only=(self._half,)) if half_parameters else None
         self._may_lose_gradients = config.opt_level != "O0" and self._half == torch.float16 and not in_step
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
@@ -105,9 +107,11 @@ class CompiledModel:
         run = self._averaging if sync is None or sync.in_graph else self._local
         if self._cached_only is not None and not self._asks_for_passes(model):
             run = self._cached_only
-        args, kwargs = self._index.arguments = self._in_dtype_of_parameters(model, (args, kwargs))
+        call = CastCall(args, kwargs)
+        args, kwargs = self._index.arguments = self._in_dtype_of_parameters(model, call)
         args = args if self._of_inputs else (model, *args)
         breaks = graph_breaks() if not self._checked else None
+        result = None
         try:
             with self._dynamo_settings():
                 result = run(*args, **kwargs)
@@ -129,8 +133,7 @@ class CompiledModel:
             result = self._cached_only(*args, **kwargs)
         finally:
             self._index.arguments = ()
-        if self.config.level.half_parameters:
-            result = self._cast(result, (self._half,), torch.float32)
+            result = call.leave(result, self._output_cast)
         if self._may_lose_gradients and trains and torch.is_grad_enabled():
             self._may_lose_gradients = False  # once is enough
             warn_where_unscaled(result, self._warn)
@@ -153,19 +156,15 @@ class CompiledModel:
             self.report.note(message)
             log.warning(message)
 
-    def _in_dtype_of_parameters(self, model: nn.Module, inputs: Any) -> Any:
-        """Return the inputs for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
-        wanted = self._half if self.config.level.half_parameters else torch.float32
-        others = {x.dtype for x in tree_leaves(inputs) if isinstance(x, Tensor)} & {torch.float32, *HALVES} - {wanted}
-        if not others or not (self.config.level.half_parameters or _is_float32(model)):
-            return inputs
+    def _in_dtype_of_parameters(self, model: nn.Module, call: CastCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
+        cast, half_parameters = self._input_cast, self.config.level.half_parameters
+        others = {x.dtype for x in call.tensors if cast.changes(x)}
+        if not others or not (half_parameters or _is_float32(model)):
+            return call.args, call.kwargs
         for half in others - {torch.float32}:
-            self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {wanted} before each call")
-        return self._cast(inputs, others, wanted)
-
-    @staticmethod
-    def _cast(tree: Any, given: Collection[torch.dtype], wanted: torch.dtype) -> Any:
-        return tree_map(lambda x: x.to(wanted) if isinstance(x, Tensor) and x.dtype in given else x, tree)
+            self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {cast.dtype} before each call")
+        return call.enter(cast)
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).

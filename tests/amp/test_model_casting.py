@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import io
 import pickle
 import threading
@@ -99,34 +100,41 @@ def test_o1_outputs_other_than_half_are_left_alone():
 
 
 def test_inputs_are_cast_in_every_container():
-    model = initialized(Tree())
-    x = torch.ones(2)
+    x, half = torch.ones(2), torch.bfloat16
     array = numpy.ones(2, dtype=numpy.float32)
+
+    class Looks(Tree):
+        def forward(self, first, seen, *, custom, pair, ordered, packed, generator, module):
+            assert seen["list"][0].dtype == seen["tuple"][0].dtype == seen["nested"]["x"][0].dtype == seen["double"].dtype == half
+            assert seen["integers"].dtype == torch.int64 and seen["array"] is array and seen["number"] == 1.5
+            assert seen["tuple"][1] == "text" and seen["set"] == {1, 2} and seen["none"] is None
+            assert custom.tensor.dtype == half
+            assert isinstance(pair, Pair) and pair.first.dtype == half and pair.second == 3
+            assert list(ordered) == ["b", "a"] and type(ordered) is collections.OrderedDict
+            assert packed.data.dtype == half and [t.dtype for t in generator] == [half, half]
+            assert module.weight.dtype == torch.float32  # Apex called `.to` on modules too
+            return first
+
     given = {"list": [x], "tuple": (x, "text"), "nested": {"x": [x]}, "integers": torch.ones(2, dtype=torch.int64),
              "double": x.double(), "array": array, "number": 1.5, "none": None, "set": {1, 2}}
-    model(x, given, custom=Custom(x), pair=Pair(x, 3), ordered=collections.OrderedDict(b=x, a=x),
-          packed=nn.utils.rnn.pack_sequence([x[:, None]]), generator=(x for _ in range(2)), module=nn.Linear(2, 2))
-    (_, seen), keywords = model.seen
-    half = torch.bfloat16
-    assert seen["list"][0].dtype == seen["tuple"][0].dtype == seen["nested"]["x"][0].dtype == seen["double"].dtype == half
-    assert seen["integers"].dtype == torch.int64 and seen["array"] is array and seen["number"] == 1.5
-    assert seen["tuple"][1] == "text" and seen["set"] == {1, 2} and seen["none"] is None
-    assert keywords["custom"].tensor.dtype == half
-    assert isinstance(keywords["pair"], Pair) and keywords["pair"].first.dtype == half and keywords["pair"].second == 3
-    assert list(keywords["ordered"]) == ["b", "a"] and type(keywords["ordered"]) is collections.OrderedDict
-    assert keywords["packed"].data.dtype == half
-    assert [t.dtype for t in keywords["generator"]] == [half, half]
-    assert keywords["module"].weight.dtype == torch.float32  # Apex called `.to` on modules too
+    out = initialized(Looks())(x, given, custom=Custom(x), pair=Pair(x, 3), ordered=collections.OrderedDict(b=x, a=x),
+                               packed=nn.utils.rnn.pack_sequence([x[:, None]]), generator=(x for _ in range(2)),
+                               module=nn.Linear(2, 2))
+    assert out is x and given["list"][0] is x is given["tuple"][0] and given["double"].dtype == torch.float64
 
 
 def test_named_tuple_and_model_outputs_keep_their_class():
     transformers = pytest.importorskip("transformers.modeling_outputs")
-    model = initialized(Tree())
     half = torch.ones(2).bfloat16()
-    assert isinstance(out := model(Pair(half, half)), Pair) and out.first.dtype == torch.float32
-    given = transformers.SequenceClassifierOutput(logits=half)
-    out = model(given)
-    assert type(out) is type(given) and out.logits.dtype == out["logits"].dtype == torch.float32
+
+    class Holds(Tree):
+        def forward(self, kind):
+            return kind(half)
+
+    model = initialized(Holds())
+    assert isinstance(out := model(functools.partial(Pair, second=half)), Pair) and out.first.dtype == torch.float32
+    out = model(lambda logits: transformers.SequenceClassifierOutput(logits=logits))
+    assert type(out) is transformers.SequenceClassifierOutput and out.logits.dtype == out["logits"].dtype == torch.float32
 
 
 def test_what_forward_writes_into_a_dict_reaches_the_caller():
