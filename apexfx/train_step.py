@@ -24,6 +24,8 @@ from .compiler.optimizer_state import OptimizerState, structure, why_outside
 from .compiler.step_compiler import Captured, StepCompiler
 from .compiler.step_function import NotOneGraph, OfOutput, clear_errors, of_one_step, run_accumulate, run_step
 from .compiler.step_in_pieces import StepInPieces
+from .compiler.step_leaves import unshared
+from .compiler.step_objective import OfObjective
 from .compiler.step_model import StepModel, check_modules
 from .compiler.step_parameters import agree_on_model, missed_parameters, trained_parameters
 from .compiler.step_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, StepScale
@@ -62,7 +64,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
         loss_fn: `loss_fn(output, *targets)` -> a scalar. The step is called with the model's input (a tensor, a tuple of
             positional or a dictionary of keyword arguments), then the targets.
         optimizer: torch.optim.SGD, Adam, AdamW and apexfx.optimizers update inside of the graph. Any other runs its own
-            `step()` after the graph, on gradients that are averaged, unscaled and clipped; the report says so.
+            `step()` after the graph, on gradients that are averaged, unscaled and clipped; the report says so. It may hold
+            parameters of the loss function or objective, too. Other leaves get their gradients in `.grad`, as in eager.
         objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none
             for other dtypes.
@@ -77,7 +80,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
 
     Raises:
         ValueError, TypeError: an option that does not exist, does not fit, or contradicts another; an optimizer with
-            parameters that the model does not have. Nothing has changed then.
+            parameters that neither model nor objective has. Nothing has changed then.
         RankMismatchError: ranks hold different models.
     """
     if (loss_fn is None) == (objective is None):
@@ -147,12 +150,13 @@ class TrainStep:
         check_modules(model, self._groups.batch_norm)
         half = config.half_dtype(p.device for p in model.parameters())
         self._half_parameters = half if config.level.half_parameters else None
-        trained = trained_parameters(model, optimizer)
+        self._of_objective = OfObjective(objective, model)
+        trained = trained_parameters(model, self._of_objective, optimizer)
         self._device = trained[0].device
         in_float16 = config.opt_level != "O0" and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         self._scale = StepScale(loss_scale if loss_scale is not None else "dynamic" if in_float16 else None, self._device)
         self._check_optimizer(trained)
-        self._agreement = agree_on_model(model, self._groups, config.buckets)  # from here on, things change
+        self._agreement = agree_on_model(model, self._of_objective, self._groups, config.buckets)  # from here on, things change
         if self._half_parameters is not None:
             cast_model(model, half, only=(torch.float32,), buffers=False, keep_batchnorm=config.level.keep_batchnorm_fp32)
             self._half_parameters = None
@@ -172,7 +176,7 @@ class TrainStep:
         self._dynamo = {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers}
         self._patch = dynamo_config.patch(self._dynamo)
         compiler = functools.partial(StepCompiler, config, report=self.report, groups=self._groups, agreement=self._agreement,
-                                     index=self._index, on_run=self._note_change, memory_budget=memory_budget)
+                                     index=self._index, on_run=self._note_change, memory_budget=memory_budget, calls=accumulate)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=config.dynamic)
         self._compiler = compiler()
         self._last = compiled(of_one_step(run_step), backend=self._compiler)
@@ -257,7 +261,7 @@ class TrainStep:
         return text
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of model, optimizer and loss scale.
+        """Return the state of model, optimizer and loss scale, and of what the optimizer holds of the objective.
 
         Raises:
             RuntimeError: between the calls that accumulate: what they have gathered belongs to no checkpoint.
@@ -266,8 +270,9 @@ class TrainStep:
         if self._calls % self._accumulate:
             raise RuntimeError(f"apexfx: state_dict() was called after {self._calls % self._accumulate} of {self._accumulate} "
                                "calls that accumulate gradients; save after the call that applies them")
+        of_objective = self._of_objective.state_dict()
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "scaler": self._scale.state_dict(),
-                "num_ranks": self._num_ranks()}
+                "num_ranks": self._num_ranks(), **({"objective": of_objective} if of_objective else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.
@@ -277,18 +282,23 @@ class TrainStep:
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
         expected = {"model", "optimizer", "scaler", "num_ranks"}
-        if not isinstance(state, dict) or set(state) != expected:
+        if not isinstance(state, dict) or set(state) - {"objective"} != expected:
             given = sorted(state) if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"apexfx: load_state_dict() was given {given}, expected what state_dict() returns: "
                              f"{sorted(expected)}")
         self._scale.check(state["scaler"])
-        before = copy.deepcopy(self.model.state_dict()), copy.deepcopy(self.optimizer.state_dict())
+        self._of_objective.refresh(self.optimizer)
+        holders = {"model": self.model, "optimizer": self.optimizer, "objective": self._of_objective}
+        if "objective" not in state:
+            if holders.pop("objective").state_dict():
+                log.warning("apexfx: the state has nothing of the objective, whose parameters stay as they are")
+        before = {name: copy.deepcopy(holder.state_dict()) for name, holder in holders.items()}
         try:
-            self.model.load_state_dict(state["model"])
-            self.optimizer.load_state_dict(state["optimizer"])
+            for name, holder in holders.items():
+                holder.load_state_dict(state[name])
         except BaseException:
-            self.model.load_state_dict(before[0])
-            self.optimizer.load_state_dict(before[1])
+            for name, holder in holders.items():
+                holder.load_state_dict(before[name])
             raise
         if state["num_ranks"] != self._num_ranks():
             log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
@@ -384,7 +394,7 @@ class TrainStep:
 
     def _read_optimizer(self) -> None:
         """Set what the graph is called with, and write down for it what happens to the gradients."""
-        trained = trained_parameters(self.model, self.optimizer)
+        trained = trained_parameters(self.model, self._of_objective, self.optimizer)
         if trained[0].device != self._device:
             raise ValueError(f"apexfx: the model was on {self._device} when the step was made, and is now on "
                              f"{trained[0].device}; make a new step")
@@ -412,7 +422,9 @@ class TrainStep:
             skips=names.index(SKIPS) if SKIPS in names else None,
             keeps_gradients=self._keep_grads or bool(outside),
         ).to_json()
-        of = {id(p): name for name, p in self.model.named_parameters()}
+        of_objective, _ = self._of_objective.named_tensors()
+        of = {id(p): name for name, p in (*self.model.named_parameters(), *of_objective.items())}
+        self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(self._state.named(of)) if self._state is not None else {}), **self._scale.tensors,
                                 **{f"{of[id(p)]}.accumulated": b for p, b in zip(self._params, self._buffers)}})
 
@@ -435,7 +447,7 @@ class TrainStep:
         self.report.note(message)
         log.warning(message)
         pieces = StepInPieces(self.model, self._config, report=self.report, groups=self._groups, agreement=self._agreement,
-                              stand_ins=self._step_model.stand_ins, on_change=self._note_change)
+                              stand_ins=self._step_model.stand_ins, of_objective=self._of_objective, on_change=self._note_change)
         self._last, self._earlier = pieces.run_last, pieces.run_earlier
         self._dynamo = {**_DYNAMO, "trace_autograd_ops": False}
         self._patch = dynamo_config.patch(self._dynamo)
@@ -477,7 +489,7 @@ class TrainStep:
         """Hand gradients out of the graph, and let an optimizer that is not in it do its step."""
         if self._keep_grads or self._state is None:
             self._drop_gradients()  # what nobody computed now is not to be applied
-            left = iter(gradients)
+            left = iter(unshared(gradients))
             for p, here in zip(self._params, present):
                 p.grad = next(left) if here else None
         if self._state is not None:

@@ -64,8 +64,8 @@ torch.manual_seed(rank)  # noise differs by rank
 discriminator_optimizer, generator_optimizer = (torch.optim.Adam(part.parameters(), 1e-3, betas=(0.5, 0.999))
                                                 for part in (gan.discriminator, gan.generator))
 
-# A step trains what its optimizer holds, and warns of what it leaves: the generator's gradients pass through the discriminator
-# and do not change it. Leave out inner="eager" to have the graphs compiled by Inductor.
+# A step trains what its optimizer holds, and warns of what it leaves.
+# Leave out inner="eager" to have the graphs compiled by Inductor.
 options = {"opt_level": "O1", "dtype": torch.bfloat16, "sync_bn": True, "ddp": num_ranks > 1, "inner": "eager"}
 discriminator_step = apexfx.train_step(gan, optimizer=discriminator_optimizer, objective=discriminator_objective, **options)
 generator_step = apexfx.train_step(gan, optimizer=generator_optimizer, objective=generator_objective, **options)
@@ -76,7 +76,9 @@ for epoch in range(EPOCHS):
     for (real,) in loader:
         noise = torch.randn(len(real), NOISE, 1, 1, device=device)
         discriminator_loss = discriminator_step(real.to(device), noise)
+        gan.discriminator.requires_grad_(False)  # the generator's gradients pass through it, and its own are for nobody
         generator_loss = generator_step(noise)
+        gan.discriminator.requires_grad_(True)
 
     if rank == 0:
         gan.eval()

@@ -514,7 +514,7 @@ def test_options_that_do_not_fit_are_refused(options, message):
 
 def test_an_optimizer_of_another_model_is_refused_and_one_that_misses_parameters_said(caplog):
     model = net()
-    with pytest.raises(ValueError, match="2 parameters that are not the model's"):
+    with pytest.raises(ValueError, match="2 parameters that are neither the model's nor the objective's"):
         apexfx.train_step(model, F.cross_entropy, SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     apexfx.train_step(model, F.cross_entropy, SGD(model[4].parameters(), lr=0.1))
     assert "5 parameters require a gradient and are in no group of the optimizer" in caplog.text

@@ -88,7 +88,7 @@ def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None
 
 def _placeholder(position: int, source: str, example: Any, index: ModelIndex) -> Placeholder:
     if not isinstance(example, torch.Tensor):
-        return Placeholder(position, _LOCAL.sub(r"\1", source), "symint", source=source)
+        return Placeholder(position, local_name(source), "symint", source=source)
     kind, names = _identified(source, example, index)
     stride = tuple(map(_size, example.stride())) if example.layout == torch.strided else None
     return Placeholder(position, names[0], kind, tuple(map(_size, example.shape)), example.dtype, example.device,
@@ -107,7 +107,12 @@ def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[s
     # A Parameter that is an argument is data of this call, not a part of any model.
     if not index.has_model and isinstance(tensor, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source):
         return "param", (index.unregistered(tensor, source),)
-    return "input", (_LOCAL.sub(r"\1", source),)
+    return "input", (local_name(source),)
+
+
+def local_name(source: str) -> str:
+    """Return a readable name for an input by where Dynamo found it: "batch[0]" for L['batch'][0]."""
+    return _LOCAL.sub(r"\1", source)
 
 
 def _size(size: Any) -> int:

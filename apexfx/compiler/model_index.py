@@ -50,6 +50,7 @@ class ModelIndex:
         self._buffers: dict[int, list[str]] = {}
         self._modules: dict[int, list[str]] = {}
         self._states: dict[int, str] = {}
+        self._of_objective: dict[int, str] = {}
 
     def refresh(self, sources: Iterator[Any] | None = None) -> None:
         """Read the registries anew; to be called for each graph, since a model may have changed.
@@ -98,11 +99,20 @@ class ModelIndex:
 
     def parameter(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the names under which `tensor` is a registered parameter; a tied one has several."""
+        if id(tensor) in self._of_objective:
+            return (self._of_objective[id(tensor)],)
         return tuple(self._parameters.get(id(tensor), ()))
 
     def buffer(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the names under which `tensor` is a registered buffer."""
         return tuple(self._buffers.get(id(tensor), ()))
+
+    def add_parameters(self, named: Mapping[str, Tensor]) -> None:
+        """Name the parameters that a training step trains beside the model's, those of its objective.
+
+        They have to outlive the index.
+        """
+        self._of_objective = {id(tensor): name for name, tensor in named.items()}
 
     def add_states(self, named: Mapping[str, Tensor]) -> None:
         """Name the tensors that a training step reads and writes beside the model's: the optimizer's state, the loss scale.

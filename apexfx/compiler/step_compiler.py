@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from .. import passes
 from .._torch import set_grad_enabled
-from ..config import TransformConfig
+from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder, apply_node
@@ -25,6 +27,7 @@ from .mixed_dtypes import check_float64
 from .model_index import ModelIndex
 from .pipeline import Pipeline, warn_unmatched
 from .refusals import check_inputs
+from .step_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
 from .step_parameters import overlapping
 
 _MOST_SEEN = 10_000  # pieces of memory
@@ -48,6 +51,7 @@ class StepCompiler:
         on_run: called before a graph runs, once all ranks have agreed on it.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
+        calls: how many calls accumulate.
 
     Attributes:
         captures_only: while it is set, a graph raises `Captured` instead of running.
@@ -55,7 +59,7 @@ class StepCompiler:
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], memory_budget: int | None = None,
-                 reduce_gradients: bool = True) -> None:
+                 reduce_gradients: bool = True, calls: int = 1) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -64,6 +68,7 @@ class StepCompiler:
         self.on_run = on_run
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
+        self.calls = calls
         self.captures_only = False
         self._running: list[Any] = []  # what the ranks communicate in the graph that ran last
         self._num_switches = 0
@@ -74,6 +79,8 @@ class StepCompiler:
         placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision),
                                         whole_step=True)
         check_float64(gm)
+        leaves = _Leaves(return_gradients(gm, placeholders, self.calls), example_inputs, self.config.buckets,
+                         self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget)
         pipeline = Pipeline(passes.schedule(self.config, context), verify=self.config.verify, strict=self.config.fullgraph)
@@ -94,6 +101,7 @@ class StepCompiler:
         present = [gradient is not None for gradient in node.args[1]] if node is not None else []
         step = StepPasses(pipeline, record, placeholders, uuid, key, present)
         collectives = [*issued(gm), *(row for pass_ in pipeline.stage("step") for row in pass_.collectives())]
+        collectives += leaves.collectives()
         if collectives:
             collectives.insert(0, numeric_options(self.config))
             if self.reduce_gradients and node is not None:
@@ -102,21 +110,23 @@ class StepCompiler:
             compiled = INNER[self.config.inner](gm, example_inputs, step)
         self.report.add(record)
         warn_unmatched(self.report)
-        return self._guarded(compiled, record, collectives, placeholders, places)
+        return self._guarded(compiled, record, collectives, placeholders, places, leaves)
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, collectives: list[Any],
-                 placeholders: Sequence[Placeholder], updated: Sequence[int]) -> Callable[..., Any]:
+                 placeholders: Sequence[Placeholder], updated: Sequence[int], leaves: _Leaves) -> Callable[..., Any]:
         """Have the ranks compare what they will communicate wherever that is not what they communicated last.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
 
         Args:
             updated: the inputs that the end of the step writes; no other input may share their memory.
+            leaves: those whose gradients the graph returns beside what was captured.
         """
         compared = bool(collectives) and self.agreement is not None
         check_memory = _MemoryCheck(placeholders, updated) if updated else None
 
         def run(*args: Any) -> Any:
+            leaves.check(args)
             if self.captures_only:
                 raise Captured
             if check_memory is not None:
@@ -126,9 +136,48 @@ class StepCompiler:
                 self._num_switches += 1
                 self._running = collectives
             self.on_run()
-            return compiled(*args)
+            return leaves.taken_from(compiled(*args), args)
 
         return run
+
+
+class _Leaves:
+    """The leaves that a step does not update, and whose gradients its graph returns behind what was captured.
+
+    Args:
+        leaves: these inputs.
+        example_inputs: all inputs, when the graph was captured.
+        buckets, group: how gradients are averaged, and over which ranks; None where they are not.
+    """
+
+    def __init__(self, leaves: Sequence[Placeholder], example_inputs: Sequence[Any], buckets: BucketConfig | None,
+                 group: dist.ProcessGroup | None) -> None:
+        self._leaves, self._buckets, self._group = leaves, buckets, group
+        self._shared = [group is not None and not is_of_batch(leaf, example_inputs[leaf.index]) for leaf in leaves]
+
+    def collectives(self) -> list[Any]:
+        """Return what the ranks will communicate for these leaves."""
+        shared = [[p.name, list(p.shape), str(p.dtype)] for p in itertools.compress(self._leaves, self._shared)]
+        return [["gradients of leaves that are not updated", *shared]] if shared else []
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Refuse, in a call, what has a history by now, or hooks."""
+        for leaf in self._leaves:
+            check_leaf(leaf.name, args[leaf.index])
+
+    def taken_from(self, outputs: Sequence[Any], args: Sequence[Any]) -> Sequence[Any]:
+        """Add the gradients to the `.grad` of the leaves; return the other outputs."""
+        if not self._leaves:
+            return outputs
+        own, gradients = outputs[:-len(self._leaves)], unshared(outputs[-len(self._leaves):])
+        leaves = [args[leaf.index] for leaf in self._leaves]
+        if any(self._shared):
+            places = [place for place, shared in enumerate(self._shared) if shared]
+            means = averaged([gradients[i] for i in places], [leaves[i] for i in places], self._buckets, self._group, alike=True)
+            for place, mean in zip(places, means):
+                gradients[place] = mean
+        add_gradients(leaves, gradients)
+        return own
 
 
 class _MemoryCheck:

@@ -21,9 +21,11 @@ from .._torch import (
     dynamo_config,
     tree_map,
 )
+from .capture import local_name
 from .compiled_model import with_private_code
 
 _numbers = itertools.count()
+_EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 
 
@@ -153,6 +155,14 @@ class NotOneGraph(RuntimeError):
         self.reason = reason
 
 
+def has_history(name: str) -> NotOneGraph:
+    """Return the error of a loss that depends on a tensor which was computed, with gradients, outside of the step."""
+    reason = (f"the loss depends on {name}, which has a history (grad_fn): it was computed outside of the step from what "
+              "requires a gradient")
+    return NotOneGraph(f"apexfx: {reason}. Give the step {name}.detach(), or compute it inside of the objective, from a module "
+                       f"or a leaf; or {_IN_PIECES}, where gradients flow on into that history", reason)
+
+
 def meaning(text: str) -> Exception | None:
     """Return the error that says in the words of its user what a step cannot do with a loss; None for any other error."""
     if ours := re.search(r"apexfx: the (?:loss|objective)[^'\"\n]*", text):
@@ -193,6 +203,8 @@ def clear_errors() -> Iterator[None]:
             raise clearer from error
         if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
             raise RuntimeError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
+        if (external := _EXTERNAL.search(text)) is not None:
+            raise has_history(local_name(external[2])) from error
         if "consumed returned tensor's grad_fn" in text:
             text = ("the model keeps a tensor of this step for the next one, with its history; keep tensor.detach() instead. "
                     "torch.nn.utils.weight_norm and spectral_norm do this, those of torch.nn.utils.parametrizations do not. "

@@ -11,13 +11,13 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import not_traced, tensor_version
+from .._torch import not_traced, tensor_version, tree_leaves
 from ..buckets.reduce import reduce_gradients
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement
@@ -26,6 +26,8 @@ from .compiled_model import CompiledModel, with_private_code
 from .graph_compiler import GraphCompiler, Groups
 from .refusals import COMPILES_ITSELF
 from .step_function import add_gathered, apply_gradients, compute_gradients, gather, meaning
+from .step_leaves import add_gradients, averaged, check_leaf, leaves_of, unscaled
+from .step_objective import OfObjective
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +45,16 @@ class StepInPieces:
         groups: the process groups.
         agreement: among the ranks; None on one rank.
         stand_ins: the replacements of batch norms, which are in the model while it is called.
+        of_objective: what is trained of the objective.
         on_change: called before parameters, buffers or what was accumulated change, or once they have.
     """
 
     def __init__(self, model: nn.Module, config: TransformConfig, *, report: Report, groups: Groups,
-                 agreement: Agreement | None, stand_ins: Mapping[nn.Module, nn.Module], on_change: Callable[[], None]) -> None:
+                 agreement: Agreement | None, stand_ins: Mapping[nn.Module, nn.Module], of_objective: OfObjective,
+                 on_change: Callable[[], None]) -> None:
         self._model, self._report, self._stand_ins, self._on_change = model, report, stand_ins, on_change
-        self._buckets, self._group = config.buckets, groups.gradients
+        self._of_objective = of_objective
+        self._buckets, self._group, self._agreement = config.buckets, groups.gradients, agreement
         self._config = self._of_model(config)
         local = copy.copy(groups)
         local.gradients = None
@@ -57,17 +62,21 @@ class StepInPieces:
         self._compiled: CompiledModel | None = None
         self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's
         self._was_called = False
+        self._leaves: list[Tensor] = []  # that the step does not update
+        self._leaf_gradients: list[Tensor | None] = []
+        self._shared: list[bool] = []  # whether a leaf is that of all ranks
 
     def run_last(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
                  gathered: list[bool], states: list[Tensor], scalars: list[Tensor], scale: Tensor | None, calls: int, plan: str,
                  batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """Do as `run_step`."""
-        loss, rest, grads = self._gradients(objective, params, scale, batch)
+        loss, rest, grads = self._gradients(objective, params, scale, calls, batch)
         if calls > 1:
             grads = add_gathered(buffers, gathered, grads, calls)
         if any(g is not None for g in grads):  # otherwise the step is refused
             self._on_change()
         grads = self._averaged(params, grads)
+        self._add_to_leaves()
         if calls > 1:
             for buffer in buffers:
                 buffer.zero_()
@@ -76,8 +85,9 @@ class StepInPieces:
     def run_earlier(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
                     scale: Tensor | None, calls: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
         """Do as `run_accumulate`."""
-        loss, rest, grads = self._gradients(objective, params, scale, batch)
+        loss, rest, grads = self._gradients(objective, params, scale, calls, batch)
         self._on_change()
+        self._add_to_leaves()
         return loss, rest, gather(buffers, grads, calls)
 
     def _of_model(self, config: TransformConfig) -> TransformConfig:
@@ -89,13 +99,15 @@ class StepInPieces:
             config, ddp=False, process_group=config.process_group if config.sync_bn else None,
             passes=[p for p in config.passes if p.name not in left_out], skip=[s for s in config.skip if s not in left_out])
 
-    def _gradients(self, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None,
+    def _gradients(self, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None, calls: int,
                    batch: tuple[Any, ...]) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
         """Run forward and backward; a failure changes nothing but what the forward has written."""
         before = self._versions()
+        differentiate = functools.partial(self._differentiate, of_batch=set(map(id, tree_leaves(batch))))
         try:
             with self._compiled_forward():
-                found = compute_gradients(self._model, objective, params, scale, batch, self._differentiate)
+                found = compute_gradients(self._model, objective, params, scale, batch, differentiate)
+            self._leaf_gradients = [unscaled(g, scale, calls) for g in self._leaf_gradients]
         except BaseException as error:
             if self._versions() != before:
                 self._on_change()
@@ -114,23 +126,45 @@ class StepInPieces:
             log.warning(message)
         return found
 
-    def _differentiate(self, loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+    def _differentiate(self, loss: Tensor, params: list[Tensor], of_batch: Collection[int]) -> list[Tensor | None]:
         """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
-        held = {p: p.grad for p in (*self._model.parameters(), *params)}
-        for p in held:
+        trained = set(map(id, params))
+        reached = [leaf for leaf in leaves_of(loss) if id(leaf) not in trained]
+        for leaf in reached:
+            check_leaf(self._names().get(id(leaf), f"a leaf of shape {list(leaf.shape)}"), leaf)
+        leaves = {id(p): p for p in (*(p for p in self._model.parameters() if p.requires_grad), *reached)}
+        self._leaves = [leaf for leaf in leaves.values() if id(leaf) not in trained]
+        self._shared = [isinstance(leaf, nn.Parameter) or id(leaf) not in of_batch for leaf in self._leaves]
+        held = [(p, p.grad) for p in (*params, *self._leaves)]
+        for p, _ in held:
             p.grad = None
         try:
             loss.backward()
+            self._leaf_gradients = [leaf.grad for leaf in self._leaves]
             return [p.grad for p in params]
         finally:
-            for p, gradient in held.items():
+            for p, gradient in held:
                 p.grad = gradient
 
+    def _add_to_leaves(self) -> None:
+        """Add the gradients of what the step does not update to `.grad`, averaged unless they are of this rank's batch."""
+        if self._group is not None:
+            shared = [place for place, is_shared in enumerate(self._shared) if is_shared]
+            leaves = [self._leaves[i] for i in shared]
+            if self._agreement is not None:
+                self._agreement.ensure("leaves that require a gradient and are not updated",
+                                       [[list(leaf.shape), str(leaf.dtype)] for leaf in leaves])
+            means = averaged([self._leaf_gradients[i] for i in shared], leaves, self._buckets, self._group, alike=False)
+            for place, mean in zip(shared, means):
+                self._leaf_gradients[place] = mean
+        add_gradients(self._leaves, self._leaf_gradients)
+
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in self._model.named_parameters()}
+        return {id(p): name for name, p in (*self._model.named_parameters(), *self._of_objective.named_tensors()[0].items())}
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(id(t), tensor_version(t)) for t in (*self._model.parameters(), *self._model.buffers())]
+        return [(id(t), tensor_version(t)) for each in (self._model, self._of_objective)
+                for t in (*each.parameters(), *each.buffers())]
 
     @contextlib.contextmanager
     def _compiled_forward(self) -> Iterator[None]:

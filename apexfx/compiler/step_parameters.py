@@ -14,22 +14,26 @@ from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.broadcast import broadcast_from_first
 from .graph_compiler import Groups
+from .step_objective import OfObjective
 
 
-def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def trained_parameters(model: nn.Module, of_objective: OfObjective, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters of the optimizer that require a gradient.
 
     Raises:
-        ValueError: some are not the model's, are on another device, share memory, or have hooks; there are none.
+        ValueError: some are neither the model's nor the objective's, are on another device, share memory, or have hooks; there
+            are none.
     """
-    names = {id(p): name for name, p in model.named_parameters()}
+    of_objective.refresh(optimizer)
+    names = {id(p): name for name, p in (*model.named_parameters(), *of_objective.named_tensors()[0].items())}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in given if id(p) not in names]
     if foreign:
         shapes = ", ".join(str(list(p.shape)) for p in foreign[:3])
-        raise ValueError(f"apexfx: {type(optimizer).__name__} holds {len(foreign)} parameters that are not the model's "
-                         f"(of shape {shapes}{', ...' if len(foreign) > 3 else ''}). Give the optimizer the parameters of "
-                         "this model; what a loss function trains belongs into the model, as a submodule")
+        raise ValueError(f"apexfx: {type(optimizer).__name__} holds {len(foreign)} parameters that are neither the model's nor "
+                         f"the objective's (of shape {shapes}{', ...' if len(foreign) > 3 else ''}). Give the optimizer the "
+                         "parameters of this model, and of modules that the loss function or objective is, has as an attribute "
+                         "or names itself; register others in the model, or give them an optimizer of their own")
     trained = [p for p in given if p.requires_grad]
     if not trained:
         raise ValueError(f"apexfx: {type(optimizer).__name__} holds no parameter that requires a gradient")
@@ -40,7 +44,7 @@ def trained_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
         raise ValueError(f"apexfx: a hook is registered on parameter {hooked[0]!r} (register_hook or "
                          "register_post_accumulate_grad_hook), which a training step as one graph would not run; remove it, "
                          "or train with apexfx.transform() and the optimizer's own step()")
-    _check_memory(model, {id(p) for p in trained})
+    _check_memory(model, of_objective, {id(p) for p in trained})
     return trained
 
 
@@ -50,21 +54,23 @@ def missed_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> str
     missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if not missed:
         return ""
-    return (f"apexfx: {len(missed)} parameters require a gradient and are in no group of the optimizer, so the step trains them "
-            f"not: {', '.join(missed[:5])}{', ...' if len(missed) > 5 else ''}")
+    return (f"apexfx: {len(missed)} parameters require a gradient and are in no group of the optimizer. The step does not update "
+            "them; as in eager, it adds their gradients to .grad, for another optimizer to apply and clear "
+            f"(requires_grad_(False) saves computing them): {', '.join(missed[:5])}{', ...' if len(missed) > 5 else ''}")
 
 
-def _check_memory(model: nn.Module, trained: set[int]) -> None:
-    """Refuse a trained parameter that shares memory with another tensor of the model: their updates would meet there.
+def _check_memory(model: nn.Module, of_objective: OfObjective, trained: set[int]) -> None:
+    """Refuse a trained parameter that shares memory with another tensor: their updates would meet there.
 
     Args:
         trained: ids of the parameters.
     """
-    named = [*model.named_parameters(), *model.named_buffers()]
+    parameters, buffers = of_objective.named_tensors()
+    named = [*model.named_parameters(), *model.named_buffers(), *parameters.items(), *buffers.items()]
     for one, other in overlapping([tensor for _, tensor in named]):
         if trained & {id(named[one][1]), id(named[other][1])}:
-            raise ValueError(f"apexfx: {named[one][0]!r} and {named[other][0]!r} of the model share memory and are two tensors, "
-                             "each of which would be updated as if it were alone; register one Parameter under both names")
+            raise ValueError(f"apexfx: {named[one][0]!r} and {named[other][0]!r} share memory and are two tensors, each "
+                             "of which would be updated as if it were alone; register one Parameter under both names")
 
 
 def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
@@ -82,12 +88,15 @@ def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             yield place, other
 
 
-def agree_on_model(model: nn.Module, groups: Groups, buckets: BucketConfig | None) -> Agreement | None:
-    """Compare the model over the ranks, and copy what it holds from rank 0."""
+def agree_on_model(model: nn.Module, of_objective: OfObjective, groups: Groups,
+                   buckets: BucketConfig | None) -> Agreement | None:
+    """Compare the model, and what is trained of the objective, over the ranks, and copy what they hold from rank 0."""
+    parameters, others = of_objective.named_tensors()
     if buckets is not None:
-        check_options(buckets, dict(model.named_parameters(remove_duplicate=False)), dist.get_world_size(groups.gradients))
+        check_options(buckets, {**dict(model.named_parameters(remove_duplicate=False)), **parameters},
+                      dist.get_world_size(groups.gradients))
     agreement = None
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **parameters, **others}
     if groups.user is not None and dist.get_world_size(groups.user) > 1 and dist.get_backend(groups.user) != "fake":
         agreement = Agreement(groups.user, Label(groups.user, "train_step"), (buckets or BucketConfig()).timeout_s,
                               getattr(groups.gradients or groups.batch_norm, "watchdog", None))

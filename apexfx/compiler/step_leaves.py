@@ -1,0 +1,128 @@
+"""Leaves that a training step does not update, and whose gradients it adds to `.grad` as a backward does.
+
+Parameters of another optimizer, a tensor in a closure, an input that requires a gradient. `torch.autograd.grad` in the captured
+function knows the optimizer's parameters alone: which other leaves a loss depends on is known once it was captured, and the
+backend has the graph return their gradients too.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+
+from .._torch import has_gradient_hooks
+from ..buckets.reduce import reduce_gradients
+from ..config import BucketConfig
+from ..graph.inputs import Placeholder
+from ..graph.nodes import call, fake_mode, set_value, value
+from .step_function import has_history
+from .step_scale import SCALE
+
+_BATCH = "L['batch']"  # where the traced function holds it
+
+
+def leaves_of(loss: Tensor) -> list[Tensor]:
+    """Return the leaves that a loss depends on and that require a gradient, each once."""
+    nodes, seen = [loss.grad_fn], {loss.grad_fn}
+    for node in nodes:
+        following = [n for n, _ in node.next_functions if n is not None] if node is not None else []
+        nodes += [n for n in dict.fromkeys(following) if n not in seen]
+        seen.update(following)
+    return [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
+
+
+def return_gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder], calls: int) -> list[Placeholder]:
+    """Have a captured step return the gradients of the other leaves that its loss depends on, behind what it returns.
+
+    Args:
+        gm: the graph, its inputs annotated.
+        placeholders: its inputs, in order.
+        calls: how many calls accumulate.
+
+    Returns:
+        The leaves, in order.
+    """
+    [grad] = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+    nodes = gm.graph.find_nodes(op="placeholder")
+    loss, trained = grad.args[:2]
+    depends = set(map(id, leaves_of(value(loss))))
+    others = [p for p, node in zip(placeholders, nodes) if id(value(node)) in depends and node not in trained]
+    if not others:
+        return []
+    scale = next((nodes[p.index] for p in placeholders if p.kind == "state" and p.name == SCALE), None)
+    inputs = [*trained, *(nodes[p.index] for p in others)]
+    grad.args = (loss, inputs, *grad.args[2:])
+    set_value(grad, (*value(grad), *(torch.empty_like(value(nodes[p.index])) for p in others)))
+    output, mode, gradients = gm.graph.output_node(), fake_mode(gm.graph), []
+    with gm.graph.inserting_before(output):
+        for place in range(len(trained), len(inputs)):
+            gradient = call(gm.graph, operator.getitem, (grad, place), like=grad, mode=mode)
+            gradients.append(call(gm.graph, unscaled, (gradient, scale, calls), like=grad, mode=mode))
+    output.args = ((*output.args[0], *gradients),)
+    gm.recompile()
+    return others
+
+
+def unscaled(gradient: Tensor | None, scale: Tensor | None, calls: int) -> Tensor | None:
+    """Return the share of a gradient in the average over the calls, in memory of its own: it may be that of a parameter."""
+    if gradient is None:  # the loss depends on the leaf by a function whose backward says None
+        return None
+    gradient = gradient / calls if calls > 1 else gradient
+    return (gradient * scale.reciprocal()).to(gradient.dtype) if scale is not None else gradient.clone()
+
+
+def is_of_batch(leaf: Placeholder, tensor: Tensor) -> bool:
+    """Return whether a leaf belongs to one rank's batch, so that no other rank has a share in its gradient."""
+    return leaf.source.startswith(_BATCH) and not isinstance(tensor, nn.Parameter)
+
+
+def check_leaf(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with a history, and hooks that would not run.
+
+    Raises:
+        NotOneGraph, ValueError: it names the tensor.
+    """
+    if tensor.grad_fn is not None:
+        raise has_history(name)
+    if has_gradient_hooks(tensor):
+        raise ValueError(f"apexfx: a hook is registered on {name!r} (register_hook or register_post_accumulate_grad_hook), which "
+                         "a training step would not run; remove it, or train with apexfx.transform()")
+
+
+def unshared(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return gradients that left a graph, each in memory of its own: Inductor returns one buffer for two that are equal."""
+    own: list[Tensor | None] = []
+    taken: set[int] = set()
+    for gradient in gradients:
+        own.append(gradient.clone() if gradient is not None and gradient.data_ptr() in taken else gradient)
+        taken.update([gradient.data_ptr()] if gradient is not None else [])
+    return own
+
+
+def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    """Add to the `.grad` of each leaf, as a backward does; None adds nothing."""
+    for leaf, gradient in zip(leaves, gradients):
+        if gradient is not None and leaf.grad is not None:
+            leaf.grad.add_(gradient)
+        elif gradient is not None:
+            leaf.grad = gradient
+
+
+def averaged(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], buckets: BucketConfig, group: dist.ProcessGroup, *,
+             alike: bool) -> list[Tensor | None]:
+    """Return the averages of gradients over the ranks, which may be written; None where no rank has one.
+
+    Args:
+        leaves: what they belong to; as many of the same shapes on every rank, each of which has to call this.
+        alike: whether all ranks have gradients of the same leaves; otherwise they compare first.
+    """
+    holders = {f"{place}": leaf.detach() for place, leaf in enumerate(leaves)}
+    for holder, gradient in zip(holders.values(), gradients):
+        holder.grad = gradient
+    reduce_gradients(holders, buckets, group, [g is not None for g in gradients] if alike else None)
+    return [holder.grad for holder in holders.values()]

@@ -1,0 +1,86 @@
+"""What an objective brings along: the modules and parameters of a loss that are trained with the model's."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import registries
+
+_DEPTH = 6  # of objects, containers and functions below the objective
+
+
+class OfObjective(nn.Module):
+    """Registers the modules and parameters of an objective that an optimizer holds, by the names that they have there.
+
+    Looked through are attributes, lists and dictionaries, closures, the globals that a function names, what a method is bound to,
+    and the arguments of `functools.partial`.
+
+    Args:
+        objective: the user's.
+        model: of which nothing is registered.
+    """
+
+    def __init__(self, objective: Any, model: nn.Module) -> None:
+        super().__init__()
+        self._roots = [objective, model]  # a list, so that neither is registered
+
+    def refresh(self, optimizer: torch.optim.Optimizer) -> None:
+        """Register what the optimizer holds by now."""
+        held, (objective, model) = registries(self), self._roots
+        for registry in held:
+            registry.clear()
+        own = set(map(id, model.parameters()))
+        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]} - own
+        todo, seen = [("", objective, 0)], {id(model)}
+        for path, each, depth in todo:
+            if id(each) in seen or not wanted:
+                continue
+            seen.add(id(each))
+            is_module, is_tensor = isinstance(each, nn.Module), isinstance(each, Tensor)
+            inside = set(map(id, each.parameters())) if is_module else {id(each)}
+            if (is_module or is_tensor) and inside & wanted and not inside & own:
+                (held.modules if is_module else held.parameters)[self._free_name(path)] = each
+                wanted -= inside
+            elif inside & wanted or not is_module and not is_tensor and depth < _DEPTH:
+                todo += [(".".join(filter(None, (path, name))), part, depth + 1) for name, part in _parts(each)]
+
+    def named_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return parameters and buffers under names that are none of the model's."""
+        prefix = "objective"
+        while hasattr(self._roots[1], prefix):
+            prefix += "_"
+        return dict(self.named_parameters(prefix)), dict(self.named_buffers(prefix))
+
+    def _free_name(self, path: str) -> str:
+        name = path.replace(".", "_") or "objective"
+        while hasattr(self, name):
+            name += "_"
+        return name
+
+
+def _parts(each: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, what an object refers to); no name where it would be one of Python's."""
+    if isinstance(each, nn.Module):
+        yield from (*each.named_parameters(recurse=False), *each.named_children())
+    elif isinstance(each, dict):
+        yield from ((str(key), part) for key, part in each.items())
+    elif isinstance(each, (list, tuple)):
+        yield from ((str(place), part) for place, part in enumerate(each))
+    elif isinstance(each, functools.partial):
+        yield from (("", each.func), *((str(i), part) for i, part in enumerate(each.args)), *each.keywords.items())
+    elif isinstance(each, types.MethodType):
+        yield from (("", each.__self__), ("", each.__func__))
+    elif isinstance(each, types.FunctionType):
+        if not str(each.__module__).startswith("torch."):
+            names = inspect.getclosurevars(each)
+            yield from (*names.nonlocals.items(), *names.globals.items(), *(each.__kwdefaults__ or {}).items())
+            yield from (("", default) for default in each.__defaults__ or ())
+    elif not isinstance(each, (type, types.ModuleType, torch.optim.Optimizer)) and hasattr(each, "__dict__"):
+        yield from vars(each).items()
