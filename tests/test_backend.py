@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from torch import nn
 
 import apexfx
 from tests.backward_graphs import TwoGraphs
+from tests.test_transform import gradients_of_leaves
 
 OPTIONS = {"opt_level": "O0", "inner": "eager"}
 
@@ -36,3 +38,15 @@ def test_nothing_outlives_the_compiled_model():
     torch._dynamo.reset()
     gc.collect()
     assert report() is None
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["the model", "the loss too"])
+def test_leaves_that_are_not_the_models_get_the_gradients_of_the_source(whole):
+    def compiled(model, loss):
+        if whole:
+            return torch.compile(lambda x, t: loss(model(x), t), backend="apex", options=dict(OPTIONS))
+        model = torch.compile(model, backend="apex", options=dict(OPTIONS))
+        return lambda x, t: loss(model(x), t)
+
+    expected = gradients_of_leaves(lambda model, loss: lambda x, t: loss(model(x), t))
+    torch.testing.assert_close(gradients_of_leaves(compiled), expected, rtol=0, atol=0)

@@ -217,3 +217,54 @@ def test_the_signature_shows_options_and_defaults():
     parameters = inspect.signature(apexfx.transform).parameters
     assert list(parameters)[:2] == ["model", "opt_level"] and parameters["opt_level"].default == "O1"
     assert all(p.kind == p.KEYWORD_ONLY for name, p in parameters.items() if name != "model")
+
+
+# ---- leaves that are not the model's -----------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    """Reads a leaf that it has not registered."""
+
+    def __init__(self, leaf):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.kept = nn.Linear(4, 4), [leaf]
+
+    def forward(self, x):
+        return self.linear(x) * self.kept[0]
+
+
+class Temperature(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, y, t):
+        return F.mse_loss(y * self.log.exp(), t)
+
+
+def gradients_of_leaves(compiled):
+    """Return the gradients of a leaf that the model reads, of the loss, of what computed a batch, and of a batch.
+
+    Args:
+        compiled: (model, loss) -> a function of a batch and its targets that returns the loss.
+    """
+    generator = torch.Generator().manual_seed(0)
+    leaf = torch.randn(4, generator=generator).requires_grad_()
+    model, loss = Scaled(leaf), Temperature()
+    encoder, inputs = nn.Linear(4, 4), []
+    call = compiled(model, loss)
+    for place in range(3):
+        x, t = torch.randn(3, 4, generator=generator), torch.randn(3, 4, generator=generator)
+        inputs.append(encoder(x) if place == 2 else x.requires_grad_(place == 1))
+        call(inputs[-1], t).backward()
+    return [leaf.grad, loss.log.grad, inputs[1].grad, *(p.grad for m in (encoder, model) for p in m.parameters())]
+
+
+def test_leaves_that_are_not_the_models_get_the_gradients_of_the_source():
+    def compiled(model, loss):
+        model = transformed(model)
+        return lambda x, t: loss(model(x), t)
+
+    expected = gradients_of_leaves(lambda model, loss: lambda x, t: loss(model(x), t))
+    torch.testing.assert_close(gradients_of_leaves(compiled), expected, rtol=0, atol=0)

@@ -337,3 +337,23 @@ def test_a_destroyed_group_leaves_no_threads(rank, world_size):
         dist.barrier()
         counts.append(len(os.listdir("/proc/self/task")))
     assert max(counts[2:]) <= counts[1], counts
+
+
+@on_ranks(2)
+def test_leaves_that_are_not_the_models_stay_local_as_under_torch_ddp(rank, world_size):
+    torch.manual_seed(0)
+    net, encoder, temperature = nn.Linear(8, 4), nn.Linear(8, 8), torch.nn.Parameter(torch.tensor(0.5))
+    theirs, their_encoder, their_temperature = copy.deepcopy((net, encoder, temperature))
+    model = apexfx.transform(net, opt_level="O0", inner="eager", ddp=True)
+    wrapped = nn.parallel.DistributedDataParallel(theirs)
+    generator = torch.Generator().manual_seed(rank)
+    for place in range(3):
+        x = torch.randn(3, 8, generator=generator)
+        y = x.clone()
+        for call, each, history, scale in ((model, x, encoder, temperature), (wrapped, y, their_encoder, their_temperature)):
+            each.requires_grad_(place == 1)
+            (call(history(each) if place == 2 else each) * scale.exp()).square().mean().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+    for ours, p in zip((*net.parameters(), *encoder.parameters(), temperature),
+                       (*theirs.parameters(), *their_encoder.parameters(), their_temperature)):
+        torch.testing.assert_close(ours.grad, p.grad)
