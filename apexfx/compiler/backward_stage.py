@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from .._torch import CustomGraphPass, inductor_config
 from ..graph import printing
 from ..graph.inputs import Placeholder, apply_node, is_backward
+from ..graph.nodes import size_hint
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from . import cache, capture
@@ -127,8 +128,8 @@ def _random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:
 
 def _random_like(val: Any, generator: torch.Generator) -> Any:
     if not isinstance(val, Tensor):
-        return int(val) if isinstance(val, (int, torch.SymInt)) else val
-    shape, stride = [int(s) for s in val.shape], [int(s) for s in val.stride()]
+        return size_hint(val) if isinstance(val, torch.SymInt) else val  # int() of it would compile the graph for this size alone
+    shape, stride = list(map(size_hint, val.shape)), list(map(size_hint, val.stride()))
     made = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
     if val.dtype.is_floating_point:
         return made.copy_(torch.rand(shape, generator=generator) + 0.5)

@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import fx, nn
 
 from .. import passes
-from .._torch import FakeTensor, dynamo_source, process_group_timeout
+from .._torch import dynamo_source, process_group_timeout
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.gradient_sync import GradientSync
@@ -39,6 +39,7 @@ from .mixed_dtypes import check_float64
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .refusals import check_inputs, check_not_in_ddp, check_not_sharded
+from .verification import real_inputs
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class GraphCompiler:
         touched = written_storages(gm)
         written = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(value(node)) & touched]
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
-        forward = pipeline.run("forward", gm, inputs=_real_inputs(example_inputs))
+        forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
         record = GraphReport(len(self.report.graphs), trains, forward,
                              parameters=tuple(p.name for p in placeholders if p.kind == "param"),
                              local=not self.reduce_gradients)
@@ -243,13 +244,6 @@ class GraphCompiler:
                 sync.on_training_forward()
 
         return before_run
-
-
-def _real_inputs(example_inputs: Sequence[Any]) -> Callable[[], Sequence[Any]] | None:
-    """Return what makes a fresh copy of the inputs, or None where Dynamo gave fakes."""
-    if any(isinstance(x, FakeTensor) for x in example_inputs):
-        return None
-    return lambda: [x.detach().clone() if isinstance(x, Tensor) else x for x in example_inputs]
 
 
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:

@@ -78,7 +78,7 @@ class Pipeline:
             gm.recompile()
         ms = 1e3 * (time.perf_counter() - start)
         invariants.check(gm, stage=stage, pass_name=pass_.name)
-        if before is not None and result.modified:
+        if before is not None and (result.modified or verification.differ(before, gm)):
             verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
         ops_after, artifacts = count_ops(gm), pass_.artifacts()
         report = PassReport(

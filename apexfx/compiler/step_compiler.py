@@ -29,6 +29,7 @@ from .pipeline import Pipeline, warn_unmatched
 from .refusals import check_inputs
 from .step_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
 from .step_parameters import overlapping
+from .verification import real_inputs
 
 _MOST_SEEN = 10_000  # pieces of memory
 
@@ -84,7 +85,7 @@ class StepCompiler:
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget)
         pipeline = Pipeline(passes.schedule(self.config, context), verify=self.config.verify, strict=self.config.fullgraph)
-        forward = pipeline.run("forward", gm)
+        forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
         record = GraphReport(len(self.report.graphs), True, forward,
                              parameters=tuple(p.name for p in placeholders if p.kind == "param"),
                              local=not self.reduce_gradients)
