@@ -728,6 +728,7 @@ def test_two_optimizers_of_a_generative_adversarial_network():
             (d if part == "d" else g)(*batch)
             objective(reference, *batch).backward()
             theirs[part].step()
+            reference[part].zero_grad()  # a step leaves no gradients of its own
             other = "g" if part == "d" else "d"
             assert_same([p.grad for p in model[other].parameters()], [p.grad for p in reference[other].parameters()], **ROUNDING)
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)

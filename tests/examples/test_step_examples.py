@@ -101,6 +101,7 @@ def test_each_step_of_the_gan_trains_its_own_half(capsys):
     for step, batch, trained in ((defined["discriminator_step"], (defined["real"], noise), "discriminator"),
                                  (defined["generator_step"], (noise,), "generator")):
         before = copy.deepcopy(gan)
+        gan.discriminator.requires_grad_(trained == "discriminator")
         step(*batch)
         pairs = zip(gan.named_parameters(), before.parameters())
         changed = {name.split(".")[0] for (name, p), q in pairs if not torch.equal(p, q)}
