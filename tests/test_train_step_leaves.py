@@ -12,7 +12,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from apexfx.compiler.step_leaves import unshared
 from tests.test_train_step import ROUNDING, SGD, assert_same
+from tests.test_train_step_fallback import fails
 
 WIDTH = 4
 
@@ -139,6 +141,39 @@ def test_gradients_are_memory_of_their_own(inner):
     train_eagerly(reference, 3)
     assert_same_program(program, reference)
     assert len({leaf.grad.data_ptr() for leaf in (program.first, program.second, program.free)}) == 3
+
+
+@pytest.mark.parametrize("fallback", [None, "transform"])
+def test_a_leaf_may_have_a_sparse_gradient(fallback):
+    torch.manual_seed(0)
+    table, model = nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+    reference = copy.deepcopy((table, model))
+
+    def loss(model, rows, table):
+        return model(table(rows)).square().mean()
+
+    def objective(model, rows):
+        if fallback:
+            torch._dynamo.graph_break()
+        return loss(model, rows, table)
+
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0", inner="eager",
+                             fallback=fallback)
+    theirs = SGD(reference[1].parameters(), lr=0.1)
+    for rows in (torch.tensor([0, 1]), torch.tensor([1, 3])):
+        step(rows)
+        theirs.zero_grad()
+        loss(reference[1], rows, reference[0]).backward()
+        theirs.step()
+    assert table.weight.grad.is_sparse
+    assert_same(table.weight.grad.to_dense(), reference[0].weight.grad.to_dense(), **ROUNDING)
+
+
+def test_one_buffer_is_not_the_gradient_of_two_leaves():
+    one, other = torch.ones(2), torch.ones(2)
+    first, second, third, fourth = unshared([one, None, one.view(2), other])
+    assert first is one and second is None and fourth is other
+    assert torch.equal(third, one) and third.data_ptr() != one.data_ptr()
 
 
 def test_a_step_without_other_leaves_returns_nothing_more():
@@ -368,8 +403,24 @@ def test_a_state_from_before_parameters_of_the_loss_were_trained_is_loaded(caplo
         loss_fn.log.fill_(3.0)
     step.load_state_dict(state)
     assert loss_fn.log == 3.0 and "nothing of the objective" in caplog.text
+    before = copy.deepcopy(step.state_dict())
+    other = {name: torch.ones_like(tensor) for name, tensor in state["model"].items()}
     with pytest.raises(RuntimeError, match="Unexpected key"):
-        step.load_state_dict({**state, "objective": {"loss_fn.other": torch.zeros(())}})
+        step.load_state_dict({**state, "model": other, "objective": {"loss_fn.other": torch.zeros(())}})
+    assert_same(step.state_dict(), before)
+
+
+def test_a_buffer_of_the_loss_that_a_failed_step_has_changed_is_told():
+    class FailsInBackward(CountingTemperature):
+        def forward(self, y, t):
+            return super().forward(fails(y), t)
+
+    step, loss_fn = with_loss(loss_fn=FailsInBackward(), fallback="transform")
+    with pytest.raises(ArithmeticError, match="in backward"):
+        step(*(each.detach() for each in Program().batch(0)))
+    assert loss_fn.calls == 1
+    with pytest.raises(RuntimeError, match="earlier step failed after it had begun to change"):
+        step(*(each.detach() for each in Program().batch(0)))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])

@@ -96,11 +96,13 @@ def check_leaf(name: str, tensor: Tensor) -> None:
 
 def unshared(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return gradients that left a graph, each in memory of its own: Inductor returns one buffer for two that are equal."""
-    own: list[Tensor | None] = []
-    taken: set[int] = set()
-    for gradient in gradients:
-        own.append(gradient.clone() if gradient is not None and gradient.data_ptr() in taken else gradient)
-        taken.update([gradient.data_ptr()] if gradient is not None else [])
+    own, taken = list(gradients), set()
+    for place, gradient in enumerate(own):
+        if gradient is None or gradient.layout != torch.strided:
+            continue
+        if gradient.data_ptr() in taken:
+            own[place] = gradient.clone()
+        taken.add(gradient.data_ptr())
     return own
 
 
