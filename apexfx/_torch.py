@@ -69,15 +69,13 @@ from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_po
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
-
-# Given True, what saved tensors go through here, as under an activation checkpoint, or None. Not
-# wrapped: asked once for every weight that is cast.
-top_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 
 # The stack of torch function modes of this thread: how many are on, take the topmost off, put one on.
 function_mode_depth = torch._C._len_torch_function_stack
 pop_function_mode = torch._C._pop_torch_function_stack
 push_function_mode = torch._C._push_on_torch_function_stack
+function_modes = torch.overrides._get_current_function_mode_stack  # bottom first
 
 # How many torch dispatch modes of this thread are on: fake tensors, a tracer, functionalization, a user's.
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
@@ -413,3 +411,22 @@ def update_loss_scale(
 ) -> None:
     """Back `scale` off, or count to `interval` in `growth` and grow it, on the device."""
     torch._amp_update_scale_(scale, growth, found_inf, factor, backoff, interval)
+
+
+def replace_recomputed(replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Have every activation checkpoint recompute `replacement(function)` in backward, and not `function`.
+
+    `replacement` is called as the forward of the checkpoint begins. torch itself carries autocast and the default device over;
+    `context_fn` is for whoever calls the checkpoint, and `use_reentrant=True` has none.
+    """
+    forward, init = CheckpointFunction.forward, _CheckpointFrame.__init__
+
+    @functools.wraps(forward)
+    def replaced_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:  # use_reentrant=True
+        return forward(ctx, replacement(run_function), *args)
+
+    @functools.wraps(init)
+    def replaced_init(self: Any, recompute_fn: Callable[..., Any], *args: Any) -> None:
+        init(self, replacement(recompute_fn), *args)
+
+    CheckpointFunction.forward, _CheckpointFrame.__init__ = staticmethod(replaced_forward), replaced_init

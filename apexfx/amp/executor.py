@@ -1,13 +1,15 @@
 """O1 without a compiler: the shared rule table, executed on running code by a `TorchFunctionMode`.
 
-The mode is on while the forward of an initialised model runs, in the thread that runs it, and nowhere else: no function
-of torch is replaced, and code outside the model keeps its dtypes.
+The mode is on while the forward of an initialised model runs, in the thread that runs it, and where an activation checkpoint
+recomputes a part of it. Code outside the model keeps its dtypes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from .._torch import function_mode_depth, pop_function_mode, push_function_mode
+from .._torch import function_mode_depth, function_modes, pop_function_mode, push_function_mode, replace_recomputed
 from ..graph.op_names import canonical_name
 from ..precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
-from .cast_plan import FLOAT32_LIMITS, CastPlan, following, gives_float32_limits, mark
+from .cast_plan import FLOAT32_LIMITS, USER_CAST, CastPlan, following, gives_float32_limits, mark
 from .eager_ledger import EagerLedger
 from .weight_cache import WeightCache
 
@@ -59,6 +61,7 @@ class CastExecutor(TorchFunctionMode):
         self.deactivated = False
         self._plans: dict[Any, Call | None] = {}
         self.thread = _Thread()
+        _recompute_under_casts()
 
     # ---- on and off -------------------------------------------------------------------------------------------------
 
@@ -90,6 +93,16 @@ class CastExecutor(TorchFunctionMode):
         if self.thread.depth == 0:
             self.cache.drop_passing()
         pop_function_mode()
+
+    @contextlib.contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """Be on, as in the forward that is recomputed, whatever this thread has disabled since."""
+        disabled, self.thread.disabled = self.thread.disabled, 0
+        try:
+            with self:
+                yield
+        finally:
+            self.thread.disabled = disabled
 
     # ---- one call ---------------------------------------------------------------------------------------------------
 
@@ -134,30 +147,33 @@ class CastExecutor(TorchFunctionMode):
         return CastExecutor, (self.half, self.user_rules)
 
 
-class BackwardMode(TorchFunctionMode):
-    """Turns the executor on for backward passes only, where checkpoints recompute what ran under it."""
+@functools.cache
+def _recompute_under_casts() -> None:
+    """Have the activation checkpoints of this process recompute under the executors of their forward."""
+    replace_recomputed(_under_the_same_casts)
 
-    def __init__(self, executor: CastExecutor) -> None:
-        super().__init__()
-        self.executor = executor
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is Tensor.backward:
-            return self._backward(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def _under_the_same_casts(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` such that it runs under the executors of this moment, in whichever thread, and with the same marks."""
+    executors = [mode for mode in function_modes() if isinstance(mode, CastExecutor) and mode.enabled]
+    if not executors:
+        return function
+    marks: list[list[str]] = []
 
-    def _backward(
-        self, tensor: Tensor, gradient: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-    ) -> None:
-        # A mode is off inside the functions it intercepts, and every way into the engine is one of them, except with
-        # gradient edges in place of tensors.
-        if inputs is not None or tensor.grad_fn is None or (gradient is None and tensor.numel() != 1):
-            torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
-            return
-        gradient = torch.ones_like(tensor) if gradient is None else gradient
-        edge = torch.autograd.graph.get_gradient_edge(tensor)
-        with self.executor:
-            torch.autograd.backward(edge, gradient, retain_graph, create_graph)
+    def run(*args: Any) -> Any:
+        if not marks:
+            marks.extend([name for name in (USER_CAST, FLOAT32_LIMITS) if hasattr(value, name)] for value in args)
+        for value, names in zip(args, marks):  # a checkpoint may give other tensors of the same values
+            for name in names:
+                setattr(value, name, True)
+        on = function_modes()
+        with contextlib.ExitStack() as stack:
+            for executor in executors:
+                if executor not in on:
+                    stack.enter_context(executor.recomputing())
+            return function(*args)
+
+    return run
 
 
 class PersistentMode:

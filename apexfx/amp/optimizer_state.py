@@ -45,6 +45,8 @@ class AmpOptimizerState:
         self.all_fp32_from_fp32_params: list[Tensor] = []
         self.all_fp16_grad_stash: list[Tensor | None] = []
         self.all_fp32_grad_stash: list[Tensor | None] = []
+        self._frozen: list[Tensor] = []
+        self._ids: list[int] = []  # of what the optimizer's groups held when they were last taken in
         self._reconciled = False
 
     @property
@@ -53,13 +55,29 @@ class AmpOptimizerState:
 
     # ---- parameters -------------------------------------------------------------------------------------------------
 
-    def adopt(self, group: dict[str, Any]) -> dict[Tensor, Tensor]:
-        """Take in the parameters of a group, put masters in place of half ones; return {model parameter: master}."""
+    def adopt_all(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take in what the optimizer's groups hold, once more where they changed or a parameter was unfrozen since."""
+        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+        if ids == self._ids and not any(p.requires_grad for p in self._frozen):
+            return
+        self._frozen = []
+        for number, group in enumerate(optimizer.param_groups):
+            for parameter, master in self.adopt(group, number).items():
+                if parameter in optimizer.state:
+                    optimizer.state[master] = optimizer.state.pop(parameter)
+        self._ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
+
+    def adopt(self, group: dict[str, Any], number: int) -> dict[Tensor, Tensor]:
+        """Take in the new parameters of a group, put masters in place of half ones; return {model parameter: master}."""
         halves: list[Tensor] = []
         masters: list[Tensor] = []
         others: list[Tensor] = []
+        known = {*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params}
         for i, parameter in enumerate(group["params"]):
+            if parameter in known:
+                continue
             if not parameter.requires_grad:
+                self._frozen.append(parameter)
                 continue
             if not parameter.is_floating_point():
                 raise TypeError(f"Optimizer's parameters must be floating tensors. Received {parameter.dtype}")
@@ -70,9 +88,10 @@ class AmpOptimizerState:
             group["params"][i] = master
             halves.append(parameter)
             masters.append(master)
-        self.fp16_groups.append(halves)
-        self.fp32_from_fp16_groups.append(masters)
-        self.fp32_from_fp32_groups.append(others)
+        for groups, added in ((self.fp16_groups, halves), (self.fp32_from_fp16_groups, masters),
+                              (self.fp32_from_fp32_groups, others)):
+            groups += [[] for _ in range(len(groups), number + 1)]
+            groups[number] += added
         self.all_fp16_params += halves
         self.all_fp32_from_fp16_params += masters
         self.all_fp32_from_fp32_params += others

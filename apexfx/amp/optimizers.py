@@ -52,7 +52,7 @@ class AmpOptimizer:
                 raise TypeError("optimizer parameters need to be organized in ordered collections, but the ordering of "
                                 "tensors in sets will change between runs. Please use a list instead.")
             param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
-            stash.adopt(param_group)
+            stash.adopt(param_group, len(self.param_groups))  # type: ignore[attr-defined]
         super().add_param_group(param_group)  # type: ignore[misc]
 
     # ---- names that downstream code reaches for ---------------------------------------------------------------------
@@ -100,10 +100,7 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
     if hasattr(optimizer, "_amp_stash"):
         raise RuntimeError("A given optimizer should only be passed through amp.initialize once.")
     stash = AmpOptimizerState(session, master_weights=master_weights)
-    for group in optimizer.param_groups:
-        for parameter, master in stash.adopt(group).items():
-            if parameter in optimizer.state:
-                optimizer.state[master] = optimizer.state.pop(parameter)
+    stash.adopt_all(optimizer)
     if master_weights:
         for parameter in (*stash.all_fp16_params, *stash.all_fp32_from_fp32_params):
             parameter.grad = None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._amp_state import _amp_state
-from .executor import BackwardMode, CastExecutor, PersistentMode
+from .executor import CastExecutor, PersistentMode
 from .legacy_wrapper import OptimWrapper
 from .optimizers import unwrap
 from .session import Session
@@ -54,7 +54,6 @@ class scale_loss:  # Apex's name of a context manager
         self._loss_id = loss_id
         self._delay_unscale = delay_unscale
         self._delay_overflow_check = delay_overflow_check
-        self._mode: BackwardMode | None = None
         self._session: Session | None = None
 
     def __enter__(self) -> Tensor:
@@ -71,22 +70,18 @@ class scale_loss:  # Apex's name of a context manager
             optimizer._amp_stash.master_weights for optimizer in self._optimizers
         )
         self._prepared = []
+        for optimizer in self._optimizers:
+            optimizer._amp_stash.adopt_all(optimizer)
         if not self._plain and not self._delay_unscale:
             for optimizer in self._optimizers:
                 if not optimizer._amp_stash.params_have_scaled_gradients:
                     optimizer._amp_stash.prepare()
                     self._prepared.append(optimizer)
-        executor = session.executor
-        if executor is not None and executor.cache.recomputes:
-            self._mode = BackwardMode(executor)
-            self._mode.__enter__()
         if self._plain:
             return self._loss if self._loss.dtype == torch.float32 else self._loss.float()
         return self._scaler.scaled(self._loss)
 
     def __exit__(self, kind: Any, exception: Any, traceback: Any) -> None:
-        if self._mode is not None:
-            self._mode.__exit__(kind, exception, traceback)
         session = self._session
         if session is None or not session.properties.enabled:
             return

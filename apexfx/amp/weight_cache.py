@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, is_grad_enabled
 
-from .._torch import tensor_version, top_saved_tensor_hooks
+from .._torch import tensor_version
 
 # The parameter, its version and address when it was cast, the cast, and whether it was made for training.
 _Entry = tuple[Tensor, int, int, Tensor, bool]
@@ -17,15 +17,11 @@ class WeightCache:
     A cast made without gradients serves until the outermost forward ends, so that evaluation holds no second copy of
     the weights and sees every edit; one made for training serves until `clear`. A cast whose graph is not what the
     moment asks for (made under `no_grad`, needed with gradients) is made again.
-
-    Attributes:
-        recomputes: whether a checkpoint may have been seen, whose forward runs again during backward.
     """
 
     def __init__(self) -> None:
         self._entries: dict[tuple[int, torch.dtype], _Entry] = {}
         self._passing = False
-        self.recomputes = False
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -49,9 +45,6 @@ class WeightCache:
             entries[key] = (parameter, tensor_version(parameter), parameter.data_ptr(), cast, training)
             if not training:
                 self._passing = True
-        if not self.recomputes:
-            # Without gradients: perhaps the first run of a reentrant checkpoint.
-            self.recomputes = not training or top_saved_tensor_hooks(True) is not None
         return cast, False
 
     def drop_passing(self) -> None:

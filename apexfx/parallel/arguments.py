@@ -37,8 +37,8 @@ def check_arguments(given: Mapping[str, Any], buffer_policies: Sequence[Any]) ->
         raise ValueError("apexfx: delay_allreduce leaves nothing to overlap; it cannot be combined with "
                          "allreduce_trigger_params or num_allreduce_streams > 1")
     if given["delay_allreduce"] and given["static_graph"]:
-        raise ValueError("apexfx: static_graph settles after the first backward which gradients come, and delay_allreduce finds it "
-                         "out in each; give one of them")
+        raise ValueError("apexfx: static_graph settles after the first backward which gradients come, and delay_allreduce finds "
+                         "it out in each; give one of them")
     _check_communicators(given["num_allreduce_streams"], given["allreduce_communicators"])
     _check_device(module, given["device_ids"], given["output_device"])
     policy = given["broadcast_buffers"]

@@ -5,7 +5,7 @@ An accumulated average may be averaged as a whole, which changes nothing. A sum 
 what it reduces; after it `p.grad` holds everything again, as it does without ranks.
 
     p.grad before a backward               in it       after it, with own gradients    without
-    None, or zeroed since the last one     unchanged   those                           unchanged
+    None, or zeroed since the last one     unchanged   own                             unchanged
     reduced                                None        reduced + own                   reduced
     reduced + own, inside of no_sync()     own         reduced + own                   unchanged
 
@@ -75,7 +75,7 @@ class ReducedGradients:
 
     @torch.no_grad()
     def add_reduced(self, parameters: Sequence[nn.Parameter], *, in_buffers: bool) -> None:
-        """Add what was set aside to the gradients of `parameters`, which have just been reduced, in the buffers or beside them."""
+        """Add what was set aside to the gradients of `parameters`, which have just been reduced; `in_buffers` if they stay there."""
         for p in parameters:
             _, reduced = self._set_aside.pop(id(p), (p, None))
             if reduced is not None:

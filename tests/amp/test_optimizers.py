@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from apexfx import amp, optimizers
+from apexfx.testing import assert_close
 from tests.amp.amp_cases import ConvNet, batch, made, train
 
 
@@ -295,3 +296,39 @@ def test_state_dict_of_the_model_has_the_precision_of_the_masters():
     train(model, optimizer, 1)
     master = optimizer.param_groups[0]["params"][0]
     assert torch.equal(model.state_dict()["conv.weight"], master) and not torch.equal(master, master.bfloat16().float())
+
+
+def unfreeze(model, optimizer):
+    model.fc.weight.requires_grad_(True)
+
+
+def append(model, optimizer):
+    optimizer.param_groups[0]["params"].append(model.fc.weight)
+
+
+def replace(model, optimizer):
+    model.fc.weight = torch.nn.Parameter(model.fc.weight.detach().clone())
+    optimizer.param_groups[0]["params"][-1] = model.fc.weight
+
+
+@pytest.mark.parametrize("level", ["O0", "O2"])
+@pytest.mark.parametrize("change", [unfreeze, append, replace])
+def test_what_the_optimizer_trains_from_some_step_on_is_unscaled(change, level):
+    """A parameter that was frozen, or not in a group, when `initialize` looked."""
+    models = []
+    for scaled in (False, True):
+        torch.manual_seed(0)
+        model = ConvNet()
+        parameters = [p for p in model.parameters() if change is not append or p is not model.fc.weight]
+        parameters.sort(key=lambda p: p is model.fc.weight)
+        model.fc.weight.requires_grad_(change is not unfreeze)
+        optimizer = torch.optim.SGD(parameters, 0.1, momentum=0.9)
+        if scaled:
+            model, optimizer = amp.initialize(model, optimizer, opt_level=level, loss_scale="dynamic", verbosity=0)
+        for step in range(4):
+            if step == 2:
+                change(model, optimizer)
+            train(model, optimizer, first=step, scaled=scaled)
+        models.append(model.state_dict())
+    for a, b in zip(models[0].values(), models[1].values(), strict=True):
+        assert_close(b, a, dtype=torch.float32 if level == "O0" else torch.bfloat16, scale=1 if level == "O0" else 8)

@@ -66,6 +66,8 @@ OWN = {
     "tied": Entry(tied, lambda n: {"x": torch.randint(0, 20, (n, 5))}, None),
     "own_attention": Entry(OwnAttention, numbers(5, 16), None),
     "chosen": Entry(lambda: Model(chosen, a=nn.Linear(16, 16), gate=nn.Linear(16, 4, bias=False)), numbers(16), None),
+    "on_the_host": Entry(lambda: Model(lambda m, x: m.b(m.a(x).cpu() * x.half().cpu()), a=nn.Linear(16, 16), b=nn.Linear(16, 16)),
+                         numbers(16), None),
     "checkpointed": Entry(lambda: Model(checkpointed, a=nn.Linear(16, 16), b=nn.Linear(16, 16)), numbers(16), None),
 }
 

@@ -165,7 +165,8 @@ class Loop:
 
     def run(self, length):
         operations = [self.backward] * 4 + [self.local_backward] * 2 + [
-            self.backward_twice, self.look, self.skip, self.drop_grad, self.zero_grad, self.scale_grad, self.optimizer_step, self.freeze]
+            self.backward_twice, self.look, self.skip, self.drop_grad, self.zero_grad, self.scale_grad, self.optimizer_step,
+            self.freeze]
         for _ in range(length):
             operation = self.choose.choice(operations)
             self.done.append(operation.__name__)
