@@ -129,6 +129,20 @@ def test_a_leaf_gets_the_gradient_that_eager_torch_gives_it(options, breaks):
     assert reference.ignored.grad is None and reference.free.grad is not None
 
 
+class Penalty(Program):
+    def loss(self, model, x, t):
+        y = model(x) * self.free
+        [slope] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return self.temperature(y, t) + (slope.norm() - 1).square()
+
+
+def test_an_objective_may_differentiate_too():
+    program, reference = Penalty(), Penalty()
+    train(program, 2)
+    train_eagerly(reference, 2)
+    assert_same_program(program, reference)
+
+
 class MemoryOfAParameter(Program):
     def loss(self, model, x, t):
         return F.mse_loss(model(x) + (self.first + self.second), t) + Swap.apply(model[0].bias, self.free)

@@ -47,7 +47,7 @@ def return_gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder], ca
     Returns:
         The leaves, in order.
     """
-    [grad] = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+    grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]  # an objective may differentiate, too
     nodes = gm.graph.find_nodes(op="placeholder")
     loss, trained = grad.args[:2]
     depends = set(map(id, leaves_of(value(loss))))
