@@ -336,6 +336,17 @@ def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
 
+def keep_saved_tensors() -> None:
+    """Have the backward of the graph that is being compiled write over no saved tensor, so that it may run again.
+
+    Run on 2.13 alone; where it does nothing, torch says to set `torch._functorch.config.donated_buffer`.
+    """
+    context = torch._guards.TracingContext.try_get()
+    donated = getattr(getattr(context, "fw_metadata", None), "bw_donated_idxs", None)
+    if donated:
+        donated.clear()
+
+
 def in_backward() -> bool:
     """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -23,6 +23,7 @@ from .._torch import (
     dynamo_config,
     functorch_config,
     graph_breaks,
+    module_hooks,
     run_cached_graphs,
 )
 from ..config import TransformConfig
@@ -75,9 +76,9 @@ class CompiledModel:
         self._local = self._averaging
         sync = compiler.gradient_sync
         if sync is not None:
-            variant = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
-                                    agreement=compiler.agreement, reduce_gradients=False, index=self._index)
-            self._local = self._compiled(_again(forward), variant)
+            self._local_compiler = GraphCompiler(config, report=compiler.report, groups=compiler.groups, gradient_sync=sync,
+                                                 agreement=compiler.agreement, reduce_gradients=False, index=self._index)
+            self._local = self._compiled(_again(forward), self._local_compiler)
             for name, parameter in model.named_parameters():
                 sync.watch(name, parameter)
             weakref.finalize(self, sync.stop).atexit = False
@@ -85,6 +86,7 @@ class CompiledModel:
         self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
         self._in_step, self._first_graph = in_step, len(self.report.graphs)
         self._num_graphs = 0  # when that was last looked at
+        self._dynamo, self._hooks = _DYNAMO, None
         self._patch = dynamo_config.patch(_DYNAMO)
         self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
@@ -98,6 +100,7 @@ class CompiledModel:
 
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_call(model, self._submodules)
+        self._look_for_hooks()
         sync, trains = self.compiler.gradient_sync, model.training
         if sync is not None and torch.is_grad_enabled() and not self._capturing:
             for name, parameter in model.named_parameters():  # unfrozen, replaced or added since; in no graph, maybe
@@ -144,6 +147,23 @@ class CompiledModel:
             self._check_batch_norms()
         return result
 
+    def _look_for_hooks(self) -> None:
+        """Compile anew where hooks were put on submodules, or removed, since the first call; Dynamo looks at them from then on.
+
+        Its guards of hooks cost a fifth of the time of a call (100 small layers), and few models need them.
+        """
+        if "skip_nnmodule_hook_guards" in self._dynamo:
+            return
+        hooks = module_hooks(self._submodules)
+        if self._checked and hooks != self._hooks:
+            self._dynamo = {**_DYNAMO, "skip_nnmodule_hook_guards": False}
+            self._patch = dynamo_config.patch(self._dynamo)
+            self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
+            if self.compiler.gradient_sync is not None:
+                self._local = self._compiled(_again(self._forward), self._local_compiler)
+            self._cached_only, self._checked, self._first_graph = None, False, len(self.report.graphs)
+        self._hooks = hooks
+
     def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""
         config = self.config
@@ -168,7 +188,7 @@ class CompiledModel:
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
-        if all(getattr(dynamo_config, name) == value for name, value in _DYNAMO.items()):
+        if all(getattr(dynamo_config, name) == value for name, value in self._dynamo.items()):
             return contextlib.nullcontext()
         return self._patch
 

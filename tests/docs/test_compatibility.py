@@ -119,14 +119,14 @@ def test_what_is_inside_is_captured(source):
     backward(model)
 
 
-def test_a_hook_on_a_submodule_counts_before_the_first_call_only():
+def test_a_hook_on_a_submodule_counts_after_the_first_call_too():
     seen = []
     model = transformed()
     model(INPUTS)
     model[0].register_forward_hook(lambda *_: seen.append("submodule"))
     model.register_forward_hook(lambda *_: seen.append("model"))
     model(INPUTS)
-    assert seen == ["model"]
+    assert seen == ["submodule", "model"]
 
 
 def test_hooks_on_parameters_run():
