@@ -381,6 +381,13 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def module_hooks(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[object, ...]]:
+    """Return what tells whether the hooks of modules, around forward and backward, are the same as before."""
+    return [(name, *module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks)
+            for name, module in modules
+            if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks]
+
+
 def has_global_module_hooks() -> bool:
     """Tell whether hooks are registered that run around every module."""
     return bool(torch.nn.modules.module._has_any_global_hook())

@@ -12,6 +12,8 @@ from torch import nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
+from apexfx._torch import tree_leaves
+from apexfx.testing import assert_close
 from tests.transform_models import Net, images, transformed
 
 
@@ -105,6 +107,51 @@ def test_hooks_on_the_model_fire(pair):
     model.register_forward_hook(lambda m, args, out: seen.append(tuple(out.shape)))
     model(images())
     assert seen == [(4, 10)]
+
+
+def test_hooks_on_submodules_fire_whenever_they_are_put_on():
+    source = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.BatchNorm1d(3, momentum=None))  # the last is called by a copy
+    model, x, seen = transformed(source), torch.randn(4, 3), []
+    first = model(x)
+    for module in source:
+        handle = module.register_forward_hook(lambda m, args, out: seen.append(type(m).__name__))
+    shift = source[0].register_forward_pre_hook(lambda m, args: (args[0] + 1,))
+    assert_close(model(x), source(x), dtype=torch.float32)
+    assert not torch.allclose(model(x), first) and len(seen) == 9
+    shift.remove()
+    handle.remove()
+    assert_close(model(x), source(x), dtype=torch.float32)
+    assert_close(model(x), first, dtype=torch.float32)
+    assert len(seen) == 15
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_a_graph_is_kept_for_another_backward_after_others_were_not(inner):
+    source = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
+    model = transformed(source, inner=inner, verify="off")
+    for n in (4, 5, 6):
+        model(torch.randn(n, 3)).sum().backward()
+    x = torch.randn(7, 3)
+    loss = model(x).sum()
+    first, second = (torch.autograd.grad(loss, source[0].weight, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, second)
+    for function in (torch.autograd.functional.jacobian, torch.autograd.functional.vjp):
+        v = (torch.ones(7, 2),) if function is torch.autograd.functional.vjp else ()
+        for ours, theirs in zip(tree_leaves(function(model, x, *v)), tree_leaves(function(source, x, *v))):
+            assert_close(ours, theirs, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match="does not currently support double backward"):
+        torch.autograd.functional.hessian(lambda x: model(x).square().sum(), x)
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_one_value_per_channel_is_refused_as_in_eager(norm):
+    source = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4) if norm is nn.BatchNorm1d else norm(4))
+    for options in ({}, {"sync_bn": True}):
+        model = transformed(source, **options)
+        with pytest.raises(ValueError, match="xpected more than 1 value per channel when training"):
+            model(torch.randn(1, 3))
+        assert model.eval()(torch.randn(1, 3)).shape == (1, 4)
+        source.train()
 
 
 def test_capture_leaves_buffers_and_random_state(pair):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import aot_autograd, boxed, compile_fx, compile_fx_inner, count_calls
+from .._torch import aot_autograd, boxed, compile_fx, compile_fx_inner, count_calls, keep_saved_tensors
 from ..graph.nodes import graphs
 from . import lowerings
 
@@ -41,11 +41,14 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         backward.run(gm)
         gm.recompile()
         return _boxed(gm)
+    if not options.get("is_backward"):
+        keep_saved_tensors()
     return compile_fx_inner(gm, example_inputs, **options)
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
     def forward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        keep_saved_tensors()
         graph.graph.eliminate_dead_code()
         backward.on_forward(graph)
         graph.recompile()
