@@ -21,6 +21,7 @@ from .._torch import (
     TorchRuntimeError,
     backend_of,
     dynamo_config,
+    dynamo_skip,
     functorch_config,
     graph_breaks,
     module_hooks,
@@ -98,6 +99,7 @@ class CompiledModel:
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
+    @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_call(model, self._submodules)
         self._look_for_hooks()
