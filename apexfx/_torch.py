@@ -70,6 +70,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+from torch.utils.weak import WeakTensorKeyDictionary
 
 # The stack of torch function modes of this thread: how many are on, take the topmost off, put one on.
 function_mode_depth = torch._C._len_torch_function_stack
@@ -215,6 +216,14 @@ def _innermost(backend: object | None) -> object | None:
 def below_autograd() -> object:
     """Return a context in which ops skip autograd, and whatever is registered for it."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+@contextlib.contextmanager
+def recording_autograd() -> Iterator[None]:
+    """Have autograd record what an op's own code calls, as outside of the op."""
+    above = torch._C._dispatch_tls_local_exclude_set().remove(torch._C.DispatchKey.AutogradFunctionality)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), above), torch.enable_grad():
+        yield
 
 
 def functorch_is_active() -> bool:

@@ -21,9 +21,9 @@ from .backend import compiler_for
 from .buckets.plan import check_options
 from .compiler import compiled_model
 from .compiler.compiled_model import CompiledModel, check_not_averaged, with_private_code
-from .compiler.dynamo_batch_norm import make_traceable, traced_forward
 from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
 from .compiler.refusals import COMPILES_ITSELF, check_whole
+from .compiler.stand_ins import make_traceable, traced_forward
 from .config import TransformConfig
 from .distributed.broadcast import broadcast_from_first
 from .precision.half_model import cast_model

@@ -17,9 +17,9 @@ from .model_index import ModelIndex
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
-# Frames of this package between the user's forward and the op: a traceable batch norm, the call of a module of torch's own.
+# Frames of this package between the user's forward and the op: a stand-in, the call of a module of torch's own.
 _OWN_FRAMES = re.compile(
-    r'^  File "[^"]*/apexfx/(?:compiler/(?:compiled_model|dynamo_batch_norm|step_function))\.py", line .*\n(?:    .*\n?)*',
+    r'^  File "[^"]*/apexfx/(?:compiler/(?:compiled_model|dynamo_\w+|step_function)|ops/recurrent)\.py", line .*\n(?:    .*\n?)*',
     re.MULTILINE)
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import BatchNorm, registries, replace_submodules, tensor_version
+from .._torch import BatchNorm, tensor_version
 from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import sync_batch_norm
 from ..report.data import Report
@@ -26,69 +26,29 @@ BATCH_NORMS = (BatchNorm,)  # torch.nn.SyncBatchNorm and user subclasses include
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> dict[nn.Module, nn.Module]:
-    """Replace, in `model` alone, the batch norms that need it by traceable copies, and the containers on their path by copies.
-
-    Args:
-        model: its `_modules` become its own; every other registry stays shared with the module it came from.
-        group: over which all batch norms are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
-        report: where a batch norm that runs in eager is noted.
-
-    Returns:
-        The copy of each module that was copied.
-    """
-    copies: dict[nn.Module, nn.Module] = {}
-    for path, module in model.named_modules():
-        if path and isinstance(module, BATCH_NORMS) and needs_stand_in(module, group):
-            copies[module] = stand_in(module, path, group, report)
-    if copies:
-        _replace_below(model, copies)
-    return copies
-
-
-def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None,
-                   report: Report) -> Callable[..., Any]:
-    """Return the function to trace as the forward of a transformed model, which may be such a batch norm itself.
-
-    Args:
-        source: the class that the model was transformed from.
-        model, group, report: as of `make_traceable`.
-    """
-    if not (isinstance(model, BATCH_NORMS) and needs_stand_in(model, group)):
-        return source.forward
+def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None,
+                      report: Report) -> Callable[..., Any]:
+    """Return the function to trace as the forward of a transformed model that is such a batch norm itself."""
     _configure(model, source, source.__name__, group, report)
     return TraceableBatchNorm.forward
 
 
-def stand_in(module: BatchNorm, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
-    """Return a traceable copy of a batch norm, which shares everything with it that is registered."""
+def batch_norm_stand_in(module: BatchNorm, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
+    """Return a traceable copy of a batch norm, which shares everything with it that is registered; see `stand_in`."""
     cls = source_class(type(module), TraceableBatchNorm)
     made = _instance(_traceable_class(cls), module.__dict__)
     _configure(made, cls, path, group, report)
     return made
 
 
-def refresh_stand_in(copy: nn.Module, module: nn.Module) -> None:
-    """Give a copy the attributes that its batch norm has now."""
-    now = module.__dict__
-    for name in [name for name in copy.__dict__ if name not in now and not name.startswith("_apexfx")]:
-        del copy.__dict__[name]
-    copy.__dict__.update(now)
-
-
-def write_back(copy: nn.Module, module: nn.Module) -> None:
-    """Give a batch norm the attributes that the forward of its copy has set."""
-    module.__dict__.update((name, value) for name, value in copy.__dict__.items() if not name.startswith("_apexfx"))
-
-
-def needs_stand_in(module: BatchNorm, group: dist.ProcessGroup | None) -> bool:
-    """Return whether a batch norm has to be traced as a copy.
+def is_untraceable(module: nn.Module, group: dist.ProcessGroup | None) -> bool:
+    """Return whether a module is a batch norm that has to be traced as a copy.
 
     Args:
         group: over which all batch norms are synchronized, or None.
     """
-    if getattr(module, "synchronizes_itself", False):
-        return False  # apexfx.parallel.SyncBatchNorm, on its own process group
+    if not isinstance(module, BATCH_NORMS) or getattr(module, "synchronizes_itself", False):
+        return False  # the latter is apexfx.parallel.SyncBatchNorm, on its own process group
     return group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None
 
 
@@ -98,23 +58,6 @@ def _configure(module: nn.Module, cls: type[nn.Module], path: str, group: dist.P
         group = group or watched(dist.group.WORLD, "batch_norm")
     module.__dict__.update(_apexfx_class=cls, _apexfx_path=path, _apexfx_report=report,
                            _apexfx_group=group.group_name if group is not None else "")
-
-
-def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:
-    """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
-    made: dict[str, nn.Module | None] = {}
-    changed = False
-    for name, child in registries(module).modules.items():
-        if child is not None and child not in copies and registries(child).modules:
-            container = object.__new__(type(child))
-            container.__dict__.update(child.__dict__)
-            if _replace_below(container, copies):
-                copies[child] = container
-        made[name] = copies.get(child, child)
-        changed |= made[name] is not child
-    if changed:
-        replace_submodules(module, made)
-    return changed
 
 
 class TraceableBatchNorm:

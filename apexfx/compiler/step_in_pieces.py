@@ -44,7 +44,7 @@ class StepInPieces:
         report: where the graphs' reports go.
         groups: the process groups.
         agreement: among the ranks; None on one rank.
-        stand_ins: the replacements of batch norms, which are in the model while it is called.
+        stand_ins: the replacements of modules, which are in the model while it is called.
         of_objective: what is trained of the objective.
         on_change: called before parameters, buffers or what was accumulated change, or once they have.
     """

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from .._torch import forward_pre_hook, has_backward_hooks, has_global_module_hooks, registries, tree_map
 from ..report.data import Report
-from .dynamo_batch_norm import BATCH_NORMS, needs_stand_in, refresh_stand_in, stand_in, write_back
+from .dynamo_batch_norm import is_untraceable
+from .stand_ins import needs_stand_in, refresh_stand_in, stand_in, write_back
 
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of a hook
 
 
 class StepModel:
-    """Runs the user's own modules; a batch norm that Dynamo cannot trace is replaced where it is registered, during a call.
+    """Runs the user's own modules; one that needs a stand-in is replaced where it is registered, during a call.
 
     The modules are looked through at every call, so that what was changed, added or replaced since is seen.
 
@@ -30,7 +31,7 @@ class StepModel:
         report: where what a batch norm does is noted.
 
     Attributes:
-        stand_ins: the replacement of each batch norm that needs one.
+        stand_ins: the replacement of each module that needs one.
     """
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, half: torch.dtype | None, report: Report) -> None:
@@ -57,7 +58,7 @@ class StepModel:
                 write_back(self.stand_ins[original], original)
 
     def _find(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
-        """Return where batch norms that need a replacement are registered, after making or refreshing it."""
+        """Return where modules that need a replacement are registered, after making or refreshing it."""
         places = []
         todo, seen = [self._model], {self._model}
         if has_global_module_hooks():
@@ -69,7 +70,7 @@ class StepModel:
             for name, child in children.items():
                 if child is None:
                     continue
-                if isinstance(child, BATCH_NORMS) and needs_stand_in(child, self._group):
+                if needs_stand_in(child, self._group):
                     if child not in self.stand_ins:
                         self.stand_ins[child] = stand_in(child, _path(self._model, child), self._group, self._report)
                     refresh_stand_in(self.stand_ins[child], child)
@@ -92,7 +93,7 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     if has_global_module_hooks():
         raise ValueError("apexfx: a hook is registered on all modules (torch.nn.modules.module.register_module_...), and a "
                          "training step as one graph would not always run it; register it on the modules of the model")
-    if isinstance(model, BATCH_NORMS) and needs_stand_in(model, group):
+    if is_untraceable(model, group):
         raise ValueError(f"apexfx: the model itself is a {type(model).__name__}; put it into a torch.nn.Sequential")
     for module in model.modules():
         if has_backward_hooks(module):

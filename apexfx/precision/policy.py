@@ -211,7 +211,7 @@ class Policy:
     @staticmethod
     def _covers(key: str, node: fx.Node, op: str) -> bool:
         """Return whether `key` is a pattern of the op's name, plain or as reports print it, or of a path of its module."""
-        if key.startswith(("torch.", "F.")) and canonical_name(key.rpartition(".")[2]).rstrip("_") == op:
+        if key.startswith(("torch.", "F.")) and canonical_name(key.rpartition(".")[2]).rstrip("_") == op.removeprefix("apexfx."):
             return True  # in any spelling: the ledger prints F.linear, which is written in C, as torch.linear
         if any(fnmatch.fnmatchcase(name, key) for name in (op, op.rpartition(".")[2], op_name(node))):
             return True

@@ -50,7 +50,8 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("half", "attention", "a fused attention kernel works in half and keeps its softmax in float32", """
         scaled_dot_product_attention multi_head_attention_forward"""),
     ("half", "rnn", "a recurrent layer is matrix products; its state takes the dtype of its weights", """
-        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell"""),
+        lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
+        apexfx.lstm apexfx.gru apexfx.rnn_tanh apexfx.rnn_relu"""),
     ("half", "activation", "a learnt slope has the dtype of the activation it scales", "prelu"),
     ("float", "exponential", "grows or vanishes beyond half's range of exponents", """
         exp exp2 expm1 cosh sinh tan pow float_power log log10 log1p log2 logaddexp logaddexp2 logit xlogy erfinv

@@ -77,7 +77,7 @@ def compiled_casts(model, inputs, half):
     torch.manual_seed(1)
     result = transformed(**inputs)
     # The last row of all, "output", is what the eager executor's forward does beyond the functions.
-    rows = [(canonical_name(cast.op.rpartition(".")[2]), cast.rule, cast.source_dtype, cast.target_dtype)
+    rows = [(canonical_name(cast.op.removesuffix(".default").rpartition(".")[2]), cast.rule, cast.source_dtype, cast.target_dtype)
             for cast in transformed.report.casts() if cast.rule != "output"]
     return result, collections.Counter(rows)
 

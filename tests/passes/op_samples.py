@@ -95,6 +95,11 @@ SAMPLES: dict[str, Call] = {
     "gru": call(torch.gru, batch, _random(1, 4, 4),
                 (_random(12, 4) - 0.5, _random(12, 4) - 0.5, _random(12), _random(12)), True, 1, 0.0, False,
                 False, False),
+    **{f"apexfx.{kind}": call(
+        getattr(torch.ops.apexfx, kind).default, batch, None, [_random(1, 4, 4) for _ in range(states)],
+        [_random(rows, 4) - 0.5, _random(rows, 4) - 0.5, _random(rows), _random(rows)], True, 1, True, False, False,
+        [False] * (5 + states))
+       for kind, rows, states in (("lstm", 16, 2), ("gru", 12, 1), ("rnn_tanh", 4, 1), ("rnn_relu", 4, 1))},
     "lstm_cell": call(torch.lstm_cell, x, (y, z), _random(16, 4) - 0.5, _random(16, 4) - 0.5, _random(16), _random(16)),
     "gru_cell": call(torch.gru_cell, x, y, _random(12, 4) - 0.5, _random(12, 4) - 0.5, _random(12), _random(12)),
     **_each("rnn_tanh_cell rnn_relu_cell", x, y, square - 2, square - 2, row, row),

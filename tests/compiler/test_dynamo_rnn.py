@@ -1,0 +1,184 @@
+"""Recurrent layers in graphs: few graphs for many lengths, the numbers of eager, and the user's modules as they were."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.compiler.dynamo_rnn import TraceableRecurrent
+from apexfx.ops import recurrent
+from apexfx.testing import assert_close
+
+KINDS = {"lstm": (nn.LSTM, {}), "gru": (nn.GRU, {"num_layers": 2, "bidirectional": True, "dropout": 0.3}),
+         "rnn": (nn.RNN, {"nonlinearity": "relu", "bias": False})}
+
+
+class Tagger(nn.Module):
+    """(N, T) tokens -> (N, 3)."""
+
+    def __init__(self, cls=nn.LSTM, **options):
+        super().__init__()
+        self.embedding = nn.Embedding(20, 4)
+        self.body = nn.ModuleList([cls(4, 6, batch_first=True, **options)])
+        self.head = nn.Linear(6 * (1 + self.body[0].bidirectional), 3)
+
+    def forward(self, tokens, hx=None):
+        return self.head(self.body[0](self.embedding(tokens), hx)[0].mean(1))
+
+
+class Reversed(nn.LSTM):
+    """Has a forward of its own."""
+
+    def forward(self, input, hx=None):
+        return super().forward(input.flip(1), hx)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def batches(num_lengths):
+    generator = torch.Generator().manual_seed(0)
+    for place in range(num_lengths):
+        n = (4, 4, 3, 5)[place % 4]
+        yield torch.randint(20, (n, 3 + place), generator=generator), torch.randint(3, (n,), generator=generator)
+
+
+def train_beside_eager(model, num_lengths, **options):
+    """Train two copies of a model, one by `train_step`; return the step and the parameters of both."""
+    reference = copy.deepcopy(model)
+    step, optimizer = apexfx.train_step(model, F.cross_entropy, sgd(model), **options), sgd(reference)
+    for place, (tokens, labels) in enumerate(batches(num_lengths)):
+        torch.manual_seed(place)
+        loss = step(tokens, labels)
+        torch.manual_seed(place)
+        expected = F.cross_entropy(reference(tokens), labels)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        assert options["inner"] != "eager" or options["opt_level"] != "O0" or torch.equal(loss, expected)
+    return step, [*zip(model.parameters(), reference.parameters())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_over_many_lengths_has_the_bits_of_eager(kind):
+    cls, options = KINDS[kind]
+    model = Tagger(cls, **options)
+    step, params = train_beside_eager(model, 10, opt_level="O0", inner="eager")
+    assert len(step.report.graphs) <= 3  # the first sizes, another length, another batch size
+    assert all(torch.equal(p, q) for p, q in params)
+    assert type(model.body[0]) is cls and f"apexfx.{'rnn_relu' if kind == 'rnn' else kind}.default(" in step.print_readable(
+        stage="forward", graph=1, print_output=False)
+
+
+def test_a_step_at_o1_casts_the_layer():
+    model = Tagger()
+    step, params = train_beside_eager(model, 4, opt_level="O1", dtype=torch.bfloat16, inner="eager")
+    assert "body.0.weight_hh_l0" in {row.tensor for row in step.report.casts() if row.op == "apexfx.lstm.default"}
+    for p, q in params:
+        assert_close(p, q, dtype=torch.bfloat16)
+
+
+def test_a_step_under_inductor():
+    _, params = train_beside_eager(Tagger(nn.GRU), 1, opt_level="O0", inner="inductor")
+    for p, q in params:
+        assert_close(p, q, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_a_transformed_model_over_many_lengths(level):
+    model = Tagger(nn.GRU)
+    reference, source = copy.deepcopy(model), model
+    model = apexfx.transform(model, opt_level=level, inner="eager")
+    for tokens, labels in batches(10):
+        expected = F.cross_entropy(reference(tokens), labels)
+        loss = F.cross_entropy(model(tokens), labels)
+        expected.backward()
+        loss.backward()
+        assert_close(loss, expected, dtype=torch.float32 if level == "O0" else torch.bfloat16)
+    for p, q in zip(model.parameters(), reference.parameters()):
+        assert torch.equal(p.grad, q.grad) if level == "O0" else (p.grad - q.grad).norm() <= 0.05 * q.grad.norm() + 1e-3
+    assert len(model.report.graphs) <= 3
+    assert type(source.body[0]) is nn.GRU and isinstance(model.body[0], nn.GRU)
+
+
+@pytest.mark.parametrize("whole_step", [True, False])
+def test_a_backward_runs_what_the_forward_recorded(whole_step, monkeypatch):
+    recorded, record = [], recurrent.gru._record
+    monkeypatch.setattr(recurrent.gru, "_record", lambda *arguments: recorded.append(record(*arguments)) or recorded[-1])
+    model, ((tokens, labels),) = Tagger(nn.GRU), batches(1)
+    if whole_step:
+        apexfx.train_step(model, F.cross_entropy, sgd(model), opt_level="O0", inner="eager")(tokens, labels)
+    else:
+        F.cross_entropy(apexfx.transform(model, opt_level="O0", inner="eager")(tokens), labels).backward()
+    assert len(recorded) == 1 and not len(recurrent._RECORDED)
+
+
+def test_a_layer_that_is_the_model():
+    model = nn.GRU(4, 5)
+    reference, transformed = copy.deepcopy(model), apexfx.transform(model, opt_level="O0", inner="eager")
+    for length in range(3, 13):
+        x = torch.randn(length, 2, 4)
+        assert torch.equal(transformed(x)[0], reference(x)[0])
+    assert len(transformed.report.graphs) == 2
+
+
+def test_copies_and_pickles_are_of_the_users_class():
+    source = Tagger()
+    model = apexfx.transform(source, opt_level="O0", inner="eager")
+    tokens = torch.randint(20, (2, 5))
+    assert isinstance(model.body[0], TraceableRecurrent)
+    layer = pickle.loads(pickle.dumps(model.body[0]))
+    assert type(layer) is nn.LSTM and torch.equal(layer(torch.ones(1, 2, 4))[0], source.body[0](torch.ones(1, 2, 4))[0])
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(tokens), source(tokens))
+    copied.body[0].weight_hh_l0.data.zero_()
+    assert not torch.equal(copied(tokens), model(tokens))
+
+
+def test_a_state_that_is_given_and_a_sequence_without_a_batch():
+    model = Tagger(nn.GRU)
+    transformed = apexfx.transform(model, opt_level="O0", inner="eager")
+    for length in range(3, 8):
+        tokens, hx = torch.randint(20, (2, length)), torch.randn(1, 2, 6, requires_grad=True)
+        grads = [torch.autograd.grad(m(tokens, hx).sum(), hx)[0] for m in (transformed, model)]
+        assert torch.equal(*grads)
+    alone = nn.Sequential(nn.LSTM(4, 5))
+    x = torch.randn(6, 4)
+    assert torch.equal(apexfx.transform(alone, opt_level="O0", inner="eager")(x)[0], alone(x)[0])
+
+
+def test_a_forward_of_the_users_own_is_left_alone():
+    model = Tagger(Reversed)
+    step, params = train_beside_eager(model, 1, opt_level="O0", inner="eager")
+    assert "apexfx.lstm" not in step.print_readable(stage="forward", print_output=False)
+    for p, q in params:
+        assert_close(p, q, dtype=torch.float32)
+
+
+def test_autocast_around_it_casts_as_in_eager():
+    model = Tagger()
+    transformed, tokens = apexfx.transform(model, opt_level="O0", inner="eager"), torch.randint(20, (2, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(transformed(tokens), model(tokens), dtype=torch.bfloat16)
+    assert "apexfx.lstm" not in transformed.print_readable(print_output=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_forty_lengths(kind, inner):
+    cls, options = KINDS[kind]
+    start = time.perf_counter()
+    step, params = train_beside_eager(Tagger(cls, **options | {"dropout": 0.0}), 40, opt_level="O0", inner=inner)
+    print(f"{kind}, {inner}: {len(step.report.graphs)} graphs, {time.perf_counter() - start:.1f} s")
+    assert len(step.report.graphs) <= 3
+    for p, q in params:
+        assert_close(p, q, dtype=torch.float32)
