@@ -208,7 +208,7 @@ class TrainStep:
             try:
                 loss, rest = self._run(batch)
             except NotOneGraph as error:
-                if self._fallback is None:
+                if self._fallback is None or self._why_in_pieces:
                     raise
                 self._run_in_pieces_from_now_on(error.reason)
                 loss, rest = self._run(batch)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..ops import recurrent
 from ..subclassing import source_class, subclass
@@ -47,6 +47,10 @@ def traced_recurrent(original: Callable[..., Any]) -> Callable[..., Any]:
 
 class TraceableRecurrent:
     """Mixin for a shallow copy of a recurrent module; copies and pickles are of the module's class."""
+
+    def check_forward_args(self, input: Tensor, hidden: Any, batch_sizes: Tensor | None) -> None:
+        if batch_sizes is None or not torch.compiler.is_compiling():  # how many sequences are packed is data; the op checks that
+            super().check_forward_args(input, hidden, batch_sizes)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _empty, (source_class(type(self), TraceableRecurrent),), self.__getstate__()

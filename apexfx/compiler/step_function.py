@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .._torch import (
     BackendCompilerFailed,
@@ -49,7 +50,7 @@ class OfOutput:
     def __call__(self, model: nn.Module, inputs: Any, *targets: Any) -> Any:
         if isinstance(inputs, Mapping):
             output = model(**inputs)
-        elif isinstance(inputs, (tuple, list)):
+        elif isinstance(inputs, (tuple, list)) and not isinstance(inputs, PackedSequence):
             output = model(*inputs)
         else:
             output = model(inputs)
@@ -191,12 +192,16 @@ def clear_errors() -> Iterator[None]:
                              "apexfx.transform()") from error
         raise error.inner_exception from None
     except FailOnRecompileLimitHit as error:
-        raise RuntimeError(
-            f"apexfx: the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
-            "changing: a number that the step is called with or the model holds (give it as a tensor), a list in the model, "
-            "which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes the momentum "
-            "unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; torch._dynamo.config.recompile_limit is the "
-            "limit") from error
+        if str(error).startswith("apexfx"):  # of the model's graphs in a step in pieces
+            raise
+        reason = (f"the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
+                  "changing")
+        raise NotOneGraph(
+            f"apexfx: {reason}: the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and "
+            "RNN are one op for all), a number that the step is called with or the model holds (give it as a tensor), a list in the "
+            "model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes the "
+            "momentum unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; raise "
+            f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         text = str(error)
         if (clearer := meaning(text)) is not None:

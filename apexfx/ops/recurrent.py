@@ -91,6 +91,9 @@ class RecurrentLayer:
         return y, state[0].detach().contiguous(), cy, recording
 
     def _torch(self, x, batch_sizes, hx, params, has_biases, num_layers, train, bidirectional, batch_first) -> tuple[Tensor, ...]:
+        if batch_sizes is not None and batch_sizes[0] != hx[0].shape[1]:
+            raise ValueError(f"apexfx::{self.name}: the state is of {hx[0].shape[1]} sequences, and {int(batch_sizes[0])} are "
+                             "packed")
         state = tuple(hx) if self.name == "lstm" else hx[0]
         shape = (batch_sizes, state) if batch_sizes is not None else (state,)
         last = () if batch_sizes is not None else (batch_first,)

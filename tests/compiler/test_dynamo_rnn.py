@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils.rnn import pack_sequence
 
 import apexfx
 from apexfx.compiler.dynamo_rnn import TraceableRecurrent
@@ -18,6 +19,10 @@ from apexfx.testing import assert_close
 
 KINDS = {"lstm": (nn.LSTM, {}), "gru": (nn.GRU, {"num_layers": 2, "bidirectional": True, "dropout": 0.3}),
          "rnn": (nn.RNN, {"nonlinearity": "relu", "bias": False})}
+
+
+def long(value):
+    return pytest.param(value, marks=pytest.mark.long)
 
 
 class Tagger(nn.Module):
@@ -31,6 +36,28 @@ class Tagger(nn.Module):
 
     def forward(self, tokens, hx=None):
         return self.head(self.body[0](self.embedding(tokens), hx)[0].mean(1))
+
+
+class Last(Tagger):
+    """Packed (N, T, 4) -> (N, 3)."""
+
+    def forward(self, packed):
+        hidden = self.body[0](packed)[1]
+        return self.head((hidden[0] if isinstance(hidden, tuple) else hidden)[-1])
+
+
+class Loop(nn.Module):
+    """A cell in a Python loop over time, (N, T, 4) -> (N, 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRUCell(4, 3)
+
+    def forward(self, x):
+        h = x.new_zeros(x.shape[0], 3)
+        for place in range(x.shape[1]):
+            h = self.cell(x[:, place], h)
+        return h
 
 
 class Reversed(nn.LSTM):
@@ -51,11 +78,17 @@ def batches(num_lengths):
         yield torch.randint(20, (n, 3 + place), generator=generator), torch.randint(3, (n,), generator=generator)
 
 
-def train_beside_eager(model, num_lengths, **options):
+def packed_batches(num_lengths):
+    for tokens, labels in batches(num_lengths):
+        yield pack_sequence([torch.randn(n, 4) for n in range(1, tokens.shape[1], 2)], enforce_sorted=False), \
+            labels.new_zeros(tokens.shape[1] // 2)
+
+
+def train_beside_eager(model, num_lengths, data=batches, **options):
     """Train two copies of a model, one by `train_step`; return the step and the parameters of both."""
     reference = copy.deepcopy(model)
     step, optimizer = apexfx.train_step(model, F.cross_entropy, sgd(model), **options), sgd(reference)
-    for place, (tokens, labels) in enumerate(batches(num_lengths)):
+    for place, (tokens, labels) in enumerate(data(num_lengths)):
         torch.manual_seed(place)
         loss = step(tokens, labels)
         torch.manual_seed(place)
@@ -67,7 +100,7 @@ def train_beside_eager(model, num_lengths, **options):
     return step, [*zip(model.parameters(), reference.parameters())]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["gru", long("lstm"), long("rnn")])
 def test_a_step_over_many_lengths_has_the_bits_of_eager(kind):
     cls, options = KINDS[kind]
     model = Tagger(cls, **options)
@@ -78,6 +111,26 @@ def test_a_step_over_many_lengths_has_the_bits_of_eager(kind):
         stage="forward", graph=1, print_output=False)
 
 
+@pytest.mark.parametrize("cls", [nn.GRU, long(nn.LSTM)])
+def test_a_step_is_given_packed_sequences(cls):
+    step, params = train_beside_eager(Last(cls), 6, packed_batches, opt_level="O0", inner="eager")
+    assert len(step.report.graphs) <= 3 and not step.report.notes
+    assert all(torch.equal(p, q) for p, q in params)
+
+
+def test_too_many_lengths_of_a_loop_run_in_pieces():
+    def lengths(count):
+        return [(torch.randn(2, n, 4), torch.tensor([0, 2])) for n in range(2, 2 + count)]
+
+    options = {"opt_level": "O0", "inner": "eager"}
+    with torch._dynamo.config.patch(recompile_limit=2):
+        with pytest.raises(RuntimeError, match="compiled 2 times(?s:.)*the length of sequences(?s:.)*fallback='transform'"):
+            train_beside_eager(Loop(), 3, lengths, **options)
+        step, params = train_beside_eager(Loop(), 5, lengths, fallback="transform", **options)
+    assert "the step was compiled 2 times" in step.report.notes[0]
+    assert all(torch.equal(p, q) for p, q in params)
+
+
 def test_a_step_at_o1_casts_the_layer():
     model = Tagger()
     step, params = train_beside_eager(model, 4, opt_level="O1", dtype=torch.bfloat16, inner="eager")
@@ -86,13 +139,14 @@ def test_a_step_at_o1_casts_the_layer():
         assert_close(p, q, dtype=torch.bfloat16)
 
 
+@pytest.mark.long
 def test_a_step_under_inductor():
     _, params = train_beside_eager(Tagger(nn.GRU), 1, opt_level="O0", inner="inductor")
     for p, q in params:
         assert_close(p, q, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("level", [long("O0"), "O1"])
 def test_a_transformed_model_over_many_lengths(level):
     model = Tagger(nn.GRU)
     reference, source = copy.deepcopy(model), model

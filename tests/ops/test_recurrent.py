@@ -111,6 +111,12 @@ def test_another_dtype_is_refused():
         ours(arguments[0].double(), *arguments[1:])
 
 
+def test_a_state_of_other_sequences_than_are_packed_is_refused():
+    _, ours, (x, batch_sizes, hx, *options), _ = layer("gru", packed=True)
+    with pytest.raises(ValueError, match="the state is of 2 sequences, and 3 are packed"):
+        ours(x, batch_sizes, hx[:, :2].contiguous(), *options)
+
+
 @pytest.mark.parametrize("name", ["lstm deep", "gru"])
 def test_opcheck(name):
     _, ours, (x, hx, params, has_biases, num_layers, _, train, *directions), _ = layer(name)
