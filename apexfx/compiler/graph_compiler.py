@@ -30,6 +30,7 @@ from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import value
+from ..graph.undefined_gradients import Dependencies
 from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture
@@ -136,6 +137,7 @@ class GraphCompiler:
         schedule = passes.schedule(self.config, context)
         touched = written_storages(gm)
         written = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(value(node)) & touched]
+        dependencies = Dependencies(gm, written) if records else None
         pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
         forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
         record = GraphReport(len(self.report.graphs), trains, forward,
@@ -154,7 +156,7 @@ class GraphCompiler:
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, collectives, context, written, records=records)
+        return self._guarded(compiled, record, placeholders, collectives, context, dependencies)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -187,12 +189,11 @@ class GraphCompiler:
         return [numeric_options(self.config), *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 collectives: list[Any], context: passes.Context, written: Sequence[int], *,
-                 records: bool) -> Callable[..., Any]:
+                 collectives: list[Any], context: passes.Context, dependencies: Dependencies | None) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each.
 
         Args:
-            written: the inputs that the graph changes in place.
+            dependencies: of the graph's outputs on its inputs; None where autograd records nothing of it.
         """
         sync, agreement, index = self.gradient_sync, self.agreement, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
@@ -209,8 +210,14 @@ class GraphCompiler:
             if not agreed:
                 agreement.ensure(f"collectives of graph {record.index}", collectives)
                 agreed = True
-            if sync is None or not records:
+            if dependencies is None:
                 return compiled(*args)
+            edges = dependencies.edges(args)
+            if sync is None:
+                outputs = compiled(*args)
+                if (ran := dependencies.after_run(_listed(outputs), args, edges)) is not None:
+                    ran.hide_unused()
+                return outputs
             before_run(args)
             if not index.has_model:  # otherwise each call of the model does this
                 for name, parameter in index.parameters():
@@ -219,9 +226,8 @@ class GraphCompiler:
             for (_, name), parameter in zip(trainable, parameters):
                 sync.watch(name, parameter)
             outputs = compiled(*args)
-            if parameters:
-                made = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-                sync.on_forward(parameters, [*made, *[args[i] for i in written]], reduces=context.reduce_gradients, graph=hashed)
+            if (ran := dependencies.after_run(_listed(outputs), args, edges)) is not None:
+                sync.on_forward(parameters, ran, reduces=context.reduce_gradients, graph=hashed)
             return outputs
 
         return run
@@ -244,6 +250,10 @@ class GraphCompiler:
                 sync.on_training_forward()
 
         return before_run
+
+
+def _listed(outputs: Any) -> Sequence[Any]:
+    return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:

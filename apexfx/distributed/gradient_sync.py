@@ -28,6 +28,7 @@ from ..buckets.plan import given_plan
 from ..buckets.reduce import reduce_gradients
 from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
+from ..graph.undefined_gradients import GraphRun
 from .agreement import Agreement
 from .backward_callback import BackwardCallback
 from .step_check import GraphStepCheck
@@ -96,7 +97,6 @@ class ParameterHook:
             owner.on_accumulated(self._key, self.parameter(), has_average=self._has_average)
 
 
-_COPIES = ("torch::autograd::CopyBackwards", "torch::autograd::CopySlices")  # of what a graph wrote into its inputs
 _hooks: Any = WeakTensorKeyDictionary()  # parameter -> its hook, by identity: tensors compare elementwise
 
 
@@ -196,20 +196,22 @@ class GradientSync(Synchronizer):
         """
         return self.enabled and not self._pending
 
-    def on_forward(self, parameters: Sequence[nn.Parameter], tensors: Sequence[Any], *, reduces: bool,
-                   graph: int) -> None:
+    def on_forward(self, parameters: Sequence[nn.Parameter], run: GraphRun, *, reduces: bool, graph: int) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
         Args:
             parameters: those in the graph that have a gradient.
-            tensors: what the graph returned, then what it wrote in place; one of them leads to the graph's autograd node.
+            run: the graph's, in autograd's graph.
             reduces: whether the graph's backward holds the allreduce nodes.
             graph: a hash of what it communicates, the same on every rank that runs this graph.
         """
-        node, places = _compiled_node(tensors, parameters)
-        if node is None:
-            return
         keys = [id(p) for p in parameters]
+        leaves = [id(getattr(following, "variable", None)) for following, _ in run.node.next_functions]
+        places = [(place, key) for place, key in enumerate(leaves) if key in set(keys)]
+        if not places or not reduces:
+            run.hide_unused()
+        if not places:
+            return
         self._in_graphs.update(keys)
         ends_accumulation = self.enabled and not reduces
         device = parameters[0].device
@@ -229,9 +231,9 @@ class GradientSync(Synchronizer):
             self._graphs_average |= reduces
             self._flush_due |= flush
 
-        node.register_prehook(before)
+        run.node.register_prehook(before)
         if reduces:
-            node.register_hook(lambda gradients, _: self.note_averages(places, gradients))
+            run.node.register_hook(lambda gradients, _: self.note_averages(places, gradients))
 
     def note_averages(self, places: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
         """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
@@ -433,27 +435,3 @@ def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
 
 def _shown(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _compiled_node(tensors: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[Any, list[tuple[int, int]]]:
-    """Return the autograd node of the graph that made `tensors` from `parameters`, and (place, id) of those that it leads to.
-
-    The node is found by the parameters: an output may be another graph's, passed through.
-    """
-    keys = {id(p) for p in parameters}
-    for tensor in tensors:
-        nodes = [tensor.grad_fn if isinstance(tensor, Tensor) else None]
-        while nodes:
-            node = nodes.pop()
-            if node is None:
-                continue
-            if "CompiledFunction" in node.name():
-                leaves = [id(getattr(following, "variable", None)) for following, _ in node.next_functions]
-                places = [(place, key) for place, key in enumerate(leaves) if key in keys]
-                if places:
-                    return node, places
-            elif node.name() in _COPIES:
-                nodes += [following for following, _ in node.next_functions]
-            else:  # an output that is a view of a graph's output is rebuilt outside of the graph
-                nodes.append(next((following for following, _ in node.next_functions if following is not None), None))
-    return None, []
