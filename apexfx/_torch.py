@@ -244,6 +244,11 @@ def dynamo_source(placeholder: torch.fx.Node) -> object | None:
     return getattr(placeholder, "_dynamo_source", None)
 
 
+def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
+    """Return whether Dynamo captured more of the program behind this graph, as another one."""
+    return gm.compile_subgraph_reason.graph_break
+
+
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:
     """Return whether Dynamo read an input of its graph from a module that FSDP manages."""
     source = dynamo_source(placeholder)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import fx, nn
 
 from .. import passes
-from .._torch import dynamo_source, process_group_timeout
+from .._torch import dynamo_source, ends_in_graph_break, process_group_timeout
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.gradient_sync import GradientSync
@@ -152,11 +152,13 @@ class GraphCompiler:
             record.load_backward = functools.partial(cache.load_stage, key)
         backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
         averages = trains and context.reduce_gradients and self.groups.gradients is not None
-        collectives = self._collectives(gm, pipeline.stage("backward") if trains else (), averages=averages)
+        trainable = [p.index for p in placeholders if p.kind == "param" and p.requires_grad]
+        uneven = averages and (dependencies.differ(trainable) or ends_in_graph_break(gm))
+        collectives = self._collectives(gm, pipeline.stage("backward") if trains else (), averages=averages, uneven=uneven)
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, backward)
         self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, collectives, context, dependencies)
+        return self._guarded(compiled, record, placeholders, collectives, context, dependencies, uneven=uneven)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -179,21 +181,27 @@ class GraphCompiler:
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
-    def _collectives(self, gm: fx.GraphModule, backward: Sequence[passes.Pass], *, averages: bool) -> list[Any]:
+    def _collectives(self, gm: fx.GraphModule, backward: Sequence[passes.Pass], *, averages: bool,
+                     uneven: bool) -> list[Any]:
         """Describe, in order, everything this graph and its backward will communicate, from what every rank can derive alone.
 
         Args:
             averages: it is to average gradients, so that a rank whose passes communicate nothing has something to say, too.
+            uneven: the ranks tell each other which gradients they have.
         """
         rows = [*issued(gm), *(row for pass_ in backward for row in pass_.collectives())]
+        if uneven:
+            rows.append("which parameters have a gradient")
         return [numeric_options(self.config), *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 collectives: list[Any], context: passes.Context, dependencies: Dependencies | None) -> Callable[..., Any]:
+                 collectives: list[Any], context: passes.Context, dependencies: Dependencies | None, *,
+                 uneven: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each.
 
         Args:
             dependencies: of the graph's outputs on its inputs; None where autograd records nothing of it.
+            uneven: a backward may give some parameters a gradient and others none.
         """
         sync, agreement, index = self.gradient_sync, self.agreement, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
@@ -227,7 +235,8 @@ class GraphCompiler:
                 sync.watch(name, parameter)
             outputs = compiled(*args)
             if (ran := dependencies.after_run(_listed(outputs), args, edges)) is not None:
-                sync.on_forward(parameters, ran, reduces=context.reduce_gradients, graph=hashed)
+                sync.on_forward(parameters, ran, reduces=context.reduce_gradients, graph=hashed,
+                                inputs=[place for place, _ in trainable] if uneven else None)
             return outputs
 
         return run

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,7 @@ from .agreement import Agreement
 from .backward_callback import BackwardCallback
 from .step_check import GraphStepCheck
 from .synchronizer import Synchronizer
+from .used_anywhere import UsedAnywhere
 from .watchdog import WatchedGroup
 
 log = logging.getLogger(__name__)
@@ -196,7 +197,8 @@ class GradientSync(Synchronizer):
         """
         return self.enabled and not self._pending
 
-    def on_forward(self, parameters: Sequence[nn.Parameter], run: GraphRun, *, reduces: bool, graph: int) -> None:
+    def on_forward(self, parameters: Sequence[nn.Parameter], run: GraphRun, *, reduces: bool, graph: int,
+                   inputs: Sequence[int] | None) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
         Args:
@@ -204,10 +206,11 @@ class GradientSync(Synchronizer):
             run: the graph's, in autograd's graph.
             reduces: whether the graph's backward holds the allreduce nodes.
             graph: a hash of what it communicates, the same on every rank that runs this graph.
+            inputs: the parameters' positions among its inputs; None for a graph that gives all of them a gradient or none.
         """
-        keys = [id(p) for p in parameters]
+        keys = {id(p): None for p in parameters}
         leaves = [id(getattr(following, "variable", None)) for following, _ in run.node.next_functions]
-        places = [(place, key) for place, key in enumerate(leaves) if key in set(keys)]
+        places = [(place, key) for place, key in enumerate(leaves) if key in keys]
         if not places or not reduces:
             run.hide_unused()
         if not places:
@@ -215,8 +218,10 @@ class GradientSync(Synchronizer):
         self._in_graphs.update(keys)
         ends_accumulation = self.enabled and not reduces
         device = parameters[0].device
+        used_anywhere: UsedAnywhere | None = None
 
-        def before(_grads: Any) -> None:
+        def before(tangents: Sequence[Tensor | None]) -> None:
+            nonlocal used_anywhere
             self.notice_dropped_backward()
             self._backward_callback.queue(self._end_of_backward)
             # A forward from before no_sync() adds an average to what is local: averaged with it, that stays as it is.
@@ -230,10 +235,22 @@ class GradientSync(Synchronizer):
                 self.local.update(keys)
             self._graphs_average |= reduces
             self._flush_due |= flush
+            if reduces and inputs is not None and self._step_check is not None:
+                used_anywhere = UsedAnywhere(self._step_check, inputs, run.used(tangents), device)
+
+        def after(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+            if (used := run.used(tangents)) != -1:
+                if used_anywhere is not None:
+                    used |= used_anywhere.get()
+                elif used == 0 and self._step_check is not None:
+                    raise self._error(self._explain_unused(keys))
+                gradients = run.without_unused(gradients, used)
+            self.note_averages(places, gradients)
+            return gradients
 
         run.node.register_prehook(before)
         if reduces:
-            run.node.register_hook(lambda gradients, _: self.note_averages(places, gradients))
+            run.node.register_hook(after)
 
     def note_averages(self, places: Sequence[tuple[int, int]], gradients: Sequence[Tensor | None]) -> None:
         """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
@@ -326,6 +343,11 @@ class GradientSync(Synchronizer):
                          "or a graph break in a loop has made Dynamo leave the code to eager (TORCH_LOGS=graph_breaks).")
         lines.append("A backward that is meant to stay local belongs inside `with model.no_sync():`.")
         return "\n".join(lines)
+
+    def _explain_unused(self, keys: Collection[int]) -> str:
+        return (f"a graph of {self._shown_keys(keys)} ran in this backward though nothing uses what it computes on this rank, and "
+                "whether another rank does is asked of graphs with several outputs alone. Detach what is computed from its "
+                "output and not used, or leave it out.")
 
     def _average_again(self, keys: set[int]) -> None:
         """Average the `.grad` of parameters whose gradient has a share from outside of the graphs.

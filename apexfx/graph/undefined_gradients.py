@@ -42,6 +42,12 @@ class Dependencies:
         self._computed = [i for i in self._trained if not isinstance(inputs[i], nn.Parameter)]  # some of them
         self._of_gradients: list[int] | None = None  # the inputs that the node's gradients are of, in order
 
+    def differ(self, inputs: Collection[int]) -> bool:
+        """Return whether some outputs depend on one of these inputs and others do not."""
+        of_results = [depends for depends in self._of_results if depends]
+        common, of_any = functools.reduce(operator.and_, of_results, -1), functools.reduce(operator.or_, of_results, 0)
+        return any((of_any & ~common) >> i & 1 for i in inputs)
+
     def edges(self, args: Sequence[Any]) -> dict[Any, int]:
         """Return the inputs by where autograd takes their gradients on; before a run, which may write them."""
         edges: dict[Any, int] = {}
