@@ -246,7 +246,8 @@ def dynamo_source(placeholder: torch.fx.Node) -> object | None:
 
 def ends_in_graph_break(gm: torch.fx.GraphModule) -> bool:
     """Return whether Dynamo captured more of the program behind this graph, as another one."""
-    return gm.compile_subgraph_reason.graph_break
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return reason is not None and reason.graph_break
 
 
 def is_fsdp_source(placeholder: torch.fx.Node) -> bool:

@@ -125,6 +125,17 @@ class BrokenView(_Trunk):
         return self.b(h), view + 1, g
 
 
+class Through(_Trunk):
+    """A view of what the first graph computes is an output of the second, or is written by it."""
+
+    def forward(self, x):
+        h, g = self.trunk(x), self.a(x)
+        row = g[0]
+        torch._dynamo.graph_break()
+        row.mul_(self.scale)
+        return self.b(h), h.view(-1), self.c(x), row.sum(), g[1]
+
+
 class _NoGradientOfCode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, code):
@@ -169,6 +180,7 @@ MODELS = {
     Frozen: ((0,), (1,), (0,)),
     Broken: ((0,), (1,), (0, 1), (0,)),
     BrokenView: ((0,), (1,), (2,), (1, 2)),
+    Through: ((0,), (1,), (2,), (3,), (4,)),
     OwnFunction: ((0,), (1,), (0, 1)),
     Recurrent: ((0,), (1,), (2,), (1, 2)),
 }

@@ -14,8 +14,8 @@ from .step_check import GraphStepCheck
 class UsedAnywhere:
     """Tells the other ranks which parameters of a graph this rank's backward uses, and asks them where it uses not all.
 
-    One allreduce of a number a parameter, in front of the graph's own. Only a rank that leaves some parameters unused waits for it,
-    when it has issued the graph's backward; on CUDA that is for what the device had to do before that backward.
+    One allreduce of a number a parameter, in front of the graph's own. Only a rank that leaves some parameters unused waits for
+    it, when it has issued the graph's backward; on CUDA that is for what the device had to do before that backward.
 
     Args:
         step_check: of the model, through whose watchdog the ranks wait.

@@ -1,9 +1,9 @@
 """Gradients of inputs that no used output depends on: None, as in eager.
 
-AOTAutograd computes all gradients of a graph at once, with zeros for the gradient of an output that nothing uses. A parameter that
-only such an output depends on would get zeros, which an optimizer takes for a gradient: weight decay, moments and step
-counts apply. Which outputs depend on which inputs is what autograd has recorded of the fake tensors that Dynamo ran the program on;
-which of them were used the graph's own autograd node is told, before it makes zeros of the others.
+AOTAutograd computes all gradients of a graph at once, with zeros for the gradient of an output that nothing uses. A parameter
+that only such an output depends on would get zeros, which an optimizer takes for a gradient: weight decay, moments and step
+counts apply. Which outputs depend on which inputs is what autograd has recorded of the fake tensors on which Dynamo ran the
+program. Which of them were used is what the graph's own node in autograd's graph is told, before it makes zeros for the others.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Dependencies:
         inputs = [value(node) for node in gm.graph.find_nodes(op="placeholder")]
         paths = _Paths(inputs, written, _without_gradient(gm))
         self._written = written
-        self._of_results = [paths.inputs_of(x) for x in (*map(value, gm.graph.output_node().args[0]), *(inputs[i] for i in written))]
-        self._trained = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
-        self._computed = [i for i in self._trained if not isinstance(inputs[i], nn.Parameter)]  # some of them
+        results = [*map(value, gm.graph.output_node().args[0]), *(inputs[i] for i in written)]
+        self._of_results = [paths.inputs_of(x) for x in results]
+        self._differentiable = [i for i, x in enumerate(inputs) if isinstance(x, Tensor) and x.requires_grad]
+        self._perhaps_computed = [i for i in self._differentiable if not isinstance(inputs[i], nn.Parameter)]
         self._of_gradients: list[int] | None = None  # the inputs that the node's gradients are of, in order
 
     def differ(self, inputs: Collection[int]) -> bool:
@@ -51,7 +52,7 @@ class Dependencies:
     def edges(self, args: Sequence[Any]) -> dict[Any, int]:
         """Return the inputs by where autograd takes their gradients on; before a run, which may write them."""
         edges: dict[Any, int] = {}
-        for i in self._computed:
+        for i in self._perhaps_computed:
             if (node := args[i].grad_fn) is not None:
                 edge = node, args[i].output_nr
                 edges[edge] = edges.get(edge, 0) | 1 << i
@@ -72,18 +73,18 @@ class Dependencies:
         for tensor, inputs in zip((*outputs, *(args[i] for i in self._written)), self._of_results):
             if isinstance(tensor, Tensor):
                 for node, place in _compiled_nodes(tensor.grad_fn, tensor.output_nr, earlier):
-                    ran, of_outputs[place] = node, of_outputs.get(place, 0) | inputs
+                    ran, of_outputs[place] = node, of_outputs.get(place, 0) | (inputs or -1)
         if ran is None:
             return None
         if self._of_gradients is None:
-            leaves = {id(args[i]): 1 << i for i in self._trained}
+            leaves = {id(args[i]): 1 << i for i in self._differentiable}
             self._of_gradients = [edges.get(edge, leaves.get(_leaf(edge[0]), -1))
                                   for edge in ran.next_functions]
         return GraphRun(ran, of_outputs, self._of_gradients)
 
 
 def _without_gradient(gm: fx.GraphModule) -> dict[Any, set[int]]:
-    """Return, by the autograd node of each `torch.autograd.Function` in a graph, which of its inputs its backward returns None for."""
+    """Return, by the node of each `torch.autograd.Function` in a graph, the places at which its backward returns None."""
     places = {}
     for body in graphs(gm):
         for node in body.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
@@ -125,8 +126,9 @@ class _Paths:
                 if unknown:
                     todo += unknown
                     continue
-                self._reached[node] = self._ends.get(_leaf(node), -1) if _leaf(node) is not None else functools.reduce(
-                    operator.or_, map(self._at, self._following(node)), 0)
+                leaf = _leaf(node)
+                self._reached[node] = (self._ends.get(leaf, -1) if leaf is not None else
+                                       functools.reduce(operator.or_, map(self._at, self._following(node)), 0))
             todo.pop()
         return self._at(start)
 
@@ -134,8 +136,8 @@ class _Paths:
         return self._ends[edge] if edge in self._ends else self._reached[edge[0]]
 
     def _following(self, node: Any) -> list[Any]:
-        none = self._without_gradient.get(node, ())
-        return [edge for place, edge in enumerate(node.next_functions) if edge[0] is not None and place not in none]
+        cut = self._without_gradient.get(node, ())
+        return [edge for place, edge in enumerate(node.next_functions) if edge[0] is not None and place not in cut]
 
     def _leaves(self, node: Any, ends: Collection[Any]) -> set[int]:
         """Return the ids of the leaves behind a node that are not among `ends`, nor behind one."""
@@ -190,7 +192,7 @@ class GraphRun:
 
     def without_unused(self, gradients: Sequence[Tensor | None], used: int) -> tuple[Tensor | None, ...]:
         """Return the gradients that the node gives, None in place of those of inputs that are not among `used`."""
-        return tuple(gradient if used & inputs else None for gradient, inputs in zip(gradients, self._of_gradients, strict=True))
+        return tuple(g if used & inputs else None for g, inputs in zip(gradients, self._of_gradients, strict=True))
 
     def hide_unused(self) -> None:
         """Have every backward through the node give None for inputs that no used output depends on."""
