@@ -207,8 +207,8 @@ def _call_explaining(patch: ForwardPatch, model: nn.Module, forward: Any, args: 
     except (RuntimeError, ValueError) as error:
         if "type" in str(error) and (uncast := _uncast_parameters(model, patch.inputs)):
             raise RuntimeError(
-                f"amp: this model was cast to {patch.inputs} by amp.initialize, and holds {uncast} in float32 now. Put modules in "
-                f"before amp.initialize, or cast them by hand, .to({patch.inputs}), before optimizer.add_param_group() takes "
+                f"amp: this model was cast to {patch.inputs} by amp.initialize, and holds {uncast} in float32 now. Put modules "
+                f"in before amp.initialize, or cast them by hand, .to({patch.inputs}), before optimizer.add_param_group() takes "
                 f"their parameters. The model's forward raised: {error}") from error
         raise
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .._torch import foreach_add_, foreach_copy_, tensor_version
+from ..distributed.synchronizer import local_gradients
 from ..precision.rules import HALVES
 from .models import MASTER
 from .predicated_step import PredicatedStep
@@ -148,10 +149,18 @@ class AmpOptimizerState:
 
     def prepare(self) -> None:
         """Set accumulated gradients aside, so that only new ones are unscaled and checked."""
+        for p in self._local_parameters():
+            local_gradients[p] = p.grad is not None and bool(p.grad.any())
         if self.all_fp16_params:
             self.reconcile()
             self.all_fp16_grad_stash = _take_grads(self.all_fp16_params)
         self.all_fp32_grad_stash = _take_grads(self.all_fp32_from_fp32_params)
+
+    def _local_parameters(self) -> list[Tensor]:
+        """Return the parameters that have accumulated inside of a data-parallel model's `no_sync()`."""
+        if not local_gradients:
+            return []
+        return [p for p in (*self.all_fp16_params, *self.all_fp32_from_fp32_params) if p in local_gradients]
 
     def put_back(self) -> None:
         """Undo `prepare` after an exception: what the failed backward left is dropped."""
@@ -201,6 +210,8 @@ class AmpOptimizerState:
         self._forget_stash()
 
     def _forget_stash(self) -> None:
+        for p in self._local_parameters():
+            local_gradients[p] = False
         self.all_fp16_grad_stash = []
         self.all_fp32_grad_stash = []
 

@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.weak import WeakTensorKeyDictionary
+
+# Parameter that has accumulated inside of `no_sync()` -> whether that is set aside, by `amp.scale_loss`, so that a backward which
+# synchronizes would not reduce it.
+local_gradients: Any = WeakTensorKeyDictionary()
 
 
 class Synchronizer:

@@ -75,7 +75,7 @@ class ReducedGradients:
 
     @torch.no_grad()
     def add_reduced(self, parameters: Sequence[nn.Parameter], *, in_buffers: bool) -> None:
-        """Add what was set aside to the gradients of `parameters`, which have just been reduced; `in_buffers` if they stay there."""
+        """Add what was set aside to the gradients of `parameters`, just reduced; `in_buffers` if they are to stay there."""
         for p in parameters:
             _, reduced = self._set_aside.pop(id(p), (p, None))
             if reduced is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ from torch import nn
 
 from apexfx import amp
 from apexfx.optimizers import FusedAdam
-from apexfx.parallel import DistributedDataParallel
+from apexfx.parallel import DistributedDataParallel, RankFailureError
 from apexfx.testing import assert_close
 from tests.distributed.launch import on_ranks
 
@@ -98,3 +99,35 @@ def test_a_large_layer_in_parallel_equals_one_alone(rank, world_size):
             for mine, expected in zip(amp.master_params(optimizer), amp.master_params(bare), strict=True):
                 assert torch.equal(mine, expected)
         assert_ranks_agree(amp.master_params(optimizer), world_size)
+
+
+@on_ranks(2)
+def test_accumulation_inside_of_no_sync(rank, world_size):
+    """Without `delay_unscale` what was accumulated is set aside when the last backward reduces: as Apex, but with an error."""
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(rank))
+    for level, delay in (("O0", True), ("O0", False), ("O2", False)):
+        model, optimizer = made(level)
+        plain = copy.deepcopy(model).float()
+        parallel = DistributedDataParallel(model, timeout_s=15)
+
+        def step(number, parallel=parallel, optimizer=optimizer, delay=delay):
+            with amp.scale_loss(parallel(x[number]).square().mean(), optimizer, delay_unscale=delay and number < 2) as loss:
+                loss.backward()
+
+        with parallel.no_sync():
+            step(0)
+            step(1)
+        if delay:
+            step(2)
+            sum(plain(part).square().mean() for part in x).backward()
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+                dist.all_reduce(q.grad)
+                assert_close(p.grad, q.grad / world_size)
+            continue
+        with pytest.raises(RankFailureError, match="pass delay_unscale=True to every scale_loss inside of no_sync"):
+            step(2)
+        optimizer.zero_grad()
+        with parallel.no_sync():
+            step(0)
+        optimizer.zero_grad(set_to_none=False)  # after which nothing local is left
+        step(1)
