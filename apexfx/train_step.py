@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from . import passes as passes_
 from ._torch import dynamo_config, note_optimizer_ran, tensor_version
-from .compiler.graph_compiler import Groups
+from .compiler.graph_compiler import Groups, WeakBackend
 from .compiler.model_index import ModelIndex
 from .compiler.non_finite import first_non_finite
 from .compiler.optimizer_state import OptimizerState, structure, why_outside
@@ -178,9 +178,9 @@ class TrainStep:
         compiler = functools.partial(StepCompiler, config, report=self.report, groups=self._groups, agreement=self._agreement,
                                      index=self._index, on_run=self._note_change, memory_budget=memory_budget, calls=accumulate)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=config.dynamic)
-        self._compiler = compiler()
-        self._last = compiled(of_one_step(run_step), backend=self._compiler)
-        self._earlier = compiled(of_one_step(run_accumulate), backend=compiler(reduce_gradients=False))
+        self._compiler, self._compiler_of_earlier = compiler(), compiler(reduce_gradients=False)
+        self._last = compiled(of_one_step(run_step), backend=WeakBackend(self._compiler))
+        self._earlier = compiled(of_one_step(run_accumulate), backend=WeakBackend(self._compiler_of_earlier))
 
     def __call__(self, *batch: Any) -> Any:
         """Run one training step.

@@ -33,7 +33,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .dynamo_batch_norm import EagerBatchNorms
 from .forward_errors import as_in_eager, named_inputs
-from .graph_compiler import GraphCompiler
+from .graph_compiler import GraphCompiler, WeakBackend
 from .loss_scale import warn_where_unscaled
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
@@ -97,7 +97,7 @@ class CompiledModel:
         self._may_lose_gradients = config.opt_level != "O0" and self._half == torch.float16 and not in_step
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
-        return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
+        return torch.compile(forward, backend=WeakBackend(compiler), fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
     @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

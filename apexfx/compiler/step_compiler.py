@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -56,6 +57,7 @@ class StepCompiler:
 
     Attributes:
         captures_only: while it is set, a graph raises `Captured` instead of running.
+        compiled: graphs, while Dynamo has what runs them.
     """
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
@@ -71,6 +73,7 @@ class StepCompiler:
         self.reduce_gradients = reduce_gradients
         self.calls = calls
         self.captures_only = False
+        self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
         self._running: list[Any] = []  # what the ranks communicate in the graph that ran last
         self._num_switches = 0
 
