@@ -168,7 +168,7 @@ def _agree(gradients: Sequence[Any], expected: Sequence[Any], numeric: str) -> b
     present = [g is not None for g in expected]
     if [g is not None for g in gradients] != present or not any(present):
         return len(gradients) == len(expected) and not any(present)
-    a, e = (torch.cat([g.double().flatten() for g in some if g is not None]) for some in (gradients, expected))
+    a, e = (torch.cat([g.to_dense().double().flatten() for g in some if g is not None]) for some in (gradients, expected))
     scaled_too_far = not (a.isfinite().all() and e.isfinite().all())  # in float16, where the step is skipped
     return scaled_too_far or _within(a, e, numeric)
 
