@@ -82,7 +82,9 @@ class _Local(fx.Interpreter):
     def differentiate(self, outputs: Any, inputs: Sequence[Any]) -> None:
         """Compute the gradients of outputs, weighted at random, by the inputs that require them."""
         leaves = [x for x in inputs if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]
-        roots = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        # A view that was made under no_grad says that it requires gradients, and has no history.
+        roots = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad
+                 and (x.grad_fn is not None or any(x is leaf for leaf in leaves))]
         if leaves and roots:
             self.gradients = torch.autograd.grad(roots, leaves, [torch.rand_like(root) for root in roots], allow_unused=True)
 
