@@ -240,3 +240,23 @@ def test_the_search_for_what_is_not_finite_works_on_copies():
     assert "forward is finite in eager" in first_non_finite(model, objective, (batch,), {})
     torch.testing.assert_close(model.state_dict(), before[1], rtol=0, atol=0)
     assert list(batch) == ["x"] and torch.equal(batch["x"], X)
+
+
+def test_a_gradient_penalty_is_that_of_eager_torch():
+    def penalized(model, x, labels):
+        x = x.clone().requires_grad_()
+        y = model(x)
+        [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return F.cross_entropy(y, labels) + gradient.square().sum()
+
+    reference = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = copy.deepcopy(reference)
+    optimizer = SGD(reference.parameters(), lr=0.1)
+    step = apexfx.train_step(model, objective=penalized, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0",
+                             inner="eager")
+    for _ in range(2):
+        optimizer.zero_grad()
+        penalized(reference, X, Y).backward()
+        optimizer.step()
+        step(X, Y)
+    torch.testing.assert_close(step.model.state_dict(), reference.state_dict(), rtol=1e-6, atol=1e-7)
