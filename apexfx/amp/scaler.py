@@ -70,7 +70,7 @@ class LossScaler:
 
     @_loss_scale.setter
     def _loss_scale(self, value: float) -> None:
-        self._scale = torch.full((), float(value), device=self.device) if self.dynamic else float(value)
+        self._scale = torch.full((), float(value), dtype=torch.float32, device=self.device) if self.dynamic else float(value)
 
     @property
     def _unskipped(self) -> int:
@@ -92,14 +92,14 @@ class LossScaler:
 
     def new_flag(self) -> Tensor:
         """Return a zero flag for the iteration that begins."""
-        return torch.zeros((), device=self.device)
+        return torch.zeros((), dtype=torch.float32, device=self.device)
 
     def unscale(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor) -> None:
         """Write `inputs / scale` to `outputs`, and 1 to `found_inf` where an input is infinite or NaN."""
         factor, inverse = (1.0, self._scale.reciprocal()) if self.dynamic else (1.0 / self._scale, None)
         for device, (given, out) in by_device(inputs, outputs).items():
             here = device == found_inf.device
-            flag = found_inf if here else torch.zeros((), device=device)
+            flag = found_inf if here else torch.zeros((), dtype=torch.float32, device=device)
             there = None if inverse is None else inverse.to(device, non_blocking=True)
             multi_tensor_scale(given, out, flag, factor, there)
             if not here:

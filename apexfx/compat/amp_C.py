@@ -68,7 +68,7 @@ def multi_tensor_sgd(
 ) -> None:  # fmt: skip
     """SGD over [g, p, momentum] or [g, p, momentum, half copy]; gradients are multiplied by `scale`."""
     g, p, buffers, *copies = tensor_lists
-    grad_scale = torch.full((), 1.0 / scale, device=p[0].device) if scale != 1.0 else None
+    grad_scale = torch.full((), 1.0 / scale, dtype=torch.float32, device=p[0].device) if scale != 1.0 else None
     torch.ops.apexfx.sgd_(p, g, buffers if momentum != 0.0 else [], copies[0] if copies else [], lr, momentum, dampening,
                           weight_decay, nesterov, wd_after_momentum, first_run, grad_scale=grad_scale,
                           found_inf=_flag(noop_flag, p[0]))

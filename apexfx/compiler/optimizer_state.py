@@ -35,8 +35,9 @@ class OptimizerState:
         self.updates = _updates(optimizer, trained, self.labels)
         self.params = [p for update in self.updates for p in update.params]
         self.states = [t for update in self.updates for tensors in (*update.states.values(), update.masters) for t in tensors]
-        self.scalars: dict[str, Tensor] = {f"lr_{place}": torch.zeros((), device=update.params[0].device)
-                                           for place, update in enumerate(self.updates)}
+        self.scalars: dict[str, Tensor] = {
+            f"lr_{place}": torch.zeros((), dtype=torch.float32, device=update.params[0].device)
+            for place, update in enumerate(self.updates)}
         self._counts = {id(update.step): update.step for update in self.updates if update.step is not None}
         self._step_names = {count: f"step_{place}" for place, count in enumerate(self._counts)}
         self.scalars.update((self._step_names[count], step) for count, step in self._counts.items())
@@ -183,7 +184,7 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], count: 
     if base is not None and base.dim() == 1 and len(base) == len(held) and all(
             isinstance(step, Tensor) and viewed(step) is base and step.storage_offset() == i for i, step in enumerate(held)):
         return base
-    vector = torch.full((len(members),), count, device=members[0].device)
+    vector = torch.full((len(members),), count, dtype=torch.float32, device=members[0].device)
     for p, own in zip(members, vector.unbind()):
         optimizer.state[p]["step"] = own
     return vector

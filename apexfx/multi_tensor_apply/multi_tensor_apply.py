@@ -41,7 +41,7 @@ def _raise_flag(noop_flag: Tensor, found_inf: Tensor) -> None:
 
 
 def _zero(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.zeros((), device=tensors[0].device)
+    return torch.zeros((), dtype=torch.float32, device=tensors[0].device)
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ class StepPlan:
         growth_tracker: index of the number of steps since the scale last changed; None for a static scale.
         max_scale: upper bound of a dynamic scale, or None.
         growth_factor, backoff_factor, growth_interval: of a dynamic scale, as torch.amp.GradScaler has them.
-        max_grad_norm: to which the norm of all gradients is clipped, or None.
+        max_grad_norm: to which the norm of all gradients is clipped, infinity to measure it alone, or None.
         clip_epsilon: added to the norm before it divides.
         skips: index of a vector of two, how many steps were skipped in all and how many in a row: a step with a gradient that is
             not finite changes nothing else. None where no step is skipped.
@@ -124,21 +124,20 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
 
     Returns:
         found_inf, float32, 0-d: 1 where a gradient is not finite, 0 where all are or nobody looked; the norm of the unscaled
-        gradients before clipping, nan where nobody asked; the unscaled and clipped gradients that are not None, where the plan
-        keeps them.
+        gradients before clipping, float32, or float64 where a gradient is, nan where nobody asked; the unscaled and clipped
+        gradients that are not None, where the plan keeps them.
 
     Raises:
         ValueError: no parameter has a gradient.
     """
     present = _present(grads)
     scale = scalars[plan.scale] if plan.scale is not None else None
-    inverse = call(aten.reciprocal.default, scale) if scale is not None else None
+    inverse = _inverse(scale, _norm_dtype(present), call) if scale is not None else None
     found_inf = norm = clip = None
     if plan.skips is not None or plan.max_grad_norm is not None:
-        measured = call(torch.ops.apexfx.multi_tensor_l2norm.default, present, inverse)
-        norm = call(operator.getitem, measured, 0)
-        found_inf = call(operator.getitem, measured, 2) if plan.skips is not None else None
-    if plan.max_grad_norm is not None:
+        norm, found_inf = _measured(present, inverse, call)
+        found_inf = found_inf if plan.skips is not None else None
+    if plan.max_grad_norm not in (None, math.inf):
         inverse_norm = call(aten.reciprocal.default, call(aten.add.Tensor, norm, plan.clip_epsilon))
         ratio = call(aten.mul.Tensor, inverse_norm, plan.max_grad_norm)
         clip = call(aten.clamp_max.default, ratio, 1.0)
@@ -169,6 +168,28 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         call(aten.mul_.Tensor, in_a_row, found_inf)
     full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
     return (found_inf if found_inf is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+
+
+def _norm_dtype(grads: Sequence[Any]) -> torch.dtype:
+    """Return the dtype of the norm of `grads`, and of what they are multiplied with."""
+    return torch.float64 if any(_value(g).dtype == torch.float64 for g in grads) else torch.float32
+
+
+def _inverse(scale: Any, dtype: torch.dtype, call: Callable[..., Any]) -> Any:
+    wide = scale if dtype == torch.float32 else call(aten._to_copy.default, scale, dtype=dtype)
+    return call(aten.reciprocal.default, wide)
+
+
+def _measured(grads: Sequence[Any], inverse: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return the norm of the unscaled gradients, and found_inf."""
+    if _norm_dtype(grads) == torch.float32:
+        measured = call(torch.ops.apexfx.multi_tensor_l2norm.default, grads, inverse)
+        return call(operator.getitem, measured, 0), call(operator.getitem, measured, 2)
+    # The op's norm is float32.
+    found_inf = call(operator.getitem, call(torch.ops.apexfx.multi_tensor_l2norm.default, grads), 2)
+    norms = [call(aten.linalg_vector_norm.default, g, 2, None, False, dtype=torch.float64) for g in grads]
+    norm = call(aten.linalg_vector_norm.default, call(aten.stack.default, norms))
+    return norm if inverse is None else call(aten.mul.Tensor, norm, inverse), found_inf
 
 
 def _update(group: UpdateRow, members: Sequence[int], params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any],
@@ -222,9 +243,11 @@ def _run(params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Seque
 def _fake(params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[Tensor],
           scalars: Sequence[Tensor], plan: str) -> Any:
     present = _present(grads)
-    scalar = present[0].new_empty((), dtype=torch.float32)
-    kept = present if StepPlan.from_json(plan).keeps_gradients else []
-    return scalar, torch.empty_like(scalar), [torch.empty_like(g) for g in kept]
+    read = StepPlan.from_json(plan)
+    measured = read.skips is not None or read.max_grad_norm is not None
+    norm = present[0].new_empty((), dtype=_norm_dtype(present) if measured else torch.float32)
+    kept = present if read.keeps_gradients else []
+    return present[0].new_empty((), dtype=torch.float32), norm, [torch.empty_like(g) for g in kept]
 
 
 _LIBRARY.impl("apply_gradients", _run, "CompositeExplicitAutograd")

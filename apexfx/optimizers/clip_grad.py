@@ -37,6 +37,6 @@ def clip_grad_norm_(
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for device, (tensors,) in by_device(grads).items():
-        flag = torch.zeros((), device=device)
+        flag = torch.zeros((), dtype=torch.float32, device=device)
         multi_tensor_scale(tensors, tensors, flag, 1.0, coefficient.to(device, non_blocking=True))
     return norm

@@ -60,7 +60,8 @@ class FusedNovoGrad(FusedOptimizer):
     def _init_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         super()._init_state(group, param, state)
         if "exp_avg_sq" not in state:
-            state["exp_avg_sq"] = torch.full((), 0.0 if group["init_zero"] else -1.0, device=param.device)
+            first = 0.0 if group["init_zero"] else -1.0
+            state["exp_avg_sq"] = torch.full((), first, dtype=torch.float32, device=param.device)
 
     def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
         return torch.float32 if name == "exp_avg_sq" else super()._state_dtype(param, name)
