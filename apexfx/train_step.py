@@ -8,6 +8,7 @@ import functools
 import inspect
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,11 +23,19 @@ from .compiler.model_index import ModelIndex
 from .compiler.non_finite import first_non_finite
 from .compiler.optimizer_state import OptimizerState, structure, why_outside
 from .compiler.step_compiler import Captured, StepCompiler
-from .compiler.step_function import NotOneGraph, OfOutput, clear_errors, of_one_step, run_accumulate, run_step
-from .compiler.step_in_pieces import StepInPieces
+from .compiler.step_function import (
+    NotOneGraph,
+    OfOutput,
+    apply_gradients,
+    clear_errors,
+    of_one_step,
+    run_accumulate,
+    run_step,
+)
+from .compiler.step_in_pieces import StepInPieces, average_over_ranks
 from .compiler.step_leaves import unshared
-from .compiler.step_objective import OfObjective
 from .compiler.step_model import StepModel, check_modules
+from .compiler.step_objective import OfObjective
 from .compiler.step_parameters import agree_on_model, missed_parameters, trained_parameters
 from .compiler.step_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, StepScale
 from .config import TransformConfig
@@ -69,7 +78,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
         objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none
             for other dtypes.
-        max_grad_norm: clip the norm of all gradients together to this.
+        max_grad_norm: clip the norm of all gradients together to this; infinity measures it, for `step.grad_norm`, alone.
         accumulate: average the gradients of so many calls before they are reduced and applied, by the last of them.
         keep_grads: leave the averaged, unscaled and clipped gradients in `.grad`.
         memory_budget: bytes: where more are alive at once along the graph (`report.memory()`), elementwise values of the forward
@@ -129,6 +138,12 @@ def _gradients_of(params: Sequence[Tensor]) -> list[Any]:
     return [None if p.grad is None else (id(p.grad), tensor_version(p.grad)) for p in params]
 
 
+def _warn_of_gathered(gathered: set[int]) -> None:
+    if gathered:
+        log.warning("apexfx: a training step is dropped that has gathered gradients of %d parameters and not applied them: the "
+                    "number of calls was no multiple of accumulate=. Call step.flush() after the last", len(gathered))
+
+
 class TrainStep:
     """What `train_step` returns: call it with a batch.
 
@@ -166,17 +181,21 @@ class TrainStep:
         self._state: OptimizerState | None = None
         self._labels: dict[int, int] = {}
         self._params: list[Tensor] = []
+        self._names: dict[int, str] = {}  # of parameters, by id
         self._buffers: list[Tensor] = []
         self._gathered: set[int] = set()  # ids of the parameters that have a gradient in their buffer
+        weakref.finalize(self, _warn_of_gathered, self._gathered)
         self._plan, self._scalars = "", []
         self._calls = 0
+        self._found_inf: Tensor | None = None  # of the last call, where it applied gradients
+        self._grad_norm: Tensor | None = None
         self._changed, self._broken = False, ""  # whether a call has changed something; why the step is of no more use
         loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
         # Logging would break the graph: what the model logs is left out.
         self._dynamo = {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers}
         self._patch = dynamo_config.patch(self._dynamo)
         compiler = functools.partial(StepCompiler, config, report=self.report, groups=self._groups, agreement=self._agreement,
-                                     index=self._index, on_run=self._note_change, memory_budget=memory_budget, calls=accumulate)
+                                     index=self._index, on_run=self._note_change, memory_budget=memory_budget)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=config.dynamic)
         self._compiler = compiler()
         self._last = compiled(of_one_step(run_step), backend=self._compiler)
@@ -217,6 +236,34 @@ class TrainStep:
                         skips, self.loss_scale, first_non_finite(self.model, self._objective, batch))
         return (loss, *rest) if rest else loss
 
+    def flush(self) -> None:
+        """Apply the average of what calls have gathered since the last update, where they are fewer than `accumulate`.
+
+        It runs op by op. Nothing happens where nothing is gathered. Over ranks, all have to call it at once.
+
+        Raises:
+            RankMismatchError: the ranks have not gathered from as many calls.
+            Others: as a call.
+        """
+        num_calls = self._calls % self._accumulate
+        with self._all_or_nothing(), torch.no_grad():
+            self._found_inf = None
+            if self._agreement is not None and self._groups.gradients is not None:
+                self._agreement.ensure("calls that flush() applies", [f"after call {self._calls}", num_calls])
+            if not num_calls:
+                return
+            self._prepare()
+            factor = self._accumulate / num_calls
+            grads = [b * factor if id(p) in self._gathered else None for p, b in zip(self._params, self._buffers)]
+            self._note_change()
+            grads = average_over_ranks(self._names, self._params, grads, self._config.buckets, self._groups.gradients)
+            states = self._state.states if self._state is not None else []
+            found_inf, norm, present, gradients = apply_gradients(self._params, grads, states, self._scalars, self._plan)
+            for buffer in self._buffers:
+                buffer.zero_()
+            self._calls += self._accumulate - num_calls
+            self._finish(found_inf, norm, present, gradients)
+
     def capture(self, *batch: Any) -> Report:
         """Compile the graph that a batch like this one needs, and run nothing: for its report, memory included.
 
@@ -253,6 +300,23 @@ class TrainStep:
         """How many steps changed nothing because a gradient was not finite; waits for the device."""
         return self._scale.skipped
 
+    @property
+    def grad_norm(self) -> Tensor:
+        """The norm of the last step's gradients, averaged and unscaled, before clipping: 0-d, on the device, nan before a step.
+
+        Raises:
+            RuntimeError: nothing measures it, which costs a pass over the gradients.
+        """
+        if self._clipping()[0] is None and self._scale.mode is None:
+            raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped or a loss is scaled, and this "
+                               "step does neither; make it with max_grad_norm=float('inf'), which clips nothing")
+        return self._grad_norm if self._grad_norm is not None else torch.full((), math.nan, device=self._device)
+
+    @property
+    def updated(self) -> Tensor:
+        """Whether the last call, or `flush()`, updated the parameters, and neither gathered alone nor was skipped: 0-d, bool."""
+        return self._found_inf == 0 if self._found_inf is not None else torch.zeros((), dtype=torch.bool, device=self._device)
+
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
         """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""
         text = self.report.code(stage=stage, after=after, graph=graph)
@@ -269,7 +333,7 @@ class TrainStep:
         self._check_whole()
         if self._calls % self._accumulate:
             raise RuntimeError(f"apexfx: state_dict() was called after {self._calls % self._accumulate} of {self._accumulate} "
-                               "calls that accumulate gradients; save after the call that applies them")
+                               "calls that accumulate gradients; save after the call that applies them, or call flush() before")
         of_objective = self._of_objective.state_dict()
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "scaler": self._scale.state_dict(),
                 "num_ranks": self._num_ranks(), **({"objective": of_objective} if of_objective else {})}
@@ -307,6 +371,7 @@ class TrainStep:
         for buffer in self._buffers:
             buffer.zero_()
         self._gathered.clear()
+        self._found_inf = self._grad_norm = None
         self._calls, self._broken = 0, ""
 
     # ---- before the first step --------------------------------------------------------------------------------------------
@@ -423,17 +488,19 @@ class TrainStep:
             keeps_gradients=self._keep_grads or bool(outside),
         ).to_json()
         of_objective, _ = self._of_objective.named_tensors()
-        of = {id(p): name for name, p in (*self.model.named_parameters(), *of_objective.items())}
+        of = self._names = {id(p): name for name, p in (*self.model.named_parameters(), *of_objective.items())}
         self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(self._state.named(of)) if self._state is not None else {}), **self._scale.tensors,
                                 **{f"{of[id(p)]}.accumulated": b for p, b in zip(self._params, self._buffers)}})
 
     def _run(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
         """Run what this call of an accumulation needs; return the loss and what else there was."""
+        self._found_inf = None
         if (self._calls + 1) % self._accumulate:
             return self._run_earlier(batch)
-        loss, rest, found_inf, present, gradients = self._run_last(batch)
-        self._apply_outside(found_inf, present, gradients)
+        loss, rest, *applied = self._run_last(batch)
+        self._calls += 1
+        self._finish(*applied)
         return loss, rest
 
     def _run_in_pieces_from_now_on(self, reason: str) -> None:
@@ -458,11 +525,8 @@ class TrainStep:
         states = self._state.states if self._state is not None else []
         gathered = [id(p) in self._gathered for p in self._params] if self._accumulate > 1 else []
         with self._compiling() as model:
-            result = self._last(model, self._objective, self._params, self._buffers, gathered, states, self._scalars,
-                                self._scale.tensors.get(SCALE), self._accumulate, self._plan, batch)
-        self._calls += 1
-        self._gathered.clear()
-        return result
+            return self._last(model, self._objective, self._params, self._buffers, gathered, states, self._scalars,
+                              self._scale.tensors.get(SCALE), self._accumulate, self._plan, batch)
 
     def _run_earlier(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
         """Run what adds to what earlier calls have accumulated."""
@@ -485,8 +549,10 @@ class TrainStep:
             raise RuntimeError("apexfx: the objective or the model calls backward() itself, and what that adds to .grad is in "
                                "no update of the step; add that loss to the one that the objective returns")
 
-    def _apply_outside(self, found_inf: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
-        """Hand gradients out of the graph, and let an optimizer that is not in it do its step."""
+    def _finish(self, found_inf: Tensor, norm: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
+        """Note what was applied, hand gradients out of the graph, and let an optimizer that is not in it do its step."""
+        self._gathered.clear()
+        self._found_inf, self._grad_norm = found_inf, norm
         if self._keep_grads or self._state is None:
             self._drop_gradients()  # what nobody computed now is not to be applied
             left = iter(unshared(gradients))

@@ -25,8 +25,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,8 @@ def made(page: str) -> str:
         RuntimeError: a command failed. What a Python block raises goes through.
     """
     text = (ROOT / page).read_text()
-    namespace: dict[str, Any] = {"__name__": "page"}
+    module = sys.modules["page"] = types.ModuleType("page")  # Dynamo imports the module of a function that it traces
+    namespace = module.__dict__
     printed = io.StringIO()
 
     def remake(match: re.Match[str]) -> str:

@@ -195,7 +195,7 @@ def test_a_step_without_other_leaves_returns_nothing_more():
     step = apexfx.train_step(model, F.mse_loss, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
     step(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
     text = step.report.code(stage="forward")
-    assert "return (loss_1, found_inf)" in text and "unscaled" not in text
+    assert "return (loss_1, found_inf, norm)" in text and "unscaled" not in text
 
 
 # ---- what has a history ------------------------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ class StepCompiler:
         on_run: called before a graph runs, once all ranks have agreed on it.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
-        calls: how many calls accumulate.
 
     Attributes:
         captures_only: while it is set, a graph raises `Captured` instead of running.
@@ -60,7 +59,7 @@ class StepCompiler:
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], memory_budget: int | None = None,
-                 reduce_gradients: bool = True, calls: int = 1) -> None:
+                 reduce_gradients: bool = True) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -69,7 +68,6 @@ class StepCompiler:
         self.on_run = on_run
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
-        self.calls = calls
         self.captures_only = False
         self._running: list[Any] = []  # what the ranks communicate in the graph that ran last
         self._num_switches = 0
@@ -80,8 +78,7 @@ class StepCompiler:
         placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision),
                                         whole_step=True)
         check_float64(gm)
-        leaves = _Leaves(return_gradients(gm, placeholders, self.calls), example_inputs, self.config.buckets,
-                         self.groups.gradients)
+        leaves = _Leaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget)
         pipeline = Pipeline(passes.schedule(self.config, context), verify=self.config.verify, strict=self.config.fullgraph)

@@ -63,13 +63,13 @@ def run_step(model: nn.Module, objective: Callable[..., Any], params: list[Tenso
     """Compute gradients, add those that earlier calls have gathered in `buffers`, and apply them.
 
     Returns:
-        The loss, what else the objective returned (a tuple of one, or of none), found_inf, for each parameter whether it has a
-        gradient, and the gradients that leave the graph.
+        The loss, what else the objective returned (a tuple of one, or of none), found_inf, the norm of the gradients, for each
+        parameter whether it has a gradient, and the gradients that leave the graph.
     """
     _check_traced()
-    loss, rest, grads = compute_gradients(model, objective, params, scale, batch)
+    loss, rest, grads = compute_gradients(model, objective, params, scale, calls, batch)
     if calls > 1:
-        grads = add_gathered(buffers, gathered, grads, calls)
+        grads = add_gathered(buffers, gathered, grads)
         for buffer in buffers:
             buffer.zero_()
     return loss, rest, *apply_gradients(params, grads, states, scalars, plan)
@@ -79,39 +79,39 @@ def run_accumulate(model: nn.Module, objective: Callable[..., Any], params: list
                    scale: Tensor | None, calls: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
     """Compute gradients and add them to `buffers`; return the loss, what else there was, and which parameters have one."""
     _check_traced()
-    loss, rest, grads = compute_gradients(model, objective, params, scale, batch)
-    return loss, rest, gather(buffers, grads, calls)
+    loss, rest, grads = compute_gradients(model, objective, params, scale, calls, batch)
+    return loss, rest, gather(buffers, grads)
 
 
-def gather(buffers: Sequence[Tensor], grads: Sequence[Tensor | None], calls: int) -> list[bool]:
-    """Add gradients, each divided by the number of calls, to `buffers`; return which of them there are."""
+def gather(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[bool]:
+    """Add gradients to `buffers`; return which of them there are."""
     for buffer, gradient in zip(buffers, grads):
         if gradient is not None:
-            buffer.add_(gradient / calls)
+            buffer.add_(gradient)
     return [g is not None for g in grads]
 
 
-def add_gathered(buffers: Sequence[Tensor], gathered: Sequence[bool], grads: Sequence[Tensor | None],
-                 calls: int) -> list[Tensor | None]:
-    """Return the average of these gradients, the last ones, and those in `buffers`.
+def add_gathered(buffers: Sequence[Tensor], gathered: Sequence[bool],
+                 grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the sum of these gradients, the last ones, and those in `buffers`.
 
     Args:
         gathered: for each buffer whether it has a gradient.
     """
-    return [_sum(buffer, held, g, calls) for buffer, held, g in zip(buffers, gathered, grads)]
+    return [_sum(buffer, held, g) for buffer, held, g in zip(buffers, gathered, grads)]
 
 
 def apply_gradients(params: list[Tensor], grads: list[Tensor | None], states: list[Tensor], scalars: list[Tensor],
-                    plan: str) -> tuple[Tensor, list[bool], list[Tensor]]:
-    """Do what `plan` says; return found_inf, for each parameter whether it has a gradient, and those that leave the step."""
-    found_inf, _, gradients = torch.ops.apexfx.apply_gradients.default(params, grads, states, scalars, plan)
-    return found_inf, [g is not None for g in grads], gradients
+                    plan: str) -> tuple[Tensor, Tensor, list[bool], list[Tensor]]:
+    """Do what `plan` says; return found_inf, the norm, which parameters have a gradient, and those that leave the step."""
+    found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(params, grads, states, scalars, plan)
+    return found_inf, norm, [g is not None for g in grads], gradients
 
 
-def _sum(buffer: Tensor, held: bool, gradient: Tensor | None, calls: int) -> Tensor | None:
+def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:
     if gradient is None:
         return buffer.clone() if held else None
-    return buffer + gradient / calls if held else gradient / calls
+    return buffer + gradient if held else gradient
 
 
 def _check_traced() -> None:
@@ -124,12 +124,13 @@ def _differentiate(loss: Tensor, params: list[Tensor]) -> Sequence[Tensor | None
     return torch.autograd.grad(loss, params, allow_unused=True)
 
 
-def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None,
+def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None, calls: int,
                       batch: tuple[Any, ...], differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate,
                       ) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
     """Run forward and backward; return the loss, what else there was, and the gradients of the scaled loss.
 
     Args:
+        calls: by which the loss is divided in front of the backward, as a loop does that accumulates in `.grad`.
         differentiate: returns the gradients of a loss by parameters, None for one that it does not depend on.
     """
     with torch.enable_grad():
@@ -140,7 +141,8 @@ def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: l
             raise TypeError(f"apexfx: the loss function or objective returned a {given}; it has to return the loss, a scalar "
                             "tensor, or a tuple of two: the loss and something else to return")
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        grads = differentiate(loss if scale is None else loss * scale, params)
+        share = loss / calls if calls > 1 else loss
+        grads = differentiate(share if scale is None else share * scale, params)
     return loss.detach(), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tuple(rest)), list(grads)
 
 

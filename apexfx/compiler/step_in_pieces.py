@@ -15,11 +15,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import not_traced, tensor_version, tree_leaves
 from ..buckets.reduce import reduce_gradients
-from ..config import TransformConfig
+from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .compiled_model import CompiledModel, with_private_code
@@ -72,10 +73,10 @@ class StepInPieces:
         """Do as `run_step`."""
         loss, rest, grads = self._gradients(objective, params, scale, calls, batch)
         if calls > 1:
-            grads = add_gathered(buffers, gathered, grads, calls)
+            grads = add_gathered(buffers, gathered, grads)
         if any(g is not None for g in grads):  # otherwise the step is refused
             self._on_change()
-        grads = self._averaged(params, grads)
+        grads = average_over_ranks(self._names(), params, grads, self._buckets, self._group)
         self._add_to_leaves()
         if calls > 1:
             for buffer in buffers:
@@ -88,7 +89,7 @@ class StepInPieces:
         loss, rest, grads = self._gradients(objective, params, scale, calls, batch)
         self._on_change()
         self._add_to_leaves()
-        return loss, rest, gather(buffers, grads, calls)
+        return loss, rest, gather(buffers, grads)
 
     def _of_model(self, config: TransformConfig) -> TransformConfig:
         """Return the options of the model alone."""
@@ -106,8 +107,8 @@ class StepInPieces:
         differentiate = functools.partial(self._differentiate, of_batch=set(map(id, tree_leaves(batch))))
         try:
             with self._compiled_forward():
-                found = compute_gradients(self._model, objective, params, scale, batch, differentiate)
-            self._leaf_gradients = [unscaled(g, scale, calls) for g in self._leaf_gradients]
+                found = compute_gradients(self._model, objective, params, scale, calls, batch, differentiate)
+            self._leaf_gradients = [unscaled(g, scale) for g in self._leaf_gradients]
         except BaseException as error:
             if self._versions() != before:
                 self._on_change()
@@ -116,8 +117,8 @@ class StepInPieces:
             raise
         sparse = next((p for p, g in zip(params, found[2]) if g is not None and g.layout != torch.strided), None)
         if sparse is not None:
-            raise ValueError(f"apexfx: the gradient of {self._names()[id(sparse)]!r} is sparse, and a training step updates by "
-                             "dense ones only. Use sparse=False in the embedding")
+            raise ValueError(f"apexfx: the gradient of {self._names()[id(sparse)]!r} is sparse, and a training step updates "
+                             "by dense ones only. Use sparse=False in the embedding")
         if not self._was_called:
             self._was_called = True
             message = ("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: no pass has "
@@ -192,14 +193,20 @@ class StepInPieces:
             else:
                 attributes["forward"] = own
 
-    def _averaged(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return the averages over the ranks; None where no rank has a gradient."""
-        if self._group is None:
-            return list(grads)
-        names, named = self._names(), {}
-        for place, (p, gradient) in enumerate(zip(params, grads)):
-            holder = named[names.get(id(p), f"{place}")] = p.detach()  # no name: its module has been replaced
-            # A copy, since autograd may hand out one gradient twice, or expanded.
-            holder.grad = gradient.clone(memory_format=torch.contiguous_format) if gradient is not None else None
-        reduce_gradients(named, self._buckets, self._group)
-        return [holder.grad for holder in named.values()]
+
+def average_over_ranks(names: Mapping[int, str], params: Sequence[Tensor], grads: Sequence[Tensor | None],
+                       buckets: BucketConfig | None, group: dist.ProcessGroup | None) -> list[Tensor | None]:
+    """Return the averages of gradients over the ranks, in buckets; None where no rank has a gradient.
+
+    Args:
+        names: of the parameters, by id.
+    """
+    if group is None:
+        return list(grads)
+    named = {}
+    for place, (p, gradient) in enumerate(zip(params, grads)):
+        holder = named[names.get(id(p), f"{place}")] = p.detach()  # no name: its module has been replaced
+        # A copy, since autograd may hand out one gradient twice, or expanded.
+        holder.grad = gradient.clone(memory_format=torch.contiguous_format) if gradient is not None else None
+    reduce_gradients(named, buckets, group)
+    return [holder.grad for holder in named.values()]

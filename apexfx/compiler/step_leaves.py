@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +35,12 @@ def leaves_of(loss: Tensor) -> list[Tensor]:
     return [node.variable for node in nodes if type(node).__name__ == "AccumulateGrad"]
 
 
-def return_gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder], calls: int) -> list[Placeholder]:
+def return_gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[Placeholder]:
     """Have a captured step return the gradients of the other leaves that its loss depends on, behind what it returns.
 
     Args:
         gm: the graph, its inputs annotated.
         placeholders: its inputs, in order.
-        calls: how many calls accumulate.
 
     Returns:
         The leaves, in order.
@@ -62,17 +60,16 @@ def return_gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder], ca
     with gm.graph.inserting_before(output):
         for place in range(len(trained), len(inputs)):
             gradient = call(gm.graph, operator.getitem, (grad, place), like=grad, mode=mode)
-            gradients.append(call(gm.graph, unscaled, (gradient, scale, calls), like=grad, mode=mode))
+            gradients.append(call(gm.graph, unscaled, (gradient, scale), like=grad, mode=mode))
     output.args = ((*output.args[0], *gradients),)
     gm.recompile()
     return others
 
 
-def unscaled(gradient: Tensor | None, scale: Tensor | None, calls: int) -> Tensor | None:
-    """Return the share of a gradient in the average over the calls, in memory of its own: it may be that of a parameter."""
+def unscaled(gradient: Tensor | None, scale: Tensor | None) -> Tensor | None:
+    """Return the gradient of the loss that was not scaled, in memory of its own: it may be that of a parameter."""
     if gradient is None:  # the loss depends on the leaf by a function whose backward says None
         return None
-    gradient = gradient / calls if calls > 1 else gradient
     return (gradient * scale.reciprocal()).to(gradient.dtype) if scale is not None else gradient.clone()
 
 

@@ -130,7 +130,8 @@ class GraphReport:
     Attributes:
         training: whether a backward graph belongs to it.
         parameters: names of the parameters that enter it.
-        local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`.
+        local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`, or gathers the gradients of a
+            step's earlier calls.
         load_backward: reads the record of the second stage kept beside a compile cache entry, when no pass ran in this process.
     """
 

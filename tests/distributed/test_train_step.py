@@ -36,7 +36,7 @@ def batches(rank, count):
 
 
 def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, **options):
-    """Train by train_step and by torch DDP; the parameters come out as equal as the update's rounding leaves them."""
+    """Train by train_step and by torch DDP, flushing at the end; the parameters come out as equal as rounding leaves them."""
     model = make(sync_bn)
     with torch.no_grad():
         for p in model.parameters():
@@ -49,9 +49,12 @@ def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, 
                              **{"opt_level": "O0", "ddp": True, "inner": "eager", **options})
     for place, (inputs, targets) in enumerate(batches(rank, 6), 1):
         step(inputs, targets)
-        last = place % accumulate == 0
+        last = place % accumulate == 0 or place == 6
+        if place == 6:
+            step.flush()
+        num_calls = accumulate if place <= 6 - 6 % accumulate else 6 % accumulate
         with contextlib.nullcontext() if last else wrapped.no_sync():
-            (F.cross_entropy(wrapped(inputs), targets) / accumulate).backward()
+            (F.cross_entropy(wrapped(inputs), targets) / num_calls).backward()
         if last:
             if max_grad_norm is not None:
                 nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
@@ -67,7 +70,19 @@ def test_a_step_is_that_of_torch_ddp(rank, world_size):
     assert "all_reduce_" in step.report.code(stage="step") and len(step.report.graphs) == 1
     compare(rank, max_grad_norm=0.05)
     compare(rank, accumulate=2)
+    compare(rank, accumulate=4, max_grad_norm=0.05)
     compare(rank, sync_bn=True)
+
+
+@on_ranks(2)
+def test_a_flush_of_other_numbers_of_calls_is_told(rank, world_size):
+    model = net()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3, ddp=True,
+                             inner="eager", opt_level="O0")
+    for batch in batches(rank, 1 + rank):
+        step(*batch)
+    with pytest.raises(apexfx.RankMismatchError, match=r"calls that flush\(\) applies"):
+        step.flush()
 
 
 @pytest.mark.long
