@@ -2,8 +2,8 @@
 
     python benchmarks/recurrent.py [--steps 200] [--rounds 15] [--inner eager]
 
-One thread, SGD, float32, sizes (batch, inputs, hidden). Columns: median milliseconds of a step, and train_step / eager in the same
-turn (below 1 is faster), median and quartiles.
+One thread, SGD, float32, sizes (batch, inputs, hidden). Columns: median milliseconds of a step, and train_step / eager in the
+same turn (below 1 is faster), median and quartiles.
 """
 
 from __future__ import annotations

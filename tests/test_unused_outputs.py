@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import apexfx
-
 from tests.unused_output_models import (
     MODELS,
     Broken,

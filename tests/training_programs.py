@@ -321,7 +321,8 @@ def make(seed: int) -> Program:
 
     words = [*(["tokens"] if tokens else []), " > ".join(blocks), head, f"extra {extra} at {depth}", returns, loss, use, owner,
              closure, trained, shape, *(["input leaf"] if leaf_input else []), "adamw" if adam else "sgd",
-             f"accumulate {accumulate}", f"clip {max_grad_norm}", f"second every {every}", *(["averages beside"] if averages else [])]
+             f"accumulate {accumulate}", f"clip {max_grad_norm}", f"second every {every}",
+             *(["averages beside"] if averages else [])]
     traits = {*blocks, head, returns, loss, use, owner, closure, trained, shape, f"accumulate {accumulate}",
               "clipped" if max_grad_norm else "not clipped", "adamw" if adam else "sgd",
               *(["tokens"] if tokens else []), *(["input leaf"] if leaf_input else []),

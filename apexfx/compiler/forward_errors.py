@@ -26,8 +26,9 @@ def as_in_eager(error: Exception, inputs: Mapping[str, Any]) -> Exception:
     """
     original = raised_by_op(error)
     text = str(original).strip()
-    places = [(path, line) for path, line in re.findall(r'File "(.+)", line (\d+), in ', str(error)) if not path.startswith(_NOT_THE_USERS)]
-    where = " ({}:{})".format(Path(places[-1][0]).name, places[-1][1]) if places else ""
+    places = [place for place in re.findall(r'File "(.+)", line (\d+), in ', str(error))
+              if not place[0].startswith(_NOT_THE_USERS)]
+    where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
     advice = advice_on_inputs(text, inputs)
     kind = type(original) if type(original) in _TYPES else RuntimeError
     return kind(f"apexfx: the forward fails as it does in eager torch{where}: {text.rstrip('.')}{advice and f'. {advice}'}")

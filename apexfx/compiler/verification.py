@@ -153,8 +153,8 @@ def _compare(before: fx.GraphModule, after: fx.GraphModule, inputs: Callable[[],
                 node = next(n for g in graphs(after) for n in g.graph.nodes if n.name == name)
                 if node not in skipped:
                     raise PassError(pass_name, f"leaves its tier {numeric!r}: off by {_distance(a, e):.2g}", node)
-    raise PassError(pass_name, f"the outputs, their gradients, or the inputs that are written in place, leave its tier {numeric!r}, "
-                    "though every node common to both graphs agrees")
+    raise PassError(pass_name, "the outputs, their gradients, or the inputs that are written in place, leave its tier "
+                    f"{numeric!r}, though every node common to both graphs agrees")
 
 
 def _results(gm: fx.GraphModule, values: tuple[Any, list[Any]], skipped: Collection[fx.Node]) -> list[Any]:

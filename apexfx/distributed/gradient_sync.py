@@ -345,8 +345,8 @@ class GradientSync(Synchronizer):
         return "\n".join(lines)
 
     def _explain_unused(self, keys: Collection[int]) -> str:
-        return (f"a graph of {self._shown_keys(keys)} ran in this backward though nothing uses what it computes on this rank, and "
-                "whether another rank does is asked of graphs with several outputs alone. Detach what is computed from its "
+        return (f"a graph of {self._shown_keys(keys)} ran in this backward though nothing uses what it computes on this rank, "
+                "and whether another rank does is asked of graphs with several outputs alone. Detach what is computed from its "
                 "output and not used, or leave it out.")
 
     def _average_again(self, keys: set[int]) -> None:

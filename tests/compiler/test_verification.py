@@ -60,7 +60,8 @@ def unseen_loss(output, target):
 
 def step(loss_fn=plain_loss, accumulate=1, fallback=None, **options):
     model = net()
-    return apexfx.train_step(model, loss_fn, torch.optim.Adam(model.parameters()), accumulate=accumulate, fallback=fallback, **options)
+    return apexfx.train_step(model, loss_fn, torch.optim.Adam(model.parameters()), accumulate=accumulate, fallback=fallback,
+                             **options)
 
 
 WAYS = {
@@ -90,8 +91,9 @@ def test_a_pass_that_lies_is_caught(lie, way):
         WAYS[way](torch.randn(8, 4), opt_level=level, inner="eager", verify="each", passes=(LIES[lie](),))
 
 
-@pytest.mark.parametrize(("way", "level", "dtype"), [("transform", "O2", None), ("step", "O0", None), ("step", "O1", torch.float16),
-                                                    ("step that accumulates", "O2", None), ("step in pieces", "O3", None)])
+@pytest.mark.parametrize(("way", "level", "dtype"), [
+    ("transform", "O2", None), ("step", "O0", None), ("step", "O1", torch.float16), ("step that accumulates", "O2", None),
+    ("step in pieces", "O3", None)])
 def test_passes_that_keep_their_word_are_not(way, level, dtype):
     WAYS[way](torch.randn(8, 4), opt_level=level, dtype=dtype, inner="eager", verify="each")
 

@@ -95,7 +95,7 @@ def test_what_was_recorded_is_freed_with_the_result():
     gc.collect()
     assert not len(recurrent._RECORDED)
     with torch.no_grad():
-        results = ours(*arguments)
+        ours(*arguments)
     assert not len(recurrent._RECORDED)
 
 

@@ -7,7 +7,6 @@ import dataclasses
 
 import pytest
 import torch
-
 from torch.utils._pytree import register_pytree_node
 
 from apexfx.precision.containers import Cast, CastCall
@@ -58,7 +57,7 @@ def test_a_write_into_a_tensor_reaches_it_in_every_container(made):
     container = made(x)
 
     def forward(container):
-        [seen] = [t for t in tensors(container)]
+        [seen] = tensors(container)
         assert seen.dtype == HALF
         seen[0] = 3
         return container, seen
@@ -111,7 +110,8 @@ def test_a_forward_that_raises_leaves_the_arguments_as_they_are_by_then():
     assert given["x"] is x is items[0] and x.tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("views", [lambda b: (b, b), lambda b: (b, b[1:]), lambda b: (b[:3], b[1:]), lambda b: (b[::2], b[1::2], b)])
+@pytest.mark.parametrize("views", [
+    lambda b: (b, b), lambda b: (b, b[1:]), lambda b: (b[:3], b[1:]), lambda b: (b[::2], b[1::2], b)])
 def test_arguments_that_overlap_still_do(views):
     base, expected = torch.zeros(5), torch.zeros(5)
 
