@@ -201,8 +201,8 @@ def clear_errors() -> Iterator[None]:
         raise NotOneGraph(
             f"apexfx: {reason}: the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and "
             "RNN are one op for all), a number that the step is called with or the model holds (give it as a tensor), a list in "
-            "the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes the "
-            "momentum unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; raise "
+            "the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes "
+            "the momentum unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; raise "
             f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         text = str(error)
