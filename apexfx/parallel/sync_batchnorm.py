@@ -106,8 +106,8 @@ class SyncBatchNorm(BatchNorm):
         if not group_name(self.process_group):
             if num_ranks_to_come() > 1:
                 raise RuntimeError("apexfx: SyncBatchNorm ran in training mode before torch.distributed.init_process_group(), "
-                                   f"and WORLD_SIZE={num_ranks_to_come()} says that there are other ranks, whose statistics would "
-                                   "be left out; call that first")
+                                   f"and WORLD_SIZE={num_ranks_to_come()} says that there are other ranks, whose statistics "
+                                   "would be left out; call that first")
             return ""
         return watched(self.process_group or dist.group.WORLD, "batch_norm").group_name
 
