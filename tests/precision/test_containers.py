@@ -51,7 +51,7 @@ def run(forward, *args, outputs=None, **kwargs):
     lambda x: {"x": x}, lambda x: collections.OrderedDict(x=x), lambda x: collections.defaultdict(list, x=x),
     lambda x: collections.UserDict(x=x), lambda x: [x], lambda x: (x,), lambda x: Pair(x, None), lambda x: collections.deque([x]),
     lambda x: {x}, Batch, Frozen, Node, lambda x: Batch({"a": [(x, None)]}), lambda x: ([], x, {}),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_a_write_into_a_tensor_reaches_it_in_every_container(made):
     x = torch.tensor([1.0, 1 + 2**-20])
     container = made(x)
