@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import re
 import sys
-from collections import Counter
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -37,7 +38,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
-from torch._dynamo.utils import count_calls, counters
+from torch._dynamo.utils import count_calls, graph_break_reasons
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -53,7 +54,16 @@ from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store
 from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
@@ -120,9 +130,39 @@ def raised_by_op(error: BaseException) -> BaseException:
     return error
 
 
-def graph_breaks() -> Counter[str]:
-    """Return how often Dynamo has broken a graph in this process, by reason."""
-    return Counter(counters["graph_break"])
+@contextlib.contextmanager
+def quiet_fakes() -> Iterator[None]:
+    """Keep torch from logging an op that refuses fake tensors, with a traceback, besides raising."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+def is_of_fakes(error: Exception) -> bool:
+    """Return whether a program failed because its tensors were fake, and would not have with real ones."""
+    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
+             UnsupportedOperatorException)
+    if isinstance(error, (TypeError, AttributeError)):  # of Python's: "unsupported operand type(s) for +: 'FakeTensor' and ..."
+        return False
+    return isinstance(error, kinds) or any(word in str(error) for word in _FAKES)
+
+
+# Of messages: FakeTensor, "fake tensor"; ".numpy() is not supported for tensor subclasses"; no data pointer.
+_FAKES = ("FakeTensor", "fake tensor", "tensor subclass", "data pointer", "meta tensor")
+
+
+def graph_breaks() -> list[str]:
+    """Return the graph breaks of this process, in order, each as its reason and the place of the user's that caused it."""
+    return [_in_a_line(found.reason, found.user_stack[-1]) for found in graph_break_reasons if found.user_stack]
+
+
+def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
+    reason = "a branch on data" if reason.startswith("generic_jump") else reason.partition("\n")[0]
+    function = re.sub(r"torch_dynamo_resume_in_(.+)_at_\d+", r"\1", place.name)
+    return f"{reason} at {place.filename}:{place.lineno}, in {function}"
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

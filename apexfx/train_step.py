@@ -18,12 +18,14 @@ from torch import Tensor, nn
 
 from . import passes as passes_
 from ._torch import dynamo_config, note_optimizer_ran, tensor_version
-from .compiler.graph_compiler import Groups
+from .compiler.graph_compiler import Groups, WeakBackend
 from .compiler.model_index import ModelIndex
 from .compiler.non_finite import first_non_finite
 from .compiler.optimizer_state import OptimizerState, structure, why_outside
+from .compiler.step_calls import WrongCall
 from .compiler.step_compiler import Captured, StepCompiler
 from .compiler.step_function import (
+    CaptureError,
     NotOneGraph,
     OfOutput,
     apply_gradients,
@@ -75,7 +77,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
         optimizer: torch.optim.SGD, Adam, AdamW and apexfx.optimizers update inside of the graph. Any other runs its own
             `step()` after the graph, on gradients that are averaged, unscaled and clipped; the report says so. It may hold
             parameters of the loss function or objective, too. Other leaves get their gradients in `.grad`, as in eager.
-        objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`.
+        objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`. The
+            step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none
             for other dtypes.
         max_grad_norm: clip the norm of all gradients together to this; infinity measures it, for `step.grad_norm`, alone.
@@ -159,7 +162,7 @@ class TrainStep:
         passes_.check_names(config, whole_step=True)
         self.model, self.optimizer, self._objective, self._config = model, optimizer, objective, config
         self._max_grad_norm, self._accumulate, self._keep_grads = max_grad_norm, accumulate, keep_grads
-        self._fallback, self._why_in_pieces = fallback, ""
+        self._fallback, self._why_in_pieces, self._num_tries_in_pieces = fallback, "", 0
         self.report = Report(config.describe())
         self._groups = Groups(config)
         check_modules(model, self._groups.batch_norm)
@@ -197,12 +200,12 @@ class TrainStep:
         compiler = functools.partial(StepCompiler, config, report=self.report, groups=self._groups, agreement=self._agreement,
                                      index=self._index, on_run=self._note_change, memory_budget=memory_budget)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=config.dynamic)
-        self._compiler = compiler()
-        self._last = compiled(of_one_step(run_step), backend=self._compiler)
-        self._earlier = compiled(of_one_step(run_accumulate), backend=compiler(reduce_gradients=False))
+        self._compiler, self._compiler_of_earlier = compiler(), compiler(reduce_gradients=False)
+        self._last = compiled(of_one_step(run_step), backend=WeakBackend(self._compiler))
+        self._earlier = compiled(of_one_step(run_accumulate), backend=WeakBackend(self._compiler_of_earlier))
 
-    def __call__(self, *batch: Any) -> Any:
-        """Run one training step.
+    def __call__(self, /, *batch: Any, **named: Any) -> Any:
+        """Run one training step; `named` goes to an objective alone.
 
         Returns:
             The loss of this rank's batch, float32 (or float64, as it was), detached and not scaled; where an objective returns
@@ -213,6 +216,8 @@ class TrainStep:
                 not fit.
             RuntimeError: something that cannot be captured, without `fallback`; the message has the place. A step before has
                 failed half-way.
+            TypeError, ValueError, RuntimeError, ...: what the model or the loss raises in eager for such a batch; the message
+                says how the step was called.
             RankMismatchError: it could be captured on some ranks only.
             RankFailureError: another rank did not come.
         """
@@ -224,16 +229,10 @@ class TrainStep:
                 raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                                  "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                                  "pass loss_scale='dynamic'")
-            try:
-                loss, rest = self._run(batch)
-            except NotOneGraph as error:
-                if self._fallback is None or self._why_in_pieces:
-                    raise
-                self._run_in_pieces_from_now_on(error.reason)
-                loss, rest = self._run(batch)
+            loss, rest = self._run(batch, named)
         if skips := self._scale.skips_to_tell():
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
-                        skips, self.loss_scale, first_non_finite(self.model, self._objective, batch))
+                        skips, self.loss_scale, first_non_finite(self.model, self._objective, batch, named))
         return (loss, *rest) if rest else loss
 
     def flush(self) -> None:
@@ -264,7 +263,7 @@ class TrainStep:
             self._calls += self._accumulate - num_calls
             self._finish(found_inf, norm, present, gradients)
 
-    def capture(self, *batch: Any) -> Report:
+    def capture(self, /, *batch: Any, **named: Any) -> Report:
         """Compile the graph that a batch like this one needs, and run nothing: for its report, memory included.
 
         Raises:
@@ -277,7 +276,8 @@ class TrainStep:
         try:
             with self._all_or_nothing():
                 self._prepare()
-                self._run_last(batch)
+                with self._wrong_calls(batch, named):
+                    self._run_last(batch, named)
         except Captured:
             return self.report
         finally:
@@ -493,46 +493,88 @@ class TrainStep:
         self._index.add_states({**(dict(self._state.named(of)) if self._state is not None else {}), **self._scale.tensors,
                                 **{f"{of[id(p)]}.accumulated": b for p, b in zip(self._params, self._buffers)}})
 
-    def _run(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
-        """Run what this call of an accumulation needs; return the loss and what else there was."""
+    def _run(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        """Run what this call of an accumulation needs, as one graph or in pieces; return the loss and what else there was."""
         self._found_inf = None
-        if (self._calls + 1) % self._accumulate:
-            return self._run_earlier(batch)
-        loss, rest, *applied = self._run_last(batch)
+        run = self._run_earlier if (self._calls + 1) % self._accumulate else self._run_and_apply
+        with self._wrong_calls(batch, named):
+            try:
+                return run(batch, named)
+            except NotOneGraph as error:
+                if self._fallback is None or self._why_in_pieces:
+                    raise
+                with self._in_pieces_from_now_on(error.reason):
+                    return run(batch, named)
+
+    @contextlib.contextmanager
+    def _wrong_calls(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Iterator[None]:
+        """Say how the step was called where that is why it fails."""
+        if isinstance(self._objective, OfOutput):
+            self._objective.check(batch, named)
+        try:
+            yield
+        except Exception as error:
+            call = WrongCall(self.model, self._objective, batch, named)
+            if isinstance(error, CaptureError):
+                with self._step_model.traceable():
+                    if (clearer := call.find()) is None:
+                        raise
+                raise clearer from None
+            if (clearer := call.explain(error)) is error:
+                raise
+            raise clearer from error
+
+    def _run_and_apply(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
+        loss, rest, *applied = self._run_last(batch, named)
         self._calls += 1
         self._finish(*applied)
         return loss, rest
 
-    def _run_in_pieces_from_now_on(self, reason: str) -> None:
-        """Put functions that Dynamo need not capture in the place of those that it could not, on all ranks or on none."""
+    @contextlib.contextmanager
+    def _in_pieces_from_now_on(self, reason: str) -> Iterator[None]:
+        """Put functions that Dynamo need not capture in the place of those that it could not, on all ranks or on none.
+
+        Where the call fails in pieces as well, and has changed nothing, it was the call: the next one is one graph again.
+        """
+        before = self._last, self._earlier, self._dynamo, self._patch
         if self._agreement is not None:
             self._agreement.ensure("way in which the training step runs",
-                                   ["in pieces, since it cannot be captured as one graph"])
+                                   ["in pieces, since it cannot be captured as one graph", self._num_tries_in_pieces])
+        self._num_tries_in_pieces += 1
+        notes, num_graphs = list(self.report.notes), len(self.report.graphs)
         message = ("apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks "
                    f"for: {reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the "
                    "update run op by op")
         self.report.note(message)
-        log.warning(message)
         pieces = StepInPieces(self.model, self._config, report=self.report, groups=self._groups, agreement=self._agreement,
                               stand_ins=self._step_model.stand_ins, of_objective=self._of_objective, on_change=self._note_change)
         self._last, self._earlier = pieces.run_last, pieces.run_earlier
         self._dynamo = {**_DYNAMO, "trace_autograd_ops": False}
         self._patch = dynamo_config.patch(self._dynamo)
         self._why_in_pieces = reason
+        try:
+            yield
+        except BaseException:
+            if not self._changed:
+                self._last, self._earlier, self._dynamo, self._patch = before
+                self._why_in_pieces, self.report.notes[:] = "", notes
+                del self.report.graphs[num_graphs:]
+            raise
+        log.warning(message)
 
-    def _run_last(self, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _run_last(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Run what ends an accumulation."""
         states = self._state.states if self._state is not None else []
         gathered = [id(p) in self._gathered for p in self._params] if self._accumulate > 1 else []
         with self._compiling() as model:
             return self._last(model, self._objective, self._params, self._buffers, gathered, states, self._scalars,
-                              self._scale.tensors.get(SCALE), self._accumulate, self._plan, batch)
+                              self._scale.tensors.get(SCALE), self._accumulate, self._plan, batch, named)
 
-    def _run_earlier(self, batch: tuple[Any, ...]) -> tuple[Any, Any]:
+    def _run_earlier(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         """Run what adds to what earlier calls have accumulated."""
         with self._compiling() as model:
             loss, rest, present = self._earlier(model, self._objective, self._params, self._buffers,
-                                                self._scale.tensors.get(SCALE), self._accumulate, batch)
+                                                self._scale.tensors.get(SCALE), self._accumulate, batch, named)
         self._calls += 1
         self._gathered.update(id(p) for p, here in zip(self._params, present) if here)
         return loss, rest

@@ -334,8 +334,8 @@ def test_skips_in_a_row_are_said(caplog):
 ])  # fmt: skip
 def test_the_op_that_is_blamed_is_not_a_mask(objective, sentence):
     model = nn.Linear(3, 3)
-    assert sentence in first_non_finite(model, objective, (torch.eye(3),))
-    assert first_non_finite(model, objective, (torch.full((3, 3), torch.nan),)) == "The batch itself is not finite"
+    assert sentence in first_non_finite(model, objective, (torch.eye(3),), {})
+    assert first_non_finite(model, objective, (torch.full((3, 3), torch.nan),), {}) == "The batch itself is not finite"
 
 
 # ---- precision -------------------------------------------------------------------------------------------------------------

@@ -255,6 +255,69 @@ def test_half_inputs(opt_level, given):
     assert (said in model.report.notes) == (given != parameters)
 
 
+class Shares(nn.Module):
+    """Returns one tensor twice, views of it, and what is the caller's or the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        h, z = self.layer(x), self.layer(x)
+        z.add_(1)
+        z[1].mul_(2)
+        with torch.no_grad():
+            row = h[0]
+        return {"h": h, "same": h, "chunk": h.chunk(2)[1], "flat": (flat := h.view(-1)), "again": flat.view(2, 4), "row": row,
+                "detached": h.detach(), "z": z, "z1": z[1], "kept": z.contiguous(), "x": x, "x0": x[0], "w": self.layer.weight,
+                "wt": self.layer.weight.t(), "alone": self.layer(x)[1:], "most": (most := self.layer(x).max(1)[0]),
+                "most0": most[:1]}
+
+
+@pytest.mark.parametrize(("opt_level", "inner"), [("O1", "eager"), ("O2", "eager"), ("O3", "eager"), ("O2", "inductor")])
+def test_outputs_that_share_memory_still_do(opt_level, inner):
+    def shared(out):
+        groups = {}
+        for name, t in out.items():
+            groups.setdefault(t.untyped_storage().data_ptr(), []).append((name, t.dtype, t.requires_grad, t.shape, t.stride()))
+        return list(groups.values())
+
+    source, x = Shares(), torch.randn(2, 4)
+    expected = copy.deepcopy(source)(x)
+    out = transformed(source, opt_level=opt_level, inner=inner)(x)
+    assert shared(out) == shared(expected) and out["h"] is out["same"] and out["x"] is x
+    for name, t in out.items():
+        torch.testing.assert_close(t, expected[name], rtol=0.05, atol=0.05)
+    with torch.no_grad():
+        out["flat"].zero_()
+    assert out["h"].sum() == 0
+    (out["again"].sum() + out["kept"].sum()).backward()
+    assert source.layer.weight.grad is not None
+
+
+def test_an_output_that_shares_nothing_is_cast_alone():
+    class Row(Shares):
+        def forward(self, x):
+            return self.layer(x)[0]
+
+    model = transformed(Row(), opt_level="O2")
+    model(torch.randn(2, 4))
+    [row] = [row for row in model.report.casts() if row.rule == "output"]
+    assert row.bytes == 16
+
+
+@pytest.mark.parametrize("opt_level", ["O1", "O2", "O3"])
+def test_sparse_embeddings_train(opt_level):
+    source = nn.Sequential(nn.Embedding(6, 4, sparse=True), nn.Linear(4, 2))
+    expected = copy.deepcopy(source)
+    model = transformed(source, opt_level=opt_level)
+    for run in (model, expected):
+        run(torch.tensor([1, 4, 4])).square().sum().backward()
+    got, wanted = source[0].weight.grad, expected[0].weight.grad
+    assert got.is_sparse and got.dtype == source[0].weight.dtype
+    torch.testing.assert_close(got.to_dense().float(), wanted.to_dense(), rtol=0.1, atol=0.05)
+
+
 def test_the_class_is_called_as_its_source():
     model = transformed(Net())
     assert type(model).__name__ == "Net" and repr(model).startswith("ApexfxNet(\n") and "ApexfxNet" in str(type(model))

@@ -143,10 +143,12 @@ class Bucket:
         if not self.slots:
             raise ValueError(f"{where} holds no gradient; leave it out")
         itemsize = self.reduce_dtype.itemsize
+        advice = (f"; offset_bytes and total_bytes count elements of reduce_dtype={dtype_name(self.reduce_dtype)}, and "
+                  "BucketConfig(comm_dtype=...) makes a plan that is reduced in another dtype")
         for slot in self.slots:
             if any(not isinstance(n, int) or n < 0 for n in (slot.offset_bytes, *slot.shape)) or slot.offset_bytes % itemsize:
                 raise ValueError(f"{where} holds {slot.parameter!r} of shape {list(slot.shape)} at offset_bytes="
-                                 f"{slot.offset_bytes!r}, expected sizes, and a multiple of {itemsize} bytes")
+                                 f"{slot.offset_bytes!r}, expected sizes, and a multiple of {itemsize} bytes{advice}")
             if slot.dim_order is not None and sorted(slot.dim_order) != list(range(len(slot.shape))):
                 raise ValueError(f"{where} holds {slot.parameter!r} of shape {list(slot.shape)} with dim_order="
                                  f"{list(slot.dim_order)}, expected every dimension once")
@@ -156,10 +158,11 @@ class Bucket:
         for slot, num in zip(self.slots, padding):
             if num < 0 or self.slots[0].offset_bytes:
                 raise ValueError(f"{where} has no room for {slot.parameter!r} at offset_bytes={slot.offset_bytes}; slots must "
-                                 f"follow each other from 0 to total_bytes={self.total_bytes}")
+                                 f"follow each other from 0 to total_bytes={self.total_bytes}{advice}")
         if sum(padding) > len(self.slots) * (self._alignment - 1):
             raise ValueError(f"{where} has total_bytes={self.total_bytes}, of which {sum(padding) * itemsize} hold no gradient; "
-                             "set total_bytes to the end of the last slot and move the slots together, or use plan.regroup(...)")
+                             "set total_bytes to the end of the last slot and move the slots together, or use "
+                             f"plan.regroup(...){advice}")
 
     def dtypes(self) -> str:
         """Return "bfloat16 > float32": of the gradients, of the buffer that is reduced, of the results."""

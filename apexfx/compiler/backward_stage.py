@@ -10,8 +10,10 @@ from torch import Tensor, fx
 
 from .._torch import CustomGraphPass, inductor_config
 from ..graph import printing
+from ..graph.collectives import group_name
 from ..graph.inputs import Placeholder, apply_node, is_backward
-from ..graph.nodes import size_hint
+from ..graph.mutation import storages, written
+from ..graph.nodes import size_hint, value
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from . import cache, capture
@@ -75,15 +77,16 @@ class StepPasses(BackwardPasses):
 
     Args:
         present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
+        on_change: under inner="eager", called when the graph is about to write an input, or to communicate, for the first time.
     """
 
     # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
     inductor_options: ClassVar[dict[str, bool]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
 
     def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder], uuid: str | None,
-                 key: str | None, present: Sequence[bool]) -> None:
+                 key: str | None, present: Sequence[bool], on_change: Callable[[], None]) -> None:
         super().__init__(pipeline, record, placeholders, uuid, key)
-        self._present = present
+        self._present, self._on_change = present, on_change
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._user_pass is not None:
@@ -102,6 +105,7 @@ class StepPasses(BackwardPasses):
 
     def on_forward(self, gm: fx.GraphModule) -> None:
         self.run(gm)
+        _call_before_changes(gm, self._on_change)
 
     def _check_gradients(self, gm: fx.GraphModule) -> None:
         node = apply_node(gm)
@@ -113,6 +117,18 @@ class StepPasses(BackwardPasses):
             names = f"{', '.join(lost[:3])}{', ...' if lost[3:] else ''}"
             raise RuntimeError(f"apexfx: the loss depends on {len(lost)} parameters ({names}) whose gradients a forward pass has "
                                "cut off; find it by skip=, which leaves passes out, and report it")
+
+
+def _call_before_changes(gm: fx.GraphModule, function: Callable[[], None]) -> None:
+    def note_change() -> None:  # a name, which the code of a graph needs
+        function()
+
+    inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
+    for node in gm.graph.nodes:
+        if group_name(node) or storages([value(source) for source in written(node)]) & inputs:
+            with gm.graph.inserting_before(node):
+                gm.graph.call_function(note_change)
+            return
 
 
 def _random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:

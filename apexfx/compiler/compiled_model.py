@@ -7,8 +7,7 @@ import logging
 import traceback
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .dynamo_batch_norm import EagerBatchNorms
 from .forward_errors import as_in_eager, named_inputs
-from .graph_compiler import GraphCompiler
+from .graph_compiler import GraphCompiler, WeakBackend
 from .loss_scale import warn_where_unscaled
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
@@ -97,7 +96,7 @@ class CompiledModel:
         self._may_lose_gradients = config.opt_level != "O0" and self._half == torch.float16 and not in_step
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
-        return torch.compile(forward, backend=compiler, fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
+        return torch.compile(forward, backend=WeakBackend(compiler), fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
     @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -115,7 +114,7 @@ class CompiledModel:
         call = CastCall(args, kwargs)
         args, kwargs = self._index.arguments = self._in_dtype_of_parameters(model, call)
         args = args if self._of_inputs else (model, *args)
-        breaks = graph_breaks() if not self._checked else None
+        num_breaks = len(graph_breaks()) if not self._checked else None
         result = None
         try:
             with self._dynamo_settings():
@@ -123,6 +122,8 @@ class CompiledModel:
         except BackendCompilerFailed as error:
             raise error.inner_exception from None  # ours, said once and with its own type
         except TorchRuntimeError as error:
+            if self._in_step:  # which says more
+                raise
             raise as_in_eager(error, named_inputs(self._forward, args, kwargs)) from None
         except FailOnRecompileLimitHit as error:
             message = (
@@ -142,8 +143,8 @@ class CompiledModel:
         if self._may_lose_gradients and trains and torch.is_grad_enabled():
             self._may_lose_gradients = False  # once is enough
             warn_where_unscaled(result, self._warn)
-        if breaks is not None:
-            self._check_captured(model, graph_breaks() - breaks)
+        if num_breaks is not None:
+            self._check_captured(model, graph_breaks()[num_breaks:])
         if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
             self._num_graphs = len(self.report.graphs)
             self._check_batch_norms()
@@ -194,18 +195,19 @@ class CompiledModel:
             return contextlib.nullcontext()
         return self._patch
 
-    def _check_captured(self, model: nn.Module, breaks: Counter[str]) -> None:
+    def _check_captured(self, model: nn.Module, breaks: Sequence[str]) -> None:
         """Compare what was captured with the module tree: nothing asked for is left to eager without a word.
 
         Args:
             model: the transformed model.
-            breaks: of graphs in the first call, by reason.
+            breaks: of graphs in the first call, each with its reason and place.
         """
         self._checked = True
         if breaks:
-            reasons = ", ".join(f"{reason.splitlines()[0]} ({count})" for reason, count in breaks.items())
-            self.report.note(f"apexfx: Dynamo broke the graph {breaks.total()} times: {reasons}. What runs between the graphs is "
-                             "out of reach of the passes; TORCH_LOGS=graph_breaks says where")
+            shown = "; ".join(breaks[:3]) + (f"; and {len(breaks) - 3} more" if len(breaks) > 3 else "")
+            message = (f"apexfx: Dynamo broke the graph {len(breaks)} times: {shown}. What runs between the graphs is out of "
+                       "reach of the passes")
+            self._warn(message) if self._asks_for_passes(model) else self.report.note(message)
         obstacles = untraceable(self._submodules)
         if len(self.report.graphs) == self._first_graph:
             advice = "" if self._in_step else ", and fullgraph=True raises at the place"

@@ -102,6 +102,9 @@ class GraphCompiler:
             by its graphs alone; None where the model's owner does both.
         reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
         index: of the model's names.
+
+    Attributes:
+        compiled: graphs, while Dynamo has what runs them.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class GraphCompiler:
         self.lazy_broadcast = lazy_broadcast
         self.reduce_gradients = reduce_gradients
         self.index = index if index is not None else ModelIndex()
+        self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         check_inputs(gm, example_inputs)
@@ -263,6 +267,30 @@ class GraphCompiler:
 
 def _listed(outputs: Any) -> Sequence[Any]:
     return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+
+
+class WeakBackend:
+    """What `torch.compile` is given for a compiler: Dynamo frees neither a backend nor all that it has compiled.
+
+    Compiler and graphs go with what owns the compiler.
+
+    Args:
+        compiler: a `GraphCompiler` or a `StepCompiler`.
+    """
+
+    def __init__(self, compiler: Any) -> None:
+        self._compiler = weakref.ref(compiler)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        compiler = self._compiler()
+        compiled = compiler(gm, example_inputs, **options)
+        compiled_ref = weakref.ref(compiled)
+
+        def run(*args: Any) -> Any:
+            return compiled_ref()(*args)
+
+        compiler.compiled[run] = compiled
+        return run
 
 
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from .._torch import OpOverload, TorchDispatchMode, tree_leaves
 class _FirstNonFinite(TorchDispatchMode):
     """Keeps the name of the first op that makes a NaN or an infinity of numbers that are neither.
 
-    Minus infinity is no sign of an overflow: masks are made of it.
+    Minus infinity is no sign of an overflow: masks are made of it. What `empty` returns is no result.
     """
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class _FirstNonFinite(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not self.found and not _is_finite(result, masks=True) and _is_finite((args, kwargs), masks=True):
+        computes = not self.found and "empty" not in str(func)
+        if computes and not _is_finite(result, masks=True) and _is_finite((args, kwargs), masks=True):
             self.found = str(func)
         return result
 
@@ -37,13 +38,15 @@ def _is_finite(values: Any, *, masks: bool = False) -> bool:
     return not any(bool((x.isnan() | (x == math.inf) if masks else ~x.isfinite()).any()) for x in floats)
 
 
-def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tuple[Any, ...]) -> str:
+def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tuple[Any, ...],
+                     named: Mapping[str, Any]) -> str:
     """Say in a sentence which op of the forward first gives something that is not finite, computing as eager does.
 
-    It runs a copy of the model, and leaves the state of the random number generators as it was. Where there are several ranks
+    It runs copies of model, objective and batch, and leaves the state of the random number generators as it was. Where there are
+    several ranks
     nothing is computed: a forward that communicates, as synchronized batch norm does, would wait for the others.
     """
-    if not _is_finite(batch, masks=True):
+    if not _is_finite((batch, named), masks=True):
         return "The batch itself is not finite"
     if names := [name for name, p in model.named_parameters() if not _is_finite(p)]:
         return f"Parameter {names[0]!r} is not finite"
@@ -52,8 +55,9 @@ def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tup
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
+            model, objective, batch, named = copy.deepcopy((model, objective, batch, named))  # any of them may be written
             with _FirstNonFinite() as mode:
-                result = objective(copy.deepcopy(model), *batch)
+                result = objective(model, *batch, **named)
         except Exception as error:  # whatever the model does: this is the text of a warning, and training goes on
             first_line = str(error).partition("\n")[0]
             return f"The forward cannot be run in eager to find the op ({type(error).__name__}: {first_line})"

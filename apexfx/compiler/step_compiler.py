@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,12 +50,14 @@ class StepCompiler:
         groups: the process groups.
         agreement: among the ranks, before a graph first runs; None on one rank.
         index: of the names of the model's tensors and of the optimizer's state.
-        on_run: called before a graph runs, once all ranks have agreed on it.
+        on_run: called once all ranks have agreed on a graph, when it may change something: before it runs, since Inductor's
+            kernels change memory and no version; under inner="eager", before its first node that does, and behind the last.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
 
     Attributes:
         captures_only: while it is set, a graph raises `Captured` instead of running.
+        compiled: graphs, while Dynamo has what runs them.
     """
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
@@ -69,6 +72,7 @@ class StepCompiler:
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
         self.captures_only = False
+        self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
         self._running: list[Any] = []  # what the ranks communicate in the graph that ran last
         self._num_switches = 0
 
@@ -97,7 +101,7 @@ class StepCompiler:
         updated = {p.name for p in (*node.args[0], *node.args[2], *node.args[3])} if node is not None else set()
         places = [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p.name in updated]
         present = [gradient is not None for gradient in node.args[1]] if node is not None else []
-        step = StepPasses(pipeline, record, placeholders, uuid, key, present)
+        step = StepPasses(pipeline, record, placeholders, uuid, key, present, self.on_run)
         collectives = [*issued(gm), *(row for pass_ in pipeline.stage("step") for row in pass_.collectives())]
         collectives += leaves.collectives()
         if collectives:
@@ -133,8 +137,11 @@ class StepCompiler:
                 self.agreement.ensure(f"collectives of training step {record.index}", [*collectives, self._num_switches])
                 self._num_switches += 1
                 self._running = collectives
+            if self.config.inner != "eager":
+                self.on_run()
+            outputs = compiled(*args)
             self.on_run()
-            return leaves.taken_from(compiled(*args), args)
+            return leaves.taken_from(outputs, args)
 
         return run
 

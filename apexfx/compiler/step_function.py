@@ -47,6 +47,21 @@ class OfOutput:
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self.loss_fn = loss_fn
 
+    @staticmethod
+    def check(batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        """Refuse a call without inputs, or by keyword.
+
+        Raises:
+            TypeError: how to call the step.
+        """
+        if named:
+            raise TypeError(f"apexfx: step({', '.join(f'{name}=...' for name in named)}) was called by keyword, and a step of a "
+                            "loss_fn takes inputs and targets by position: step(inputs, *targets). A dictionary of inputs is one "
+                            "argument: step({...}, *targets). For batches by keyword make the step with objective=f: "
+                            "step(**batch) computes f(model, **batch)")
+        if not batch:
+            raise TypeError("apexfx: step() was called without a batch; call step(inputs, *targets)")
+
     def __call__(self, model: nn.Module, inputs: Any, *targets: Any) -> Any:
         if isinstance(inputs, Mapping):
             output = model(**inputs)
@@ -59,7 +74,7 @@ class OfOutput:
 
 def run_step(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor], gathered: list[bool],
              states: list[Tensor], scalars: list[Tensor], scale: Tensor | None, calls: int, plan: str,
-             batch: tuple[Any, ...]) -> tuple[Any, ...]:
+             batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
     """Compute gradients, add those that earlier calls have gathered in `buffers`, and apply them.
 
     Returns:
@@ -67,7 +82,7 @@ def run_step(model: nn.Module, objective: Callable[..., Any], params: list[Tenso
         parameter whether it has a gradient, and the gradients that leave the graph.
     """
     _check_traced()
-    loss, rest, grads = compute_gradients(model, objective, params, scale, calls, batch)
+    loss, rest, grads = compute_gradients(model, objective, params, scale, calls, batch, named_inputs)
     if calls > 1:
         grads = add_gathered(buffers, gathered, grads)
         for buffer in buffers:
@@ -76,10 +91,10 @@ def run_step(model: nn.Module, objective: Callable[..., Any], params: list[Tenso
 
 
 def run_accumulate(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
-                   scale: Tensor | None, calls: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+                   scale: Tensor | None, calls: int, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
     """Compute gradients and add them to `buffers`; return the loss, what else there was, and which parameters have one."""
     _check_traced()
-    loss, rest, grads = compute_gradients(model, objective, params, scale, calls, batch)
+    loss, rest, grads = compute_gradients(model, objective, params, scale, calls, batch, named_inputs)
     return loss, rest, gather(buffers, grads)
 
 
@@ -125,7 +140,8 @@ def _differentiate(loss: Tensor, params: list[Tensor]) -> Sequence[Tensor | None
 
 
 def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None, calls: int,
-                      batch: tuple[Any, ...], differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate,
+                      batch: tuple[Any, ...], named_inputs: Mapping[str, Any],
+                      differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate,
                       ) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
     """Run forward and backward; return the loss, what else there was, and the gradients of the scaled loss.
 
@@ -134,7 +150,7 @@ def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: l
         differentiate: returns the gradients of a loss by parameters, None for one that it does not depend on.
     """
     with torch.enable_grad():
-        result = objective(model, *batch)
+        result = objective(model, *batch, **named_inputs)
         loss, *rest = result if isinstance(result, tuple) and len(result) == 2 else (result,)
         if not isinstance(loss, Tensor):
             given = f"{type(result).__name__} of {len(result)}" if isinstance(result, tuple) else type(result).__name__
@@ -146,7 +162,11 @@ def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: l
     return loss.detach(), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tuple(rest)), list(grads)
 
 
-class NotOneGraph(RuntimeError):
+class CaptureError(RuntimeError):
+    """Raised where a training step cannot be captured: for the call, which may be wrong, or for what the model does."""
+
+
+class NotOneGraph(CaptureError):
     """Raised where a training step cannot be captured as one graph.
 
     Attributes:
@@ -209,7 +229,7 @@ def clear_errors() -> Iterator[None]:
         if (clearer := meaning(text)) is not None:
             raise clearer from error
         if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
-            raise RuntimeError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
+            raise CaptureError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
         if (external := _EXTERNAL.search(text)) is not None:
             raise has_history(local_name(external[2])) from error
         if "consumed returned tensor's grad_fn" in text:

@@ -69,9 +69,9 @@ class StepInPieces:
 
     def run_last(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
                  gathered: list[bool], states: list[Tensor], scalars: list[Tensor], scale: Tensor | None, calls: int, plan: str,
-                 batch: tuple[Any, ...]) -> tuple[Any, ...]:
+                 batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Do as `run_step`."""
-        loss, rest, grads = self._gradients(objective, params, scale, calls, batch)
+        loss, rest, grads = self._gradients(objective, params, scale, calls, batch, named_inputs)
         if calls > 1:
             grads = add_gathered(buffers, gathered, grads)
         if any(g is not None for g in grads):  # otherwise the step is refused
@@ -84,9 +84,9 @@ class StepInPieces:
         return loss, rest, *apply_gradients(params, grads, states, scalars, plan)
 
     def run_earlier(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
-                    scale: Tensor | None, calls: int, batch: tuple[Any, ...]) -> tuple[Any, ...]:
+                    scale: Tensor | None, calls: int, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Do as `run_accumulate`."""
-        loss, rest, grads = self._gradients(objective, params, scale, calls, batch)
+        loss, rest, grads = self._gradients(objective, params, scale, calls, batch, named_inputs)
         self._on_change()
         self._add_to_leaves()
         return loss, rest, gather(buffers, grads)
@@ -101,13 +101,13 @@ class StepInPieces:
             passes=[p for p in config.passes if p.name not in left_out], skip=[s for s in config.skip if s not in left_out])
 
     def _gradients(self, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None, calls: int,
-                   batch: tuple[Any, ...]) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
+                   batch: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
         """Run forward and backward; a failure changes nothing but what the forward has written."""
         before = self._versions()
-        differentiate = functools.partial(self._differentiate, of_batch=set(map(id, tree_leaves(batch))))
+        differentiate = functools.partial(self._differentiate, of_batch=set(map(id, tree_leaves((batch, named_inputs)))))
         try:
             with self._compiled_forward():
-                found = compute_gradients(self._model, objective, params, scale, calls, batch, differentiate)
+                found = compute_gradients(self._model, objective, params, scale, calls, batch, named_inputs, differentiate)
             self._leaf_gradients = [unscaled(g, scale) for g in self._leaf_gradients]
         except BaseException as error:
             if self._versions() != before:

@@ -22,7 +22,7 @@ from ..graph.nodes import call, fake_mode, set_value, value
 from .step_function import has_history
 from .step_scale import SCALE
 
-_BATCH = "L['batch']"  # where the traced function holds it
+_BATCH = ("L['batch']", "L['named_inputs']")  # where the traced function holds it
 
 
 def leaves_of(loss: Tensor) -> list[Tensor]:

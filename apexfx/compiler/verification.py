@@ -82,7 +82,9 @@ class _Local(fx.Interpreter):
     def differentiate(self, outputs: Any, inputs: Sequence[Any]) -> None:
         """Compute the gradients of outputs, weighted at random, by the inputs that require them."""
         leaves = [x for x in inputs if isinstance(x, Tensor) and x.is_leaf and x.requires_grad]
-        roots = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad]
+        # A view that was made under no_grad says that it requires gradients, and has no history.
+        roots = [x for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.requires_grad
+                 and (x.grad_fn is not None or any(x is leaf for leaf in leaves))]
         if leaves and roots:
             self.gradients = torch.autograd.grad(roots, leaves, [torch.rand_like(root) for root in roots], allow_unused=True)
 
@@ -168,7 +170,7 @@ def _agree(gradients: Sequence[Any], expected: Sequence[Any], numeric: str) -> b
     present = [g is not None for g in expected]
     if [g is not None for g in gradients] != present or not any(present):
         return len(gradients) == len(expected) and not any(present)
-    a, e = (torch.cat([g.double().flatten() for g in some if g is not None]) for some in (gradients, expected))
+    a, e = (torch.cat([g.to_dense().double().flatten() for g in some if g is not None]) for some in (gradients, expected))
     scaled_too_far = not (a.isfinite().all() and e.isfinite().all())  # in float16, where the step is skipped
     return scaled_too_far or _within(a, e, numeric)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, fx
 from .._torch import HigherOrderOperator, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
 from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
-from ..graph.nodes import evaluate, op_name, set_value, signature, value
+from ..graph.nodes import call, evaluate, op_name, set_value, signature, value
 from ..graph.op_names import canonical_name
 from ..precision import arguments
 from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast
@@ -95,23 +96,52 @@ class CastInserter:
         self.edited |= arguments.take_out(gm.graph)
 
     def restore_outputs(self, gm: fx.GraphModule) -> None:
-        """Cast what the graph returns back to the dtype it was captured with."""
+        """Cast what the graph returns back to the dtype it was captured with; what shared memory then still does."""
         output = gm.graph.output_node()
-        casts: dict[fx.Node, fx.Node] = {}
+        returned = Counter(memory for node in output.all_input_nodes for memory in storages(self.captured.get(node)))
+        shared = {memory for memory, count in returned.items() if count > 1}
+        new: dict[fx.Node, fx.Node] = {}
 
         def restored(node: fx.Node) -> fx.Node:
+            if node not in new:
+                source = self._viewed(node) if storages(self.captured.get(node)) & shared else None
+                new[node] = cast(node) if source is None else self._view_again(node, source, restored(source), output)
+            return new[node]
+
+        def cast(node: fx.Node) -> fx.Node:
             was = self.captured.get(node)
             if not isinstance(was, Tensor) or dtype_of(node) in (None, was.dtype):
                 return node
-            if node not in casts:
-                casts[node] = self._cast(node, was.dtype, like=node, before=output, op="output", rule="output",
-                                         reason="what leaves the graph keeps the dtype it was captured with")
-            return casts[node]
+            return self._cast(node, was.dtype, like=node, before=output, op="output", rule="output",
+                              reason="what leaves the graph keeps the dtype it was captured with")
 
         output.args = fx.node.map_arg(output.args, restored)
         self._record_casts()
-        if casts:
+        if any(node is not old for old, node in new.items()):
             set_value(output, fx.node.map_arg(output.args[0], value))
+
+    def _viewed(self, node: fx.Node) -> fx.Node | None:
+        """Return the node of which `node` was a view as captured; None for what has memory of its own, or of a body."""
+        if node.op not in ("call_function", "call_method") or isinstance(node.target, HigherOrderOperator):
+            return None
+        memory = storages(self.captured.get(node))
+        for source in node.all_input_nodes:
+            tensor = isinstance(self.captured.get(source), Tensor)
+            if storages(self.captured.get(source)) & memory and (tensor or self._viewed(source) is not None):
+                return source
+        return None
+
+    def _view_again(self, node: fx.Node, source: fx.Node, new: fx.Node, output: fx.Node) -> fx.Node:
+        """Return `node` as a view of `new`, which takes the place of its `source`."""
+        if new is source or source in written(node):  # then it is the source
+            return node if new is source else new
+        with node.graph.inserting_before(output):
+            was, seen = self.captured[source], self.captured[node]
+            if isinstance(was, Tensor) and isinstance(seen, Tensor) and was.requires_grad and not seen.requires_grad:
+                new = call(node.graph, torch.ops.aten.detach.default, (new,), like=node, mode=self.mode)  # viewed under no_grad
+            again = node.graph.node_copy(node, lambda argument: new if argument is source else argument)
+        set_value(again, evaluate(again, self.mode))
+        return again
 
     def _node(self, node: fx.Node, *, casts_off: bool) -> None:
         cast_to = user_cast(node)

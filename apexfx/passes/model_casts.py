@@ -10,7 +10,7 @@ from torch import fx
 
 from .._torch import HigherOrderOperator, set_grad_enabled
 from ..graph.mutation import body_of, statistics, storages, written_storages
-from ..graph.nodes import OUTSIDE_OF_MODEL, evaluate, set_value, value
+from ..graph.nodes import OUTSIDE_OF_MODEL, argument, evaluate, set_value, value
 from ..graph.op_names import canonical_name, is_foreign
 from ..precision.casts import dtype_of, insert_cast, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import Policy, additive_mask
@@ -26,7 +26,8 @@ def cast_entries(
 
     float32 to half under O2 and O3, half to float32 under O0. Left alone are: what any node writes in place, so that
     the write reaches the real tensor; what batch norm reads as parameters or statistics, where the level keeps them;
-    what an override wants otherwise; what goes straight into a cast of the user's own or to the output.
+    what an override wants otherwise; the weight of a sparse embedding; what goes straight into a cast of the user's own or to
+    the output.
     """
     touched = written_storages(gm)
     # Behind a node that switches gradients on, or the parameters would get none.
@@ -80,6 +81,8 @@ def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
         return _desired_by_users(user, policy) or {KEEP}
     if policy.overridden(user) or tensor is additive_mask(name, user.args, user.kwargs):
         return {KEEP}  # a mask is cast where it is used, because there it is cast within half's range
+    if name in ("embedding", "embedding_bag") and argument(user, "sparse"):
+        return {KEEP}  # its gradient is sparse, which the backward of a cast cannot take
     if rule is not None and rule.kind == "batch_norm" and user.args and user.args[0] is not tensor:
         return {KEEP} if policy.level.keep_batchnorm_fp32 or tensor in statistics(user) else {CAST}
     return {CAST}

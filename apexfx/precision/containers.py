@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from .._torch import below_functorch, is_tree_node, storage_address, tensor_version, tree_map, viewed
 
@@ -39,26 +40,29 @@ class Cast:
         for group in _overlapping(tensor for tensor in tensors if self.changes(tensor)):
             if len(group) > 1:
                 copies |= self._overlapping_copies(group)
-            for tensor in group:
-                if id(tensor) not in copies:
-                    copies[id(tensor)] = tensor.to(self.dtype)
+            else:
+                copies[id(group[0])] = group[0].to(self.dtype)
         return copies
 
     def _overlapping_copies(self, group: list[Tensor]) -> dict[int, Tensor]:
-        """Return views of one copy, or {} where gradients need several or the copy is laid out otherwise."""
-        bases = {id(base): base for base in map(_base, group) if base.requires_grad}
-        if len(bases) > 1:
-            return {}
-        if bases:
-            [base] = bases.values()
-        else:
-            first = group[0].storage_offset()
-            base = group[0].detach().as_strided((max(map(_end, group)) - first,), (1,), first)
-        copied = base.to(self.dtype)
-        if copied.stride() != base.stride():
-            return {}
-        return {id(tensor): copied if tensor is base else
-                _same_place(tensor, base, copied if tensor.requires_grad else copied.detach()) for tensor in group}
+        """Return copies that share memory: where one tensor is behind all gradients, views of its copy."""
+        trained = [tensor for tensor in group if tensor.requires_grad]
+        base = next(map(_base, trained), None)
+        copied = base.to(self.dtype) if base is not None and all(_is_view(tensor, base) for tensor in trained) else None
+        if copied is not None and copied.stride() == base.stride():
+            return {id(tensor): copied if tensor is base else _same_place(tensor, base, copied) if tensor.requires_grad else
+                    _same_place(tensor, base, copied.detach()) for tensor in group}
+        first = group[0].storage_offset()
+        base = group[0].detach().as_strided((max(map(_end, group)) - first,), (1,), first)
+        copied, copies = base.to(self.dtype), {}
+        for tensor in group:
+            view = _same_place(tensor, base, copied)
+            if tensor.requires_grad:
+                copies[id(tensor)] = tensor.to(self.dtype)  # each with a history of its own
+                copies[id(tensor)].data = view
+            else:
+                copies[id(tensor)] = view
+        return copies
 
 
 class CastCall:
@@ -86,7 +90,6 @@ class CastCall:
         walk((args, kwargs))
         self.tensors, self._containers = walk.tensors, walk.containers
         self._copies: list[tuple[Tensor, Tensor, int]] = []  # an argument, its copy, the version of that
-        self._separate: set[int] = set()  # arguments that overlap with another, where the copies do not
         self._replaced: list[tuple[Any, Any]] = []  # other arguments and what was made of them: tuples, objects with `.to`
 
     def enter(self, cast: Cast, dtype: torch.dtype | None = None) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -101,9 +104,6 @@ class CastCall:
             return self.args, self.kwargs
         originals = [tensor for tensor in self.tensors if id(tensor) in copies]
         self._copies = [(tensor, copies[id(tensor)], tensor_version(copies[id(tensor)])) for tensor in originals]
-        for group in _overlapping(originals):
-            if len({_memory(copies[id(tensor)]) for tensor in group}) > 1:
-                self._separate |= set(map(id, group))
         walk = _Walk(copies, in_place=True, cast=cast, dtype=dtype)
         arguments = walk((self.args, self.kwargs))
         self._replaced = walk.replaced
@@ -143,11 +143,10 @@ class CastCall:
         return walk(result)
 
     def _write(self, tensor: Tensor, copied: Tensor) -> None:
-        if copied.shape != tensor.shape or id(tensor) in self._separate:
-            why = "is a view of the same memory as another argument" if id(tensor) in self._separate else \
-                f"is of shape {tuple(tensor.shape)}, and of {tuple(copied.shape)} afterwards"
-            raise RuntimeError(f"apexfx: the forward writes in place into an argument of {tensor.dtype} that {why}; it was given "
-                               f"a copy of {copied.dtype}, and the write cannot be brought back. Give it in {copied.dtype}")
+        if copied.shape != tensor.shape:
+            raise RuntimeError(f"apexfx: the forward brings an argument of shape {tuple(tensor.shape)} to {tuple(copied.shape)} "
+                               f"in place; it was given a copy of {copied.dtype}, of which only values are brought back. Give it "
+                               f"in {copied.dtype}")
         if not copied.requires_grad:  # what was not written stays as it was, to the bit
             copied = torch.where(copied == tensor.to(copied.dtype), tensor, copied.to(tensor.dtype))
         leaf = tensor.requires_grad and tensor.is_leaf  # written under no_grad, or the forward had raised
@@ -157,8 +156,14 @@ class CastCall:
     def _views_of_arguments(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         """Return, for each of `tensors` that is a view of an argument's copy, the same view of the argument."""
         copies = {_memory(copied): (tensor, copied) for tensor, copied, _ in self._copies if tensor.stride() == copied.stride()}
-        pairs = [(tensor, copies[_memory(tensor)]) for tensor in tensors if _memory(tensor) in copies]
-        return {id(view): _same_place(view, copied, tensor) for view, (tensor, copied) in pairs}
+        views = {}
+        for view in tensors:
+            tensor, copied = copies.get(_memory(view), (None, None))
+            if tensor is not None and not view.requires_grad:
+                views[id(view)] = _same_place(view, copied, tensor).detach()
+            elif tensor is not None and _is_view(view, copied):
+                views[id(view)] = _same_place(view, copied, tensor)
+        return views
 
 
 def cast_values(value: Any, cast: Cast) -> Any:
@@ -324,6 +329,16 @@ def _overlapping(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 def _base(tensor: Tensor) -> Tensor:
     base = viewed(tensor)
     return tensor if base is None else base
+
+
+def _is_view(tensor: Tensor, base: Tensor) -> bool:
+    """Return whether all that `tensor` computes of `base`, as autograd sees it, is a view: no function of the user's."""
+    node = tensor.grad_fn
+    while node is not base.grad_fn:
+        if node is None or isinstance(node, BackwardCFunction) or len(node.next_functions) != 1:
+            return base.is_leaf and getattr(node, "variable", None) is base
+        node = node.next_functions[0][0]
+    return tensor is base or _base(tensor) is _base(base)
 
 
 def _same_place(tensor: Tensor, base: Tensor, other: Tensor) -> Tensor:

@@ -34,15 +34,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_ranks, default="8,64,512,4096", metavar="N,N,...",
                         help="numbers of ranks (default: %(default)s)")
     parser.add_argument("--batch", type=_positive(int), metavar="N", help="on one rank (default: the model's own)")
-    parser.add_argument("--dtype", choices=_DTYPES, default="bfloat16",
-                        help="of compute and of the gradients that are sent (default: %(default)s)")
+    parser.add_argument("--dtype", choices=_DTYPES,
+                        help="of compute and of the gradients that are sent (default: bfloat16)")
     parser.add_argument("--sync-bn", action="store_true", help="synchronize every batch norm")
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS, default="adam",
-                        help="fused; what it reads and writes counts (default: %(default)s)")
-    parser.add_argument("--device", choices=DEVICES, default="h100",
-                        help="whose data sheet gives the times of ops, by their shapes (default: %(default)s)")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="fused; what it reads and writes counts (default: adam)")
+    parser.add_argument("--device", choices=DEVICES,
+                        help="whose data sheet gives the times of ops, by their shapes (default: h100)")
     parser.add_argument("--measured", action="store_true",
-                        help="run the model here, in float32 with SGD, and take the times from that instead")
+                        help="run the model here, on the CPU in float32 with SGD, and take the times from that, in place of "
+                             "--device, --dtype and --optimizer")
     parser.add_argument("--network", choices=PRESETS, default="nvlink4+ib400",
                         help="between the ranks (default: %(default)s)")
     parser.add_argument("--latency-us", type=_positive(float), metavar="US",
@@ -90,6 +90,12 @@ def text(given: argparse.Namespace) -> str:
         ValueError: options that do not fit each other, or a model that cannot be found or run.
     """
     network, where = _network(given)
+    decided = {"device": "h100", "dtype": "bfloat16", "optimizer": "adam"}
+    asked = [f"--{name} {value}" for name in decided if (value := getattr(given, name)) is not None]
+    if given.measured and asked:
+        raise ValueError("apexfx: --measured runs the model here, on the CPU in float32 with SGD, and "
+                         f"{', '.join(asked)} was given; leave one of them out")
+    given = argparse.Namespace(**{**vars(given), **{name: getattr(given, name) or default for name, default in decided.items()}})
     if given.share >= 100:
         raise ValueError(f"apexfx: --share {given.share:g} was given, expected a percentage below 100")
     model, inputs = load(given.model, given.batch, device="cpu" if given.measured else "meta")

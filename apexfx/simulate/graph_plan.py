@@ -37,7 +37,7 @@ def graph_plan(model: nn.Module, inputs: Any, config: BucketConfig, num_ranks: i
     """Return the plan that `bucket_allreduce` makes in the backward graph of `model` on `num_ranks` ranks.
 
     Args:
-        model, inputs: moved to `device` for good; on "meta", capture takes no memory and no arithmetic.
+        model, inputs: moved to `device` for good, buffers in `dtype` too; on "meta", capture takes no memory and no arithmetic.
         config: the bucket options.
         dtype: float32 is O0; a half one O3.
     """
@@ -48,7 +48,7 @@ def graph_plan(model: nn.Module, inputs: Any, config: BucketConfig, num_ranks: i
 
     with fake_process_group(num_ranks):
         options = {"opt_level": "O0"} if dtype == torch.float32 else {"opt_level": "O3", "dtype": dtype}
-        graph = transform(model.to(device).train(), inner="eager", ddp=config, **options)
+        graph = transform(model.to(device, dtype).train(), inner="eager", ddp=config, **options)
         inputs = tree_map(moved, inputs)
         graph.capture(*inputs) if isinstance(inputs, (tuple, list)) else graph.capture(inputs)
         return graph.report.buckets()

@@ -265,6 +265,8 @@ def test_an_edited_file_is_checked_when_it_is_read(tmp_path):
         ({"bucket": {"total_bytes": 80}}, "no room for 'p0' at offset_bytes=48"),
         ({"bucket": {"total_bytes": 97}}, "total_bytes=97, expected a multiple of 4 bytes"),
         ({"bucket": {"total_bytes": "96"}}, "total_bytes='96', expected"),
+        ({"bucket": {"reduce_dtype": "float64"}}, "makes a plan that is reduced in another dtype"),
+        ({"bucket": {"reduce_dtype": "float16"}}, "makes a plan that is reduced in another dtype"),
         ({"bucket": {"dtype": "nn"}}, "dtype=<module"), ({"bucket": {"postdivide": "2"}}, "postdivide='2'"),
         ({"bucket": {"predivide": math.inf}}, "predivide=inf"), ({"bucket": {"slots": []}}, "holds no gradient; leave it out"),
         ({"slot": {"offset_bytes": -16}}, "offset_bytes=-16, expected sizes"), ({"slot": {"offset_bytes": 50}}, "multiple of 4"),

@@ -157,12 +157,42 @@ def test_inference_mode():
             assert tensor.tolist() == [2, 2] and items.pop() is tensor
 
 
-def test_a_write_that_cannot_be_brought_back_is_refused():
-    x = torch.ones(2, requires_grad=True) * 1
+def test_a_change_of_shape_is_refused():
     with pytest.raises(RuntimeError, match="of shape"):
         run(lambda x: x.unsqueeze_(0).add_(1), torch.ones(2))
-    with pytest.raises(RuntimeError, match="same memory"):
-        run(lambda x, y: x.mul_(2), x, x.detach().requires_grad_())
+
+
+class Reversed(torch.autograd.Function):
+    """Its output is its input, and the gradient changes its sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+def test_gradients_of_users_functions_are_kept():
+    w = torch.ones(2, dtype=HALF, requires_grad=True)
+    h = w * 1
+    one, other, flat = run(lambda: (h, Reversed.apply(h), h.view(-1)), outputs=Cast(torch.float32))
+    (one.sum() + 3 * other.sum() + 7 * flat.sum()).backward()
+    assert w.grad.tolist() == [5, 5]
+    with torch.no_grad():
+        other.zero_()
+    assert one.tolist() == flat.tolist() == [0, 0]
+    x = torch.ones(2, requires_grad=True)
+    run(lambda x: Reversed.apply(x), x, outputs=Cast(torch.float32)).sum().backward()
+    assert x.grad.tolist() == [-1, -1]
+
+
+def test_arguments_that_overlap_with_histories_of_their_own():
+    x = torch.ones(2, requires_grad=True) * 1
+    y = x.detach().requires_grad_()
+    assert run(lambda x, y: (x.mul_(2), y.sum())[1], x, y) == 4
+    assert x.tolist() == y.tolist() == [2, 2]
 
 
 def test_results_that_overlap_still_do():

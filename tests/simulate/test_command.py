@@ -13,7 +13,7 @@ from torch import nn
 
 from apexfx.config import BucketConfig
 from apexfx.simulate.devices import DEVICES
-from apexfx.simulate.graph_plan import fake_process_group
+from apexfx.simulate.graph_plan import fake_process_group, graph_plan
 from apexfx.simulate.models import load
 from apexfx.simulate.network import PRESETS
 from apexfx.simulate.profile import analytic
@@ -68,6 +68,19 @@ def test_the_buckets_of_the_graph(capsys, tmp_path):
         assert [bucket["num_bytes"] for bucket in a["buckets"]] == [bucket["num_bytes"] for bucket in b["buckets"]]
         assert len(b["buckets"]) > 3
         assert b["communication_s"] == pytest.approx(a["communication_s"])
+
+
+def test_a_model_with_a_float32_buffer_has_a_graph_in_half():
+    class Filtered(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("filter", torch.ones(1, 1, 3))
+
+        def forward(self, x):
+            return nn.functional.conv1d(super().forward(x)[:, None], self.filter, padding=1)
+
+    plan = graph_plan(Filtered(), torch.ones(2, 8), BucketConfig(), 2, dtype=torch.bfloat16)
+    assert [bucket.dtype for bucket in plan.buckets] == [torch.bfloat16]
 
 
 def test_a_fake_process_group_needs_a_process_without_one():
@@ -133,6 +146,7 @@ def test_a_function_that_returns_something_else_is_refused(capsys, monkeypatch):
     (("--latency-us", "5"), "give both"), (("--bandwidth", "5"), "give both"),
     (("--ranks-per-node", "8"), "a preset has its own"), (("--bucket-mib", "0"), "'0' was given, expected a number above 0"),
     (("--batch", "1.5"), "expected a whole number above 0"), (("--share", "100"), "expected a percentage below 100"),
+    (("--measured", "--device", "a100", "--dtype", "float32"), "float32 with SGD, and --device a100, --dtype float32 was given"),
     (("--model", "mlp", "--ranks", "2", "--trace", "/no/such/folder/x.json"), "No such file or directory"),
 ])  # fmt: skip
 def test_what_makes_no_sense_is_refused(capsys, arguments, named):

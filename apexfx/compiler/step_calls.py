@@ -1,0 +1,123 @@
+"""What a call of a training step computes, in words, and what is wrong with one that cannot be captured."""
+
+from __future__ import annotations
+
+import copy
+import linecache
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_map
+from .step_function import OfOutput
+
+_LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))
+_MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
+_MOST_LINES, _MOST_CHARACTERS = 4, 200  # of an error's own text
+# Made again with more text. A class of the user's, or one that a program tells apart (OutOfMemoryError), is left as it is.
+_PLAIN = (TypeError, ValueError, IndexError, AttributeError, NotImplementedError, AssertionError, RuntimeError)
+
+
+class WrongCall:
+    """One call of a step: what it was, and what to raise where it fails.
+
+    Args:
+        model, objective: the step's.
+        batch, named: what the step was called with, by position and by keyword.
+    """
+
+    def __init__(self, model: nn.Module, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._model, self._objective, self._batch, self._named = model, objective, batch, named
+
+    def find(self) -> Exception | None:
+        """Run model and objective on fake tensors, without Dynamo; return the error of that, None where there is none.
+
+        They are copies, and no op computes or communicates. Fake tensors have no values: None too where the run needs one, and
+        where the model cannot be copied.
+        """
+        mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        try:
+            with FakeCopyMode(mode):
+                model, objective = copy.deepcopy((self._model, self._objective))
+            batch, named = tree_map(lambda x: mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x,
+                                    (self._batch, self._named))
+        except Exception:  # of whatever the user's objects do when they are copied
+            return None
+        try:
+            with quiet_fakes(), torch.random.fork_rng([]), mode, torch.enable_grad():
+                objective(model, *batch, **named)
+        except Exception as error:
+            return None if is_of_fakes(error) else self._explain(error, model)
+        return None
+
+    def explain(self, error: Exception) -> Exception:
+        """Return what to raise in the place of an error of the model, the loss or their graph; `error` where it is not that."""
+        if type(error) not in _PLAIN or str(error).startswith("apexfx"):
+            return error
+        return self._explain(error, self._model)
+
+    def _explain(self, error: Exception, model: nn.Module) -> Exception:
+        kind = type(error) if type(error) in _PLAIN else RuntimeError
+        name = "" if type(error).__module__.startswith(("builtins", "torch")) else f"{type(error).__name__}: "
+        lines = [f"apexfx: {name}{_shortened(str(error))}", *_place(error, model), f"  called: {self}"]
+        if isinstance(self._objective, OfOutput):
+            lines.append("  expected: step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked")
+        return kind("\n".join(lines))
+
+    def __str__(self) -> str:
+        """What was called, and what that computes: "step(float32[8, 3], int64[8]), which computes ..."."""
+        batch, named = [_shown(x) for x in self._batch], [f"{name}={_shown(x)}" for name, x in self._named.items()]
+        call = ", ".join([*batch, *named])
+        if not isinstance(self._objective, OfOutput):
+            return f"step({call}), which computes objective({', '.join(['model', *batch, *named])})"
+        inputs = _arguments(self._batch[0]) if self._batch else ""
+        return f"step({call}), which computes loss_fn({', '.join([f'model({inputs})', *batch[1:]])})"
+
+
+def _arguments(inputs: Any) -> str:
+    if isinstance(inputs, Mapping):
+        return _joined([f"{name}={_shown(x)}" for name, x in inputs.items()])
+    return _joined([_shown(x) for x in inputs]) if isinstance(inputs, (tuple, list)) else _shown(inputs)
+
+
+def _shown(value: Any) -> str:
+    """Return a value as a type, with shape and dtype: "float32[8, 3]"."""
+    if isinstance(value, Tensor) or type(value).__module__ == "numpy" and hasattr(value, "dtype"):
+        kind = "" if type(value) in (Tensor, nn.Parameter) else f"{type(value).__name__} "
+        device = f" on {value.device}" if isinstance(value, Tensor) and value.device.type != "cpu" else ""
+        return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{device}"
+    if isinstance(value, Mapping):
+        return f"{{{_joined([f'{name!r}: {_shown(x)}' for name, x in value.items()])}}}"
+    if isinstance(value, list):
+        return f"[{_joined([_shown(x) for x in value])}]"
+    if isinstance(value, tuple):
+        return f"({_joined([_shown(x) for x in value])}{',' if len(value) == 1 else ''})"
+    return repr(value)[:40] if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
+
+
+def _joined(shown: list[str]) -> str:
+    shown = [text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..." for text in shown]
+    return ", ".join(shown[:_MOST_SHOWN] + (["..."] if len(shown) > _MOST_SHOWN else []))
+
+
+def _shortened(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return "\n".join(line[:_MOST_CHARACTERS] for line in lines[:_MOST_LINES]).replace("FakeTensor", "Tensor")
+
+
+def _place(error: Exception, model: nn.Module) -> list[str]:
+    """Return the innermost module of the model, and the last line outside of torch, that an error was raised in."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    where, line = "", ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and paths.get(id(module)):
+            where = f"in module {paths[id(module)]!r}, {' '.join(repr(module).split())[:80]}"
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, "<")):
+            line = f"at {file}:{number}, in {frame.f_code.co_name}: {linecache.getline(file, number).strip()[:120]}"
+    return [f"  {text}" for text in (where, line) if text]

@@ -1,0 +1,262 @@
+"""train_step(): how it may be called, and what a wrong call says (`pytest -s` prints every text in full)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.compiler.non_finite import first_non_finite
+from apexfx.compiler.step_calls import WrongCall
+from apexfx.compiler.step_function import OfOutput
+
+SGD = torch.optim.SGD
+X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.arange(6) % 4
+
+
+class Net(nn.Module):
+    """With a branch on data it runs in pieces."""
+
+    def __init__(self, branches=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.drop, self.head, self.branches = nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4), branches
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen = []
+
+    def forward(self, x):
+        self.last = x
+        y = self.drop(self.body(x)).relu()
+        if self.branches and y.norm() > 1e9:
+            y = y / y.norm()
+        return self.head(y)
+
+
+def make(branches=False, loss_fn=F.cross_entropy, **options):
+    model = Net(branches)
+    options = {"opt_level": "O0", "inner": "eager", "fallback": "transform" if branches else None, **options}
+    return apexfx.train_step(model, loss_fn, SGD(model.parameters(), lr=0.1), **options)
+
+
+def objective(model, x, labels):
+    return F.cross_entropy(model(x), labels)
+
+
+# What is called, the error, and what its text has to say.
+CALLS = {
+    "step((x, y))": (lambda s: s((X, Y)), TypeError, [
+        "forward() takes 2 positional arguments but 3 were given", "step((float32[6, 8], int64[6]))",
+        "loss_fn(model(float32[6, 8], int64[6]))", "step(inputs, *targets)"]),
+    "step(x)": (lambda s: s(X), TypeError, ["missing 1 required positional argument: 'target'", "loss_fn(model(float32[6, 8]))"]),
+    "step()": (lambda s: s(), TypeError, ["without a batch", "step(inputs, *targets)"]),
+    "step(x, y, y)": (lambda s: s(X, Y, Y), Exception, ["weight tensor", "loss_fn(model(float32[6, 8]), int64[6], int64[6])"]),
+    "step(inputs=x, targets=y)": (lambda s: s(inputs=X, targets=Y), TypeError, [
+        "by keyword", "step(inputs, *targets)", "objective=f", "f(model, **batch)"]),
+    "step({'x': x, 'labels': y}, y)": (lambda s: s({"x": X, "labels": Y}, Y), TypeError, [
+        "unexpected keyword argument 'labels'", "loss_fn(model(x=float32[6, 8], labels=int64[6]), int64[6])"]),
+    "step(x, y.float())": (lambda s: s(X, Y.float()), RuntimeError, ["Long|int64", "step(float32[6, 8], float32[6])"]),
+    "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
+    "step(x.long(), y)": (lambda s: s(X.long(), Y), RuntimeError, ["same dtype, but got Long", "step(int64[6, 8], int64[6])"]),
+    "step(x[:, :5], y)": (lambda s: s(X[:, :5], Y), RuntimeError, [
+        "[6, 5]", "in module 'body', Linear(in_features=8", "test_train_step_calls.py:", "y = self.drop(self.body(x))"]),
+    "step(x, y[:4])": (lambda s: s(X, Y[:4]), ValueError, ["batch_size (6)", "(4)", "step(float32[6, 8], int64[4])"]),
+    "step(x, y + 4)": (lambda s: s(X, Y + 4), IndexError, ["Target", "is out of bounds", "step(float32[6, 8], int64[6])"]),
+    "step(x.tolist(), y)": (lambda s: s(X.tolist(), Y), TypeError, ["takes 2 positional arguments but 7 were given"]),
+    "step(None, y)": (lambda s: s(None, Y), TypeError, [
+        "must be Tensor, not NoneType", "in module 'body'", "step(None, int64[6])"]),
+    "step(x.to('meta'), y)": (lambda s: s(X.to("meta"), Y), RuntimeError, [
+        "same device", "meta and cpu", "step(float32[6, 8] on meta, int64[6])"]),
+}
+KEYWORDS = {
+    "step(x=x, label=y), of an objective": (lambda s: s(x=X, label=Y), TypeError, [
+        "unexpected keyword argument 'label'", "objective(model, x=float32[6, 8], label=int64[6])"]),
+    "step(x), of an objective": (lambda s: s(X), TypeError, ["'labels'", "objective(model, float32[6, 8])"]),
+}
+
+
+def check_text(name, how, call, step, error, phrases):
+    with pytest.raises(error) as raised:
+        call(step)
+    text = str(raised.value)
+    print(f"\n---- {name}, {how}\n{type(raised.value).__name__}: {text}")
+    assert text.startswith("apexfx: ") and len(text.splitlines()) <= 10 and "fallback" not in text
+    for phrase in phrases:
+        assert any(one in text for one in phrase.split("|")), (phrase, text)
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
+@pytest.mark.parametrize("opt_level", ["O0", "O2"])
+def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(branches, opt_level):
+    step = make(branches, opt_level=opt_level)
+    by_keyword = make(branches, None, objective=objective, opt_level=opt_level)
+    if branches:  # a wrong first call is below
+        step(X, Y)
+        by_keyword(x=X, labels=Y)
+    for name, (call, error, phrases) in {**CALLS, **KEYWORDS}.items():
+        if opt_level == "O2" and name not in ("step((x, y))", "step(x.long(), y)", "step(x[:, :5], y)"):
+            continue
+        each = by_keyword if name in KEYWORDS else step
+        before, random = copy.deepcopy(each.state_dict()), torch.get_rng_state()
+        check_text(name, f"{opt_level}, {'in pieces' if branches else 'one graph'}", call, each, error, phrases)
+        torch.testing.assert_close(each.state_dict(), before, rtol=0, atol=0)
+        assert branches or type(each.model.__dict__.get("last", X)) is torch.Tensor
+        assert branches or name in ("step(x.long(), y)", "step(x, y + 4)") or torch.equal(random, torch.get_rng_state())
+    step(X, Y)
+    by_keyword(x=X, labels=Y)
+
+
+def test_a_wrong_first_call_decides_nothing_about_the_way_a_step_runs(caplog):
+    step = make(fallback="transform")
+    with pytest.raises(TypeError, match="missing 1 required"):
+        step(X)
+    assert not caplog.text.count("apexfx:") and not step.report.notes
+    step(X, Y)
+    assert len(step.report.graphs) == 1 and not caplog.text.count("apexfx:")
+    step = make(True)
+    with pytest.raises(TypeError, match="missing 1 required"):
+        step(X)
+    step(X, Y)
+    assert "runs in pieces" in caplog.text and sum("runs in pieces" in note for note in step.report.notes) == 1
+
+
+@pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_batch_by_keyword_is_one_by_position(branches, accumulate):
+    steps = [make(branches, None, objective=objective, accumulate=accumulate) for _ in range(2)]
+    for _ in range(4):
+        torch.manual_seed(1)
+        by_position = steps[0](X, Y)
+        torch.manual_seed(1)
+        assert torch.equal(by_position, steps[1](x=X, labels=Y))
+    torch.testing.assert_close(steps[0].state_dict(), steps[1].state_dict(), rtol=0, atol=0)
+    if not branches:
+        assert any("x" in line for line in steps[1].print_readable(print_output=False).splitlines()[:30])
+        fresh = make(None, None, objective=objective)
+        assert len(fresh.capture(x=X, labels=Y).graphs) == 1
+
+
+def test_an_error_that_only_fake_tensors_give_is_none():
+    def find(function):
+        return WrongCall(Net(), function, (X, Y), {}).find()
+
+    for function in (objective, lambda m, x, y: m(x).detach().numpy(), lambda m, x, y: m(x).sum().item(),
+                     lambda m, x, y: m(x)[y > 2].nonzero(), lambda m, x, y: 1 if m(x).sum() > 0 else 0):
+        assert find(function) is None
+    assert "no such thing" in str(find(lambda m, x, y: m.body.__getattr__("no such thing")))
+
+
+def test_the_run_on_fakes_leaves_model_and_loss_as_they_were():
+    class Loss(nn.BatchNorm1d):
+        def forward(self, x, y):
+            self.seen = x
+            return super().forward(x).sum() + y.no_such_attribute
+
+    model, loss, random = Net(), Loss(4), torch.get_rng_state()
+    model.history = (model.body.weight * 2).sum()  # no leaf: plain deepcopy refuses it
+    before = copy.deepcopy(loss.state_dict())
+    error = WrongCall(model, OfOutput(loss), (X, Y), {}).find()
+    assert isinstance(error, AttributeError) and "no_such_attribute" in str(error)
+    torch.testing.assert_close(loss.state_dict(), before, rtol=0, atol=0)
+    assert not hasattr(loss, "seen") and not hasattr(model, "last") and torch.equal(random, torch.get_rng_state())
+
+
+def test_errors_of_the_users_own_classes_stay_what_they_are():
+    class Stop(Exception):
+        pass
+
+    def stops(model, x, y):
+        torch._dynamo.graph_break()
+        raise Stop("enough")
+
+    step = make(True, None, objective=stops)
+    with pytest.raises(Stop, match="^enough$"):
+        step(X, Y)
+
+
+# ---- what a failed call has changed ------------------------------------------------------------------------------------------
+
+
+class Fails(apexfx.Pass):
+    """Have the graph fail in front of its first node that does something, of its first in-place op, or at its end."""
+
+    name, stage = "fails", "step"
+    now = True
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+
+    def call(self, gm):
+        def fail():
+            if self.now:
+                raise RuntimeError("in the graph")
+
+        nodes = [node for node in gm.graph.nodes if node.op != "placeholder"]
+        writes = [node for node in nodes if "_.default" in str(node.target) or "_.Tensor" in str(node.target)]
+        with gm.graph.inserting_before({"first": nodes[0], "before the update": writes[0], "after it": writes[0].next,
+                                        "last": nodes[-1]}[self.where]):
+            gm.graph.call_function(fail).meta["val"] = None
+        return torch.fx.passes.infra.pass_base.PassResult(gm, True)
+
+
+@pytest.mark.parametrize("where, breaks", [("first", False), ("before the update", False), ("after it", True), ("last", True)])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_a_failure_breaks_a_step_where_its_graph_has_written_something(where, breaks, batch_norm):
+    fails = Fails(where)
+    model = nn.Sequential(Net(), *([nn.BatchNorm1d(4)] if batch_norm else []))
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             passes=[fails])
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(RuntimeError, match="in the graph"):
+        step(X, Y)
+    fails.now = False
+    if breaks:
+        with pytest.raises(RuntimeError, match="had begun to change"):
+            step(X, Y)
+        return
+    torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
+    step(X, Y)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
+
+
+def test_the_search_for_what_is_not_finite_works_on_copies():
+    class Loss(nn.BatchNorm1d):
+        def forward(self, y, t):
+            return super().forward(y).sum()
+
+    def objective(model, batch):
+        batch["x"] *= 2
+        batch["more"] = 1
+        return loss(model(batch["x"]), None)
+
+    loss, model, batch = Loss(4), Net(), {"x": X.clone()}
+    before = copy.deepcopy((loss.state_dict(), model.state_dict()))
+    assert "forward is finite in eager" in first_non_finite(model, OfOutput(loss), (X, Y), {})
+    assert "forward is finite in eager" in first_non_finite(model, objective, (batch,), {})
+    torch.testing.assert_close(model.state_dict(), before[1], rtol=0, atol=0)
+    assert list(batch) == ["x"] and torch.equal(batch["x"], X)
+
+
+def test_a_gradient_penalty_is_that_of_eager_torch():
+    def penalized(model, x, labels):
+        x = x.clone().requires_grad_()
+        y = model(x)
+        [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return F.cross_entropy(y, labels) + gradient.square().sum()
+
+    reference = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = copy.deepcopy(reference)
+    optimizer = SGD(reference.parameters(), lr=0.1)
+    step = apexfx.train_step(model, objective=penalized, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0",
+                             inner="eager")
+    for _ in range(2):
+        optimizer.zero_grad()
+        penalized(reference, X, Y).backward()
+        optimizer.step()
+        step(X, Y)
+    torch.testing.assert_close(step.model.state_dict(), reference.state_dict(), rtol=1e-6, atol=1e-7)
