@@ -432,7 +432,7 @@ def differences(eager: Outcome, other: Outcome, *, halves: bool, tolerance: floa
             if grad.layout != new.layout or grad.dtype != new.dtype and not halves:
                 texts.append(f"gradient of {name} is {new.layout}, {new.dtype}")
             grad, new = grad.to_dense().float(), new.to_dense().float()
-            if (grad - new).norm() > 4 * tolerance * (grad.norm() + 0.25):
+            if (grad - new).norm() > 4 * tolerance * (grad.norm() + 0.5):
                 texts.append(f"gradient of {name} is {new.norm():.3g}, was {grad.norm():.3g}, by {(grad - new).norm():.3g} off")
     return texts
 

@@ -62,7 +62,7 @@ def judged(seed, executor, level):
 
 
 def check(executor, level, numbers, max_errors=0):
-    """Run the programs of one executor: none differs without a word, and at most `max_errors` are refused."""
+    """Run programs under one executor: none differs without a word, and at most `max_errors` are refused; None: only show."""
     counts, shown = collections.Counter(), []
     for number in numbers:
         seed = number * len(EXECUTORS) + EXECUTORS.index((executor, level))
@@ -71,7 +71,7 @@ def check(executor, level, numbers, max_errors=0):
         if texts:
             shown.append(f"seed {seed}, {executor} {level}: {program(seed).description}\n    " + "\n    ".join(texts[:4]))
     print(f"{executor} {level}: {dict(counts)}", *shown, sep="\n", flush=True)
-    assert not counts["differs"] and counts["error"] <= max_errors, "\n".join(shown)
+    assert max_errors is None or not counts["differs"] and counts["error"] <= max_errors, "\n".join(shown)
 
 
 @pytest.mark.parametrize("executor", EXECUTORS, ids="-".join)
@@ -82,10 +82,10 @@ def test_programs(executor):
 @pytest.mark.long
 @pytest.mark.parametrize("executor", EXECUTORS, ids="-".join)
 def test_many_programs(executor):
-    check(*executor, range(2, 32), max_errors=30 // 5 if executor == ("amp", "O1") else 1)
+    check(*executor, range(2, 32), max_errors=6 if executor == ("amp", "O1") else 1)
 
 
 if __name__ == "__main__":  # python tests/test_call_programs.py 0 30
     logging.disable(logging.WARNING)
     for executor in EXECUTORS:
-        check(*executor, range(int(sys.argv[1]), int(sys.argv[2])), max_errors=1000)
+        check(*executor, range(int(sys.argv[1]), int(sys.argv[2])), max_errors=None)
