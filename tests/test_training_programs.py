@@ -3,7 +3,8 @@
 What is compared after every update: loss, parameters, `.grad` (None included) of every leaf, buffers, averages kept beside,
 and at the end the state of the optimizers. Over ranks the reference is the mean of the ranks' own gradients.
 
-One case by hand: `python -m tests.test_training_programs SEED [EXECUTOR [LEVEL [INNER [RANKS]]]]`.
+By hand: `python -m tests.test_training_programs SEED [EXECUTOR [LEVEL [INNER [RANKS]]]]`, or FIRST-LAST for the cases of these
+seeds, up to the first that fails.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def by_step(case: Case, program: Program, parts: Parts, rank: int, *, pieces: bo
     keeps = bool(case.seed % 2)
     step = apexfx.train_step(parts.model, optimizer=parts.optimizer, opt_level=case.level, inner=case.inner,
                              ddp=_data_parallel(case), accumulate=program.accumulate, max_grad_norm=program.max_grad_norm,
-                             keep_grads=keeps, fallback="transform" if pieces else None, **what)
+                             loss_scale=program.loss_scale, keep_grads=keeps, fallback="transform" if pieces else None, **what)
     averages, calls = _averages(parts), itertools.count()
     mine = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
     for update in range(UPDATES):
@@ -187,12 +188,14 @@ EXECUTORS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
 
 def one_case(case: Case, rank: int) -> tuple[str, str]:
     """Return the outcome of a case and what is to be said of it, the same on every rank."""
-    program = make(case.seed)
+    program = make(case.seed, take_turns=case.executor != "step")  # which is one graph, the same on all ranks
     reference = list(in_a_loop(case, program, program.build(), rank, itself))
     parts = program.build()
     if rank and case.executor != "backend":  # which broadcasts what its graphs read alone
         with torch.no_grad():
-            for p in parts.model.parameters():
+            inside = parts.model.parameters() if case.executor == "transform" else \
+                [p for group in parts.optimizer.param_groups for p in group["params"]]
+            for p in inside:
                 p.mul_(1.5)  # rank 0's values are what counts
     found: list[str] = []
     error, clear, updates = "", True, 0
@@ -355,9 +358,19 @@ def test_many_training_programs(first, tmp_path):
     check(done, errors_at_most=0.05)
 
 
+def main(seed: str, executor: str = "step", level: str = "O0", inner: str = "eager", ranks: str = "1") -> bool:
+    """Run one case, or those of FIRST-LAST without Inductor; return whether none failed."""
+    first, _, last = seed.partition("-")
+    cases = [Case(int(seed), executor, level, inner, int(ranks))] if not last else \
+        [case for case in campaign(range(int(first), int(last))) if case.inner == "eager"]
+    for start in range(0, len(cases), 8):
+        with tempfile.TemporaryDirectory() as folder:
+            done = outcomes(cases[start:start + 8], Path(folder, "journal"))
+        print("\n".join(f"{end} {described(case, words)}" for case, (end, words) in done.items()), flush=True)
+        if any(end == FAILED for end, _ in done.values()):
+            return False
+    return True
+
+
 if __name__ == "__main__":
-    seed, executor, level, inner, ranks = [*sys.argv[1:], *("step", "O0", "eager", "1")[len(sys.argv) - 2:]]
-    only = Case(int(seed), executor, level, inner, int(ranks))
-    with tempfile.TemporaryDirectory() as folder:
-        for each, (end, text) in outcomes([only], Path(folder, "journal")).items():
-            print(end, described(each, text))
+    sys.exit(not main(*sys.argv[1:]))

@@ -27,9 +27,11 @@ class Program:
         description: in words.
         traits: what it holds, by the names in the tables of this file.
         build: makes its parts; every call gives equal values.
-        batch: (rank, call) -> what the objective is called with besides the model.
+        batch: (rank, call) -> what the objective is called with besides the model. Where ranks take turns, each uses the extra
+            output in another call than its neighbour.
         accumulate: backwards before an update.
         max_grad_norm: of what the first optimizer trains, or None.
+        loss_scale: of a step, a power of two: nothing may be seen of it.
         every: the second optimizer, where there is one, steps after so many updates of the first.
         averages: whether averaged parameters are kept beside.
     """
@@ -41,6 +43,7 @@ class Program:
     batch: Callable[[int, int], tuple[Any, ...]]
     accumulate: int
     max_grad_norm: float | None
+    loss_scale: float | None
     every: int
     averages: bool
 
@@ -278,8 +281,12 @@ def _use(extra: Tensor | None, use: str, second_call: Tensor | bool) -> Tensor |
     return extra if use == "extra used" or second_call else None
 
 
-def make(seed: int) -> Program:
-    """Return the program of a seed."""
+def make(seed: int, *, take_turns: bool = False) -> Program:
+    """Return the program of a seed.
+
+    Args:
+        take_turns: over ranks, not all use the same parts of the model in a call.
+    """
     rng = random.Random(seed)
     tokens = rng.random() < 0.2
     blocks = rng.choices(list(BLOCKS), k=rng.randint(1, 3))
@@ -296,6 +303,7 @@ def make(seed: int) -> Program:
     adam, accumulate = rng.random() < 0.5, rng.choice((1, 1, 2, 3))
     max_grad_norm, every = rng.choice((None, None, 0.5)), rng.choice((1, 2))
     averages = rng.random() < 0.3
+    loss_scale = rng.choice((None, None, 8.0))
 
     def build() -> Parts:
         torch.manual_seed(seed)
@@ -317,17 +325,18 @@ def make(seed: int) -> Program:
         else:
             x = torch.randn(BATCH, WIDTH, generator=generator)
         x = x.requires_grad_() if leaf_input else x
-        return (x, labels) if shape == "loss function" else (x, labels, call % 2 == 1)
+        return (x, labels) if shape == "loss function" else (x, labels, (call + rank * take_turns) % 2 == 1)
 
     words = [*(["tokens"] if tokens else []), " > ".join(blocks), head, f"extra {extra} at {depth}", returns, loss, use, owner,
              closure, trained, shape, *(["input leaf"] if leaf_input else []), "adamw" if adam else "sgd",
              f"accumulate {accumulate}", f"clip {max_grad_norm}", f"second every {every}",
-             *(["averages beside"] if averages else [])]
+             f"loss scale {loss_scale}", *(["averages beside"] if averages else [])]
     traits = {*blocks, head, returns, loss, use, owner, closure, trained, shape, f"accumulate {accumulate}",
               "clipped" if max_grad_norm else "not clipped", "adamw" if adam else "sgd",
               *(["tokens"] if tokens else []), *(["input leaf"] if leaf_input else []),
               *(["averages beside"] if averages else [])}
-    return Program(seed, ", ".join(words), frozenset(traits), build, batch, accumulate, max_grad_norm, every, averages)
+    return Program(seed, ", ".join(words), frozenset(traits), build, batch, accumulate, max_grad_norm, loss_scale, every,
+                   averages)
 
 
 class _OfOutputs(nn.Module):
