@@ -77,7 +77,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 from torch.utils.weak import WeakTensorKeyDictionary

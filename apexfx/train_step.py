@@ -88,7 +88,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
             are computed again in the backward. None: under Inductor wherever that lowers the peak, and never under "eager".
         fallback: "transform" runs a step that cannot be captured as one graph in pieces: the model as `apexfx.transform` would,
             the rest op by op; a warning and the report say so. None, the default, raises.
-        options: those of `apexfx.transform`.
+        options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,
+            since a step is one graph.
 
     Raises:
         ValueError, TypeError: an option that does not exist, does not fit, or contradicts another; an optimizer with
@@ -106,6 +107,9 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
                         "train_step() computes it once; train with apexfx.transform() and the optimizer's own step()")
     own = [name for name, given in inspect.signature(train_step).parameters.items() if given.kind is given.KEYWORD_ONLY]
     config = TransformConfig.from_options(options, also=own)
+    if options.get("fullgraph") is False:
+        raise ValueError("apexfx: fullgraph=False was given, and a training step is one graph or an error; leave it out, or pass "
+                         "fallback='transform' to run in pieces what cannot be captured")
     _check_numbers(loss_scale, max_grad_norm, accumulate, memory_budget)
     _check_fallback(fallback, config)
     return TrainStep(model, objective or OfOutput(loss_fn), optimizer, config, loss_scale=loss_scale,
@@ -524,6 +528,13 @@ class TrainStep:
                 raise
             raise clearer from error
 
+    def _check_not_anomaly_mode(self) -> None:
+        if torch.is_anomaly_enabled() and not self._why_in_pieces:
+            reason = "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient"
+            raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
+                              "fallback='transform', where it sees the model's backward as one function, or look for the op in "
+                              "eager torch", reason)
+
     def _run_and_apply(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
         loss, rest, *applied = self._run_last(batch, named)
         self._calls += 1
@@ -583,6 +594,7 @@ class TrainStep:
     def _compiling(self) -> Iterator[nn.Module]:
         # Making a patch costs more than entering it.
         same = all(getattr(dynamo_config, name) == value for name, value in self._dynamo.items())
+        self._check_not_anomaly_mode()
         before = _gradients_of(self._params)
         with contextlib.nullcontext() if same else self._patch, torch.no_grad(), clear_errors():
             with self._step_model.traceable() as model:

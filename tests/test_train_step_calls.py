@@ -7,7 +7,9 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.prune
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import apexfx
 from apexfx.compiler.non_finite import first_non_finite
@@ -76,6 +78,92 @@ KEYWORDS = {
         "unexpected keyword argument 'label'", "objective(model, x=float32[6, 8], label=int64[6])"]),
     "step(x), of an objective": (lambda s: s(X), TypeError, ["'labels'", "objective(model, float32[6, 8])"]),
 }
+
+
+class Wrapped(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize("of_subclass", [lambda x: x.as_subclass(Wrapped), lambda x: TwoTensor(x, x)], ids=["plain", "wrapper"])
+def test_an_input_of_a_subclass_is_refused_and_breaks_nothing(of_subclass):
+    step = make()
+    with pytest.raises(ValueError, match=r"'batch\[0\]' is a (Wrapped|TwoTensor), .*as_subclass\(torch.Tensor\)"):
+        step(of_subclass(X), Y)
+    step(X, Y)
+
+
+def test_anomaly_mode_is_refused_in_one_graph_and_runs_in_pieces():
+    step, pieces = make(), make(True)
+    step(X, Y)
+    with torch.autograd.set_detect_anomaly(True):
+        for call in (step, step.capture):
+            with pytest.raises(RuntimeError, match="set_detect_anomaly.*fallback='transform'"):
+                call(X, Y)
+        pieces(X, Y)
+    step(X, Y)
+
+
+def test_fullgraph_false_is_refused():
+    with pytest.raises(ValueError, match="fullgraph=False was given, and a training step is one graph.*fallback='transform'"):
+        make(fullgraph=False)
+
+
+class Auxiliary(Net):
+    def forward(self, x):
+        y = self.body(x)
+        self.aux = y.square().mean()
+        return self.head(y.relu())
+
+
+def test_a_part_of_the_loss_in_an_attribute():
+    def keeps(model, x, labels):
+        return F.cross_entropy(model(x), labels) + model.aux
+
+    def clears(model, x, labels):
+        loss = F.cross_entropy(model(x), labels)
+        loss, model.aux = loss + model.aux, None
+        return loss
+
+    def train(objective, fallback=None):
+        model = Auxiliary()
+        step = apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0",
+                                 inner="eager", fallback=fallback)
+        for _ in range(2):
+            step(X, Y)
+        return model.state_dict()
+
+    reference = Auxiliary()
+    optimizer = SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        keeps(reference, X, Y).backward()
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"with its history\. Clear .*loss, model\.aux = loss \+ model\.aux, None"):
+        train(keeps)
+    for state in (train(clears), train(keeps, "transform")):
+        torch.testing.assert_close(state, reference.state_dict(), rtol=0, atol=0)
+
+
+def test_pruned_layers_are_refused_in_one_graph_and_train_in_pieces():
+    def pruned():
+        model = Net().eval()
+        nn.utils.prune.l1_unstructured(model.body, "weight", amount=0.5)
+        return model
+
+    def train(fallback):
+        model = pruned()
+        step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                                 fallback=fallback)
+        step(X, Y)
+        return model.state_dict()
+
+    with pytest.raises(RuntimeError, match="spectral_norm and prune keep the weight(.|\n)*fallback='transform'"):
+        train(None)
+    reference = pruned()
+    optimizer = SGD(reference.parameters(), lr=0.1)
+    F.cross_entropy(reference(X), Y).backward()
+    optimizer.step()
+    torch.testing.assert_close(train("transform"), reference.state_dict(), rtol=0, atol=0)
 
 
 def check_text(name, how, call, step, error, phrases):

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from .._torch import (
     BatchNorm,
     DTensor,
+    FakeTensor,
     active_ddp_module,
     backend_around,
     fsdp_managed,
@@ -21,7 +22,9 @@ from .._torch import (
     has_backward_hooks,
     is_fsdp_source,
     is_replica,
+    is_traceable_wrapper_subclass,
 )
+from ..graph.inputs import Placeholder
 from .dynamo_batch_norm import TraceableBatchNorm
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
@@ -48,6 +51,20 @@ def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             raise ValueError(f"apexfx: {node.name} is a DTensor, of which this rank may hold a part. {_WHOLE}")
         if is_fsdp_source(node):
             raise ValueError(f"apexfx: {node.name} belongs to a module that FSDP shards. {_WHOLE}")
+
+
+def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[Any]) -> None:
+    """Refuse a captured training step with an input of a subclass of torch.Tensor.
+
+    Those that wrap tensors would be taken apart, and what the step updates beside them not put together again; of others no op
+    knows what to do.
+    """
+    for p, example in zip(placeholders, example_inputs):
+        if isinstance(example, Tensor) and type(example) not in (Tensor, FakeTensor) and not isinstance(example, nn.Parameter) \
+                or is_traceable_wrapper_subclass(example):
+            raise ValueError(f"apexfx: {p.name!r} is a {type(example).__name__}, a subclass of torch.Tensor, which a training "
+                             "step as one graph does not take; give it as a plain tensor: x.as_subclass(torch.Tensor), or what "
+                             "it wraps")
 
 
 def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) -> None:

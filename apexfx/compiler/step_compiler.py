@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,10 +28,12 @@ from .inner_compilers import INNER, traceable_rnn
 from .mixed_dtypes import check_float64
 from .model_index import ModelIndex
 from .pipeline import Pipeline, warn_unmatched
-from .refusals import check_inputs
+from .refusals import check_inputs, check_plain
 from .step_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
 from .step_parameters import overlapping
 from .verification import real_inputs
+
+log = logging.getLogger(__name__)
 
 _MOST_SEEN = 10_000  # pieces of memory
 
@@ -81,6 +84,7 @@ class StepCompiler:
         _switch_gradients_on(gm)
         placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision),
                                         whole_step=True)
+        check_plain(placeholders, example_inputs)
         check_float64(gm)
         leaves = _Leaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
@@ -111,8 +115,19 @@ class StepCompiler:
         with traceable_rnn(gm):
             compiled = INNER[self.config.inner](gm, example_inputs, step)
         self.report.add(record)
+        self._check_budget(record)
         warn_unmatched(self.report)
         return self._guarded(compiled, record, collectives, placeholders, places, leaves)
+
+    def _check_budget(self, record: GraphReport) -> None:
+        memory = record.stages[-1].memory
+        if not self.memory_budget or memory is None or memory.peak <= self.memory_budget:
+            return
+        message = (f"apexfx: memory_budget={self.memory_budget} was given, and {memory.peak} bytes is the least that recompute "
+                   f"reaches in graph {record.index}; report.memory() says what they are")
+        if not any(note.startswith("apexfx: memory_budget=") for note in self.report.notes):
+            log.warning(message)
+        self.report.note(message)
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, collectives: list[Any],
                  placeholders: Sequence[Placeholder], updated: Sequence[int], leaves: _Leaves) -> Callable[..., Any]:

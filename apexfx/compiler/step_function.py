@@ -233,9 +233,12 @@ def clear_errors() -> Iterator[None]:
         if (external := _EXTERNAL.search(text)) is not None:
             raise has_history(local_name(external[2])) from error
         if "consumed returned tensor's grad_fn" in text:
-            text = ("the model keeps a tensor of this step for the next one, with its history; keep tensor.detach() instead. "
-                    "torch.nn.utils.weight_norm and spectral_norm do this, those of torch.nn.utils.parametrizations do not. "
-                    f"{text}")
+            kept = re.search(r"Leaked output tensors: (.+)", text)
+            name = f" ({kept[1]})" if kept else ""
+            text = (f"the model keeps a tensor of this step{name} for the next one, with its history. Clear a part of the "
+                    "loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, None), and "
+                    "keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
+                    "that they compute; those of torch.nn.utils.parametrizations do not")
         raise NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {text}\nMove that out of the model and "
                           f"the loss, or {_IN_PIECES}", _in_a_line(text)) from error
 
