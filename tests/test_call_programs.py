@@ -82,7 +82,7 @@ def test_programs(executor):
 @pytest.mark.long
 @pytest.mark.parametrize("executor", EXECUTORS, ids="-".join)
 def test_many_programs(executor):
-    check(*executor, range(2, 32), max_errors=6 if executor == ("amp", "O1") else 1)
+    check(*executor, range(2, 32), max_errors=1)
 
 
 if __name__ == "__main__":  # python tests/test_call_programs.py 0 30
