@@ -32,7 +32,7 @@ from ..graph.undefined_gradients import GraphRun
 from .agreement import Agreement
 from .backward_callback import BackwardCallback
 from .step_check import GraphStepCheck
-from .synchronizer import Synchronizer
+from .synchronizer import SET_ASIDE, Synchronizer, local_gradients
 from .used_anywhere import UsedAnywhere
 from .watchdog import WatchedGroup
 
@@ -284,6 +284,7 @@ class GradientSync(Synchronizer):
             if self._step_check is not None and not self._pending:
                 self._step_check.accumulate()
             self._pending[key] = parameter
+            local_gradients.setdefault(parameter, False)
         elif has_average:
             self._partly_outside.add(key)
         else:
@@ -412,6 +413,8 @@ class GradientSync(Synchronizer):
             raise
 
     def _forget_local(self) -> None:
+        for p in self._pending.values():
+            local_gradients.pop(p, None)
         self._pending.clear()
         if self._step_check is not None:
             self._step_check.forget_local()
@@ -423,6 +426,8 @@ class GradientSync(Synchronizer):
         # functional_call(), or an assignment, has put others in the place of those that accumulated.
         replaced = [(self._names[key], p) for key, p in self._pending.items() if key not in known]
         try:
+            if set_aside := [self._names[key] for key, p in self._pending.items() if local_gradients[p]]:
+                raise self._error(SET_ASIDE.format(_shown(set_aside)))
             self._reduce([*registered, *sorted(replaced, key=lambda named: named[0])])
         finally:
             self._forget_local()  # not before: who waits for this rank reads that it held local gradients

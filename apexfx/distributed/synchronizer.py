@@ -11,6 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 # Parameter that has accumulated inside of `no_sync()` -> whether that is set aside, by `amp.scale_loss`, so that a backward which
 # synchronizes would not reduce it.
 local_gradients: Any = WeakTensorKeyDictionary()
+SET_ASIDE = ("scale_loss has set aside what {} accumulated inside of no_sync(), so it would not be reduced; pass "
+             "delay_unscale=True to every scale_loss inside of no_sync()")
 
 
 class Synchronizer:

@@ -32,7 +32,7 @@ from ..buckets.reduce import sparse_message
 from ..distributed.agreement import Agreement
 from ..distributed.backward_callback import BackwardCallback
 from ..distributed.step_check import StepCheck, StepRecord, StepStatus
-from ..distributed.synchronizer import Synchronizer, local_gradients
+from ..distributed.synchronizer import SET_ASIDE, Synchronizer, local_gradients
 from ..distributed.watchdog import Watchdog
 from ..errors import RankFailureError, UnsynchronizedGradientError
 from .bucket_assignment import BucketAssignment, BucketPlanner
@@ -403,8 +403,7 @@ class OverlappedReducer(Synchronizer):
                 state.fail(f"the gradient of {assignment.names[index]!r} {why}")
             self._local_gradient(state, index)  # reports one that cannot be reduced
             if local_gradients.pop(p, False):
-                state.fail(f"scale_loss has set aside what {assignment.names[index]!r} accumulated inside of no_sync(), so it "
-                           "would not be reduced; pass delay_unscale=True to every scale_loss inside of no_sync()")
+                state.fail(SET_ASIDE.format(repr(assignment.names[index])))
         used = [index not in state.waiting or (id(p) in self._pending and p.grad is not None)
                 for index, p in enumerate(assignment.parameters)]
         uneven = self.planner.find_unused or self.planner.static or self.config.delay_allreduce

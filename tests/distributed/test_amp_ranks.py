@@ -10,7 +10,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+import apexfx
 from apexfx import amp
+from apexfx.errors import UnsynchronizedGradientError
 from apexfx.optimizers import FusedAdam
 from apexfx.parallel import DistributedDataParallel, RankFailureError
 from apexfx.testing import assert_close
@@ -131,3 +133,35 @@ def test_accumulation_inside_of_no_sync(rank, world_size):
             step(0)
         optimizer.zero_grad(set_to_none=False)  # after which nothing local is left
         step(1)
+
+
+@on_ranks(2)
+def test_accumulation_inside_of_no_sync_of_a_transformed_model(rank, world_size):
+    model, optimizer = made("O0")
+    plain = copy.deepcopy(model)
+    parallel = apexfx.transform(model, opt_level="O0", inner="eager", ddp=True)
+    x = torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(rank))
+
+    def step(number, delay):
+        with amp.scale_loss(parallel(x[number]).square().mean(), optimizer, delay_unscale=delay) as loss:
+            loss.backward()
+
+    for delay in (False, True):
+        with parallel.no_sync():
+            step(0, delay)
+            step(1, delay)
+        if delay:
+            step(2, False)
+        else:
+            with pytest.raises(UnsynchronizedGradientError, match="pass delay_unscale=True to every scale_loss inside"):
+                step(2, False)
+            optimizer.zero_grad()
+    sum(plain(part).square().mean() for part in x).backward()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(q.grad)
+        assert_close(p.grad, q.grad / world_size)
+    optimizer.zero_grad(set_to_none=False)
+    with parallel.no_sync():
+        step(0, False)
+    optimizer.zero_grad(set_to_none=False)  # after which nothing local is left
+    step(1, False)
