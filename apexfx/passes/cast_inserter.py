@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import HigherOrderOperator, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
+from .._torch import HigherOrderOperator, below_functorch, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
 from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
 from ..graph.nodes import call, evaluate, op_name, set_value, signature, value
@@ -157,6 +157,8 @@ class CastInserter:
             self._as_captured(node, "not torch's own op: it gets " + _CAPTURED)
         elif stale and _data_dependent(node):
             self._as_captured(node, "its shape depends on data: it gets " + _CAPTURED)
+        elif _in_functorch(node):  # which cannot be evaluated outside of the transform
+            self._as_captured(node, "inside of a transform of torch.func it gets " + _CAPTURED)
         else:
             before = node.args, node.kwargs
             moved = self._cast_arguments(node, name, rule)
@@ -321,6 +323,11 @@ class CastInserter:
         if signature(new) != signature(value(node)):
             set_value(node, new)
             self.changed.add(node)
+
+
+def _in_functorch(node: fx.Node) -> bool:
+    leaves = tree_leaves([value(n) for n in (node, *node.all_input_nodes)])
+    return any([isinstance(leaf, Tensor) and below_functorch(leaf) is not leaf for leaf in leaves])
 
 
 def _data_dependent(node: fx.Node) -> bool:

@@ -143,3 +143,15 @@ def test_a_cast_under_no_grad_and_graph_breaks_keep_dtypes():
         (out, dtype), recorder = run(f, x, w, level=level)
         assert out.dtype == dtype == torch.float32 and len(recorder.graphs) == 2
         assert_close(out, x @ w @ w, dtype=torch.bfloat16, scale=4)
+
+
+@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@pytest.mark.parametrize("forward", [
+    lambda m, x: m.fc(torch.vmap(lambda row: torch.softmax(F.linear(row, m.fc.weight), 0))(x)),
+    lambda m, x: torch.vmap(torch.func.grad(lambda row: m.fc(torch.tanh(m.fc(row))).square().sum()))(x),
+    lambda m, x: torch.func.jvp(lambda v: torch.tanh(m.fc(v)), (x,), (2 * x,))[1],
+])
+def test_inside_of_a_function_transform_nothing_is_cast(forward, level):
+    model, x = Model(forward, fc=nn.Linear(4, 4)), torch.randn(3, 4)
+    out, _ = run(model, x, level=level)
+    assert_close(out, model(x), dtype=torch.bfloat16, scale=4)
