@@ -166,19 +166,19 @@ class OverlappedReducer(Synchronizer):
         for handle in handles:
             handle.remove()
         reducer, parameter = weakref.ref(self), weakref.ref(p)  # which the hooks do not keep alive
+        undefined = False
 
-        def after(p: Tensor) -> None:
-            if (me := reducer()) is not None:
-                me._on_accumulated(p)
-
-        def before(_: Tensor) -> None:
-            if (me := reducer()) is not None and (p := parameter()) is not None:
+        def before(gradient: Tensor | None) -> None:
+            nonlocal undefined
+            undefined = gradient is None  # a compiled graph has none for this parameter, and autograd says so
+            if not undefined and (me := reducer()) is not None and (p := parameter()) is not None:
                 me._before_accumulated(p)
 
-        handles = [p.register_post_accumulate_grad_hook(after)]
-        if self._reduced is not None:
-            handles.append(p.register_hook(before))
-        _hooked[p] = reducer, handles
+        def after(p: Tensor) -> None:
+            if not undefined and (me := reducer()) is not None:
+                me._on_accumulated(p)
+
+        _hooked[p] = reducer, [p.register_hook(before), p.register_post_accumulate_grad_hook(after)]
 
     # ---- around forward ------------------------------------------------------------------------------------------------
 
@@ -213,6 +213,8 @@ class OverlappedReducer(Synchronizer):
 
     def _before_accumulated(self, p: Tensor) -> None:
         """Leave in `p.grad` what is to be reduced with the gradient that comes, which `torch.autograd.grad` may not add to it."""
+        if self._reduced is None:
+            return
         self._notice_failed()
         self._callback.queue(self._end_backward)
         if why := self._reduced.set_aside(p):
