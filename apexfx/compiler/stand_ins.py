@@ -31,7 +31,7 @@ def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Re
     """
     copies: dict[nn.Module, nn.Module] = {}
     for path, module in model.named_modules():
-        if path and needs_stand_in(module, group):
+        if path and needs_stand_in(module, group) and not (is_recurrent(module) and _is_in_a_users_module(model, path)):
             copies[module] = stand_in(module, path, group, report)
     if copies:
         _replace_below(model, copies)
@@ -81,6 +81,13 @@ def refresh_stand_in(copy: nn.Module, module: nn.Module) -> None:
 def write_back(copy: nn.Module, module: nn.Module) -> None:
     """Give a module the attributes that the forward of its copy has set."""
     module.__dict__.update((name, value) for name, value in copy.__dict__.items() if not name.startswith("_apexfx"))
+
+
+def _is_in_a_users_module(model: nn.Module, path: str) -> bool:
+    """Return whether a copy of some container on the path would miss what its forward keeps in attributes, as a hidden state."""
+    names = path.split(".")[:-1]
+    return any(type(model.get_submodule(".".join(names[:end + 1]))) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+               for end in range(len(names)))
 
 
 def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:

@@ -236,3 +236,29 @@ def test_forty_lengths(kind, inner):
     assert len(step.report.graphs) <= 3
     for p, q in params:
         assert_close(p, q, dtype=torch.float32)
+
+
+class Stateful(nn.Module):
+    """Keeps its hidden state from call to call, and the last output."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.hidden = nn.GRU(4, 6), None
+
+    def forward(self, x):
+        self.last, hidden = self.cell(x, self.hidden)
+        self.hidden = hidden.detach()
+        return self.last
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_a_forward_keeps_in_attributes_arrives(inside):
+    torch.manual_seed(0)
+    model = nn.Sequential(Stateful(), nn.Linear(6, 2)) if inside else Stateful()
+    reference = copy.deepcopy(model)
+    transformed = apexfx.transform(model, opt_level="O0", inner="eager")
+    for _ in range(3):
+        x = torch.randn(3, 2, 4)
+        assert torch.equal(transformed(x), reference(x))
+        kept, expected = (m[0] if inside else m for m in (transformed, reference))
+        assert torch.equal(kept.hidden, expected.hidden) and torch.equal(kept.last, expected.last)
