@@ -136,6 +136,17 @@ class Through(_Trunk):
         return self.b(h), h.view(-1), self.c(x), row.sum(), g[1]
 
 
+class Rows(_Trunk):
+    """Views of what the first graph computes are all that the second has of it, and it writes one."""
+
+    def forward(self, x):
+        g = self.a(x)
+        row, other = g[0], g[1]
+        torch._dynamo.graph_break()
+        row.mul_(self.scale)
+        return self.b(x), self.c(x), row + 1, other + 1
+
+
 class _NoGradientOfCode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, code):
@@ -181,6 +192,7 @@ MODELS = {
     Broken: ((0,), (1,), (0, 1), (0,)),
     BrokenView: ((0,), (1,), (2,), (1, 2)),
     Through: ((0,), (1,), (2,), (3,), (4,)),
+    Rows: ((0,), (1,), (0, 2)),
     OwnFunction: ((0,), (1,), (0, 1)),
     Recurrent: ((0,), (1,), (2,), (1, 2)),
 }
