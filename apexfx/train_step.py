@@ -182,7 +182,8 @@ class TrainStep:
         if self._half_parameters is not None:
             cast_model(model, half, only=(torch.float32,), buffers=False, keep_batchnorm=config.level.keep_batchnorm_fp32)
             self._half_parameters = None
-        self._step_model = StepModel(model, self._groups.batch_norm, half if config.level.half_parameters else None, self.report)
+        self._step_model = StepModel(model, self._of_objective, self._groups.batch_norm,
+                                     half if config.level.half_parameters else None, self.report)
         self._index = ModelIndex(lambda: model, self._step_model.stand_ins)
         self._structure: list[Any] | None = None
         self._state: OptimizerState | None = None

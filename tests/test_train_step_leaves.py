@@ -445,3 +445,26 @@ def test_a_loss_stays_in_float32(level):
     assert loss_fn.log.dtype == torch.float32 and loss_fn.log != before and loss.dtype == torch.float32
     exponential = next(line for line in step.report.code(stage="step").splitlines() if "aten.exp" in line)
     assert '"f32[]"' in exponential and "objective_loss_fn_log" in exponential
+
+
+class ReadsOver(nn.Module):
+    """A loss with modules that Dynamo cannot trace as they are, or only at a price."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(WIDTH, momentum=None), nn.LSTM(WIDTH, WIDTH)
+
+    def forward(self, y, t):
+        return F.mse_loss(self.layer(y)[0][-1], t) + self.norm(y[0]).relu().mean()
+
+
+def test_modules_of_a_loss_are_traced_as_those_of_the_model():
+    step, loss_fn = with_loss(loss_fn=ReadsOver(), max_grad_norm=0.05)
+    modules = list(loss_fn.children())
+    data = [(torch.randn(place + 2, 3, WIDTH), torch.randn(3, WIDTH)) for place in range(4)]
+    model, reference = with_loss_in_eager(step, loss_fn, data)
+    for batch in data:
+        step(*batch)
+    assert_same(step.model.state_dict(), model.state_dict(), **ROUNDING)
+    assert_same(loss_fn.state_dict(), reference.state_dict(), **ROUNDING)
+    assert len(step.report.graphs) == 2 and list(loss_fn.children()) == modules and "forward" not in vars(loss_fn.layer)

@@ -15,6 +15,7 @@ from .._torch import forward_pre_hook, has_backward_hooks, has_global_module_hoo
 from ..report.data import Report
 from .dynamo_batch_norm import is_untraceable
 from .stand_ins import needs_stand_in, refresh_stand_in, stand_in, write_back
+from .step_objective import OfObjective
 
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of a hook
 
@@ -26,7 +27,8 @@ class StepModel:
 
     Args:
         model: the user's.
-        group: over which all batch norms are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
+        of_objective: the modules of a loss, which are looked through as well.
+        group: over which all batch norms of the model are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
         half: what float32 inputs of the model are cast to before its forward, or None.
         report: where what a batch norm does is noted.
 
@@ -34,8 +36,9 @@ class StepModel:
         stand_ins: the replacement of each module that needs one.
     """
 
-    def __init__(self, model: nn.Module, group: dist.ProcessGroup | None, half: torch.dtype | None, report: Report) -> None:
-        self._model, self._group, self._report = model, group, report
+    def __init__(self, model: nn.Module, of_objective: OfObjective, group: dist.ProcessGroup | None, half: torch.dtype | None,
+                 report: Report) -> None:
+        self._model, self._of_objective, self._group, self._report = model, of_objective, group, report
         self._half_inputs = functools.partial(_to_half, half) if half is not None else None
         self.stand_ins: dict[nn.Module, nn.Module] = {}
 
@@ -59,25 +62,26 @@ class StepModel:
 
     def _find(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
         """Return where modules that need a replacement are registered, after making or refreshing it."""
-        places = []
-        todo, seen = [self._model], {self._model}
         if has_global_module_hooks():
             check_modules(self._model, self._group)  # raises
-        for module in todo:
-            if has_backward_hooks(module):
-                check_modules(self._model, self._group)
-            children = registries(module).modules
-            for name, child in children.items():
-                if child is None:
-                    continue
-                if needs_stand_in(child, self._group):
-                    if child not in self.stand_ins:
-                        self.stand_ins[child] = stand_in(child, _path(self._model, child), self._group, self._report)
-                    refresh_stand_in(self.stand_ins[child], child)
-                    places.append((children, name, child))
-                if child not in seen:
-                    seen.add(child)
-                    todo.append(child)
+        places, seen = [], {self._model}
+        for root, group in ((self._model, self._group), *((module, None) for module in self._of_objective.children())):
+            todo = [root]
+            for module in todo:
+                if root is self._model and has_backward_hooks(module):
+                    check_modules(self._model, self._group)
+                children = registries(module).modules
+                for name, child in children.items():
+                    if child is None:
+                        continue
+                    if needs_stand_in(child, group):
+                        if child not in self.stand_ins:
+                            self.stand_ins[child] = stand_in(child, _path(root, child), group, self._report)
+                        refresh_stand_in(self.stand_ins[child], child)
+                        places.append((children, name, child))
+                    if child not in seen:
+                        seen.add(child)
+                        todo.append(child)
         return places
 
 
