@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -468,3 +470,26 @@ def test_modules_of_a_loss_are_traced_as_those_of_the_model():
     assert_same(step.model.state_dict(), model.state_dict(), **ROUNDING)
     assert_same(loss_fn.state_dict(), reference.state_dict(), **ROUNDING)
     assert len(step.report.graphs) == 2 and list(loss_fn.children()) == modules and "forward" not in vars(loss_fn.layer)
+
+
+@dataclasses.dataclass
+class Returned:
+    note: Any
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_what_an_objective_returns_can_be_detached(breaks):
+    def objective(model, x, note):
+        if breaks:
+            torch._dynamo.graph_break()
+        y = model(x)
+        return y.mean(), Returned(y.sum() if note is None else note)
+
+    model = nn.Linear(WIDTH, 1)
+    step = apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             fallback="transform" if breaks else None)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(TypeError, match="a Returned of tensors beside the loss; it has to return them in a tuple"):
+        step(torch.ones(2, WIDTH), None)
+    assert_same(model.state_dict(), before)
+    assert step(torch.ones(2, WIDTH), "text")[1] == Returned("text")

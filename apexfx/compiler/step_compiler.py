@@ -19,6 +19,7 @@ from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder, apply_node
+from ..graph.nodes import value
 from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture
@@ -29,6 +30,7 @@ from .mixed_dtypes import check_float64
 from .model_index import ModelIndex
 from .pipeline import Pipeline, warn_unmatched
 from .refusals import check_inputs, check_plain
+from .step_function import sparse_gradient
 from .step_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
 from .step_parameters import overlapping
 from .verification import real_inputs
@@ -102,6 +104,9 @@ class StepCompiler:
         if key is not None:
             record.load_backward = functools.partial(cache.load_stage, key)
         node = apply_node(gm)
+        for p, gradient in zip(*node.args[:2]) if node is not None else ():
+            if gradient is not None and value(gradient).layout != torch.strided:
+                raise sparse_gradient(p.meta["apexfx_name"])
         updated = {p.name for p in (*node.args[0], *node.args[2], *node.args[3])} if node is not None else set()
         places = [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p.name in updated]
         present = [gradient is not None for gradient in node.args[1]] if node is not None else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -159,7 +160,16 @@ def compute_gradients(model: nn.Module, objective: Callable[..., Any], params: l
         loss = loss if loss.dtype == torch.float64 else loss.float()
         share = loss / calls if calls > 1 else loss
         grads = differentiate(share if scale is None else share * scale, params)
-    return loss.detach(), tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tuple(rest)), list(grads)
+    return loss.detach(), tree_map(_detached, tuple(rest)), list(grads)
+
+
+def _detached(returned: Any) -> Any:
+    if isinstance(returned, Tensor):
+        return returned.detach()
+    if dataclasses.is_dataclass(returned) and any(isinstance(x, Tensor) for x in getattr(returned, "__dict__", {}).values()):
+        raise TypeError(f"apexfx: the objective returned a {type(returned).__name__} of tensors beside the loss; it has to "
+                        "return them in a tuple, a list or a dictionary, where the step detaches them")
+    return returned
 
 
 class CaptureError(RuntimeError):
@@ -184,6 +194,12 @@ def has_history(name: str) -> NotOneGraph:
               "requires a gradient")
     return NotOneGraph(f"apexfx: {reason}. Give the step {name}.detach(), or compute it inside of the objective, from a module "
                        f"or a leaf; or {_IN_PIECES}, where gradients flow on into that history", reason)
+
+
+def sparse_gradient(name: str) -> ValueError:
+    """Return the error of a parameter whose gradient is sparse."""
+    return ValueError(f"apexfx: the gradient of {name!r} is sparse, and a training step updates by dense ones only. Use "
+                      "sparse=False in the embedding, or give its weight to an optimizer of its own")
 
 
 def meaning(text: str) -> Exception | None:

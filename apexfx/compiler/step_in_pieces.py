@@ -26,7 +26,7 @@ from ..report.data import Report
 from .compiled_model import CompiledModel, with_private_code
 from .graph_compiler import GraphCompiler, Groups
 from .refusals import COMPILES_ITSELF
-from .step_function import add_gathered, apply_gradients, compute_gradients, gather, meaning
+from .step_function import add_gathered, apply_gradients, compute_gradients, gather, meaning, sparse_gradient
 from .step_leaves import add_gradients, averaged, check_leaf, leaves_of, unscaled
 from .step_objective import OfObjective
 
@@ -117,8 +117,7 @@ class StepInPieces:
             raise
         sparse = next((p for p, g in zip(params, found[2]) if g is not None and g.layout != torch.strided), None)
         if sparse is not None:
-            raise ValueError(f"apexfx: the gradient of {self._names()[id(sparse)]!r} is sparse, and a training step updates "
-                             "by dense ones only. Use sparse=False in the embedding")
+            raise sparse_gradient(self._names()[id(sparse)])
         if not self._was_called:
             self._was_called = True
             message = ("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: no pass has "
