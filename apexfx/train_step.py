@@ -166,7 +166,7 @@ class TrainStep:
         passes_.check_names(config, whole_step=True)
         self.model, self.optimizer, self._objective, self._config = model, optimizer, objective, config
         self._max_grad_norm, self._accumulate, self._keep_grads = max_grad_norm, accumulate, keep_grads
-        self._fallback, self._why_in_pieces, self._num_tries_in_pieces = fallback, "", 0
+        self._fallback, self._why_in_pieces = fallback, ""
         self.report = Report(config.describe())
         self._groups = Groups(config)
         check_modules(model, self._groups.batch_norm)
@@ -223,7 +223,7 @@ class TrainStep:
                 failed half-way.
             TypeError, ValueError, RuntimeError, ...: what the model or the loss raises in eager for such a batch; the message
                 says how the step was called.
-            RankMismatchError: it could be captured on some ranks only.
+            RankMismatchError: the ranks run different graphs, or it could be captured on some of them only.
             RankFailureError: another rank did not come.
         """
         if torch.is_inference_mode_enabled():
@@ -550,9 +550,8 @@ class TrainStep:
         """
         before = self._last, self._earlier, self._dynamo, self._patch
         if self._agreement is not None:
-            self._agreement.ensure("way in which the training step runs",
-                                   ["in pieces, since it cannot be captured as one graph", self._num_tries_in_pieces])
-        self._num_tries_in_pieces += 1
+            self._agreement.compare("way in which the training step runs",
+                                    ["in pieces, since it cannot be captured as one graph"])
         notes, num_graphs = list(self.report.notes), len(self.report.graphs)
         message = ("apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks "
                    f"for: {reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the "

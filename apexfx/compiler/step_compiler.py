@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -78,8 +79,6 @@ class StepCompiler:
         self.reduce_gradients = reduce_gradients
         self.captures_only = False
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
-        self._running: list[Any] = []  # what the ranks communicate in the graph that ran last
-        self._num_switches = 0
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         check_inputs(gm, example_inputs)
@@ -144,8 +143,10 @@ class StepCompiler:
             updated: the inputs that the end of the step writes; no other input may share their memory.
             leaves: those whose gradients the graph returns beside what was captured.
         """
-        compared = bool(collectives) and self.agreement is not None
+        agreement = self.agreement if collectives else None
         check_memory = _MemoryCheck(placeholders, updated) if updated else None
+        variant, what = "last" if self.reduce_gradients else "earlier", f"collectives of training step {record.index}"
+        nothing = contextlib.nullcontext()
 
         def run(*args: Any) -> Any:
             leaves.check(args)
@@ -153,15 +154,12 @@ class StepCompiler:
                 raise Captured
             if check_memory is not None:
                 check_memory(args)
-            if compared and collectives != self._running:
-                self.agreement.ensure(f"collectives of training step {record.index}", [*collectives, self._num_switches])
-                self._num_switches += 1
-                self._running = collectives
-            if self.config.inner != "eager":
+            with nothing if agreement is None else agreement.running(variant, what, collectives):
+                if self.config.inner != "eager":
+                    self.on_run()
+                outputs = compiled(*args)
                 self.on_run()
-            outputs = compiled(*args)
-            self.on_run()
-            return leaves.taken_from(outputs, args)
+                return leaves.taken_from(outputs, args)
 
         return run
 

@@ -6,10 +6,12 @@ every rank; a rank that never arrives is named after the timeout.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -70,7 +72,8 @@ class Agreement:
         self.label = label
         self.timeout_s = timeout_s
         self._agreed: set[str] = set()
-        self._ordinal = 0
+        self._ordinal = 0  # of what the ranks do together next: they compare, or run what they have compared
+        self._last_run: dict[str, Sequence[Any]] = {}
 
     def ensure(self, what: str, items: Sequence[Any]) -> None:
         """Return when every rank has given the same `items`.
@@ -82,18 +85,52 @@ class Agreement:
         Raises:
             RankMismatchError: on every rank alike, when items differ or a rank does not arrive in time.
         """
+        digest = _digest(json.dumps(list(items), sort_keys=True))
+        if digest not in self._agreed:
+            self.compare(what, items)
+            self._agreed.add(digest)
+
+    def compare(self, what: str, items: Sequence[Any]) -> None:
+        """Exchange `items` in any case, and return or raise as `ensure` does."""
         payload = json.dumps(list(items), sort_keys=True)
-        digest = hashlib.sha256(payload.encode()).hexdigest()
-        if digest in self._agreed:
-            return
-        key = f"apexfx/{self.label}/{self._ordinal}"
+        key, store = self._key(), RankStore(self.group)
         self._ordinal += 1
-        store = RankStore(self.group)
-        store.post(key, [what, digest, payload])
+        store.post(key, [what, _digest(payload), payload])
+        store.set(f"{key}/asked", "")
         given = self._collect(store, key, what)
-        if any(other[1] != digest for other in given):
+        if any(other[1] != given[0][1] for other in given):
+            self._last_run.clear()
+            if self._watchdog is not None:
+                self._watchdog.disconnect()
             raise RankMismatchError(_explain(given))
-        self._agreed.add(digest)
+
+    @contextlib.contextmanager
+    def running(self, variant: str, what: str, items: Sequence[Any]) -> Iterator[None]:
+        """Run what issues the collectives `items`, which the ranks compare wherever they are not those of the last run.
+
+        A rank whose items are those of its last run does not ask. Where it waits for a rank that does, it answers: both raise.
+
+        Args:
+            variant: of what runs in turns, each on every rank at once.
+            what, items: as for `ensure`.
+        """
+        if items != self._last_run.get(variant):
+            self.compare(what, items)
+            self._last_run[variant] = items
+        if self._watchdog is None:
+            yield
+        else:
+            with self._watchdog.looking(functools.partial(self._answer, what, items)):
+                yield
+        self._ordinal += 1
+
+    def _answer(self, what: str, items: Sequence[Any]) -> None:
+        """Compare what runs here with what another rank is about to run in its place."""
+        if RankStore(self.group).get(f"{self._key()}/asked") is not None:
+            self.compare(what, items)
+
+    def _key(self) -> str:
+        return f"apexfx/{self.label}/{self._ordinal}"
 
     def ensure_model(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Return when every rank has given tensors of the same names, shapes and dtypes, as `ensure` does."""
@@ -124,6 +161,10 @@ class Agreement:
         return (f"apexfx: after {self.timeout_s:g} s, rank {absent} of {len(given)} has not arrived to agree on the {what}. It "
                 "failed, is still compiling, or runs another graph (a copy of a model trains on every rank or on none). Look at "
                 "its log; if it is only slow, raise BucketConfig(timeout_s=...).")
+
+
+def _digest(payload: str) -> str:
+    return hashlib.sha256(payload.encode()).hexdigest()
 
 
 def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:

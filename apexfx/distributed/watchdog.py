@@ -6,12 +6,13 @@ What the ranks know of each other while they wait is in the process group's stor
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -27,7 +28,7 @@ from .._torch import (
     unregister_process_group,
 )
 from ..config import BucketConfig
-from ..errors import RankFailureError
+from ..errors import RankFailureError, RankMismatchError
 from .store import SILENT, RankStore
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,8 @@ class Watchdog:
         failure: why the ranks gave up; "" as long as they have not.
         options: for the collectives that it waits for.
         store: the group's.
+        communicators: of the group, by purpose.
+        num_disconnects: how often the ranks have left these together.
     """
 
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, *, recovers: bool = False) -> None:
@@ -66,6 +69,9 @@ class Watchdog:
         self.store = RankStore(group)
         self._prefix, self._recovers, self._given_s = f"apexfx/{label}/watch", recovers, 0.0
         self._num_reports = self._num_read = 0  # of this rank; of any, when this one last looked
+        self.communicators: dict[str, WatchedGroup] = {}
+        self.num_disconnects = 0
+        self._look: Callable[[], None] | None = None
         self.timeout_s = timeout_s
 
     @property
@@ -164,7 +170,7 @@ class Watchdog:
                     if len(later) < 2:
                         self._post_place("")
                     return
-        except RankFailureError:
+        except (RankFailureError, RankMismatchError):
             raise
         except RuntimeError as error:
             self._post_place(what)
@@ -177,6 +183,21 @@ class Watchdog:
                      "A rank that does not come died, is stuck, or issued other collectives: look at its log. If it is only "
                      "slow, raise timeout_s, or the process group's timeout where that is shorter.")
 
+    @contextlib.contextmanager
+    def looking(self, look: Callable[[], None]) -> Iterator[None]:
+        """Have waits call `look` again and again, which raises where the others will not come."""
+        self._look = look
+        try:
+            yield
+        finally:
+            self._look = None
+
+    def disconnect(self) -> None:
+        """Leave the communicators, on every rank at once: some ranks may wait there for what the others will not issue."""
+        self.num_disconnects += 1
+        for communicator in self.communicators.values():
+            communicator.disconnect()
+
     # ---- what the ranks know of each other -----------------------------------------------------------------------------
 
     def look_for_failure(self, *, averages: bool = False) -> None:
@@ -188,6 +209,10 @@ class Watchdog:
         if self._num_reports < number == self._num_read:  # not at the first look: this rank may be about to find the same
             self.give_up(text)
         self._num_read = number
+        if (look := self._look) is not None:
+            self._look = None  # while it looks, it waits as well
+            look()
+            self._look = look
         if not averages or self.accumulates or not self._is_local("local"):
             return
         ranks = [str(rank) for rank in range(self.store.world_size) if self._is_local(f"local/{rank}")]
@@ -310,13 +335,18 @@ class WatchedGroup(dist.ProcessGroup):
         try:
             gloo = self._gloo.get(backward)
             if gloo is None:
-                store = dist.PrefixStore(f"{self._name}/backward" * backward or self._name, process_group_store(watchdog.group))
+                name = f"{self._name}/{watchdog.num_disconnects}" + "/backward" * backward
+                store = dist.PrefixStore(name, process_group_store(watchdog.group))
                 gloo = self._gloo[backward] = dist.ProcessGroupGloo(store, self.rank(), self.size(), opts.timeout)
             return WatchedWork(getattr(gloo, collective)(tensors, opts), tensor, self, what)
         except RuntimeError as error:
             watchdog.give_up(f"rank {self.rank()} could not start {what}: another rank died, or did not come to it.", error)
         finally:
             opts.timeout = before
+
+    def disconnect(self) -> None:
+        """Close the connections; the next collective makes others."""
+        self._gloo.clear()
 
     @property
     def group_name(self) -> str:
@@ -326,7 +356,7 @@ class WatchedGroup(dist.ProcessGroup):
         return "gloo"
 
 
-_watched: dict[str, tuple[dist.ProcessGroup, Watchdog, dict[str, WatchedGroup]]] = {}  # by the name of the user's group
+_watched: dict[str, tuple[dist.ProcessGroup, Watchdog]] = {}  # by the name of the user's group
 
 
 def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = None) -> dist.ProcessGroup:
@@ -345,24 +375,25 @@ def watched(group: dist.ProcessGroup, purpose: str, timeout_s: float | None = No
     if known is None or known[0] is not group:  # a name comes back after destroy_process_group()
         _forget_destroyed()
         watchdog = Watchdog(group, group.group_name, BucketConfig().timeout_s)
-        known = _watched[group.group_name] = group, watchdog, {}
-    _, watchdog, made = known
+        known = _watched[group.group_name] = group, watchdog
+    _, watchdog = known
     if timeout_s is not None:
         watchdog.timeout_s = timeout_s
-    if purpose not in made:
-        made[purpose] = WatchedGroup(watchdog, purpose)
-    return made[purpose]
+    if purpose not in watchdog.communicators:
+        watchdog.communicators[purpose] = WatchedGroup(watchdog, purpose)
+    return watchdog.communicators[purpose]
 
 
 def _forget_destroyed() -> None:
     """Free the communicators of groups that destroy_process_group() has ended, each of which keeps threads running."""
-    for name, (group, _, made) in list(_watched.items()):
+    for name, (group, watchdog) in list(_watched.items()):
         try:
             dist.get_process_group_ranks(group)
         except KeyError:
             del _watched[name]
-            for communicator in made.values():
+            for communicator in watchdog.communicators.values():
                 unregister_process_group(communicator.group_name)
+                communicator.disconnect()
 
 
 def uses_gloo(group: dist.ProcessGroup) -> bool:

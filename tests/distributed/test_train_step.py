@@ -12,14 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
+from apexfx.distributed.agreement import Agreement
+from apexfx.distributed.watchdog import watched
 from apexfx.errors import RankFailureError
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.parallel import convert_syncbn_model
 from tests import test_train_step_leaves as leaves
 from tests.distributed.launch import on_ranks
-
-# In an agreement and in a collective at the same time: each may hear of the other's end before its own.
-ONE_RANK_WAITS_FOR_ANOTHER = (apexfx.RankMismatchError, RankFailureError)
 
 
 def net(sync_bn=False):
@@ -140,29 +139,55 @@ class Heads(nn.Module):
         return self.heads[head](self.body(x))
 
 
-def refuses_other_heads(rank, heads, error, message):
-    """Train with each of the heads, then call with those that every rank names in `heads`."""
-    model = Heads()
-    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             ddp=apexfx.BucketConfig(timeout_s=3))
+def step_of(model):
+    return apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             ddp=True)
+
+
+def refuses_other_heads(rank, world_size, heads, message):
+    """Train with each of the heads, then call with those that every rank names in `heads`, and go on with one for all."""
+    model, other = Heads(), nn.Linear(3, 2)
+    step, of_other = step_of(model), step_of(other)
     x, y = torch.ones(4, 3), torch.ones(4, 2)
     for head in (0, 1, 2, 0, 0, 1, 1):  # all graphs are compiled and agreed on
         step((x, head), y)
     before = copy.deepcopy(model.state_dict())
     step((x[:2], 1), y[:2])  # another batch size is another graph, and the same gradients
     assert not torch.equal(model.heads[1].weight, before["heads.1.weight"])
-    with pytest.raises(error, match=message):
-        step((x, heads[rank]), y)
+    before = copy.deepcopy(step.state_dict())
+    for _ in range(2):
+        with pytest.raises(apexfx.RankMismatchError, match=message):
+            step((x, heads[rank]), y)
+        torch.testing.assert_close(model.state_dict(), before["model"], rtol=0, atol=0)
+        of_other(x * rank, y)
+        step.load_state_dict(before)  # a rank that waited has begun its step
+        step((x * rank, 1), y)
+        assert same_on_all(world_size, [*model.parameters(), *other.parameters()])
+        step.load_state_dict(before)
 
 
 @on_ranks(2)
 def test_ranks_that_change_to_different_parts_of_a_model_are_told(rank, world_size):
-    refuses_other_heads(rank, (0, 2), apexfx.RankMismatchError, r"heads\.0\.weight.*heads\.2\.weight")
+    refuses_other_heads(rank, world_size, (0, 2), r"heads\.0\.weight.*heads\.2\.weight")
+
+
+@on_ranks(3)
+def test_a_rank_that_changes_to_another_part_of_a_model_alone_is_told_and_so_are_the_others(rank, world_size):
+    refuses_other_heads(rank, world_size, (0, 1, 1), r"heads\.0\.weight.*heads\.1\.weight")
 
 
 @on_ranks(2)
-def test_a_rank_that_changes_to_another_part_of_a_model_alone_is_told_and_so_is_the_other(rank, world_size):
-    refuses_other_heads(rank, (0, 1), ONE_RANK_WAITS_FOR_ANOTHER, "rank 1 (of 2 has not arrived|waited .* s for the allreduce)")
+def test_a_rank_that_is_ahead_and_asks_is_not_answered_by_one_that_still_waits(rank, world_size):
+    watchdog = watched(dist.group.WORLD, "gradients", 20.0).watchdog
+    agreement = Agreement(dist.group.WORLD, "model", 20.0, watchdog)
+    with agreement.running("last", "collectives of graph 0", [0]):
+        pass
+    with agreement.running("last", "collectives of graph 0", [0]):
+        if rank == 0:
+            assert watchdog.store.wait(["apexfx/model/3/asked"], 20.0)  # by rank 1, below
+            watchdog.look_for_failure()
+    with agreement.running("last", "collectives of graph 1", [1]):
+        pass
 
 
 @on_ranks(2)
@@ -454,9 +479,9 @@ def test_a_rank_that_stays_away_from_a_step_in_pieces_is_missed(rank, world_size
 def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other(rank, world_size):
     model = Broken(breaks=False)
     step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
-                             inner="eager", ddp=apexfx.BucketConfig(timeout_s=3), fallback="transform")
+                             inner="eager", ddp=True, fallback="transform")
     data = batches(rank, 2)
     step(*data[0])
     model.breaks = rank == 1
-    with pytest.raises(ONE_RANK_WAITS_FOR_ANOTHER, match="rank 0 (of 2 has not arrived|waited .* s for the allreduce)"):
+    with pytest.raises(apexfx.RankMismatchError, match="in pieces, since it cannot be captured as one graph"):
         step(*data[1])
