@@ -45,6 +45,11 @@ log = logging.getLogger(__name__)
 _DYNAMO = {"allow_rnn": True, "allow_unspec_int_on_nn_module": True, "fail_on_recompile_limit_hit": True}
 
 
+# An outer torch.compile goes around the call of a transformed model, and would compile these instead.
+_cast_call = torch.compiler.disable(lambda args, kwargs: CastCall(args, kwargs))
+_enter, _leave = torch.compiler.disable(CastCall.enter), torch.compiler.disable(CastCall.leave)
+
+
 class CompiledModel:
     """The compiled forward of one transformed model, in its averaging and its local variant.
 
@@ -111,7 +116,7 @@ class CompiledModel:
         run = self._averaging if sync is None or sync.in_graph else self._local
         if self._cached_only is not None and not self._asks_for_passes(model):
             run = self._cached_only
-        call = CastCall(args, kwargs)
+        call = _cast_call(args, kwargs)
         args, kwargs = self._index.arguments = self._in_dtype_of_parameters(model, call)
         args = args if self._of_inputs else (model, *args)
         num_breaks = len(graph_breaks()) if not self._checked else None
@@ -139,7 +144,7 @@ class CompiledModel:
             result = self._cached_only(*args, **kwargs)
         finally:
             self._index.arguments = ()
-            result = call.leave(result, self._output_cast)
+            result = _leave(call, result, self._output_cast)
         if self._may_lose_gradients and trains and torch.is_grad_enabled():
             self._may_lose_gradients = False  # once is enough
             warn_where_unscaled(result, self._warn)
@@ -187,7 +192,7 @@ class CompiledModel:
             return call.args, call.kwargs
         for half in others - {torch.float32}:
             self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {cast.dtype} before each call")
-        return call.enter(cast)
+        return _enter(call, cast)
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
