@@ -12,7 +12,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import trace_structured
 from ..errors import PassError
-from ..graph import invariants, printing
+from ..graph import invariants, order, printing
 from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
 from ..report.data import Report
@@ -64,6 +64,7 @@ class Pipeline:
         each = self.verify == "each" and inputs is not None
         before = verification.snapshot(gm) if each else None
         ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
+        order_before = order.rows(gm.graph)
         pass_.begin()
         start = time.perf_counter()
         try:
@@ -78,6 +79,7 @@ class Pipeline:
             gm.recompile()
         ms = 1e3 * (time.perf_counter() - start)
         invariants.check(gm, stage=stage, pass_name=pass_.name)
+        order.check(order_before, order.rows(gm.graph), pass_.name)
         if before is not None and (result.modified or verification.differ(before, gm)):
             verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
         ops_after, artifacts = count_ops(gm), pass_.artifacts()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,24 +61,6 @@ def statistics(node: fx.Node) -> list[Any]:
     if canonical_name(node.target) not in _WITH_STATISTICS:
         return []
     return [argument(node, "running_mean"), argument(node, "running_var")]
-
-
-def readers(tensor: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that are given `tensor`, or a view of it."""
-    memory, todo, seen = storages(value(tensor)), [tensor], {tensor}
-    while todo:
-        for user in todo.pop().users:
-            if user not in seen:
-                seen.add(user)
-                yield user
-                if user.op != "output" and (storages(value(user)) & memory or _returns_alias(user)):
-                    todo.append(user)
-
-
-def _returns_alias(node: fx.Node) -> bool:
-    if node.target is operator.getitem:
-        return True
-    return isinstance(node.target, OpOverload) and any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def _written_by_schema(node: fx.Node) -> list[Any]:

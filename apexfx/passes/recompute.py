@@ -13,10 +13,13 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import OpOverload
+from ..graph.collectives import is_wait
 from ..graph.inputs import Placeholder
+from ..graph.liveness import Liveness
 from ..graph.mutation import written
 from ..graph.nodes import call, fake_mode
-from ..report.memory import Memory
+from ..graph.order import aliases, draws_random_numbers
+from ..report.memory import kinds_of_memory
 from .base import Pass
 
 aten = torch.ops.aten
@@ -80,11 +83,12 @@ class _Peak:
 
     Attributes:
         bytes: how many those are.
-        graph: its memory.
+        graph: what is alive along it.
     """
 
     def __init__(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None:
-        self.graph = Memory(gm, placeholders)
+        self.graph = Liveness(gm)
+        self._kinds = kinds_of_memory(gm, self.graph, placeholders)
         alive = self.graph.alive()
         self.bytes = max(alive, default=0)
         self._place = {node: place for place, node in enumerate([*self.graph.nodes, gm.graph.output_node()])}
@@ -103,7 +107,7 @@ class _Peak:
 
     def crossing(self) -> list[int]:
         """Return the memory that is filled before the peak and read behind it, in the order of the graph."""
-        lives, kinds, sizes = self.graph.lives, self.graph.kinds, self.graph.sizes
+        lives, kinds, sizes = self.graph.lives, self._kinds, self.graph.sizes
         return [memory for memory, nodes in self._in.items() if lives[memory][0] <= self._at < lives[memory][1]
                 and memory not in kinds and sizes[memory] > _SMALL * self.bytes and _AGAIN not in nodes[0].meta]
 
@@ -156,11 +160,11 @@ class _Peak:
             return True
         if not most or not _is_cheap(node) or any(memory in self._writes for memory in self.graph.of(node)):
             return False
-        most -= not _is_view(node)
+        most -= not aliases(node)
         if not all(self._add(source, at, chain, most) for source in _sources(node)):
             return False
         chain[node] = None
-        return sum(not _is_view(link) for link in chain) <= _LONGEST_CHAIN
+        return sum(not aliases(link) for link in chain) <= _LONGEST_CHAIN
 
     def _is_there(self, node: fx.Node, at: int) -> bool:
         """Return whether a value is alive, and as it was, at the place `at`."""
@@ -169,20 +173,14 @@ class _Peak:
                    and not any(made < place < at for place in self._writes.get(memory, ())) for memory in self.graph.of(node))
 
 
-def _is_view(node: fx.Node) -> bool:
-    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
-    return any(result.alias_info is not None for result in returns)
-
-
 def _is_cheap(node: fx.Node) -> bool:
     if _statistics(node) is not None:
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
-    tags = node.target.tags
-    if torch.Tag.nondeterministic_seeded in tags:
+    if draws_random_numbers(node) or is_wait(node):
         return False
-    return _is_view(node) or torch.Tag.pointwise in tags or node.target in _CHEAP
+    return aliases(node) or torch.Tag.pointwise in node.target.tags or node.target in _CHEAP
 
 
 def _statistics(node: fx.Node) -> fx.Node | None:

@@ -6,7 +6,6 @@ import heapq
 import math
 from collections import defaultdict
 
-import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
@@ -14,6 +13,7 @@ from .._torch import HigherOrderOperator, OpOverload
 from ..buckets.windows import Window, windows
 from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import written
+from ..graph.order import aliases, draws_random_numbers
 from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
@@ -87,15 +87,13 @@ def _is_barrier(node: fx.Node) -> bool:
 
 def _is_private(tensor: fx.Node) -> bool:
     """Return whether a tensor that a collective writes is a fresh buffer that nothing else reads."""
-    if len(tensor.users) != 1 or not isinstance(tensor.target, OpOverload):
-        return False
-    return all(returned.alias_info is None for returned in tensor.target._schema.returns)
+    return len(tensor.users) == 1 and isinstance(tensor.target, OpOverload) and not aliases(tensor)
 
 
 def _keeps_order(node: fx.Node) -> bool:
     """Return whether `node` may act on something that is not an argument: random state, or what a nested body does."""
     if isinstance(node.target, OpOverload):
-        return torch.Tag.nondeterministic_seeded in node.target.tags or (node.is_impure() and not is_wait(node))
+        return draws_random_numbers(node) or (node.is_impure() and not is_wait(node))
     return isinstance(node.target, HigherOrderOperator)
 
 

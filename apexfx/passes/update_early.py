@@ -14,8 +14,9 @@ from .._torch import OpOverload
 from ..buckets.plan import default_message_size
 from ..buckets.windows import MARK, Window, windows
 from ..graph.collectives import is_collective, is_wait
-from ..graph.mutation import readers, written
+from ..graph.mutation import written
 from ..graph.nodes import call, fake_mode, size_hint, value
+from ..graph.order import readers
 from ..report.records import Artifacts
 from .base import Pass
 

@@ -1,20 +1,17 @@
-"""How many bytes are alive along a graph, by kind: from the shapes alone, before anything ran."""
+"""How many bytes are alive along a graph, by kind, and a picture of it."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
-from .._torch import OpOverload, below_functorch, storage_address, tree_leaves
+from .._torch import OpOverload, tree_leaves
 from ..buckets.windows import MARK
-from ..graph.collectives import is_wait
 from ..graph.inputs import Placeholder
-from ..graph.nodes import size_hint, value
+from ..graph.liveness import Liveness
 
 # Kinds, in the order in which they are stacked, and the letter of each in a printed bar.
 ACTIVATIONS = "activations"
@@ -85,86 +82,32 @@ def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> 
         gm: every node has its value in `meta["val"]`.
         placeholders: what is known of its inputs, by the index that AOTAutograd has given them.
     """
-    graph = Memory(gm, placeholders)
-    return MemoryTimeline([node.name for node in graph.nodes], {kind: graph.alive(kind) for kind in KINDS})
+    liveness = Liveness(gm)
+    kinds = kinds_of_memory(gm, liveness, placeholders)
+    alive = {kind: liveness.alive(lambda memory: kinds.get(memory, ACTIVATIONS) == kind) for kind in KINDS}
+    return MemoryTimeline([node.name for node in liveness.nodes], alive)
 
 
-class Memory:
-    """The pieces of memory of a graph, each named by the address of the fake storage that stands for it.
-
-    Attributes:
-        nodes: without the inputs.
-        sizes: bytes of each.
-        kinds: of those that are not activations.
-        lives: the places of the first and the last node that needs it.
-    """
-
-    def __init__(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None:
-        self._given: dict[fx.Node, list[int]] = {}
-        self.nodes = [node for node in gm.graph.nodes if node.op not in ("placeholder", "output")]
-        self.sizes: dict[int, int] = {}
-        self.kinds: dict[int, str] = {}
-        self.lives: dict[int, tuple[int, int]] = {}
-        end, given = len(self.nodes) - 1, dict(enumerate(placeholders))
-        for node in gm.graph.find_nodes(op="placeholder"):
-            known = given.get(getattr(node.meta.get("desc"), "idx", -1))
-            kind = _OF_PLACEHOLDERS.get(known.kind if known is not None else "", "inputs")
-            for memory in self.of(node):
-                self.kinds[memory] = kind
-                self.lives[memory] = 0, end
-        for place, node in enumerate(self.nodes):
-            gradients = self._gradients(node)
-            for memory in (*self.of(node), *(m for source in node.all_input_nodes for m in self.of(source))):
-                first, last = self.lives.get(memory, (place, place))
-                self.lives[memory] = first, max(last, place)
-            for memory in gradients:
-                self.kinds.setdefault(memory, "gradients")
-        for node in gm.graph.output_node().all_input_nodes:
-            for memory in self.of(node):
-                self.lives[memory] = self.lives.get(memory, (end, end))[0], end
-
-    def alive(self, *kinds: str) -> list[int]:
-        """Return the bytes of `kinds`, or of all, that are alive at each node."""
-        changes = [0] * (len(self.nodes) + 1)
-        for memory, (first, last) in self.lives.items():
-            if not kinds or self.kinds.get(memory, ACTIVATIONS) in kinds:
-                changes[first] += self.sizes[memory]
-                changes[last + 1] -= self.sizes[memory]
-        return list(itertools.accumulate(changes[:-1]))
-
-    def of(self, node: fx.Node) -> list[int]:
-        """Return the memory that a node's value lies in."""
-        if node not in self._given:
-            own = self._storages(node)
-            source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-            if source is not None and _is_same_memory(node):
-                own = self.of(source)
-            self._given[node] = own
-        return self._given[node]
-
-    def _storages(self, node: fx.Node) -> list[int]:
-        found = []
-        for leaf in tree_leaves(value(node)):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                storage = below_functorch(leaf).untyped_storage()
-                memory = storage_address(storage)
-                found.append(memory)
-                self.sizes.setdefault(memory, size_hint(storage.nbytes()))
-        return found
-
-    def _gradients(self, node: fx.Node) -> list[int]:
-        """Return the memory of the gradients that a node takes or makes."""
-        found: list[Any] = [node] if MARK in node.meta else []
-        if isinstance(node.target, OpOverload) and node.target.namespace == "apexfx":
-            names = [argument.name for argument in node.target._schema.arguments]
-            found += tree_leaves([given for name, given in zip(names, node.args) if name in ("grads", "tensors") and
-                                  (name == "grads" or MARK in node.meta)])
-        return [memory for taken in found if isinstance(taken, fx.Node) for memory in self.of(taken)]
+def kinds_of_memory(gm: fx.GraphModule, liveness: Liveness, placeholders: Sequence[Placeholder]) -> dict[int, str]:
+    """Return the kind of each piece of memory that holds no activation; arguments as of `memory_timeline`."""
+    kinds: dict[int, str] = {}
+    known = dict(enumerate(placeholders))
+    for node in gm.graph.find_nodes(op="placeholder"):
+        placeholder = known.get(getattr(node.meta.get("desc"), "idx", -1))
+        kind = _OF_PLACEHOLDERS.get(placeholder.kind if placeholder is not None else "", "inputs")
+        kinds.update(dict.fromkeys(liveness.of(node), kind))
+    for node in liveness.nodes:
+        for gradient in _gradients(node):
+            for memory in liveness.of(gradient):
+                kinds.setdefault(memory, "gradients")
+    return kinds
 
 
-def _is_same_memory(node: fx.Node) -> bool:
-    """Return whether a node gives its first argument on, or a view of it, whatever its fake value says."""
-    if is_wait(node):
-        return True
-    returns = node.target._schema.returns if isinstance(node.target, OpOverload) else ()
-    return any(result.alias_info is not None for result in returns)
+def _gradients(node: fx.Node) -> list[fx.Node]:
+    """Return the gradients that a node takes or makes."""
+    nodes: list[Any] = [node] if MARK in node.meta else []
+    if isinstance(node.target, OpOverload) and node.target.namespace == "apexfx":
+        names = [argument.name for argument in node.target._schema.arguments]
+        nodes += tree_leaves([tensors for name, tensors in zip(names, node.args) if name in ("grads", "tensors") and
+                              (name == "grads" or MARK in node.meta)])
+    return [node for node in nodes if isinstance(node, fx.Node)]

@@ -1,0 +1,175 @@
+"""What has to stay in order in a graph: which write a value was read after, who communicates, who draws random numbers.
+
+Memory is that of the fake values: views of one tensor share it. A piece of memory has a version, the number of writes to it so
+far. A node *depends on* the version of every piece that its value was computed from, directly or through other nodes. A pass may
+rewrite as it likes: what it leaves in the graph has to depend on the same versions as before. That one rule finds an update in
+front of a reader, a cast shared over a write and a value computed again behind one, whatever pass it was.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import OpOverload, below_functorch, storage_address, tree_leaves
+from ..errors import PassError
+from .collectives import is_collective, is_wait
+from .mutation import storages, written
+from .nodes import value
+
+
+def aliases(node: fx.Node) -> bool:
+    """Return whether a node gives its first argument on, or a view of it, whatever its fake value says."""
+    if is_wait(node):
+        return True
+    return isinstance(node.target, OpOverload) and any(result.alias_info is not None for result in node.target._schema.returns)
+
+
+def readers(tensor: fx.Node) -> Iterator[fx.Node]:
+    """Yield the nodes that are given `tensor`, or a view of it."""
+    memory, todo, seen = storages(value(tensor)), [tensor], {tensor}
+    while todo:
+        for user in todo.pop().users:
+            if user not in seen:
+                seen.add(user)
+                yield user
+                if user.op != "output" and (user.target is operator.getitem or storages(value(user)) & memory or aliases(user)):
+                    todo.append(user)
+
+
+def draws_random_numbers(node: fx.Node) -> bool:
+    """Return whether an op takes the next numbers of a generator."""
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+class Row(NamedTuple):
+    """A node as it was when a graph was looked at: its inputs, the memory of its value, the memory that it writes."""
+
+    node: fx.Node
+    inputs: Sequence[fx.Node]
+    memory: tuple[int, ...]
+    writes: set[int]
+
+
+def rows(graph: fx.Graph) -> list[Row]:
+    """Return what has to be known of `graph` to compare it with what a pass makes of it."""
+    memory = memory_of(graph)
+    return [Row(node, node.all_input_nodes, memory[node], {m for source in written(node) for m in memory[source]})
+            for node in graph.nodes]
+
+
+def memory_of(graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:
+    """Return the memory that each value lies in, by the address of the fake storage that stands for it."""
+    memory: dict[fx.Node, tuple[int, ...]] = {}
+    for node in graph.nodes:
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) and aliases(node) else None
+        memory[node] = memory[source] if source is not None else tuple(
+            storage_address(storage) for storage in fake_storages(node))
+    return memory
+
+
+def fake_storages(node: fx.Node) -> list[torch.UntypedStorage]:
+    """Return the storages of the strided tensors in the value of `node`."""
+    return [below_functorch(leaf).untyped_storage() for leaf in tree_leaves(value(node))
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+
+
+def check(before: Sequence[Row], after: Sequence[Row], pass_name: str) -> None:
+    """Compare a graph with what it was before a pass.
+
+    Raises:
+        PassError: a node that both hold depends on another version of a piece of memory; a write is gone; an op of this package
+            reads memory that it writes; collectives, or ops that draw random numbers, have changed places.
+    """
+    written_memory = frozenset(m for row in (*before, *after) for m in row.writes)
+    versions = _Versions(written_memory)
+    was, now = versions.depends(before), versions.depends(after)
+    for row in after:
+        if row.node in was.masks and (new := now.masks[row.node] & ~was.masks[row.node]):
+            if memory := versions.conflict(was.masks[row.node], new):
+                raise PassError(pass_name, f"depends on {_name(memory, before)!r} as it is on the other side of a write than "
+                                           "before: the two have changed places", row.node)
+        if isinstance(row.node.target, OpOverload) and row.node.target.namespace == "apexfx" and row.writes:
+            _check_arguments(row, {r.node: r.memory for r in after}, pass_name)
+    for memory in {m for row in before if row.node.op == "placeholder" for m in row.memory}:
+        if now.num_writes[memory] < was.num_writes[memory]:
+            raise PassError(pass_name, f"dropped a write to {_name(memory, before)!r}")
+    for keeps_order, what in ((is_collective, "communicates"), (draws_random_numbers, "draws random numbers")):
+        _check_sequence([r.node for r in before if keeps_order(r.node)], [r.node for r in after if keeps_order(r.node)], what,
+                        pass_name)
+
+
+class _Depends(NamedTuple):
+    masks: Mapping[fx.Node, int]
+    num_writes: Mapping[int, int]
+
+
+class _Versions:
+    """Numbers the versions of memory, so that what a node depends on is a mask of bits.
+
+    Args:
+        memory: what any node writes: nothing else has two versions.
+    """
+
+    def __init__(self, memory: frozenset[int]) -> None:
+        self._memory = memory
+        self._bits: dict[tuple[int, int], int] = {}
+        self._of_memory: dict[int, int] = defaultdict(int)
+
+    def depends(self, graph: Sequence[Row]) -> _Depends:
+        """Return the versions that each node depends on, and how often each memory is written."""
+        masks: dict[fx.Node, int] = {}
+        results: dict[fx.Node, int] = {}  # the same of its value: behind a write, not what the memory was before
+        num_writes: dict[int, int] = defaultdict(int)
+        contents: dict[int, int] = {}  # memory -> what is in it depends on
+        memory = {row.node: row.memory for row in graph}
+        for row in graph:
+            mask = 0
+            for source in row.inputs:
+                mask |= results[source]
+                for m in self._memory.intersection(memory[source]):
+                    mask |= contents.get(m, 0) | self._bit(m, num_writes[m])
+            masks[row.node] = mask
+            for m in row.writes:
+                mask &= ~self._of_memory[m]
+            results[row.node] = mask
+            for m in row.writes:
+                num_writes[m] += 1
+                contents[m] = mask
+        return _Depends(masks, num_writes)
+
+    def conflict(self, was: int, new: int) -> int | None:
+        """Return the memory of a version in `new` of which `was` has other versions alone, or None."""
+        for (memory, _), bit in self._bits.items():
+            if new & bit and was & self._of_memory[memory]:
+                return memory
+        return None
+
+    def _bit(self, memory: int, version: int) -> int:
+        bit = self._bits.setdefault((memory, version), 1 << len(self._bits))
+        self._of_memory[memory] |= bit
+        return bit
+
+
+def _check_arguments(row: Row, memory: Mapping[fx.Node, Collection[int]], pass_name: str) -> None:
+    targets = written(row.node)
+    for source in row.inputs:
+        if source not in targets and not row.writes.isdisjoint(memory[source]):
+            raise PassError(pass_name, f"reads {source.name!r}, which is the memory of something that it writes", row.node)
+
+
+def _check_sequence(was: Sequence[fx.Node], now: Sequence[fx.Node], what: str, pass_name: str) -> None:
+    kept, left = set(was), set(now)
+    for earlier, here in zip([node for node in was if node in left], [node for node in now if node in kept]):
+        if earlier is not here:
+            raise PassError(pass_name, f"was moved in front of {earlier.name!r}, which {what} as well", here)
+
+
+def _name(memory: int, graph: Sequence[Row]) -> str:
+    node = next(row.node for row in graph if memory in row.memory)
+    return node.meta.get("apexfx_name", node.name)
