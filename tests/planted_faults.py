@@ -1,0 +1,176 @@
+"""Lines that guarantee something: each is taken out in a copy of the package, and a test has to die of it.
+
+    python -m tests.planted_faults [NUMBER ...]
+
+The first twenty guarantee an order, an alias or a liveness. The others are of what a training program may do at the edges of its
+model: the random programs of `test_training_programs` find them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SEEDS = "0-60"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the package.
+
+    Attributes:
+        guarantee: what the line is there for.
+        file: of the package.
+        line: as it stands there, once.
+        instead: what takes its place.
+        tests: which of the suite is to die, as arguments of pytest; none of them needs Inductor. None: random programs.
+    """
+
+    guarantee: str
+    file: str
+    line: str
+    instead: str
+    tests: tuple[str, ...] | None = None
+
+
+_EARLY = ("tests/passes/test_update_early.py", "tests/test_train_step_styles.py")
+_SCHEDULE = ("tests/passes/test_schedule_comm.py",)
+_RECOMPUTE = ("tests/passes/test_recompute.py",)
+_CASTS = ("tests/passes/test_cancel_casts.py",)
+_STEP = ("tests/test_train_step.py", "tests/test_train_step_styles.py", "tests/test_train_step_changes.py")
+_PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
+
+FAULTS = (
+    Fault("an update stays behind the last reader of its parameter", "passes/update_early.py",
+          "            behind.update(readers(tensor))", "            pass", _EARLY),
+    Fault("a reader through a view counts", "graph/order.py",
+          "if user.op != \"output\" and (", "if user.op == \"output\" and (", _EARLY),
+    Fault("an update that waits for all gradients stays", "passes/update_early.py",
+          "names[:2] == [\"params\", \"grads\"] and \"lr_tensor\" in names and not waits",
+          "names[:2] == [\"params\", \"grads\"] and \"lr_tensor\" in names", _EARLY),
+    Fault("the end of a step stands behind every reader of a parameter", "passes/unscale_clip_update.py",
+          "with gm.graph.inserting_before(gm.graph.output_node()):", "with gm.graph.inserting_before(node):", _STEP),
+    Fault("a gradient in the memory of a parameter is copied", "passes/unscale_clip_update.py",
+          "_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in grads",
+          "g for g in grads", _STEP),
+    Fault("a gradient in the memory of an input that is written is copied", "passes/unscale_clip_update.py",
+          "        memory |= _storages(gm.graph.find_nodes(op=\"placeholder\")) & written_storages(gm)\n", "", _STEP),
+    Fault("nothing crosses a write", "passes/schedule_comm.py",
+          "    return bool(changed) and not (is_collective(node) and all(map(_is_private, changed)))", "    return False",
+          _SCHEDULE),
+    Fault("a collective in a buffer that others read is a write", "passes/schedule_comm.py",
+          "    return len(tensor.users) == 1 and isinstance", "    return isinstance", _SCHEDULE),
+    Fault("random numbers are drawn in the same order", "passes/schedule_comm.py",
+          "        return draws_random_numbers(node) or (node.is_impure()", "        return (node.is_impure()", _SCHEDULE),
+    Fault("collectives keep their order", "passes/schedule_comm.py",
+          "chain = \"collective\" if is_collective(node) else", "chain = None if is_collective(node) else", _SCHEDULE),
+    Fault("what is written in place is not computed again", "passes/recompute.py",
+          "if not readers or memory in self._writes or any(", "if not readers or any(", _RECOMPUTE),
+    Fault("what is computed again reads what it read before", "passes/recompute.py",
+          "\n                   and not any(made < place < at for place in self._writes.get(memory, ()))", "", _RECOMPUTE),
+    Fault("random numbers are not drawn again", "passes/recompute.py",
+          "    if draws_random_numbers(node) or is_wait(node):", "    if is_wait(node):", _RECOMPUTE),
+    Fault("nothing is computed again through what is written in place", "passes/recompute.py",
+          "or not _is_cheap(node) or any(memory in self._writes for memory in self.graph.of(node)):",
+          "or not _is_cheap(node):", _RECOMPUTE),
+    Fault("a cast to the same dtype is a copy where its source is written later", "passes/cancel_casts.py",
+          "self._plain(cast) and not self._written_after(source, now):", "self._plain(cast):", _CASTS),
+    Fault("a round trip is a copy where its origin is written later", "passes/cancel_casts.py",
+          "and not self._written_after(source, -1) and not self._written_after(origin, self.place[source]):",
+          "and not self._written_after(source, -1):", _CASTS),
+    Fault("a cast is not shared over a write to its source", "passes/cancel_casts.py",
+          "\\\n                and not self._written_after(source, self.place[earlier], until=now):", ":", _CASTS),
+    Fault("an input that is written is cast where it is read", "passes/model_casts.py",
+          "        if target is None or storages(value(placeholder)) & touched:", "        if target is None:", _PRECISION),
+    Fault("an argument that an op writes is not cast", "passes/cast_inserter.py",
+          "            if target is None or argument in fixed:", "            if target is None:", _PRECISION),
+    Fault("a batch norm is not moved over a write to what it reads", "passes/batch_norm_rewrite.py",
+          "if \"c10d\" in namespace(step) or _storages(written(step)) & operands:", "if \"c10d\" in namespace(step):",
+          ("tests/passes/test_sync_batchnorm.py", "tests/passes/test_fuse_batchnorm.py")),
+    Fault("other leaves get gradients", "compiler/step_leaves.py",
+          "    depends = set(map(id, leaves_of(value(loss))))", "    depends = set()"),
+    Fault("gradients of other leaves are unscaled", "compiler/step_leaves.py",
+          "    return (gradient * scale.reciprocal()).to(gradient.dtype) if scale is not None else gradient.clone()",
+          "    return gradient.clone()"),
+    Fault("gradients are added to what a leaf has", "compiler/step_leaves.py",
+          "            leaf.grad.add_(gradient)", "            leaf.grad = gradient"),
+    Fault("the gradient of a batch is that of its rank", "compiler/step_leaves.py",
+          "    return leaf.source.startswith(_BATCH) and not isinstance(tensor, nn.Parameter)", "    return False"),
+    Fault("gradients of other leaves are averaged", "compiler/step_compiler.py",
+          "        if any(self._shared):", "        if False:"),
+    Fault("gradients of other leaves are averaged, in pieces", "compiler/step_in_pieces.py",
+          "self._shared = [isinstance(leaf, nn.Parameter) or id(leaf) not in of_batch for leaf in self._leaves]",
+          "self._shared = [False for leaf in self._leaves]"),
+    Fault("what is trained of a loss is that of the first rank", "compiler/step_parameters.py",
+          "**dict(model.named_buffers()), **parameters, **others}", "**dict(model.named_buffers())}"),
+    Fault("an output that nothing uses gives no gradient", "graph/undefined_gradients.py",
+          "        return used | ~self._of_any if used else 0", "        return -1"),
+    Fault("gradients that a used output gives stay", "graph/undefined_gradients.py",
+          "        return tuple(g if used & inputs else None for", "        return tuple(None for"),
+    Fault("what any rank uses gets the average on all", "distributed/used_anywhere.py",
+          "        return sum(1 << i for i, count in zip(self._inputs, counts) if count)",
+          "        return sum(1 << i for i, count in zip(self._inputs, counts) if count == dist.get_world_size())"),
+    Fault("what was gathered is applied once", "compiler/step_function.py",
+          "        grads = add_gathered(buffers, gathered, grads)\n        for buffer in buffers:\n            buffer.zero_()\n",
+          "        grads = add_gathered(buffers, gathered, grads)\n"),
+    Fault("a gradient that no call gathered is none", "compiler/step_function.py",
+          "        return buffer.clone() if held else None", "        return buffer.clone()"),
+    Fault("the loss is that of one of several calls", "compiler/step_function.py",
+          "        share = loss / calls if calls > 1 else loss", "        share = loss"),
+    Fault("parameters that take turns are counted apart", "compiler/optimizer_state.py",
+          "            self.labels.update((id(p), free + number) for p in update.params if id(p) in updated)",
+          "            pass"),
+    Fault("gradients leave a step for the parameters that have one", "train_step.py",
+          "                p.grad = next(left) if here else None", "                p.grad = next(left, None)"),
+)
+
+
+def survives(fault: Fault, tests: Sequence[str] = ()) -> bool:
+    """Return whether the tests pass with the fault in a copy of the package.
+
+    Raises:
+        ValueError: the line is not there, or more than once.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        for part in ("apexfx", "tests", "csrc", "examples", "benchmarks", "docs"):
+            shutil.copytree(ROOT / part, Path(folder, part), ignore=shutil.ignore_patterns("__pycache__"))
+        for part in ("pyproject.toml", "README.md"):
+            shutil.copy(ROOT / part, folder)
+        path = Path(folder, "apexfx", fault.file)
+        text = path.read_text()
+        if text.count(fault.line) != 1:
+            raise ValueError(f"{fault.file} has {text.count(fault.line)} times, expected once: {fault.line!r}")
+        path.write_text(text.replace(fault.line, fault.instead))
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not inductor"]
+        command += tests or fault.tests or ()
+        if not tests and fault.tests is None:
+            command = [sys.executable, "-m", "tests.test_training_programs", SEEDS]
+        run = subprocess.run(command, cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True, text=True)
+    if run.returncode not in (0, 1):
+        raise RuntimeError(run.stdout[-2000:] + run.stderr[-2000:])
+    if run.returncode:
+        print("  " + next((line for line in run.stdout.splitlines() if line.startswith(("FAILED", "failed"))), run.stdout)[:200])
+    return run.returncode == 0
+
+
+def main() -> None:
+    chosen = [int(argument) for argument in sys.argv[1:]] or range(1, len(FAULTS) + 1)
+    alive = []
+    for number in chosen:
+        fault = FAULTS[number - 1]
+        print(f"{number}: {fault.guarantee}", flush=True)
+        if survives(fault):
+            alive.append(number)
+            print("  SURVIVES", flush=True)
+    print(f"{len(list(chosen)) - len(alive)} of {len(list(chosen))} died" + (f"; alive: {alive}" if alive else ""))
+
+
+if __name__ == "__main__":
+    main()
