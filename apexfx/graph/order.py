@@ -96,7 +96,7 @@ def check(before: Sequence[Row], after: Sequence[Row], pass_name: str) -> None:
                                            "before: the two have changed places", row.node)
         if isinstance(row.node.target, OpOverload) and row.node.target.namespace == "apexfx" and row.writes:
             _check_arguments(row, {r.node: r.memory for r in after}, pass_name)
-    for memory in {m for row in before if row.node.op == "placeholder" for m in row.memory}:
+    for memory in dict.fromkeys(m for row in before if row.node.op == "placeholder" for m in row.memory):
         if now.num_writes[memory] < was.num_writes[memory]:
             raise PassError(pass_name, f"dropped a write to {_name(memory, before)!r}")
     for keeps_order, what in ((is_collective, "communicates"), (draws_random_numbers, "draws random numbers")):
