@@ -48,34 +48,52 @@ def objective(model, x, labels):
     return F.cross_entropy(model(x), labels)
 
 
-# What is called, the error, and what its text has to say.
+# What is called, the error, and what its text has to say; above it what the text has to make a reader do.
 CALLS = {
+    # Call step(x, y): a tuple is taken for several inputs of the model.
     "step((x, y))": (lambda s: s((X, Y)), TypeError, [
         "forward() takes 2 positional arguments but 3 were given", "step((float32[6, 8], int64[6]))",
         "loss_fn(model(float32[6, 8], int64[6]))", "step(inputs, *targets)"]),
+    # Give the targets, too: step(x, y).
     "step(x)": (lambda s: s(X), TypeError, ["missing 1 required positional argument: 'target'", "loss_fn(model(float32[6, 8]))"]),
+    # Give it a batch.
     "step()": (lambda s: s(), TypeError, ["without a batch", "step(inputs, *targets)"]),
+    # Leave out the third argument, which the loss takes for its weight.
     "step(x, y, y)": (lambda s: s(X, Y, Y), Exception, ["weight tensor", "loss_fn(model(float32[6, 8]), int64[6], int64[6])"]),
+    # Call step(x, y), or make the step with objective=.
     "step(inputs=x, targets=y)": (lambda s: s(inputs=X, targets=Y), TypeError, [
         "by keyword", "step(inputs, *targets)", "objective=f", "f(model, **batch)"]),
+    # Take the labels out of the dictionary: all of it goes to forward.
     "step({'x': x, 'labels': y}, y)": (lambda s: s({"x": X, "labels": Y}, Y), TypeError, [
         "unexpected keyword argument 'labels'", "loss_fn(model(x=float32[6, 8], labels=int64[6]), int64[6])"]),
+    # Give targets as int64.
     "step(x, y.float())": (lambda s: s(X, Y.float()), RuntimeError, ["Long|int64", "step(float32[6, 8], float32[6])"]),
+    # Call x.float().
     "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
+    # Give inputs in the dtype of the weights: x.float().
     "step(x.long(), y)": (lambda s: s(X.long(), Y), RuntimeError, ["same dtype, but got Long", "step(int64[6, 8], int64[6])"]),
+    # Give inputs with 8 features, or change the layer 'body'.
     "step(x[:, :5], y)": (lambda s: s(X[:, :5], Y), RuntimeError, [
         "[6, 5]", "in module 'body', Linear(in_features=8", "test_train_step_calls.py:", "y = self.drop(self.body(x))"]),
+    # Give as many targets as inputs.
     "step(x, y[:4])": (lambda s: s(X, Y[:4]), ValueError, ["batch_size (6)", "(4)", "step(float32[6, 8], int64[4])"]),
+    # Number the classes from 0 to 3, or give the model more outputs.
     "step(x, y + 4)": (lambda s: s(X, Y + 4), IndexError, ["Target", "is out of bounds", "step(float32[6, 8], int64[6])"]),
-    "step(x.tolist(), y)": (lambda s: s(X.tolist(), Y), TypeError, ["takes 2 positional arguments but 7 were given"]),
+    # Give a tensor: a list is taken for several inputs of the model.
+    "step(x.tolist(), y)": (lambda s: s(X.tolist(), Y), TypeError, [
+        "takes 2 positional arguments but 7 were given", "step(list of 6 lists, int64[6])", "model(list of 8 floats, list"]),
+    # Look for what made the input None.
     "step(None, y)": (lambda s: s(None, Y), TypeError, [
         "must be Tensor, not NoneType", "in module 'body'", "step(None, int64[6])"]),
+    # Bring the input to the device of the model.
     "step(x.to('meta'), y)": (lambda s: s(X.to("meta"), Y), RuntimeError, [
         "same device", "meta and cpu", "step(float32[6, 8] on meta, int64[6])"]),
 }
 KEYWORDS = {
+    # Name it as the objective does.
     "step(x=x, label=y), of an objective": (lambda s: s(x=X, label=Y), TypeError, [
         "unexpected keyword argument 'label'", "objective(model, x=float32[6, 8], label=int64[6])"]),
+    # Give the objective its labels.
     "step(x), of an objective": (lambda s: s(X), TypeError, ["'labels'", "objective(model, float32[6, 8])"]),
 }
 
@@ -166,10 +184,11 @@ def test_pruned_layers_are_refused_in_one_graph_and_train_in_pieces():
     torch.testing.assert_close(train("transform"), reference.state_dict(), rtol=0, atol=0)
 
 
-def check_text(name, how, call, step, error, phrases):
+def check_text(name, how, call, step, error, phrases, logged):
     with pytest.raises(error) as raised:
         call(step)
     text = str(raised.value)
+    assert not [record.getMessage() for record in logged.records if record.levelname in ("WARNING", "ERROR")]
     print(f"\n---- {name}, {how}\n{type(raised.value).__name__}: {text}")
     assert text.startswith("apexfx: ") and len(text.splitlines()) <= 10 and "fallback" not in text
     for phrase in phrases:
@@ -178,18 +197,20 @@ def check_text(name, how, call, step, error, phrases):
 
 @pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
 @pytest.mark.parametrize("opt_level", ["O0", "O2"])
-def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(branches, opt_level):
+def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(branches, opt_level, caplog):
     step = make(branches, opt_level=opt_level)
     by_keyword = make(branches, None, objective=objective, opt_level=opt_level)
     if branches:  # a wrong first call is below
         step(X, Y)
         by_keyword(x=X, labels=Y)
+    caplog.clear()
     for name, (call, error, phrases) in {**CALLS, **KEYWORDS}.items():
         if opt_level == "O2" and name not in ("step((x, y))", "step(x.long(), y)", "step(x[:, :5], y)"):
             continue
         each = by_keyword if name in KEYWORDS else step
         before, random = copy.deepcopy(each.state_dict()), torch.get_rng_state()
-        check_text(name, f"{opt_level}, {'in pieces' if branches else 'one graph'}", call, each, error, phrases)
+        check_text(name, f"{opt_level}, {'in pieces' if branches else 'one graph'}", call, each, error, phrases,
+                   caplog)
         torch.testing.assert_close(each.state_dict(), before, rtol=0, atol=0)
         assert branches or type(each.model.__dict__.get("last", X)) is torch.Tensor
         assert branches or name in ("step(x.long(), y)", "step(x, y + 4)") or torch.equal(random, torch.get_rng_state())

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_map
+from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_leaves, tree_map
 from .step_function import OfOutput
 
 _LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))
@@ -92,6 +92,8 @@ def _shown(value: Any) -> str:
         return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{device}"
     if isinstance(value, Mapping):
         return f"{{{_joined([f'{name!r}: {_shown(x)}' for name, x in value.items()])}}}"
+    if isinstance(value, (list, tuple)) and value and not any(isinstance(x, Tensor) for x in tree_leaves(value)):
+        return f"{type(value).__name__} of {len(value)} {type(value[0]).__name__}s"
     if isinstance(value, list):
         return f"[{_joined([_shown(x) for x in value])}]"
     if isinstance(value, tuple):
@@ -119,5 +121,7 @@ def _place(error: Exception, model: nn.Module) -> list[str]:
             where = f"in module {paths[id(module)]!r}, {' '.join(repr(module).split())[:80]}"
         file = frame.f_code.co_filename
         if not file.startswith((*_LIBRARIES, "<")):
-            line = f"at {file}:{number}, in {frame.f_code.co_name}: {linecache.getline(file, number).strip()[:120]}"
+            code = linecache.getline(file, number).strip()
+            if not code.startswith("def "):  # what Dynamo compiled gives no line within
+                line = f"at {file}:{number}, in {frame.f_code.co_name}: {code[:120]}"
     return [f"  {text}" for text in (where, line) if text]

@@ -21,6 +21,7 @@ from .._torch import (
     Unsupported,
     UserError,
     dynamo_config,
+    quiet_fakes,
     tree_map,
 )
 from .capture import local_name
@@ -218,7 +219,8 @@ def meaning(text: str) -> Exception | None:
 def clear_errors() -> Iterator[None]:
     """Say what a step cannot do in the words of its user."""
     try:
-        yield
+        with quiet_fakes():
+            yield
     except BackendCompilerFailed as error:
         if "does not support RNG ops" in str(error.inner_exception):
             reason = "the model checkpoints activations around random numbers (dropout)"
