@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import apexfx  # noqa: E402
-from tests.test_train_step_zoo import train_by_step  # noqa: E402
+from tests.train_step.test_zoo import train_by_step  # noqa: E402
 from tests.zoo import ZOO, Run, train  # noqa: E402
 
 LEVELS = ("O0", "O1", "O2", "O3")

@@ -40,11 +40,11 @@ class Fault:
     tests: tuple[str, ...] | None = None
 
 
-_EARLY = ("tests/passes/test_update_early.py", "tests/test_train_step_styles.py")
+_EARLY = ("tests/passes/test_update_early.py", "tests/train_step/test_styles.py")
 _SCHEDULE = ("tests/passes/test_schedule_comm.py",)
 _RECOMPUTE = ("tests/passes/test_recompute.py",)
 _CASTS = ("tests/passes/test_cancel_casts.py",)
-_STEP = ("tests/test_train_step.py", "tests/test_train_step_styles.py", "tests/test_train_step_changes.py")
+_STEP = ("tests/train_step/test_step.py", "tests/train_step/test_styles.py", "tests/train_step/test_changes.py")
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
 
 FAULTS = (
@@ -94,21 +94,21 @@ FAULTS = (
     Fault("a batch norm is not moved over a write to what it reads", "passes/batch_norm_rewrite.py",
           "if \"c10d\" in namespace(step) or _storages(written(step)) & operands:", "if \"c10d\" in namespace(step):",
           ("tests/passes/test_sync_batchnorm.py", "tests/passes/test_fuse_batchnorm.py")),
-    Fault("other leaves get gradients", "compiler/step_leaves.py",
+    Fault("other leaves get gradients", "train_step/other_leaves.py",
           "    depends = set(map(id, leaves_of(value(loss))))", "    depends = set()"),
-    Fault("gradients of other leaves are unscaled", "compiler/step_leaves.py",
+    Fault("gradients of other leaves are unscaled", "train_step/other_leaves.py",
           "    return (gradient * scale.reciprocal()).to(gradient.dtype) if scale is not None else gradient.clone()",
           "    return gradient.clone()"),
-    Fault("gradients are added to what a leaf has", "compiler/step_leaves.py",
+    Fault("gradients are added to what a leaf has", "train_step/other_leaves.py",
           "            leaf.grad.add_(gradient)", "            leaf.grad = gradient"),
-    Fault("the gradient of a batch is that of its rank", "compiler/step_leaves.py",
+    Fault("the gradient of a batch is that of its rank", "train_step/other_leaves.py",
           "    return leaf.source.startswith(_BATCH) and not isinstance(tensor, nn.Parameter)", "    return False"),
-    Fault("gradients of other leaves are averaged", "compiler/step_compiler.py",
+    Fault("gradients of other leaves are averaged", "train_step/compiler.py",
           "        if any(self._shared):", "        if False:"),
-    Fault("gradients of other leaves are averaged, in pieces", "compiler/step_in_pieces.py",
+    Fault("gradients of other leaves are averaged, in pieces", "train_step/in_pieces.py",
           "self._shared = [isinstance(leaf, nn.Parameter) or id(leaf) not in of_batch for leaf in self._leaves]",
           "self._shared = [False for leaf in self._leaves]"),
-    Fault("what is trained of a loss is that of the first rank", "compiler/step_parameters.py",
+    Fault("what is trained of a loss is that of the first rank", "train_step/parameters.py",
           "**dict(model.named_buffers()), **parameters, **others}", "**dict(model.named_buffers())}"),
     Fault("an output that nothing uses gives no gradient", "graph/undefined_gradients.py",
           "        return used | ~self._of_any if used else 0", "        return -1"),
@@ -117,17 +117,17 @@ FAULTS = (
     Fault("what any rank uses gets the average on all", "distributed/used_anywhere.py",
           "        return sum(1 << i for i, count in zip(self._inputs, counts) if count)",
           "        return sum(1 << i for i, count in zip(self._inputs, counts) if count == dist.get_world_size())"),
-    Fault("what was gathered is applied once", "compiler/step_function.py",
+    Fault("what was gathered is applied once", "train_step/function.py",
           "        grads = add_gathered(buffers, gathered, grads)\n        for buffer in buffers:\n            buffer.zero_()\n",
           "        grads = add_gathered(buffers, gathered, grads)\n"),
-    Fault("a gradient that no call gathered is none", "compiler/step_function.py",
+    Fault("a gradient that no call gathered is none", "train_step/function.py",
           "        return buffer.clone() if held else None", "        return buffer.clone()"),
-    Fault("the loss is that of one of several calls", "compiler/step_function.py",
+    Fault("the loss is that of one of several calls", "train_step/function.py",
           "        share = loss / calls if calls > 1 else loss", "        share = loss"),
-    Fault("parameters that take turns are counted apart", "compiler/optimizer_state.py",
+    Fault("parameters that take turns are counted apart", "train_step/optimizer_state.py",
           "            self.labels.update((id(p), free + number) for p in update.params if id(p) in updated)",
           "            pass"),
-    Fault("gradients leave a step for the parameters that have one", "train_step.py",
+    Fault("gradients leave a step for the parameters that have one", "train_step/step.py",
           "                p.grad = next(left) if here else None", "                p.grad = next(left, None)"),
 )
 

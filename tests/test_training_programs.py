@@ -355,7 +355,7 @@ def test_training_programs(tmp_path):
 def test_many_training_programs(first, tmp_path):
     done = outcomes(campaign(range(first, first + 40)), tmp_path / "journal")
     print(f"\n{table(done)}", flush=True)
-    check(done, errors_at_most=0.05)
+    check(done, errors_at_most=0.1)  # of a part; of all a twentieth
 
 
 def main(seed: str, executor: str = "step", level: str = "O0", inner: str = "eager", ranks: str = "1") -> bool:

@@ -399,5 +399,5 @@ def _parts(model: nn.Module, loss_fn: Callable[..., Tensor], objective: Callable
     second = torch.optim.SGD(others, lr=0.1, momentum=0.5, weight_decay=0.1) if others else None
     # A large eps: a gradient that is rounding alone moves nothing by the size of a normal update.
     optimizer = (torch.optim.AdamW(mine, lr=0.02, eps=1e-2, weight_decay=0.5) if adam else
-                 torch.optim.SGD(mine, lr=0.05, momentum=0.9, weight_decay=0.1))
+                 torch.optim.SGD(mine, lr=0.02, momentum=0.9, weight_decay=0.1))
     return Parts(model, loss_fn, objective, optimizer, second, {**named, **of_loss, **outside, **idle}, buffers)

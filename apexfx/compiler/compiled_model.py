@@ -33,10 +33,10 @@ from ..report.data import Report
 from .dynamo_batch_norm import EagerBatchNorms
 from .forward_errors import as_in_eager, named_inputs
 from .graph_compiler import GraphCompiler, WeakBackend
-from .loss_scale import warn_where_unscaled
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
+from .unscaled_loss import warn_where_unscaled
 
 log = logging.getLogger(__name__)
 

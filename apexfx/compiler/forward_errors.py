@@ -13,7 +13,7 @@ import torch
 from .._torch import raised_by_op
 from .mixed_dtypes import advice_on_inputs
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
+_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 _TYPES = (ValueError, TypeError, IndexError, KeyError, NotImplementedError, AssertionError)
 
 

@@ -17,8 +17,8 @@ from apexfx.distributed.watchdog import watched
 from apexfx.errors import RankFailureError
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.parallel import convert_syncbn_model
-from tests import test_train_step_leaves as leaves
 from tests.distributed.launch import on_ranks
+from tests.train_step import test_other_leaves as leaves
 
 
 def net(sync_bn=False):

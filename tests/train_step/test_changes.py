@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import apexfx
 from apexfx.optimizers import FusedAdam, FusedSGD
-from tests.test_train_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
+from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
 
 RMSprop = torch.optim.RMSprop
 WIDTH = 4

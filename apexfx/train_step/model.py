@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import forward_pre_hook, has_backward_hooks, has_global_module_hooks, registries, tree_map
+from ..compiler.dynamo_batch_norm import is_untraceable
+from ..compiler.stand_ins import needs_stand_in, refresh_stand_in, stand_in, write_back
 from ..report.data import Report
-from .dynamo_batch_norm import is_untraceable
-from .stand_ins import needs_stand_in, refresh_stand_in, stand_in, write_back
-from .step_objective import OfObjective
+from .objective import OfObjective
 
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of a hook
 

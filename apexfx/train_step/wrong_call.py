@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_leaves, tree_map
-from .step_function import OfOutput
+from .function import OfOutput
 
 _LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one

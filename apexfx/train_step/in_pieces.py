@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from .._torch import not_traced, tensor_version, tree_leaves
 from ..buckets.reduce import reduce_gradients
+from ..compiler.compiled_model import CompiledModel, with_private_code
+from ..compiler.graph_compiler import GraphCompiler, Groups
+from ..compiler.refusals import COMPILES_ITSELF
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
-from .compiled_model import CompiledModel, with_private_code
-from .graph_compiler import GraphCompiler, Groups
-from .refusals import COMPILES_ITSELF
-from .step_function import add_gathered, apply_gradients, compute_gradients, gather, meaning, sparse_gradient
-from .step_leaves import add_gradients, averaged, check_leaf, leaves_of, unscaled
-from .step_objective import OfObjective
+from .function import add_gathered, apply_gradients, compute_gradients, gather, meaning, sparse_gradient
+from .objective import OfObjective
+from .other_leaves import add_gradients, averaged, check_leaf, leaves_of, unscaled
 
 log = logging.getLogger(__name__)
 

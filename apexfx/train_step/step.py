@@ -16,15 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import passes as passes_
-from ._torch import dynamo_config, note_optimizer_ran, tensor_version
-from .compiler.graph_compiler import Groups, WeakBackend
-from .compiler.model_index import ModelIndex
-from .compiler.non_finite import first_non_finite
-from .compiler.optimizer_state import OptimizerState, structure, why_outside
-from .compiler.step_calls import WrongCall
-from .compiler.step_compiler import Captured, StepCompiler
-from .compiler.step_function import (
+from .. import passes as passes_
+from .._torch import dynamo_config, note_optimizer_ran, tensor_version
+from ..compiler.graph_compiler import Groups, WeakBackend
+from ..compiler.model_index import ModelIndex
+from ..config import TransformConfig
+from ..ops.apply_gradients import StepPlan
+from ..precision.half_model import cast_model
+from ..report.data import Report
+from ..transform import check_model
+from .compiler import Captured, StepCompiler
+from .function import (
     CaptureError,
     NotOneGraph,
     OfOutput,
@@ -34,17 +36,15 @@ from .compiler.step_function import (
     run_accumulate,
     run_step,
 )
-from .compiler.step_in_pieces import StepInPieces, average_over_ranks
-from .compiler.step_leaves import unshared
-from .compiler.step_model import StepModel, check_modules
-from .compiler.step_objective import OfObjective
-from .compiler.step_parameters import agree_on_model, missed_parameters, trained_parameters
-from .compiler.step_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, StepScale
-from .config import TransformConfig
-from .ops.apply_gradients import StepPlan
-from .precision.half_model import cast_model
-from .report.data import Report
-from .transform import check_model
+from .in_pieces import StepInPieces, average_over_ranks
+from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, StepScale
+from .model import StepModel, check_modules
+from .non_finite import first_non_finite
+from .objective import OfObjective
+from .optimizer_state import OptimizerState, structure, why_outside
+from .other_leaves import unshared
+from .parameters import agree_on_model, missed_parameters, trained_parameters
+from .wrong_call import WrongCall
 
 log = logging.getLogger(__name__)
 

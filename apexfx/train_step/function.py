@@ -24,8 +24,8 @@ from .._torch import (
     quiet_fakes,
     tree_map,
 )
-from .capture import local_name
-from .compiled_model import with_private_code
+from ..compiler.capture import local_name
+from ..compiler.compiled_model import with_private_code
 
 _numbers = itertools.count()
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")

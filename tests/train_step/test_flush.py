@@ -14,7 +14,7 @@ from torch import nn
 
 import apexfx
 from apexfx.optimizers import FusedNovoGrad
-from tests.test_train_step import ROUNDING, assert_same
+from tests.train_step.test_step import ROUNDING, assert_same
 
 SGD, AdamW, RMSprop = torch.optim.SGD, torch.optim.AdamW, torch.optim.RMSprop
 

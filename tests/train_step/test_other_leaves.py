@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from apexfx.compiler.step_leaves import unshared
-from tests.test_train_step import ROUNDING, SGD, assert_same
-from tests.test_train_step_fallback import fails
+from apexfx.train_step.other_leaves import unshared
+from tests.train_step.test_in_pieces import fails
+from tests.train_step.test_step import ROUNDING, SGD, assert_same
 
 WIDTH = 4
 

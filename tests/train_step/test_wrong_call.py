@@ -12,9 +12,9 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import apexfx
-from apexfx.compiler.non_finite import first_non_finite
-from apexfx.compiler.step_calls import WrongCall
-from apexfx.compiler.step_function import OfOutput
+from apexfx.train_step.function import OfOutput
+from apexfx.train_step.non_finite import first_non_finite
+from apexfx.train_step.wrong_call import WrongCall
 
 SGD = torch.optim.SGD
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.arange(6) % 4
@@ -74,7 +74,7 @@ CALLS = {
     "step(x.long(), y)": (lambda s: s(X.long(), Y), RuntimeError, ["same dtype, but got Long", "step(int64[6, 8], int64[6])"]),
     # Give inputs with 8 features, or change the layer 'body'.
     "step(x[:, :5], y)": (lambda s: s(X[:, :5], Y), RuntimeError, [
-        "[6, 5]", "in module 'body', Linear(in_features=8", "test_train_step_calls.py:", "y = self.drop(self.body(x))"]),
+        "[6, 5]", "in module 'body', Linear(in_features=8", "test_wrong_call.py:", "y = self.drop(self.body(x))"]),
     # Give as many targets as inputs.
     "step(x, y[:4])": (lambda s: s(X, Y[:4]), ValueError, ["batch_size (6)", "(4)", "step(float32[6, 8], int64[4])"]),
     # Number the classes from 0 to 3, or give the model more outputs.

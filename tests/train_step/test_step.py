@@ -14,9 +14,9 @@ from torch import nn
 
 import apexfx
 from apexfx._torch import has_kernel
-from apexfx.compiler.non_finite import first_non_finite
 from apexfx.ops.apply_gradients import StepPlan, UpdateRow
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apexfx.train_step.non_finite import first_non_finite
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from .._torch import has_gradient_hooks
 from ..buckets.plan import check_options
+from ..compiler.graph_compiler import Groups
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.broadcast import broadcast_from_first
-from .graph_compiler import Groups
-from .step_objective import OfObjective
+from .objective import OfObjective
 
 
 def trained_parameters(model: nn.Module, of_objective: OfObjective, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -16,6 +16,15 @@ from torch import fx
 
 from .. import passes
 from .._torch import set_grad_enabled
+from ..compiler import cache, capture
+from ..compiler.backward_stage import StepPasses
+from ..compiler.graph_compiler import Groups, numeric_options
+from ..compiler.inner_compilers import INNER, traceable_rnn
+from ..compiler.mixed_dtypes import check_float64
+from ..compiler.model_index import ModelIndex
+from ..compiler.pipeline import Pipeline, warn_unmatched
+from ..compiler.refusals import check_inputs, check_plain
+from ..compiler.verification import real_inputs
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
 from ..graph.collectives import issued
@@ -23,18 +32,9 @@ from ..graph.inputs import Placeholder, apply_node
 from ..graph.nodes import value
 from ..report.data import Report
 from ..report.records import GraphReport
-from . import cache, capture
-from .backward_stage import StepPasses
-from .graph_compiler import Groups, numeric_options
-from .inner_compilers import INNER, traceable_rnn
-from .mixed_dtypes import check_float64
-from .model_index import ModelIndex
-from .pipeline import Pipeline, warn_unmatched
-from .refusals import check_inputs, check_plain
-from .step_function import sparse_gradient
-from .step_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
-from .step_parameters import overlapping
-from .verification import real_inputs
+from .function import sparse_gradient
+from .other_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
+from .parameters import overlapping
 
 log = logging.getLogger(__name__)
 

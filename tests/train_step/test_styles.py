@@ -12,8 +12,8 @@ from torch.fx.passes.infra.pass_base import PassResult
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from tests.test_train_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
-from tests.test_train_step_changes import WIDTH, heads, samples
+from tests.train_step.test_changes import WIDTH, heads, samples
+from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
 
 # ---- objectives that switch gradients off ------------------------------------------------------------------------------------
 

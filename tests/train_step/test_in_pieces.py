@@ -16,7 +16,7 @@ from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.passes.base import Pass
 
 SGD, AdamW, Adagrad = torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad
-ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # as of tests/test_train_step.py
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # as of tests/train_step/test_step.py
 
 
 class Broken(nn.Module):
@@ -202,7 +202,7 @@ def test_it_says_so_once_with_reason_and_place(caplog):
     for batch in batches(2):
         step(*batch)
     [said] = [record.message for record in caplog.records if "in pieces" in record.message]
-    assert "graph_break" in said and "test_train_step_fallback.py:" in said and "\n" not in said
+    assert "graph_break" in said and "test_in_pieces.py:" in said and "\n" not in said
     assert said in step.report.notes and logging.WARNING in {record.levelno for record in caplog.records}
 
 
