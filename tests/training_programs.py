@@ -313,7 +313,7 @@ def make(seed: int, *, take_turns: bool = False) -> Program:
         teacher = nn.Linear(CLASSES, CLASSES)
         objective = _objective(loss_fn, use, closure, leaf, teacher, metrics=shape == "objective with metrics")
         if shape == "loss function":
-            objective = _Calls(_OfOutputs(loss_fn, use))
+            objective = _Calls(_SupervisedObjectives(loss_fn, use))
         return _parts(model, loss_fn, objective, leaf if closure.startswith("leaf") else None,
                       teacher if closure.startswith("frozen") else None, owner=owner, trained=trained, adam=adam)
 
@@ -339,7 +339,7 @@ def make(seed: int, *, take_turns: bool = False) -> Program:
                    averages)
 
 
-class _OfOutputs(nn.Module):
+class _SupervisedObjectives(nn.Module):
     """`loss(output, labels)`, around a loss of both outputs: what a step is given as loss function."""
 
     def __init__(self, loss: Callable[..., Tensor], use: str) -> None:

@@ -1,6 +1,64 @@
-"""The whole training step as one graph."""
+"""The whole training step as one graph: forward, loss, backward, allreduce, clipping, update and loss scale.
+
+Read `options`, `step` (what a user calls), `state` (what a step reads and writes besides its batch), `function` (what Dynamo
+traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
+Beside them: `parameters`, `objective` and `other_leaves` (what is trained, and what gets gradients besides), `model` (what stands
+in for modules during a call), `loss_scale`, `errors`, `wrong_call` and `non_finite` (what a user is told).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .function import SupervisedObjective
+from .options import StepOptions, check_what_is_trained
 from .step import TrainStep as TrainStep
-from .step import train_step as train_step
+
+
+def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, optimizer: torch.optim.Optimizer | None = None, *,
+               objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
+               max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
+               memory_budget: int | None = None, fallback: str | None = None, **options: Any) -> TrainStep:
+    """Return a callable that runs a whole training step of `model` as one graph.
+
+    It shares parameters, buffers and submodules with the model, and the state with the optimizer: evaluate the model, save and
+    load either, change a learning rate as ever. The graph is captured at the first call.
+
+        step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O2", max_grad_norm=1.0)
+        for inputs, targets in loader:
+            loss = step(inputs, targets)
+
+    Args:
+        model: any module that is not transformed.
+        loss_fn: `loss_fn(output, *targets)` -> a scalar. The step is called with the model's input (a tensor, a tuple of
+            positional or a dictionary of keyword arguments), then the targets.
+        optimizer: torch.optim.SGD, Adam, AdamW and apexfx.optimizers update inside of the graph. Any other runs its own
+            `step()` after the graph, on gradients that are averaged, unscaled and clipped; the report says so. It may hold
+            parameters of the loss function or objective, too. Other leaves get their gradients in `.grad`, as in eager.
+        objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`. The
+            step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
+        loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none
+            for other dtypes.
+        max_grad_norm: clip the norm of all gradients together to this; infinity measures it, for `step.grad_norm`, alone.
+        accumulate: average the gradients of so many calls before they are reduced and applied, by the last of them.
+        keep_grads: leave the averaged, unscaled and clipped gradients in `.grad`.
+        memory_budget: bytes: where more are alive at once along the graph (`report.memory()`), elementwise values of the forward
+            are computed again in the backward. None: under Inductor wherever that lowers the peak, and never under "eager".
+        fallback: "transform" runs a step that cannot be captured as one graph in pieces: the model as `apexfx.transform` would,
+            the rest op by op; a warning and the report say so. None, the default, raises.
+        options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,
+            since a step is one graph.
+
+    Raises:
+        ValueError, TypeError: an option that does not exist, does not fit, or contradicts another; an optimizer with
+            parameters that neither model nor objective has. Nothing has changed then.
+        RankMismatchError: ranks hold different models.
+    """
+    check_what_is_trained(loss_fn, optimizer, objective)
+    own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
+           "memory_budget": memory_budget, "fallback": fallback}
+    return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, StepOptions.from_arguments(own, options))

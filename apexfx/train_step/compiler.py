@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from ..graph.inputs import Placeholder, apply_node
 from ..graph.nodes import value
 from ..report.data import Report
 from ..report.records import GraphReport
-from .function import sparse_gradient
+from .errors import sparse_gradient
 from .other_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
 from .parameters import overlapping
 
@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 _MOST_SEEN = 10_000  # pieces of memory
 
 
-class Captured(Exception):
-    """Raised in place of the first run of a graph that was to be compiled only."""
+class _Captured(Exception):
+    """Raised in place of the first run of a graph that was to be compiled only: its results would be written to the model."""
 
 
 class StepCompiler:
@@ -62,7 +62,6 @@ class StepCompiler:
         reduce_gradients: False compiles the variant that accumulates.
 
     Attributes:
-        captures_only: while it is set, a graph raises `Captured` instead of running.
         compiled: graphs, while Dynamo has what runs them.
     """
 
@@ -77,8 +76,20 @@ class StepCompiler:
         self.on_run = on_run
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
-        self.captures_only = False
+        self._captures_only = False
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Compile, in this context, what a call needs, and end it in front of the first run."""
+        self._captures_only = True
+        try:
+            yield
+        except _Captured:
+            return
+        finally:
+            self._captures_only = False
+        raise AssertionError("a graph that was to be captured has run")
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         check_inputs(gm, example_inputs)
@@ -150,8 +161,8 @@ class StepCompiler:
 
         def run(*args: Any) -> Any:
             leaves.check(args)
-            if self.captures_only:
-                raise Captured
+            if self._captures_only:
+                raise _Captured
             if check_memory is not None:
                 check_memory(args)
             with nothing if agreement is None else agreement.running(variant, what, collectives):

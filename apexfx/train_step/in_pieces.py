@@ -26,8 +26,9 @@ from ..compiler.refusals import COMPILES_ITSELF
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
-from .function import add_gathered, apply_gradients, compute_gradients, gather, meaning, sparse_gradient
-from .objective import OfObjective
+from .errors import error_of_loss, sparse_gradient
+from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
+from .model import StepModel
 from .other_leaves import add_gradients, averaged, check_leaf, leaves_of, unscaled
 
 log = logging.getLogger(__name__)
@@ -40,21 +41,18 @@ class StepInPieces:
     eager, or of another part of the model than other ranks use, are averaged as well.
 
     Args:
-        model: the user's.
+        model: the user's, with the stand-ins that are in it while it is called.
         config: the options.
         report: where the graphs' reports go.
         groups: the process groups.
         agreement: among the ranks; None on one rank.
-        stand_ins: the replacements of modules, which are in the model while it is called.
-        of_objective: what is trained of the objective.
         on_change: called before parameters, buffers or what was accumulated change, or once they have.
     """
 
-    def __init__(self, model: nn.Module, config: TransformConfig, *, report: Report, groups: Groups,
-                 agreement: Agreement | None, stand_ins: Mapping[nn.Module, nn.Module], of_objective: OfObjective,
-                 on_change: Callable[[], None]) -> None:
-        self._model, self._report, self._stand_ins, self._on_change = model, report, stand_ins, on_change
-        self._of_objective = of_objective
+    def __init__(self, model: StepModel, config: TransformConfig, *, report: Report, groups: Groups,
+                 agreement: Agreement | None, on_change: Callable[[], None]) -> None:
+        self._model, self._stand_ins, self._objective_modules = model.model, model.stand_ins, model.objective_modules
+        self._report, self._on_change = report, on_change
         self._buckets, self._group, self._agreement = config.buckets, groups.gradients, agreement
         self._config = self._of_model(config)
         local = copy.copy(groups)
@@ -67,29 +65,25 @@ class StepInPieces:
         self._leaf_gradients: list[Tensor | None] = []
         self._shared: list[bool] = []  # whether a leaf is that of all ranks
 
-    def run_last(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
-                 gathered: list[bool], states: list[Tensor], scalars: list[Tensor], scale: Tensor | None, calls: int, plan: str,
-                 batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
+    def run_last(self, inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Do as `run_step`."""
-        loss, rest, grads = self._gradients(objective, params, scale, calls, batch, named_inputs)
-        if calls > 1:
-            grads = add_gathered(buffers, gathered, grads)
+        loss, rest, grads = self._gradients(inputs, batch, named_inputs)
+        if inputs.calls > 1:
+            grads = add_gathered(inputs, grads)
         if any(g is not None for g in grads):  # otherwise the step is refused
             self._on_change()
-        grads = average_over_ranks(self._names(), params, grads, self._buckets, self._group)
+        grads = average_over_ranks(self._names(), inputs.params, grads, self._buckets, self._group)
         self._add_to_leaves()
-        if calls > 1:
-            for buffer in buffers:
-                buffer.zero_()
-        return loss, rest, *apply_gradients(params, grads, states, scalars, plan)
+        for buffer in inputs.buffers:
+            buffer.zero_()
+        return loss, rest, *apply_gradients(inputs, grads)
 
-    def run_earlier(self, _: nn.Module, objective: Callable[..., Any], params: list[Tensor], buffers: list[Tensor],
-                    scale: Tensor | None, calls: int, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
+    def run_earlier(self, inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Do as `run_accumulate`."""
-        loss, rest, grads = self._gradients(objective, params, scale, calls, batch, named_inputs)
+        loss, rest, grads = self._gradients(inputs, batch, named_inputs)
         self._on_change()
         self._add_to_leaves()
-        return loss, rest, gather(buffers, grads)
+        return loss, rest, gather(inputs.buffers, grads)
 
     def _of_model(self, config: TransformConfig) -> TransformConfig:
         """Return the options of the model alone."""
@@ -100,22 +94,22 @@ class StepInPieces:
             config, ddp=False, process_group=config.process_group if config.sync_bn else None,
             passes=[p for p in config.passes if p.name not in left_out], skip=[s for s in config.skip if s not in left_out])
 
-    def _gradients(self, objective: Callable[..., Any], params: list[Tensor], scale: Tensor | None, calls: int,
-                   batch: tuple[Any, ...], named_inputs: Mapping[str, Any]) -> tuple[Tensor, Any, Sequence[Tensor | None]]:
+    def _gradients(self, inputs: StepInputs, batch: tuple[Any, ...],
+                   named_inputs: Mapping[str, Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
         """Run forward and backward; a failure changes nothing but what the forward has written."""
         before = self._versions()
         differentiate = functools.partial(self._differentiate, of_batch=set(map(id, tree_leaves((batch, named_inputs)))))
         try:
             with self._compiled_forward():
-                found = compute_gradients(self._model, objective, params, scale, calls, batch, named_inputs, differentiate)
-            self._leaf_gradients = [unscaled(g, scale) for g in self._leaf_gradients]
+                loss, rest, grads = compute_gradients(inputs, batch, named_inputs, differentiate)
+            self._leaf_gradients = [unscaled(g, inputs.scale) for g in self._leaf_gradients]
         except BaseException as error:
             if self._versions() != before:
                 self._on_change()
-            if isinstance(error, RuntimeError) and (clearer := meaning(str(error))) is not None:
-                raise clearer from error
+            if isinstance(error, RuntimeError) and (of_loss := error_of_loss(str(error))) is not None:
+                raise of_loss from error
             raise
-        sparse = next((p for p, g in zip(params, found[2]) if g is not None and g.layout != torch.strided), None)
+        sparse = next((p for p, g in zip(inputs.params, grads) if g is not None and g.layout != torch.strided), None)
         if sparse is not None:
             raise sparse_gradient(self._names()[id(sparse)])
         if not self._was_called:
@@ -124,7 +118,7 @@ class StepInPieces:
                        "rewritten it")
             self._report.note(message)
             log.warning(message)
-        return found
+        return loss, rest, grads
 
     def _differentiate(self, loss: Tensor, params: list[Tensor], of_batch: Collection[int]) -> list[Tensor | None]:
         """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
@@ -160,10 +154,10 @@ class StepInPieces:
         add_gradients(self._leaves, self._leaf_gradients)
 
     def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in (*self._model.named_parameters(), *self._of_objective.named_tensors()[0].items())}
+        return {id(p): name for name, p in (*self._model.named_parameters(), *self._objective_modules.named_tensors()[0].items())}
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(id(t), tensor_version(t)) for each in (self._model, self._of_objective)
+        return [(id(t), tensor_version(t)) for each in (self._model, self._objective_modules)
                 for t in (*each.parameters(), *each.buffers())]
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ _FIRST_SCALE = 2.0**16  # both as Apex has them
 _WARN_AFTER_SKIPS = 8
 
 
-class StepScale:
+class LossScale:
     """A loss scale and the number of skipped steps.
 
     Args:

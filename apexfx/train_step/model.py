@@ -15,7 +15,7 @@ from .._torch import forward_pre_hook, has_backward_hooks, has_global_module_hoo
 from ..compiler.dynamo_batch_norm import is_untraceable
 from ..compiler.stand_ins import needs_stand_in, refresh_stand_in, stand_in, write_back
 from ..report.data import Report
-from .objective import OfObjective
+from .objective import ObjectiveModules
 
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of a hook
 
@@ -27,18 +27,19 @@ class StepModel:
 
     Args:
         model: the user's.
-        of_objective: the modules of a loss, which are looked through as well.
+        objective_modules: those of a loss, which are looked through as well.
         group: over which all batch norms of the model are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
         half: what float32 inputs of the model are cast to before its forward, or None.
         report: where what a batch norm does is noted.
 
     Attributes:
+        model, objective_modules: as given.
         stand_ins: the replacement of each module that needs one.
     """
 
-    def __init__(self, model: nn.Module, of_objective: OfObjective, group: dist.ProcessGroup | None, half: torch.dtype | None,
-                 report: Report) -> None:
-        self._model, self._of_objective, self._group, self._report = model, of_objective, group, report
+    def __init__(self, model: nn.Module, objective_modules: ObjectiveModules, group: dist.ProcessGroup | None,
+                 half: torch.dtype | None, report: Report) -> None:
+        self.model, self.objective_modules, self._group, self._report = model, objective_modules, group, report
         self._half_inputs = functools.partial(_to_half, half) if half is not None else None
         self.stand_ins: dict[nn.Module, nn.Module] = {}
 
@@ -52,24 +53,24 @@ class StepModel:
         places = self._find()
         with contextlib.ExitStack() as stack:
             if self._half_inputs is not None:  # as Apex patches forward: Dynamo evaluates it before any pass has put casts in
-                stack.enter_context(forward_pre_hook(self._model, _HALF_INPUTS, self._half_inputs))
+                stack.enter_context(forward_pre_hook(self.model, _HALF_INPUTS, self._half_inputs))
             for modules, name, original in places:
                 modules[name] = self.stand_ins[original]
                 stack.callback(modules.__setitem__, name, original)
-            yield self._model
+            yield self.model
             for _, _, original in places:
                 write_back(self.stand_ins[original], original)
 
     def _find(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
         """Return where modules that need a replacement are registered, after making or refreshing it."""
         if has_global_module_hooks():
-            check_modules(self._model, self._group)  # raises
-        places, seen = [], {self._model}
-        for root, group in ((self._model, self._group), *((module, None) for module in self._of_objective.children())):
+            check_modules(self.model, self._group)  # raises
+        places, seen = [], {self.model}
+        for root, group in ((self.model, self._group), *((module, None) for module in self.objective_modules.children())):
             todo = [root]
             for module in todo:
-                if root is self._model and has_backward_hooks(module):
-                    check_modules(self._model, self._group)
+                if root is self.model and has_backward_hooks(module):
+                    check_modules(self.model, self._group)
                 children = registries(module).modules
                 for name, child in children.items():
                     if child is None:

@@ -16,7 +16,7 @@ from .._torch import registries
 _DEPTH = 6  # of objects, containers and functions below the objective
 
 
-class OfObjective(nn.Module):
+class ObjectiveModules(nn.Module):
     """Registers the modules and parameters of an objective that an optimizer holds, by the names that they have there.
 
     Looked through are attributes, lists and dictionaries, closures, the globals that a function names, what a method is bound to,

@@ -19,7 +19,7 @@ from ..buckets.reduce import reduce_gradients
 from ..config import BucketConfig
 from ..graph.inputs import Placeholder
 from ..graph.nodes import call, fake_mode, set_value, value
-from .function import has_history
+from .errors import has_history
 from .loss_scale import SCALE
 
 _BATCH = ("L['batch']", "L['named_inputs']")  # where the traced function holds it

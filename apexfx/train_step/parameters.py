@@ -14,18 +14,18 @@ from ..compiler.graph_compiler import Groups
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.broadcast import broadcast_from_first
-from .objective import OfObjective
+from .objective import ObjectiveModules
 
 
-def trained_parameters(model: nn.Module, of_objective: OfObjective, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the parameters of the optimizer that require a gradient.
 
     Raises:
         ValueError: some are neither the model's nor the objective's, are on another device, share memory, or have hooks; there
             are none.
     """
-    of_objective.refresh(optimizer)
-    names = {id(p): name for name, p in (*model.named_parameters(), *of_objective.named_tensors()[0].items())}
+    objective_modules.refresh(optimizer)
+    names = {id(p): name for name, p in (*model.named_parameters(), *objective_modules.named_tensors()[0].items())}
     given = [p for group in optimizer.param_groups for p in group["params"]]
     foreign = [p for p in given if id(p) not in names]
     if foreign:
@@ -44,7 +44,7 @@ def trained_parameters(model: nn.Module, of_objective: OfObjective, optimizer: t
         raise ValueError(f"apexfx: a hook is registered on parameter {hooked[0]!r} (register_hook or "
                          "register_post_accumulate_grad_hook), which a training step as one graph would not run; remove it, "
                          "or train with apexfx.transform() and the optimizer's own step()")
-    _check_memory(model, of_objective, {id(p) for p in trained})
+    _check_memory(model, objective_modules, {id(p) for p in trained})
     return trained
 
 
@@ -59,13 +59,13 @@ def missed_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> str
             f"(requires_grad_(False) saves computing them): {', '.join(missed[:5])}{', ...' if len(missed) > 5 else ''}")
 
 
-def _check_memory(model: nn.Module, of_objective: OfObjective, trained: set[int]) -> None:
+def _check_memory(model: nn.Module, objective_modules: ObjectiveModules, trained: set[int]) -> None:
     """Refuse a trained parameter that shares memory with another tensor: their updates would meet there.
 
     Args:
         trained: ids of the parameters.
     """
-    parameters, buffers = of_objective.named_tensors()
+    parameters, buffers = objective_modules.named_tensors()
     named = [*model.named_parameters(), *model.named_buffers(), *parameters.items(), *buffers.items()]
     for one, other in overlapping([tensor for _, tensor in named]):
         if trained & {id(named[one][1]), id(named[other][1])}:
@@ -88,10 +88,10 @@ def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             yield place, other
 
 
-def agree_on_model(model: nn.Module, of_objective: OfObjective, groups: Groups,
+def agree_on_model(model: nn.Module, objective_modules: ObjectiveModules, groups: Groups,
                    buckets: BucketConfig | None) -> Agreement | None:
     """Compare the model, and what is trained of the objective, over the ranks, and copy what they hold from rank 0."""
-    parameters, others = of_objective.named_tensors()
+    parameters, others = objective_modules.named_tensors()
     if buckets is not None:
         check_options(buckets, {**dict(model.named_parameters(remove_duplicate=False)), **parameters},
                       dist.get_world_size(groups.gradients))

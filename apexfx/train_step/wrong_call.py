@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import linecache
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_leaves, tree_map
-from .function import OfOutput
+from .errors import CaptureError
+from .function import SupervisedObjective
 
 _LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
@@ -32,6 +34,27 @@ class WrongCall:
 
     def __init__(self, model: nn.Module, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._model, self._objective, self._batch, self._named = model, objective, batch, named
+
+    @contextlib.contextmanager
+    def explained(self, traceable: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+        """Say how the step was called where that is why it fails.
+
+        Args:
+            traceable: in its context the model is as it was traced.
+        """
+        if isinstance(self._objective, SupervisedObjective):
+            self._objective.check(self._batch, self._named)
+        try:
+            yield
+        except CaptureError:
+            with traceable():
+                if (error := self.find()) is None:
+                    raise
+            raise error from None
+        except Exception as error:
+            if (explained := self.explain(error)) is error:
+                raise
+            raise explained from error
 
     def find(self) -> Exception | None:
         """Run model and objective on fake tensors, without Dynamo; return the error of that, None where there is none.
@@ -64,7 +87,7 @@ class WrongCall:
         kind = type(error) if type(error) in _PLAIN else RuntimeError
         name = "" if type(error).__module__.startswith(("builtins", "torch")) else f"{type(error).__name__}: "
         lines = [f"apexfx: {name}{_shortened(str(error))}", *_place(error, model), f"  called: {self}"]
-        if isinstance(self._objective, OfOutput):
+        if isinstance(self._objective, SupervisedObjective):
             lines.append("  expected: step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked")
         return kind("\n".join(lines))
 
@@ -72,7 +95,7 @@ class WrongCall:
         """What was called, and what that computes: "step(float32[8, 3], int64[8]), which computes ..."."""
         batch, named = [_shown(x) for x in self._batch], [f"{name}={_shown(x)}" for name, x in self._named.items()]
         call = ", ".join([*batch, *named])
-        if not isinstance(self._objective, OfOutput):
+        if not isinstance(self._objective, SupervisedObjective):
             return f"step({call}), which computes objective({', '.join(['model', *batch, *named])})"
         inputs = _arguments(self._batch[0]) if self._batch else ""
         return f"step({call}), which computes loss_fn({', '.join([f'model({inputs})', *batch[1:]])})"

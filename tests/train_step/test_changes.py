@@ -616,7 +616,7 @@ def test_a_step_that_failed_half_way_is_followed_by_none(optimizer, monkeypatch)
         raise KeyboardInterrupt("stop")
 
     with monkeypatch.context() as patch:
-        patch.setattr(step, "_finish", fails)  # the graph has run
+        patch.setattr(step, "_note_applied", fails)  # the graph has run
         with pytest.raises(KeyboardInterrupt):
             step(*batch)
     for use in (lambda: step(*batch), step.state_dict):

@@ -419,7 +419,7 @@ def test_an_update_that_fails_leaves_a_step_of_no_more_use():
     step = make(SGD, {"lr": 0.1})
     step.model.eval()
     step(*batches(1)[0])
-    step._scalars.clear()
+    step._state._scalars.clear()
     with pytest.raises(IndexError):
         step(*batches(1)[0])
     with pytest.raises(RuntimeError, match="earlier step failed"):
@@ -444,7 +444,7 @@ def test_capture_is_of_one_graph():
     step = make()
     with pytest.raises(RuntimeError, match="cannot be captured as one graph"):
         step.capture(*batches(1)[0])
-    assert not step._why_in_pieces
+    assert not step._graphs.why_in_pieces
     step(*batches(1)[0])
     with pytest.raises(RuntimeError, match="this step runs in pieces.*graph_break"):
         step.capture(*batches(1)[0])

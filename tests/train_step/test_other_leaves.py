@@ -341,7 +341,7 @@ def test_what_an_objective_holds_is_found(of):
     objective, wanted = of(model)
     step = apexfx.train_step(model, optimizer=SGD([*model.parameters(), *wanted.values()], lr=0.1), objective=objective,
                              opt_level="O0", inner="eager")
-    named, _ = step._of_objective.named_tensors()
+    named, _ = step._objective_modules.named_tensors()
     assert {name: id(p) for name, p in named.items()} == {f"objective.{name}": id(p) for name, p in wanted.items()}
     assert set(step.state_dict()["objective"]) == set(wanted)
 

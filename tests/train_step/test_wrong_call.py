@@ -12,7 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import apexfx
-from apexfx.train_step.function import OfOutput
+from apexfx.train_step.function import SupervisedObjective
 from apexfx.train_step.non_finite import first_non_finite
 from apexfx.train_step.wrong_call import WrongCall
 
@@ -267,7 +267,7 @@ def test_the_run_on_fakes_leaves_model_and_loss_as_they_were():
     model, loss, random = Net(), Loss(4), torch.get_rng_state()
     model.history = (model.body.weight * 2).sum()  # no leaf: plain deepcopy refuses it
     before = copy.deepcopy(loss.state_dict())
-    error = WrongCall(model, OfOutput(loss), (X, Y), {}).find()
+    error = WrongCall(model, SupervisedObjective(loss), (X, Y), {}).find()
     assert isinstance(error, AttributeError) and "no_such_attribute" in str(error)
     torch.testing.assert_close(loss.state_dict(), before, rtol=0, atol=0)
     assert not hasattr(loss, "seen") and not hasattr(model, "last") and torch.equal(random, torch.get_rng_state())
@@ -345,7 +345,7 @@ def test_the_search_for_what_is_not_finite_works_on_copies():
 
     loss, model, batch = Loss(4), Net(), {"x": X.clone()}
     before = copy.deepcopy((loss.state_dict(), model.state_dict()))
-    assert "forward is finite in eager" in first_non_finite(model, OfOutput(loss), (X, Y), {})
+    assert "forward is finite in eager" in first_non_finite(model, SupervisedObjective(loss), (X, Y), {})
     assert "forward is finite in eager" in first_non_finite(model, objective, (batch,), {})
     torch.testing.assert_close(model.state_dict(), before[1], rtol=0, atol=0)
     assert list(batch) == ["x"] and torch.equal(batch["x"], X)

@@ -1,0 +1,117 @@
+"""What a training step cannot do, in the words of its user."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from .._torch import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+    dynamo_config,
+    quiet_fakes,
+)
+from ..compiler.capture import local_name
+
+_EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
+_IN_PIECES = "pass fallback='transform' to run the step in pieces"
+
+
+class CaptureError(RuntimeError):
+    """Raised where a training step cannot be captured: for the call, which may be wrong, or for what the model does."""
+
+
+class NotOneGraph(CaptureError):
+    """Raised where a training step cannot be captured as one graph.
+
+    Attributes:
+        reason: what stood in the way, and where, in a line.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def has_history(name: str) -> NotOneGraph:
+    """Return the error of a loss that depends on a tensor which was computed, with gradients, outside of the step."""
+    reason = (f"the loss depends on {name}, which has a history (grad_fn): it was computed outside of the step from what "
+              "requires a gradient")
+    return NotOneGraph(f"apexfx: {reason}. Give the step {name}.detach(), or compute it inside of the objective, from a module "
+                       f"or a leaf; or {_IN_PIECES}, where gradients flow on into that history", reason)
+
+
+def sparse_gradient(name: str) -> ValueError:
+    """Return the error of a parameter whose gradient is sparse."""
+    return ValueError(f"apexfx: the gradient of {name!r} is sparse, and a training step updates by dense ones only. Use "
+                      "sparse=False in the embedding, or give its weight to an optimizer of its own")
+
+
+def error_of_loss(text: str) -> Exception | None:
+    """Return the error for a text of torch's that is about a loss which nothing can be trained by; None for any other text."""
+    if ours := re.search(r"apexfx: the (?:loss|objective)[^'\"\n]*", text):
+        return (TypeError if "has to return" in text else ValueError)(ours[0])
+    if "only for scalar outputs" in text:
+        return ValueError("apexfx: the loss is no scalar; have the loss function reduce it: .mean(), .sum()")
+    if "does not require grad" in text or "One of the differentiated Tensors" in text:
+        return ValueError("apexfx: the loss does not depend on any parameter that the optimizer holds: it is detached, "
+                          "computed under no_grad(), or of other parameters")
+    return None
+
+
+@contextlib.contextmanager
+def capture_errors() -> Iterator[None]:
+    """Raise a `CaptureError`, or what is wrong with the loss, in the place of Dynamo's errors."""
+    try:
+        with quiet_fakes():
+            yield
+    except BackendCompilerFailed as error:
+        if "does not support RNG ops" in str(error.inner_exception):
+            reason = "the model checkpoints activations around random numbers (dropout)"
+            raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph cannot compute again; checkpoint without "
+                              f"dropout, or {_IN_PIECES}", reason) from error
+        if "One of the differentiated Tensors" in str(error.inner_exception):
+            reason = "the forward writes a parameter in place (Embedding(max_norm=) does)"
+            raise ValueError(f"apexfx: {reason}, and a training step as one graph updates it at the end alone; train with "
+                             "apexfx.transform()") from error
+        raise error.inner_exception from None
+    except FailOnRecompileLimitHit as error:
+        if str(error).startswith("apexfx"):  # of the model's graphs in a step in pieces
+            raise
+        reason = (f"the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
+                  "changing")
+        raise NotOneGraph(
+            f"apexfx: {reason}: the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and "
+            "RNN are one op for all), a number that the step is called with or the model holds (give it as a tensor), a list in "
+            "the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes "
+            "the momentum unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; raise "
+            f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
+    except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
+        text = str(error)
+        if (of_loss := error_of_loss(text)) is not None:
+            raise of_loss from error
+        if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
+            raise CaptureError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
+        if (external := _EXTERNAL.search(text)) is not None:
+            raise has_history(local_name(external[2])) from error
+        if "consumed returned tensor's grad_fn" in text:
+            kept = re.search(r"Leaked output tensors: (.+)", text)
+            name = f" ({kept[1]})" if kept else ""
+            text = (f"the model keeps a tensor of this step{name} for the next one, with its history. Clear a part of the "
+                    "loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, None), and "
+                    "keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
+                    "that they compute; those of torch.nn.utils.parametrizations do not")
+        raise NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {text}\nMove that out of the model and "
+                          f"the loss, or {_IN_PIECES}", _in_a_line(text)) from error
+
+
+def _in_a_line(text: str) -> str:
+    """Return the first line of what Dynamo says, and the last place in the user's code that it names."""
+    places = re.findall(r'File "(.+)", line (\d+), in (\w+)', text)
+    where = " at {}:{}, in {}".format(*places[-1]) if places else ""
+    return text.strip().partition("\n")[0].rstrip(".") + where

@@ -1,0 +1,167 @@
+"""How a call of a training step runs: as one compiled graph, or in pieces."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .._torch import dynamo_config, tensor_version
+from ..compiler.graph_compiler import Groups, WeakBackend
+from ..compiler.model_index import ModelIndex
+from ..distributed.agreement import Agreement
+from ..report.data import Report
+from .compiler import StepCompiler
+from .errors import NotOneGraph, capture_errors
+from .function import StepInputs, compiled_separately, run_accumulate, run_step
+from .in_pieces import StepInPieces
+from .model import StepModel
+from .options import StepOptions
+from .state import TrainingState
+
+log = logging.getLogger(__name__)
+
+_LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
+_DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
+           "fail_on_recompile_limit_hit": True,
+           # A float that the forward changes and keeps in an attribute would be the same from the third call on (2.13).
+           "specialize_float": True,
+           # Hooks that are registered, and parameters that are tied, after the first call.
+           "skip_nnmodule_hook_guards": False, "skip_no_tensor_aliasing_guards_on_parameters": False}
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """What a call runs.
+
+    Attributes:
+        last, earlier: as `run_step` and `run_accumulate`.
+        dynamo: the configuration of Dynamo that they are traced under.
+    """
+
+    last: Callable[..., tuple[Any, ...]]
+    earlier: Callable[..., tuple[Any, ...]]
+    dynamo: Mapping[str, Any]
+
+    @functools.cached_property
+    def patch(self) -> Any:
+        return dynamo_config.patch(dict(self.dynamo))  # making one costs more than entering it
+
+
+class StepGraphs:
+    """Runs the function of a step.
+
+    Args:
+        model: what the function is called with.
+        objective: `objective(model, *batch, **named)`.
+        state: what the step reads and writes besides its batch.
+        options: of the step.
+        report: where the graphs' reports go.
+        groups: the process groups.
+        agreement: among the ranks; None on one rank.
+        index: of the names of the model's tensors.
+
+    Attributes:
+        why_in_pieces: what cannot be captured as one graph; "" while nothing stands in the way.
+    """
+
+    def __init__(self, model: StepModel, objective: Callable[..., Any], state: TrainingState, options: StepOptions, *,
+                 report: Report, groups: Groups, agreement: Agreement | None, index: ModelIndex) -> None:
+        self._model, self._objective, self._state, self._options = model, objective, state, options
+        self._report, self._groups, self._agreement = report, groups, agreement
+        self.why_in_pieces = ""
+        compiler = functools.partial(StepCompiler, options.config, report=report, groups=groups, agreement=agreement, index=index,
+                                     on_run=state.note_change, memory_budget=options.memory_budget)
+        self._compiler, self._compiler_of_earlier = compiler(), compiler(reduce_gradients=False)
+        compiled = functools.partial(torch.compile, fullgraph=True, dynamic=options.config.dynamic)
+        loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
+        self._functions = _Functions(
+            compiled(compiled_separately(run_step), backend=WeakBackend(self._compiler)),
+            compiled(compiled_separately(run_accumulate), backend=WeakBackend(self._compiler_of_earlier)),
+            # Logging would break the graph: what the model logs is left out.
+            {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers})
+
+    def run_last(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Run what ends an accumulation, and return what `run_step` does."""
+        return self._run("last", batch, named)
+
+    def run_earlier(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Run what gathers gradients, and return what `run_accumulate` does."""
+        return self._run("earlier", batch, named)
+
+    def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Compile the one graph that ends an accumulation, and run nothing.
+
+        Raises:
+            RuntimeError: the step runs in pieces.
+        """
+        if self.why_in_pieces:
+            raise RuntimeError("apexfx: capture() compiles the graph of a whole step, and this step runs in pieces, which are "
+                               f"captured as they run: {self.why_in_pieces}")
+        with self._compiler.capturing():
+            self._call("last", batch, named)
+
+    def _run(self, function: str, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        try:
+            return self._call(function, batch, named)
+        except NotOneGraph as error:
+            if self._options.fallback is None or self.why_in_pieces:
+                raise
+            with self._in_pieces_from_now_on(error.reason):
+                return self._call(function, batch, named)
+
+    def _call(self, function: str, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        if torch.is_anomaly_enabled() and not self.why_in_pieces:
+            reason = "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient"
+            raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
+                              "fallback='transform', where it sees the model's backward as one function, or look for the op in "
+                              "eager torch", reason)
+        gradients = self._gradients()
+        with self._patched(), torch.no_grad(), capture_errors(), self._model.traceable() as model:
+            inputs = StepInputs(model, self._objective, **self._state.inputs())
+            outputs = getattr(self._functions, function)(inputs, batch, named)
+        if self._gradients() != gradients:
+            raise RuntimeError("apexfx: the objective or the model calls backward() itself, and what that adds to .grad is in "
+                               "no update of the step; add that loss to the one that the objective returns")
+        return outputs
+
+    def _gradients(self) -> list[Any]:
+        """Return what is in `.grad`, to be compared."""
+        grads = [p.grad for p in self._state.params]
+        return [g if g is None else (id(g), tensor_version(g)) for g in grads]
+
+    def _patched(self) -> contextlib.AbstractContextManager[Any]:
+        is_set = all(getattr(dynamo_config, name) == value for name, value in self._functions.dynamo.items())
+        return contextlib.nullcontext() if is_set else self._functions.patch
+
+    @contextlib.contextmanager
+    def _in_pieces_from_now_on(self, reason: str) -> Iterator[None]:
+        """Put functions that Dynamo need not capture in the place of those that it could not, on all ranks or on none.
+
+        Where the call fails in pieces as well, and has changed nothing, it was the call: the next one is one graph again.
+        """
+        if self._agreement is not None:
+            self._agreement.compare("way in which the training step runs",
+                                    ["in pieces, since it cannot be captured as one graph"])
+        before, notes, num_graphs = self._functions, list(self._report.notes), len(self._report.graphs)
+        message = ("apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks "
+                   f"for: {reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the "
+                   "update run op by op")
+        self._report.note(message)
+        pieces = StepInPieces(self._model, self._options.config, report=self._report, groups=self._groups,
+                              agreement=self._agreement, on_change=self._state.note_change)
+        self._functions = _Functions(pieces.run_last, pieces.run_earlier, {**_DYNAMO, "trace_autograd_ops": False})
+        self.why_in_pieces = reason
+        try:
+            yield
+        except BaseException:
+            if not self._state.changed:
+                self._functions, self.why_in_pieces, self._report.notes[:] = before, "", notes
+                del self._report.graphs[num_graphs:]
+            raise
+        log.warning(message)

@@ -1,0 +1,83 @@
+"""The options of a training step, checked once."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..config import TransformConfig
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of `train_step` as it documents them; `config` holds those that `transform` has, too."""
+
+    config: TransformConfig
+    loss_scale: float | str | None = None
+    max_grad_norm: float | None = None
+    accumulate: int = 1
+    keep_grads: bool = False
+    memory_budget: int | None = None
+    fallback: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_numbers()
+        if self.fallback not in (None, "transform"):
+            raise ValueError(f"apexfx: fallback={self.fallback!r} was given, expected 'transform' or None")
+        if self.fallback is not None and self.config.fullgraph:
+            raise ValueError("apexfx: fullgraph=True asks for one graph, and fallback='transform' for several where one is not "
+                             "possible; leave one of them out")
+
+    @classmethod
+    def from_arguments(cls, own: Mapping[str, Any], options: Mapping[str, Any]) -> StepOptions:
+        """Return the options of a call of `train_step`.
+
+        Args:
+            own: those that a step has of its own.
+            options: those of `transform`.
+
+        Raises:
+            ValueError, TypeError: one does not exist, does not fit, or contradicts another.
+        """
+        config = TransformConfig.from_options(options, also=["objective", *own])
+        if options.get("fullgraph") is False:
+            raise ValueError("apexfx: fullgraph=False was given, and a training step is one graph or an error; leave it out, or "
+                             "pass fallback='transform' to run in pieces what cannot be captured")
+        return cls(config, **own)
+
+    def _check_numbers(self) -> None:
+        scale, norm, accumulate, budget = self.loss_scale, self.max_grad_norm, self.accumulate, self.memory_budget
+        if scale not in (None, "dynamic") and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
+            raise ValueError(f"apexfx: loss_scale={scale!r} was given, expected 'dynamic', a positive number or None")
+        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
+            raise ValueError(f"apexfx: max_grad_norm={norm!r} was given, expected a positive number or None")
+        if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+            raise ValueError(f"apexfx: accumulate={accumulate!r} was given, expected a number of calls, 1 or more")
+        if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
+            raise ValueError(f"apexfx: memory_budget={budget!r} was given, expected a number of bytes or None")
+
+
+def check_what_is_trained(loss_fn: Callable[..., Any] | None, optimizer: Any, objective: Callable[..., Any] | None) -> None:
+    """Refuse a loss or an optimizer that no step can be made of.
+
+    Raises:
+        TypeError: what was given.
+    """
+    if (loss_fn is None) == (objective is None):
+        raise TypeError("apexfx: train_step() takes loss_fn= or objective=, and one of them has to be given")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"apexfx: optimizer={optimizer!r} ({type(optimizer).__name__}) was given, expected a "
+                        "torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(f"apexfx: {type(optimizer).__name__} calls a closure to compute the loss several times a step, and "
+                        "train_step() computes it once; train with apexfx.transform() and the optimizer's own step()")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

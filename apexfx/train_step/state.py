@@ -1,0 +1,268 @@
+"""What a training step reads and writes besides its batch, brought up to date before each call."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import note_optimizer_ran
+from ..compiler.model_index import ModelIndex
+from ..ops.apply_gradients import StepPlan
+from ..report.data import Report
+from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
+from .objective import ObjectiveModules
+from .optimizer_state import OptimizerState, structure, why_outside
+from .options import StepOptions
+from .other_leaves import unshared
+from .parameters import missed_parameters, trained_parameters
+
+log = logging.getLogger(__name__)
+
+
+class TrainingState:
+    """Parameters, the optimizer's state, the loss scale and gathered gradients, as the lists that a step's function takes.
+
+    Args:
+        model, optimizer: the user's.
+        objective_modules: what is trained of the objective.
+        options: of the step.
+        scale: the loss scale.
+        report: where what the graph does not update is noted.
+        index: is told the names of all that is here.
+        device: of what is trained, when the step was made.
+
+    Attributes:
+        params: what is trained, in the order of the updates.
+        names: of parameters, by id.
+        buffers: the gathered gradients of `params`; [] where no calls accumulate.
+        gathered: ids of the parameters that have a gradient there.
+        num_calls: how many calls there were since the step was made or loaded a state.
+        changed: whether the call under way has changed something.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, objective_modules: ObjectiveModules,
+                 options: StepOptions, scale: LossScale, report: Report, index: ModelIndex, device: torch.device) -> None:
+        self._model, self._optimizer, self._objective_modules = model, optimizer, objective_modules
+        self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
+        self._structure: list[Any] | None = None  # of the optimizer, which the lists follow from
+        self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
+        self._labels: dict[int, int] = {}
+        self._scalars: list[Tensor] = []
+        self._plan = ""
+        self.params: list[Tensor] = []
+        self.names: dict[int, str] = {}
+        self.buffers: list[Tensor] = []
+        self.gathered: set[int] = set()
+        self.num_calls = 0
+        self.changed = False
+        self._broken = ""  # why nothing can be trained on
+        weakref.finalize(self, _warn_of_gathered, self.gathered)
+
+    # ---- before a call ----------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Read what a user may have changed since the last call."""
+        if self._structure is None:
+            self._read_optimizer()
+        if self._optimizer_state is not None:
+            self._optimizer_state.set_learning_rates()
+
+    def inputs(self) -> dict[str, Any]:
+        """Return what `StepInputs` has of this."""
+        state = self._optimizer_state
+        return {"params": self.params, "buffers": self.buffers,
+                "gathered": [id(p) in self.gathered for p in self.params] if self.buffers else [],
+                "states": state.states if state is not None else [], "scalars": self._scalars,
+                "scale": self._scale.tensors.get(SCALE), "calls": self._options.accumulate, "plan": self._plan}
+
+    def num_gathered_calls(self) -> int:
+        """Return how many calls have gathered gradients that are not applied."""
+        return self.num_calls % self._options.accumulate
+
+    def _read_optimizer(self) -> None:
+        """Make the lists, and write down for the graph what happens to the gradients."""
+        trained = trained_parameters(self._model, self._objective_modules, self._optimizer)
+        if trained[0].device != self._device:
+            raise ValueError(f"apexfx: the model was on {self._device} when the step was made, and is now on "
+                             f"{trained[0].device}; make a new step")
+        if self.num_gathered_calls() and set(map(id, trained)) != set(map(id, self.params)):
+            raise RuntimeError(f"apexfx: other parameters are to be trained after {self.num_gathered_calls()} of "
+                               f"{self._options.accumulate} calls that accumulate; change them after the call that applies the "
+                               "gradients")
+        outside = check_optimizer(self._optimizer, trained, self._options, self._scale.mode)
+        note_what_is_outside(self._model, self._optimizer, outside, self._report)
+        state = None if outside else OptimizerState(self._optimizer, set(map(id, trained)), self._labels)
+        known = dict(zip(map(id, self.params), self.buffers))
+        self._optimizer_state, self.params = state, trained if state is None else state.params
+        if self._options.accumulate > 1:
+            self.buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
+                            for p in self.params]
+        scalars = {**self._scale.tensors, **(state.scalars if state is not None else {})}
+        self._scalars, self._plan = list(scalars.values()), self._make_plan(list(scalars))
+        of_objective, _ = self._objective_modules.named_tensors()
+        self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
+        self._index.add_parameters(of_objective)
+        self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **self._scale.tensors,
+                                **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)}})
+        self._structure = structure(self._optimizer)
+
+    def _make_plan(self, scalars: list[str]) -> str:
+        state, dynamic = self._optimizer_state, self._scale.mode == "dynamic"
+        max_grad_norm, clip_epsilon = clipping(self._optimizer, self._options)
+        return StepPlan(
+            groups=state.rows(scalars) if state is not None else (),
+            scale=scalars.index(SCALE) if SCALE in scalars else None,
+            growth_tracker=scalars.index(GROWTH) if dynamic else None,
+            max_scale=MAX_SCALE if dynamic else None,
+            max_grad_norm=max_grad_norm,
+            clip_epsilon=clip_epsilon,
+            skips=scalars.index(SKIPS) if SKIPS in scalars else None,
+            keeps_gradients=self._options.keep_grads or state is None,
+        ).to_json()
+
+    # ---- around a call ----------------------------------------------------------------------------------------------------
+
+    def note_change(self) -> None:
+        """Note that parameters, buffers, state or gathered gradients change from now on."""
+        self.changed = True
+
+    def check_whole(self) -> None:
+        """Raise where an earlier call failed half-way."""
+        if self._broken:
+            raise RuntimeError(f"apexfx: an earlier step failed after it had begun to change parameters, buffers or optimizer "
+                               f"({self._broken}), and may have left them half changed; load a checkpoint by the step's own "
+                               "load_state_dict(), or load model and optimizer and make a new step")
+
+    @contextlib.contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Leave everything as it was where a call fails before it has changed anything; let none follow that fails later."""
+        self.check_whole()
+        self.changed = False
+        before: dict[Tensor, Any] | None = None
+        state = self._optimizer_state
+        if structure(self._optimizer) != self._structure or state is not None and state.was_counted_by_others():
+            self._structure = None
+            before = {p: dict(held) for p, held in self._optimizer.state.items()}
+        try:
+            yield
+        except BaseException as error:
+            if self.changed:
+                self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            elif before is not None:
+                self._optimizer.state.clear()
+                self._optimizer.state.update(before)
+                self._structure = None
+            raise
+
+    # ---- after a call -----------------------------------------------------------------------------------------------------
+
+    def note_gathered(self, present: Sequence[bool]) -> None:
+        """Note which parameters a call has gathered gradients of."""
+        self.num_calls += 1
+        self.gathered.update(id(p) for p, here in zip(self.params, present) if here)
+
+    def note_applied(self, found_inf: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
+        """Hand gradients out of the graph, and let an optimizer that is not in it do its step.
+
+        Args:
+            found_inf: as of `apply_gradients`.
+            present: for each parameter whether it had a gradient.
+            gradients: those that left the graph.
+        """
+        self.num_calls += self._options.accumulate - self.num_gathered_calls()
+        self.gathered.clear()
+        if self._options.keep_grads or self._optimizer_state is None:
+            self._drop_gradients()  # what nobody computed now is not to be applied
+            left = iter(unshared(gradients))
+            for p, here in zip(self.params, present):
+                p.grad = next(left) if here else None
+        if self._optimizer_state is not None:
+            self._note_updated([p for p, here in zip(self.params, present) if here])
+            return
+        if self._scale.mode is None or not found_inf.item():
+            self._optimizer.step()
+        if not self._options.keep_grads:
+            self._drop_gradients()
+
+    def _note_updated(self, updated: Sequence[Tensor]) -> None:
+        torch.autograd.graph.increment_version(updated)
+        note_optimizer_ran(self._optimizer)
+        self._optimizer_state.note_run()
+        labels = self._optimizer_state.split(set(map(id, updated))) if len(updated) < len(self.params) else None
+        if labels is not None:
+            self._labels = labels
+            self._read_optimizer()
+
+    def _drop_gradients(self) -> None:
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def drop_gathered(self) -> None:
+        """Forget gathered gradients, and that a call failed: a state was loaded."""
+        for buffer in self.buffers:
+            buffer.zero_()
+        self.gathered.clear()
+        self.num_calls, self._broken = 0, ""
+
+
+def clipping(optimizer: torch.optim.Optimizer, options: StepOptions) -> tuple[float | None, float]:
+    """Return to which norm gradients are clipped, and what is added to the norm: the optimizer may do that itself.
+
+    Raises:
+        ValueError: both have a norm.
+    """
+    own = getattr(optimizer, "max_grad_norm", None)  # of apexfx.optimizers
+    if not own:
+        return options.max_grad_norm, 1e-6
+    if options.max_grad_norm is not None:
+        raise ValueError(f"apexfx: max_grad_norm={options.max_grad_norm} was given, and {type(optimizer).__name__} clips "
+                         f"to max_grad_norm={own} itself; leave one of them out")
+    return own, optimizer.clip_epsilon
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], options: StepOptions,
+                    scale_mode: float | str | None, half: torch.dtype | None = None) -> str:
+    """Return why the optimizer updates outside of the graph, "" where it does not.
+
+    Args:
+        half: what float32 parameters are about to be cast to; None where that is done, or not asked for.
+
+    Raises:
+        ValueError: it does not go with the options of the step.
+    """
+    max_grad_norm, _ = clipping(optimizer, options)
+    complex_ones = [p for p in trained if p.is_complex()]
+    if complex_ones and (max_grad_norm is not None or scale_mode is not None):
+        raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
+                         "nor unscaled in the graph; leave out max_grad_norm and loss_scale")
+    outside = why_outside(optimizer, half)
+    float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
+    if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):
+        why = "keep_grads=True was given" if not outside else f"{type(optimizer).__name__} updates outside of the graph"
+        raise ValueError(
+            f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "
+            "in float16, where the small ones become zero. Use opt_level='O2' on a float32 model, an optimizer of "
+            "apexfx.optimizers with master_weights=True that updates in the graph, or loss_scale=1.0 to train without one")
+    return outside
+
+
+def note_what_is_outside(model: nn.Module, optimizer: torch.optim.Optimizer, outside: str, report: Report) -> None:
+    """Say in the report which parameters the step does not update, and why its graph updates none, where `outside` says so."""
+    if (missed := missed_parameters(model, optimizer)) and missed not in report.notes:
+        report.note(missed)
+        log.warning(missed)
+    if outside:
+        report.note(f"apexfx: {type(optimizer).__name__} updates outside of the graph, by its own step(): {outside}")
+
+
+def _warn_of_gathered(gathered: set[int]) -> None:
+    if gathered:
+        log.warning("apexfx: a training step is dropped that has gathered gradients of %d parameters and not applied them: the "
+                    "number of calls was no multiple of accumulate=. Call step.flush() after the last", len(gathered))
