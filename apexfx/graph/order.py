@@ -128,11 +128,14 @@ class _Versions:
         num_writes: dict[int, int] = defaultdict(int)
         contents: dict[int, int] = {}  # memory -> what is in it depends on
         memory = {row.node: row.memory for row in graph}
+        of_inputs = {m for row in graph if row.node.op == "placeholder" for m in row.memory}
         for row in graph:
             mask = 0
             for source in row.inputs:
                 mask |= results[source]
-                for m in self._memory.intersection(memory[source]):
+                # What is returned of an input's memory is as the graph leaves it: no write comes behind that.
+                read = self._memory.intersection(memory[source]).difference(of_inputs if row.node.op == "output" else ())
+                for m in read:
                     mask |= contents.get(m, 0) | self._bit(m, num_writes[m])
             masks[row.node] = mask
             for m in row.writes:

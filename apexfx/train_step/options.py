@@ -54,10 +54,10 @@ class StepOptions:
         scale, norm, accumulate, budget = self.loss_scale, self.max_grad_norm, self.accumulate, self.memory_budget
         if scale not in (None, "dynamic") and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
             raise ValueError(f"apexfx: loss_scale={scale!r} was given, expected 'dynamic', a positive number or None")
-        if norm is not None and not (isinstance(norm, (int, float)) and norm > 0):
+        if norm is not None and not (_is_number(norm) and norm > 0):
             raise ValueError(f"apexfx: max_grad_norm={norm!r} was given, expected a positive number or None")
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-            raise ValueError(f"apexfx: accumulate={accumulate!r} was given, expected a number of calls, 1 or more")
+            raise ValueError(f"apexfx: accumulate={accumulate!r} was given, expected a whole number of calls, 1 or more")
         if budget is not None and (not isinstance(budget, int) or isinstance(budget, bool) or budget < 0):
             raise ValueError(f"apexfx: memory_budget={budget!r} was given, expected a number of bytes or None")
 
@@ -69,7 +69,11 @@ def check_what_is_trained(loss_fn: Callable[..., Any] | None, optimizer: Any, ob
         TypeError: what was given.
     """
     if (loss_fn is None) == (objective is None):
-        raise TypeError("apexfx: train_step() takes loss_fn= or objective=, and one of them has to be given")
+        how_many = "neither" if loss_fn is None else "both"
+        raise TypeError(f"apexfx: train_step() takes either loss_fn= or objective=, and {how_many} of them was given")
+    if isinstance(kind := loss_fn or objective, type):
+        raise TypeError(f"apexfx: the class {kind.__name__} was given, expected what computes the loss; make one: "
+                        f"{kind.__name__}()")
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"apexfx: optimizer={optimizer!r} ({type(optimizer).__name__}) was given, expected a "
                         "torch.optim.Optimizer")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.broadcast import broadcast_from_first
 from .objective import ObjectiveModules
+from .options import StepOptions
 
 
 def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -88,9 +91,10 @@ def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             yield place, other
 
 
-def agree_on_model(model: nn.Module, objective_modules: ObjectiveModules, groups: Groups,
-                   buckets: BucketConfig | None) -> Agreement | None:
-    """Compare the model, and what is trained of the objective, over the ranks, and copy what they hold from rank 0."""
+def agree_on_model(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer, groups: Groups,
+                   options: StepOptions) -> Agreement | None:
+    """Compare what is trained, and how, over the ranks, and copy what model and objective hold from rank 0."""
+    buckets = options.config.buckets
     parameters, others = objective_modules.named_tensors()
     if buckets is not None:
         check_options(buckets, {**dict(model.named_parameters(remove_duplicate=False)), **parameters},
@@ -101,7 +105,18 @@ def agree_on_model(model: nn.Module, objective_modules: ObjectiveModules, groups
         agreement = Agreement(groups.user, Label(groups.user, "train_step"), (buckets or BucketConfig()).timeout_s,
                               getattr(groups.gradients or groups.batch_norm, "watchdog", None))
         agreement.ensure_model(tensors.items())
+        if groups.gradients is not None:
+            agreement.ensure("the options of the training step and its optimizer", _update_rows(optimizer, options))
     groups.separate_batch_norm()
     if groups.gradients is not None:
         broadcast_from_first(tensors.values(), groups.gradients)
     return agreement
+
+
+def _update_rows(optimizer: torch.optim.Optimizer, options: StepOptions) -> list[Any]:
+    """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
+    own = [[field.name, getattr(options, field.name)] for field in dataclasses.fields(options) if field.name != "config"]
+    groups = [[f"group {place} of {type(optimizer).__name__}",
+               {name: str(value) for name, value in group.items() if name != "params" and not isinstance(value, Tensor)}]
+              for place, group in enumerate(optimizer.param_groups)]
+    return [*own, ["optimizer", type(optimizer).__name__], *groups]

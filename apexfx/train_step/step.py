@@ -61,7 +61,7 @@ class TrainStep:
         outside = check_optimizer(optimizer, trained, options, self._scale.mode, casts_to)
         note_what_is_outside(model, optimizer, outside, self.report)
         # From here on, things change.
-        self._agreement = agree_on_model(model, self._objective_modules, self._groups, config.buckets)
+        self._agreement = agree_on_model(model, self._objective_modules, optimizer, self._groups, options)
         if casts_to is not None:
             cast_model(model, half, only=(torch.float32,), buffers=False, keep_batchnorm=config.level.keep_batchnorm_fp32)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)

@@ -127,6 +127,16 @@ def test_ranks_with_other_models_or_graphs_are_told(rank, world_size):
         step(torch.ones(4, 3), torch.ones(4, 2))
 
 
+@on_ranks(2)
+def test_ranks_that_would_update_otherwise_are_told(rank, world_size):
+    norm, calls, rate = (1.0, 0.1)[rank], 1 + rank, (0.1, 0.01)[rank]
+    for own, lr, name in (({"max_grad_norm": norm}, 0.1, "max_grad_norm"), ({"accumulate": calls}, 0.1, "accumulate"),
+                          ({}, rate, "0.01")):
+        model = nn.Linear(3, 2)
+        with pytest.raises(apexfx.RankMismatchError, match=f"the options of the training step and its optimizer.*\n.*{name}"):
+            apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=lr), ddp=True, **own)
+
+
 class Heads(nn.Module):
     """Which of the heads, all of one shape, is used is an argument."""
 

@@ -112,6 +112,28 @@ def swapped_writes(gm):
     move(second, before=first)
 
 
+def returns_a_view(w, x):
+    return w.view(3), w * x
+
+
+def late_write(gm):
+    w, x = gm.graph.find_nodes(op="placeholder")
+    with gm.graph.inserting_before(gm.graph.output_node()):
+        call(gm.graph, aten.add_.Tensor, (w, x), like=node_of(gm, aten.mul.Tensor))
+
+
+def fills_a_result(w, x):
+    y = w * x
+    aten.add_.Tensor(y, 1)
+    return y
+
+
+def lost_write_to_a_result(gm):
+    write = node_of(gm, aten.add_.Tensor)
+    write.replace_all_uses_with(write.args[0])
+    gm.graph.erase_node(write)
+
+
 CHANGED_PLACES = "the two have changed places"
 
 
@@ -123,6 +145,7 @@ CHANGED_PLACES = "the two have changed places"
     (cosines, computed_again_behind_the_write, CHANGED_PLACES),
     (two_draws, swapped_draws, "draws random numbers as well"),
     (two_writes, swapped_writes, CHANGED_PLACES),
+    (fills_a_result, lost_write_to_a_result, CHANGED_PLACES),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_what_changes_the_meaning_is_an_error(function, edit, problem):
     gm = graph_of(function)
@@ -136,6 +159,7 @@ def test_what_changes_the_meaning_is_an_error(function, edit, problem):
 
 @pytest.mark.parametrize("function, edit", [
     (reads_then_writes, independent), (reads_then_writes, replaced_write), (cosines, computed_again_in_front_of_it),
+    (returns_a_view, late_write),
 ], ids=lambda value: value.__name__)
 def test_what_keeps_it_is_none(function, edit):
     gm = graph_of(function)

@@ -275,6 +275,27 @@ def test_a_step_is_neither_copied_nor_pickled():
         copy.deepcopy(heads())
 
 
+@pytest.mark.parametrize("inner, handed_on", [
+    ("eager", lambda w: w), ("eager", torch.detach), ("eager", lambda w: w.transpose(0, 1)), ("eager", lambda w: w[0]),
+    ("inductor", lambda w: w[0])])
+def test_an_objective_may_return_a_parameter(inner, handed_on):
+    model, batch = net(), batches(1)[0]
+    reference = copy.deepcopy(model)
+
+    def objective(model, x, labels):
+        return F.cross_entropy(model(x), labels), handed_on(model[0].weight)
+
+    step = apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner=inner)
+    optimizer = SGD(reference.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss, expected = objective(reference, *batch)
+        loss.backward()
+        optimizer.step()
+        _, returned = step(*batch)
+        torch.testing.assert_close(returned, expected.detach(), **ROUNDING)  # as the update leaves it
+
+
 def test_what_the_objective_returns_besides_the_loss_may_be_none():
     model = nn.Linear(2, 2)
     step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (m(x).sum(), None),
