@@ -10,8 +10,9 @@ from typing import Any
 from torch import fx
 
 from ._torch import compiling_backend
-from .compiler.graph_compiler import GraphCompiler, Groups, make_compiler
+from .compiler.graph_compiler import GraphCompiler, make_compiler
 from .compiler.pipeline import warn_unmatched
+from .compiler.process_groups import Groups
 from .config import TransformConfig
 from .distributed.agreement import Label
 from .report.data import Report

@@ -10,23 +10,19 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
 
 from . import passes as passes_
 from . import subclassing
-from ._torch import backend_of, drop_compiled_call, not_traced
+from ._torch import drop_compiled_call, not_traced
 from .backend import compiler_for
-from .buckets.plan import check_options
 from .compiler import compiled_model
-from .compiler.compiled_model import CompiledModel, check_not_averaged, with_private_code
+from .compiler.compiled_model import CompiledModel, with_private_code
 from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
-from .compiler.refusals import COMPILES_ITSELF, check_whole
+from .compiler.model_setup import check_model, set_up
+from .compiler.refusals import COMPILES_ITSELF
 from .compiler.stand_ins import make_traceable, traced_forward
 from .config import TransformConfig
-from .distributed.broadcast import broadcast_from_first
-from .precision.half_model import cast_model
 from .report.data import Report
 from .subclassing import subclass
 
@@ -62,25 +58,15 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         RankMismatchError: ranks hold different models.
     """
     config = TransformConfig.from_options(options)
-    check_model(model, config)
+    check_model(model, config, "transform", give="transform the module",
+                inner="transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
     notes = _notes_of_modules(model, config)
     passes_.check_names(config)
     compiler = compiler_for(config)
     for note in notes:
         compiler.report.note(note)
         log.info(note)
-    if config.buckets is not None:
-        check_options(config.buckets, dict(model.named_parameters(remove_duplicate=False)),
-                      dist.get_world_size(compiler.groups.gradients))
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    if compiler.agreement is not None:  # before the first collective, which would hang on a rank that differs
-        compiler.agreement.ensure_model(tensors.items())
-    compiler.groups.separate_batch_norm()
-    if compiler.groups.gradients is not None:
-        broadcast_from_first(tensors.values(), compiler.groups.gradients)
-    if config.level.half_parameters:
-        cast_model(model, config.half_dtype(p.device for p in model.parameters()), only=(torch.float32,), buffers=False,
-                   keep_batchnorm=config.level.keep_batchnorm_fp32)
+    set_up(model, config, compiler.groups, compiler.agreement)
     made = make_transformed(type(model), model.__dict__, config, compiler)
     drop_compiled_call(made)  # it would run the model itself
     return made
@@ -92,37 +78,11 @@ transform.__signature__ = inspect.Signature(  # the options and their defaults, 
     return_annotation="nn.Module")
 
 
-def check_model(model: nn.Module, config: TransformConfig, function: str = "transform") -> None:
-    """Refuse what cannot be transformed as a whole, by these options; `function` is whose they are."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"apexfx: {function}() was given {type(model).__name__}, expected a torch.nn.Module")
-    if backend_of(model) is not None:
-        raise ValueError(f"apexfx: {function}() compiles by itself; give it the module, not the result of torch.compile()")
-    whole = function == "train_step"
-    for name, module in model.named_modules():
-        if isinstance(module, TransformedModule):
-            where = f"submodule {name!r}" if name else "the model"
-            advice = "give train_step() the module" if whole else "transform the module"
-            raise ValueError(f"apexfx: {where} is transformed already; {advice} it was made from, with all options")
-    check_not_averaged(model, "give train_step() the inner module, and ddp=True instead of the wrapper" if whole else
-                       "transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
-    check_whole(model)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    half = config.half_dtype(p.device for p in model.parameters())
-    if config.opt_level != "O0" and not _can_compute(device, half):
-        raise ValueError(f"apexfx: {device} cannot compute in dtype={half}, which {config.opt_level} uses; give "
-                         "dtype=torch.float16, or opt_level='O0'")
-
-
 def _notes_of_modules(model: nn.Module, config: TransformConfig) -> list[str]:
     """Ask the modules whose class has a say in it, as amp's have, whether they can be transformed, and what to note."""
     notes = [module.apexfx_before_transform(f"submodule {name!r}" if name else "the model", config.opt_level)
              for name, module in model.named_modules() if hasattr(type(module), "apexfx_before_transform")]
     return [note for note in notes if note]
-
-
-def _can_compute(device: torch.device, dtype: torch.dtype) -> bool:
-    return dtype != torch.bfloat16 or device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 class TransformedModule:

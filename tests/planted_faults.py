@@ -124,9 +124,9 @@ FAULTS = (
           "        return buffer.clone() if held else None", "        return buffer.clone()"),
     Fault("the loss is that of one of several calls", "train_step/function.py",
           "        share = loss / inputs.calls if inputs.calls > 1 else loss", "        share = loss"),
-    Fault("parameters that take turns are counted apart", "train_step/optimizer_state.py",
-          "            self.labels.update((id(p), free + number) for p in update.params if id(p) in updated)",
-          "            pass"),
+    Fault("updates are counted of what has a gradient", "ops/apply_gradients.py",
+          "                counted.setdefault(group.step, members)",
+          "                counted.setdefault(group.step, list(range(group.num_params)))"),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",
           "                p.grad = next(left) if here else None", "                p.grad = next(left, None)"),
 )

@@ -135,7 +135,7 @@ def test_cuda_graphs_are_refused_off_cuda():
 
 def test_a_dtype_the_device_cannot_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: False)
-    from apexfx.transform import _can_compute
+    from apexfx.compiler.model_setup import _can_compute
 
     assert not _can_compute(torch.device("cuda"), torch.bfloat16)
     assert _can_compute(torch.device("cuda"), torch.float16) and _can_compute(torch.device("cpu"), torch.bfloat16)

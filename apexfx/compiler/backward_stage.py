@@ -10,11 +10,8 @@ from torch import Tensor, fx
 
 from .._torch import CustomGraphPass, inductor_config
 from ..graph import printing
-from ..graph.collectives import group_name
-from ..graph.inputs import Placeholder, apply_node, is_backward
-from ..graph.mutation import storages, written
-from ..graph.nodes import size_hint, value
-from ..report.memory import memory_timeline
+from ..graph.inputs import Placeholder, is_backward
+from ..graph.nodes import size_hint
 from ..report.records import GraphReport, StageReport
 from . import cache, capture
 from .pipeline import Pipeline
@@ -57,7 +54,7 @@ class BackwardPasses(CustomGraphPass):
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the backward stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
-        self._record.backward = self._pipeline.run("backward", gm, inputs=_random_inputs(gm))
+        self._record.backward = self._pipeline.run("backward", gm, inputs=random_inputs(gm))
         return self._record.backward
 
     def on_forward(self, gm: fx.GraphModule) -> None:
@@ -72,66 +69,7 @@ class BackwardPasses(CustomGraphPass):
         return f"{self._uuid}+{theirs}" if theirs is not None else None
 
 
-class StepPasses(BackwardPasses):
-    """The same for a whole training step, which AOTAutograd lowers to one graph: the backward passes, then those of the step.
-
-    Args:
-        present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
-        on_change: under inner="eager", called when the graph is about to write an input, or to communicate, for the first time.
-    """
-
-    # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
-    inductor_options: ClassVar[dict[str, bool]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
-
-    def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder], uuid: str | None,
-                 key: str | None, present: Sequence[bool], on_change: Callable[[], None]) -> None:
-        super().__init__(pipeline, record, placeholders, uuid, key)
-        self._present, self._on_change = present, on_change
-
-    def __call__(self, graph: fx.Graph) -> None:
-        if self._user_pass is not None:
-            self._user_pass(graph)
-        stage = self.run(graph.owning_module)
-        if self.key is not None:
-            cache.save_stage(self.key, stage)
-
-    def run(self, gm: fx.GraphModule) -> StageReport:
-        """Run the step stage over `gm` and put it in the report."""
-        capture.name_inputs(gm, self._placeholders)
-        self._check_gradients(gm)
-        self._record.backward = self._pipeline.run("step", gm, inputs=_random_inputs(gm))
-        self._record.backward.memory = memory_timeline(gm, self._placeholders)
-        return self._record.backward
-
-    def on_forward(self, gm: fx.GraphModule) -> None:
-        self.run(gm)
-        _call_before_changes(gm, self._on_change)
-
-    def _check_gradients(self, gm: fx.GraphModule) -> None:
-        node = apply_node(gm)
-        if node is None:
-            return
-        lost = [parameter.meta.get("apexfx_name", parameter.name)
-                for parameter, before, gradient in zip(node.args[0], self._present, node.args[1]) if before and gradient is None]
-        if lost:
-            names = f"{', '.join(lost[:3])}{', ...' if lost[3:] else ''}"
-            raise RuntimeError(f"apexfx: the loss depends on {len(lost)} parameters ({names}) whose gradients a forward pass has "
-                               "cut off; find it by skip=, which leaves passes out, and report it")
-
-
-def _call_before_changes(gm: fx.GraphModule, function: Callable[[], None]) -> None:
-    def note_change() -> None:  # a name, which the code of a graph needs
-        function()
-
-    inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
-    for node in gm.graph.nodes:
-        if group_name(node) or storages([value(source) for source in written(node)]) & inputs:
-            with gm.graph.inserting_before(node):
-                gm.graph.call_function(note_change)
-            return
-
-
-def _random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:
+def random_inputs(gm: fx.GraphModule) -> Callable[[], Sequence[Any]]:
     """Return what makes inputs for a backward graph: saved values and tangents do not exist yet when it is compiled."""
     vals = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
 

@@ -30,9 +30,10 @@ from ..config import TransformConfig
 from ..precision.containers import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
+from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms
 from .forward_errors import as_in_eager, named_inputs
-from .graph_compiler import GraphCompiler, WeakBackend
+from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable

@@ -1,13 +1,7 @@
-"""torch.compile(backend="apex"): rewrite the Dynamo graph, hand it to the inner compiler with our backward passes.
-
-Forward passes edit the Dynamo graph itself, before AOTAutograd computes its cache key from it. Backward passes are one
-`CustomGraphPass` whose uuid covers everything they depend on; on a cache hit neither runs, and the result is right.
-Wrapping `inner_compile` instead would be skipped silently on a hit.
-"""
+"""Compiles the graphs of a model: their gradients are watched, and the ranks agree on what each will communicate."""
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import weakref
@@ -15,16 +9,14 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch import fx, nn
 
 from .. import passes
-from .._torch import dynamo_source, ends_in_graph_break, process_group_timeout
-from ..config import BucketConfig, TransformConfig
+from .._torch import dynamo_source, ends_in_graph_break
+from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.gradient_sync import GradientSync
 from ..distributed.lazy_broadcast import LazyBroadcast
-from ..distributed.watchdog import watched
 from ..errors import UnsynchronizedGradientError
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
@@ -33,60 +25,14 @@ from ..graph.nodes import value
 from ..graph.undefined_gradients import Dependencies
 from ..report.data import Report
 from ..report.records import GraphReport
-from . import cache, capture
+from . import capture
 from .backward_stage import BackwardPasses
-from .inner_compilers import INNER, traceable_rnn
-from .mixed_dtypes import check_float64
+from .compile_graph import numeric_options, read_inputs, rewrite
 from .model_index import ModelIndex
-from .pipeline import Pipeline
-from .refusals import check_inputs, check_not_in_ddp, check_not_sharded
-from .verification import real_inputs
+from .process_groups import Groups
+from .refusals import check_not_in_ddp, check_not_sharded
 
 log = logging.getLogger(__name__)
-
-
-class Groups:
-    """The process groups of one model: the user's, and what graphs communicate over; None where not used.
-
-    Attributes:
-        user: whose ranks they are.
-        gradients, batch_norm: for buckets, for statistics.
-    """
-
-    def __init__(self, config: TransformConfig) -> None:
-        self.user: dist.ProcessGroup | None = None
-        self.gradients: dist.ProcessGroup | None = None
-        self.batch_norm: dist.ProcessGroup | None = None
-        if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
-            return
-        self.user = config.process_group or dist.group.WORLD
-        timeout_s = (config.buckets or BucketConfig()).timeout_s
-        if config.ddp:
-            self.gradients = watched(self.user, "gradients", timeout_s)
-        if config.sync_bn:
-            self.batch_norm = watched(self.user, "batch_norm", timeout_s)
-
-    def separate_batch_norm(self) -> None:
-        """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
-
-        Every rank of the group must call this at once.
-        """
-        if self.batch_norm is not None and self.batch_norm is self.gradients:
-            ranks = dist.get_process_group_ranks(self.gradients)
-            self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)
-
-    def describe(self) -> dict[str, Any]:
-        """Return the name and size of each group: part of every cache key."""
-        return {
-            name: [group.group_name, dist.get_world_size(group)] if group is not None else None
-            for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm))
-        }
-
-
-def numeric_options(config: TransformConfig) -> dict[str, Any]:
-    """Return the options that decide in which dtype a gradient comes out, as JSON-able values."""
-    options = config.describe()
-    return {name: options[name] for name in ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")}
 
 
 class GraphCompiler:
@@ -130,39 +76,22 @@ class GraphCompiler:
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        check_inputs(gm, example_inputs)
-        placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision))
-        check_float64(gm)
+        placeholders = read_inputs(gm, example_inputs, self.config, self.index)
         records = capture.records_gradients(gm)
         trains = records and any(p.requires_grad for p in placeholders)
+        averages = trains and self.reduce_gradients and self.groups.gradients is not None
         if self.groups.gradients is not None and trains:
             self._refuse_unregistered(gm, placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
-        schedule = passes.schedule(self.config, context)
         touched = written_storages(gm)
         written = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(value(node)) & touched]
         dependencies = Dependencies(gm, written) if records else None
-        pipeline = Pipeline(schedule, verify=self.config.verify, strict=self.config.fullgraph)
-        forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
-        record = GraphReport(len(self.report.graphs), trains, forward,
-                             parameters=tuple(p.name for p in placeholders if p.kind == "param"),
-                             local=not self.reduce_gradients)
-        uuid = cache.uuid(self.config.describe(), pipeline.stage("backward") + pipeline.stage("forward"), {
-            "groups": self.groups.describe(), "reduce": context.reduce_gradients,
-            "inputs": [[p.name, p.kind] for p in placeholders],
-        })
-        key = cache.graph_key(uuid, gm) if uuid is not None and self.config.inner != "eager" else None
-        if key is not None:
-            record.load_backward = functools.partial(cache.load_stage, key)
-        backward = BackwardPasses(pipeline, record, placeholders, uuid, key)
-        averages = trains and context.reduce_gradients and self.groups.gradients is not None
+        graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=trains)
         trainable = [p.index for p in placeholders if p.kind == "param" and p.requires_grad]
         uneven = averages and (dependencies.differ(trainable) or ends_in_graph_break(gm))
-        collectives = self._collectives(gm, pipeline.stage("backward") if trains else (), averages=averages, uneven=uneven)
-        with traceable_rnn(gm):
-            compiled = INNER[self.config.inner](gm, example_inputs, backward)
-        self.report.add(record)  # not before: what the inner compiler refuses never runs
-        return self._guarded(compiled, record, placeholders, collectives, context, dependencies, uneven=uneven)
+        collectives = self._collectives(gm, graph.pipeline.stage("backward") if trains else (), averages=averages, uneven=uneven)
+        compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
+        return self._guarded(compiled, graph.record, placeholders, collectives, dependencies, uneven=uneven)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -199,8 +128,7 @@ class GraphCompiler:
         return [numeric_options(self.config), *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 collectives: list[Any], context: passes.Context, dependencies: Dependencies | None, *,
-                 uneven: bool) -> Callable[..., Any]:
+                 collectives: list[Any], dependencies: Dependencies | None, *, uneven: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each.
 
         Args:
@@ -211,7 +139,7 @@ class GraphCompiler:
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
         trainable = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not collectives or agreement is None
-        before_run = self._broadcast_and_count(record, placeholders, context)
+        before_run = self._broadcast_and_count(record, placeholders)
         hashed = zlib.crc32(json.dumps(collectives, sort_keys=True).encode())
 
         def run(*args: Any) -> Any:
@@ -239,17 +167,17 @@ class GraphCompiler:
                 sync.watch(name, parameter)
             outputs = compiled(*args)
             if (ran := dependencies.after_run(_listed(outputs), args, edges)) is not None:
-                sync.on_forward(parameters, ran, reduces=context.reduce_gradients, graph=hashed,
+                sync.on_forward(parameters, ran, reduces=self.reduce_gradients, graph=hashed,
                                 inputs=[place for place, _ in trainable] if uneven else None)
             return outputs
 
         return run
 
-    def _broadcast_and_count(self, record: GraphReport, placeholders: Sequence[Placeholder],
-                             context: passes.Context) -> Callable[[Sequence[Any]], None]:
+    def _broadcast_and_count(self, record: GraphReport,
+                             placeholders: Sequence[Placeholder]) -> Callable[[Sequence[Any]], None]:
         """Return what is called with the inputs before each run with gradients: it does what a model's owner does otherwise."""
         lazy_broadcast, sync = self.lazy_broadcast, self.gradient_sync
-        if lazy_broadcast is None or not context.reduce_gradients:
+        if lazy_broadcast is None or not self.reduce_gradients:
             return lambda _: None
         held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
         equal: list[weakref.ref[Any]] = []  # on all ranks, since they were broadcast
@@ -269,30 +197,6 @@ def _listed(outputs: Any) -> Sequence[Any]:
     return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-class WeakBackend:
-    """What `torch.compile` is given for a compiler: Dynamo frees neither a backend nor all that it has compiled.
-
-    Compiler and graphs go with what owns the compiler.
-
-    Args:
-        compiler: a `GraphCompiler` or a `StepCompiler`.
-    """
-
-    def __init__(self, compiler: Any) -> None:
-        self._compiler = weakref.ref(compiler)
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        compiler = self._compiler()
-        compiled = compiler(gm, example_inputs, **options)
-        compiled_ref = weakref.ref(compiled)
-
-        def run(*args: Any) -> Any:
-            return compiled_ref()(*args)
-
-        compiler.compiled[run] = compiled
-        return run
-
-
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
     """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
     label = Label(source.agreement.group, "copy", of=source.agreement.label) if source.agreement is not None else ""
@@ -306,16 +210,11 @@ def make_compiler(config: TransformConfig, groups: Groups, label: str | Label, *
         label: tells the agreements of this model from those of others.
         standalone: the model is known by its graphs alone, so that they broadcast its parameters and count its forwards.
     """
-    buckets, group = config.buckets, groups.user
-    agreement = None
-    # The fake process group, made for looking at graphs, has no peers to ask.
-    if group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake":
-        timeout_s = buckets.timeout_s if buckets is not None else BucketConfig().timeout_s
-        agreement = Agreement(group, label, timeout_s, getattr(groups.gradients or groups.batch_norm, "watchdog", None))
+    agreement = groups.agreement(label, config.buckets)
     sync = lazy_broadcast = None
     report = Report(config.describe())
     if groups.gradients is not None:
-        sync = GradientSync(groups.gradients, buckets, agreement, report.note)
+        sync = GradientSync(groups.gradients, config.buckets, agreement, report.note)
         if standalone and agreement is not None:
             lazy_broadcast = LazyBroadcast(groups.gradients, agreement)
     return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement,

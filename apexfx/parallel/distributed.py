@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._torch import resolve_process_group, tree_map
 from ..backend import compiler_for
 from ..compiler import compiled_model
+from ..compiler.model_setup import set_up
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
@@ -294,11 +295,6 @@ def data_parallel_copy(
     """
     config = dataclasses.replace(compiled_model.of(module).config, ddp=buckets, process_group=process_group)
     compiler = compiler_for(config)
-    if compiler.agreement is not None:
-        compiler.agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
-    compiler.groups.separate_batch_norm()
-    broadcast_from_first(module.parameters(), compiler.groups.gradients)
-    if broadcast_buffers:
-        broadcast_from_first(module.buffers(), compiler.groups.gradients)
+    set_up(module, config, compiler.groups, compiler.agreement, broadcast_buffers=broadcast_buffers)
     state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"} | compiled_model.of(module).own_forward
     return make_transformed(source_class(module), state, config, compiler)

@@ -3,42 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from .. import passes
 from .._torch import set_grad_enabled
 from ..compiler import cache, capture
-from ..compiler.backward_stage import StepPasses
-from ..compiler.graph_compiler import Groups, numeric_options
-from ..compiler.inner_compilers import INNER, traceable_rnn
-from ..compiler.mixed_dtypes import check_float64
+from ..compiler.backward_stage import BackwardPasses, random_inputs
+from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.model_index import ModelIndex
-from ..compiler.pipeline import Pipeline, warn_unmatched
-from ..compiler.refusals import check_inputs, check_plain
-from ..compiler.verification import real_inputs
-from ..config import BucketConfig, TransformConfig
+from ..compiler.pipeline import warn_unmatched
+from ..compiler.process_groups import Groups
+from ..compiler.refusals import check_plain
+from ..config import TransformConfig
 from ..distributed.agreement import Agreement
-from ..graph.collectives import issued
+from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
+from ..graph.mutation import storages, written
 from ..graph.nodes import value
 from ..report.data import Report
-from ..report.records import GraphReport
+from ..report.memory import memory_timeline
+from ..report.records import GraphReport, StageReport
 from .errors import sparse_gradient
-from .other_leaves import add_gradients, averaged, check_leaf, is_of_batch, return_gradients, unshared
-from .parameters import overlapping
+from .other_leaves import OtherLeaves, return_gradients
+from .parameters import MemoryCheck
 
 log = logging.getLogger(__name__)
-
-_MOST_SEEN = 10_000  # pieces of memory
 
 
 class _Captured(Exception):
@@ -92,47 +87,31 @@ class StepCompiler:
         raise AssertionError("a graph that was to be captured has run")
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        check_inputs(gm, example_inputs)
         _switch_gradients_on(gm)
-        placeholders = capture.annotate(gm, example_inputs, self.index, by_module=bool(self.config.precision),
-                                        whole_step=True)
+        placeholders = read_inputs(gm, example_inputs, self.config, self.index, whole_step=True)
         check_plain(placeholders, example_inputs)
-        check_float64(gm)
-        leaves = _Leaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
+        leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget)
-        pipeline = Pipeline(passes.schedule(self.config, context), verify=self.config.verify, strict=self.config.fullgraph)
-        forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
-        record = GraphReport(len(self.report.graphs), True, forward,
-                             parameters=tuple(p.name for p in placeholders if p.kind == "param"),
-                             local=not self.reduce_gradients)
-        uuid = cache.uuid(self.config.describe(), pipeline.passes, {
-            "groups": self.groups.describe(), "reduce": self.reduce_gradients,
-            "inputs": [[p.name, p.kind] for p in placeholders],
-        })
-        key = cache.graph_key(uuid, gm) if uuid is not None and self.config.inner != "eager" else None
-        if key is not None:
-            record.load_backward = functools.partial(cache.load_stage, key)
+        graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True)
         node = apply_node(gm)
-        for p, gradient in zip(*node.args[:2]) if node is not None else ():
+        params, grads, updated = ((), (), ()) if node is None else (node.args[0], node.args[1],
+                                                                    {p.name for place in (0, 2, 3) for p in node.args[place]})
+        for p, gradient in zip(params, grads):
             if gradient is not None and value(gradient).layout != torch.strided:
                 raise sparse_gradient(p.meta["apexfx_name"])
-        updated = {p.name for p in (*node.args[0], *node.args[2], *node.args[3])} if node is not None else set()
         places = [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p.name in updated]
-        present = [gradient is not None for gradient in node.args[1]] if node is not None else []
-        step = StepPasses(pipeline, record, placeholders, uuid, key, present, self.on_run)
-        collectives = [*issued(gm), *(row for pass_ in pipeline.stage("step") for row in pass_.collectives())]
-        collectives += leaves.collectives()
+        present = [gradient is not None for gradient in grads]
+        collectives = [*issued(gm), *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives()),
+                       *leaves.collectives()]
         if collectives:
             collectives.insert(0, numeric_options(self.config))
             if self.reduce_gradients and node is not None:
-                collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(node.args[0], present) if here)])
-        with traceable_rnn(gm):
-            compiled = INNER[self.config.inner](gm, example_inputs, step)
-        self.report.add(record)
-        self._check_budget(record)
+                collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(params, present) if here)])
+        compiled = graph.compile(StepPasses(graph, present, self.on_run), self.report)
+        self._check_budget(graph.record)
         warn_unmatched(self.report)
-        return self._guarded(compiled, record, collectives, placeholders, places, leaves)
+        return self._guarded(compiled, graph.record, collectives, placeholders, places, leaves)
 
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory
@@ -145,7 +124,7 @@ class StepCompiler:
         self.report.note(message)
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, collectives: list[Any],
-                 placeholders: Sequence[Placeholder], updated: Sequence[int], leaves: _Leaves) -> Callable[..., Any]:
+                 placeholders: Sequence[Placeholder], updated: Sequence[int], leaves: OtherLeaves) -> Callable[..., Any]:
         """Have the ranks compare what they will communicate wherever that is not what they communicated last.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
@@ -155,7 +134,7 @@ class StepCompiler:
             leaves: those whose gradients the graph returns beside what was captured.
         """
         agreement = self.agreement if collectives else None
-        check_memory = _MemoryCheck(placeholders, updated) if updated else None
+        check_memory = MemoryCheck(placeholders, updated) if updated else None
         variant, what = "last" if self.reduce_gradients else "earlier", f"collectives of training step {record.index}"
         nothing = contextlib.nullcontext()
 
@@ -175,82 +154,62 @@ class StepCompiler:
         return run
 
 
-class _Leaves:
-    """The leaves that a step does not update, and whose gradients its graph returns behind what was captured.
+class StepPasses(BackwardPasses):
+    """The same for a whole training step, which AOTAutograd lowers to one graph: the backward passes, then those of the step.
 
     Args:
-        leaves: these inputs.
-        example_inputs: all inputs, when the graph was captured.
-        buckets, group: how gradients are averaged, and over which ranks; None where they are not.
+        present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
+        on_change: under inner="eager", called when the graph is about to write an input, or to communicate, for the first time.
     """
 
-    def __init__(self, leaves: Sequence[Placeholder], example_inputs: Sequence[Any], buckets: BucketConfig | None,
-                 group: dist.ProcessGroup | None) -> None:
-        self._leaves, self._buckets, self._group = leaves, buckets, group
-        self._shared = [group is not None and not is_of_batch(leaf, example_inputs[leaf.index]) for leaf in leaves]
+    # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
+    inductor_options: ClassVar[dict[str, bool]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
 
-    def collectives(self) -> list[Any]:
-        """Return what the ranks will communicate for these leaves."""
-        shared = [[p.name, list(p.shape), str(p.dtype)] for p in itertools.compress(self._leaves, self._shared)]
-        return [["gradients of leaves that are not updated", *shared]] if shared else []
+    def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None]) -> None:
+        super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
+        self._present, self._on_change = present, on_change
 
-    def check(self, args: Sequence[Any]) -> None:
-        """Refuse, in a call, what has a history by now, or hooks."""
-        for leaf in self._leaves:
-            check_leaf(leaf.name, args[leaf.index])
+    def __call__(self, graph: fx.Graph) -> None:
+        if self._user_pass is not None:
+            self._user_pass(graph)
+        stage = self.run(graph.owning_module)
+        if self.key is not None:
+            cache.save_stage(self.key, stage)
 
-    def taken_from(self, outputs: Sequence[Any], args: Sequence[Any]) -> Sequence[Any]:
-        """Add the gradients to the `.grad` of the leaves; return the other outputs."""
-        if not self._leaves:
-            return outputs
-        own, gradients = outputs[:-len(self._leaves)], unshared(outputs[-len(self._leaves):])
-        leaves = [args[leaf.index] for leaf in self._leaves]
-        if any(self._shared):
-            places = [place for place, shared in enumerate(self._shared) if shared]
-            means = averaged([gradients[i] for i in places], [leaves[i] for i in places], self._buckets, self._group, alike=True)
-            for place, mean in zip(places, means):
-                gradients[place] = mean
-        add_gradients(leaves, gradients)
-        return own
+    def run(self, gm: fx.GraphModule) -> StageReport:
+        """Run the step stage over `gm` and put it in the report."""
+        capture.name_inputs(gm, self._placeholders)
+        self._check_gradients(gm)
+        self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
+        self._record.backward.memory = memory_timeline(gm, self._placeholders)
+        return self._record.backward
+
+    def on_forward(self, gm: fx.GraphModule) -> None:
+        self.run(gm)
+        _call_before_changes(gm, self._on_change)
+
+    def _check_gradients(self, gm: fx.GraphModule) -> None:
+        node = apply_node(gm)
+        if node is None:
+            return
+        lost = [parameter.meta.get("apexfx_name", parameter.name)
+                for parameter, before, gradient in zip(node.args[0], self._present, node.args[1]) if before and gradient is None]
+        if lost:
+            names = f"{', '.join(lost[:3])}{', ...' if lost[3:] else ''}"
+            raise RuntimeError(f"apexfx: the loss depends on {len(lost)} parameters ({names}) whose gradients a forward pass has "
+                               "cut off; find it by skip=, which leaves passes out, and report it")
 
 
-class _MemoryCheck:
-    """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
+def _call_before_changes(gm: fx.GraphModule, function: Callable[[], None]) -> None:
+    def note_change() -> None:  # a name, which the code of a graph needs
+        function()
 
-    Memory that was looked at is not looked at again while what is updated stays where it is.
-
-    Args:
-        placeholders: the inputs.
-        updated: the places of those that the step updates.
-    """
-
-    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
-        self._placeholders, self._updated = placeholders, updated
-        self._given = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in set(updated)]
-        self._where: list[int] = []
-        self._seen: set[tuple[int, int]] = set()
-
-    def __call__(self, args: Sequence[Any]) -> None:
-        """Look at the inputs of a call.
-
-        Raises:
-            ValueError: it names both.
-        """
-        where = [args[place].data_ptr() for place in self._updated]
-        if where != self._where or len(self._seen) > _MOST_SEEN:
-            self._seen.clear()
-        given = {(args[place].data_ptr(), args[place].nbytes) for place in self._given if args[place].layout == torch.strided}
-        if not given <= self._seen:
-            self._check_all(args)
-            self._where, self._seen = where, self._seen | given
-
-    def _check_all(self, args: Sequence[Any]) -> None:
-        places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]
-        for one, other in overlapping([args[place] for place in places]):
-            if not {places[one], places[other]}.isdisjoint(self._updated):
-                first, second = (self._placeholders[places[i]].name for i in (one, other))
-                raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
-                                 "a copy (.clone()) of a parameter, or use the parameter itself")
+    inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
+    for node in gm.graph.nodes:
+        if group_name(node) or storages([value(source) for source in written(node)]) & inputs:
+            with gm.graph.inserting_before(node):
+                gm.graph.call_function(note_change)
+            return
 
 
 def _switch_gradients_on(gm: fx.GraphModule) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from .._torch import dynamo_config, tensor_version
-from ..compiler.graph_compiler import Groups, WeakBackend
+from ..compiler.compile_graph import WeakBackend
 from ..compiler.model_index import ModelIndex
+from ..compiler.process_groups import Groups
 from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .compiler import StepCompiler

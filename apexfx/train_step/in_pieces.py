@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from .._torch import not_traced, tensor_version, tree_leaves
 from ..buckets.reduce import reduce_gradients
 from ..compiler.compiled_model import CompiledModel, with_private_code
-from ..compiler.graph_compiler import GraphCompiler, Groups
+from ..compiler.graph_compiler import GraphCompiler
+from ..compiler.process_groups import Groups
 from ..compiler.refusals import COMPILES_ITSELF
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement

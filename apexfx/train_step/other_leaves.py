@@ -7,8 +7,10 @@ backend has the graph return their gradients too.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,3 +127,42 @@ def averaged(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], bucke
         holder.grad = gradient
     reduce_gradients(holders, buckets, group, [g is not None for g in gradients] if alike else None)
     return [holder.grad for holder in holders.values()]
+
+
+class OtherLeaves:
+    """The leaves that a step does not update, and whose gradients its graph returns behind what was captured.
+
+    Args:
+        leaves: these inputs.
+        example_inputs: all inputs, when the graph was captured.
+        buckets, group: how gradients are averaged, and over which ranks; None where they are not.
+    """
+
+    def __init__(self, leaves: Sequence[Placeholder], example_inputs: Sequence[Any], buckets: BucketConfig | None,
+                 group: dist.ProcessGroup | None) -> None:
+        self._leaves, self._buckets, self._group = leaves, buckets, group
+        self._shared = [group is not None and not is_of_batch(leaf, example_inputs[leaf.index]) for leaf in leaves]
+
+    def collectives(self) -> list[Any]:
+        """Return what the ranks will communicate for these leaves."""
+        shared = [[p.name, list(p.shape), str(p.dtype)] for p in itertools.compress(self._leaves, self._shared)]
+        return [["gradients of leaves that are not updated", *shared]] if shared else []
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Refuse, in a call, what has a history by now, or hooks."""
+        for leaf in self._leaves:
+            check_leaf(leaf.name, args[leaf.index])
+
+    def taken_from(self, outputs: Sequence[Any], args: Sequence[Any]) -> Sequence[Any]:
+        """Add the gradients to the `.grad` of the leaves; return the other outputs."""
+        if not self._leaves:
+            return outputs
+        own, gradients = outputs[:-len(self._leaves)], unshared(outputs[-len(self._leaves):])
+        leaves = [args[leaf.index] for leaf in self._leaves]
+        if any(self._shared):
+            places = [place for place, shared in enumerate(self._shared) if shared]
+            means = averaged([gradients[i] for i in places], [leaves[i] for i in places], self._buckets, self._group, alike=True)
+            for place, mean in zip(places, means):
+                gradients[place] = mean
+        add_gradients(leaves, gradients)
+        return own

@@ -7,17 +7,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import has_gradient_hooks
-from ..buckets.plan import check_options
-from ..compiler.graph_compiler import Groups
-from ..config import BucketConfig
+from ..compiler.model_setup import set_up
+from ..compiler.process_groups import Groups
 from ..distributed.agreement import Agreement, Label
-from ..distributed.broadcast import broadcast_from_first
+from ..graph.inputs import Placeholder
 from .objective import ObjectiveModules
 from .options import StepOptions
+
+_MOST_SEEN = 10_000  # pieces of memory
 
 
 def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -91,25 +91,54 @@ def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             yield place, other
 
 
-def agree_on_model(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer, groups: Groups,
+class MemoryCheck:
+    """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
+
+    Memory that was looked at is not looked at again while what is updated stays where it is.
+
+    Args:
+        placeholders: the inputs.
+        updated: the places of those that the step updates.
+    """
+
+    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
+        self._placeholders, self._updated = placeholders, updated
+        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in set(updated)]
+        self._where: list[int] = []
+        self._seen: set[tuple[int, int]] = set()
+
+    def __call__(self, args: Sequence[Any]) -> None:
+        """Look at the inputs of a call.
+
+        Raises:
+            ValueError: it names both.
+        """
+        where = [args[place].data_ptr() for place in self._updated]
+        if where != self._where or len(self._seen) > _MOST_SEEN:
+            self._seen.clear()
+        pieces = {(args[place].data_ptr(), args[place].nbytes) for place in self._others if args[place].layout == torch.strided}
+        if not pieces <= self._seen:
+            self._check_all(args)
+            self._where, self._seen = where, self._seen | pieces
+
+    def _check_all(self, args: Sequence[Any]) -> None:
+        places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]
+        for one, other in overlapping([args[place] for place in places]):
+            if not {places[one], places[other]}.isdisjoint(self._updated):
+                first, second = (self._placeholders[places[i]].name for i in (one, other))
+                raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
+                                 "a copy (.clone()) of a parameter, or use the parameter itself")
+
+
+def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer, groups: Groups,
                    options: StepOptions) -> Agreement | None:
-    """Compare what is trained, and how, over the ranks, and copy what model and objective hold from rank 0."""
-    buckets = options.config.buckets
-    parameters, others = objective_modules.named_tensors()
-    if buckets is not None:
-        check_options(buckets, {**dict(model.named_parameters(remove_duplicate=False)), **parameters},
-                      dist.get_world_size(groups.gradients))
-    agreement = None
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **parameters, **others}
-    if groups.user is not None and dist.get_world_size(groups.user) > 1 and dist.get_backend(groups.user) != "fake":
-        agreement = Agreement(groups.user, Label(groups.user, "train_step"), (buckets or BucketConfig()).timeout_s,
-                              getattr(groups.gradients or groups.batch_norm, "watchdog", None))
-        agreement.ensure_model(tensors.items())
-        if groups.gradients is not None:
-            agreement.ensure("the options of the training step and its optimizer", _update_rows(optimizer, options))
-    groups.separate_batch_norm()
-    if groups.gradients is not None:
-        broadcast_from_first(tensors.values(), groups.gradients)
+    """Compare what is trained, and how, over the ranks; copy what model and objective hold from rank 0, and cast the model."""
+    label = Label(groups.user, "train_step") if groups.user is not None else ""
+    agreement = groups.agreement(label, options.config.buckets)
+    if agreement is not None and groups.gradients is not None:
+        agreement.ensure("the options of the training step and its optimizer", _update_rows(optimizer, options))
+    parameters, buffers = objective_modules.named_tensors()
+    set_up(model, options.config, groups, agreement, parameters=parameters, buffers=buffers)
     return agreement
 
 
@@ -117,6 +146,6 @@ def _update_rows(optimizer: torch.optim.Optimizer, options: StepOptions) -> list
     """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
     own = [[field.name, getattr(options, field.name)] for field in dataclasses.fields(options) if field.name != "config"]
     groups = [[f"group {place} of {type(optimizer).__name__}",
-               {name: str(value) for name, value in group.items() if name != "params" and not isinstance(value, Tensor)}]
+               {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
               for place, group in enumerate(optimizer.param_groups)]
     return [*own, ["optimizer", type(optimizer).__name__], *groups]

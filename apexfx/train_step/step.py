@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import passes
-from ..compiler.graph_compiler import Groups
 from ..compiler.model_index import ModelIndex
-from ..precision.half_model import cast_model
+from ..compiler.model_setup import check_model
+from ..compiler.process_groups import Groups
 from ..report.data import Report
-from ..transform import check_model
 from .function import StepInputs, apply_gradients
 from .graphs import StepGraphs
 from .in_pieces import average_over_ranks
@@ -26,7 +25,7 @@ from .model import StepModel, check_modules
 from .non_finite import first_non_finite
 from .objective import ObjectiveModules
 from .options import StepOptions
-from .parameters import agree_on_model, trained_parameters
+from .parameters import set_up_step, trained_parameters
 from .state import TrainingState, check_optimizer, clipping, note_what_is_outside
 from .wrong_call import WrongCall
 
@@ -44,7 +43,8 @@ class TrainStep:
     def __init__(self, model: nn.Module, objective: Callable[..., Any], optimizer: torch.optim.Optimizer,
                  options: StepOptions) -> None:
         config = options.config
-        check_model(model, config, "train_step")
+        check_model(model, config, "train_step", give="give train_step() the module",
+                    inner="give train_step() the inner module, and ddp=True instead of the wrapper")
         passes.check_names(config, whole_step=True)
         self.model, self.optimizer, self._objective, self._options = model, optimizer, objective, options
         self.report = Report(config.describe())
@@ -61,9 +61,7 @@ class TrainStep:
         outside = check_optimizer(optimizer, trained, options, self._scale.mode, casts_to)
         note_what_is_outside(model, optimizer, outside, self.report)
         # From here on, things change.
-        self._agreement = agree_on_model(model, self._objective_modules, optimizer, self._groups, options)
-        if casts_to is not None:
-            cast_model(model, half, only=(torch.float32,), buffers=False, keep_batchnorm=config.level.keep_batchnorm_fp32)
+        self._agreement = set_up_step(model, self._objective_modules, optimizer, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
         index = ModelIndex(lambda: model, self._step_model.stand_ins)
         self._state = TrainingState(model, optimizer, self._objective_modules, options, self._scale, self.report, index,

@@ -1,0 +1,132 @@
+"""A captured graph on its way to code: annotate, forward passes, key of the caches, inner compiler, report.
+
+The inner compiler runs the passes of the other stages. Forward passes edit the Dynamo graph itself, before AOTAutograd computes
+its cache key from it. Those of the other stages are one `CustomGraphPass` whose uuid covers everything they depend on; on a cache
+hit neither runs, and the result is right. Wrapping `inner_compile` instead would be skipped silently on a hit.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from .. import passes
+from ..config import TransformConfig
+from ..graph.inputs import Placeholder
+from ..report.data import Report
+from ..report.records import GraphReport
+from . import cache, capture
+from .backward_stage import BackwardPasses
+from .inner_compilers import INNER, traceable_rnn
+from .mixed_dtypes import check_float64
+from .model_index import ModelIndex
+from .pipeline import Pipeline
+from .process_groups import Groups
+from .refusals import check_inputs
+from .verification import real_inputs
+
+
+def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: TransformConfig, index: ModelIndex, *,
+                whole_step: bool = False) -> tuple[Placeholder, ...]:
+    """Annotate a graph that Dynamo captured, and return its inputs.
+
+    Args:
+        gm, example_inputs, index, whole_step: as of `capture.annotate`.
+
+    Raises:
+        ValueError, RuntimeError: it has an input, or an op, that no graph is made for.
+    """
+    check_inputs(gm, example_inputs)
+    placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), whole_step=whole_step)
+    check_float64(gm)
+    return placeholders
+
+
+@dataclass(frozen=True)
+class RewrittenGraph:
+    """A captured graph behind its forward passes.
+
+    Attributes:
+        gm, example_inputs: as captured, and rewritten in place.
+        placeholders: its inputs.
+        config: the options.
+        pipeline: the passes, of all stages.
+        record: of the graph, for the report.
+        uuid: what the passes of the other stages add to the keys of torch's caches; None to bypass them.
+        key: of the report kept beside a cache entry, or None.
+    """
+
+    gm: fx.GraphModule
+    example_inputs: Sequence[Any]
+    placeholders: Sequence[Placeholder]
+    config: TransformConfig
+    pipeline: Pipeline
+    record: GraphReport
+    uuid: str | None
+    key: str | None
+
+    def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
+        """Return what runs the graph; the report has it from then on."""
+        with traceable_rnn(self.gm):
+            compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages)
+        report.add(self.record)  # not before: what the inner compiler refuses never runs
+        return compiled
+
+
+def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,
+            report: Report, *, trains: bool) -> RewrittenGraph:
+    """Run the forward passes over a captured graph.
+
+    Args:
+        gm: its inputs annotated.
+        context: what the schedule of passes depends on besides the options.
+        groups: what the graph communicates over.
+        report: in which the graph is to have its place.
+        trains: whether a backward follows.
+    """
+    placeholders, reduces = context.placeholders, context.reduce_gradients
+    pipeline = Pipeline(passes.schedule(config, context), verify=config.verify, strict=config.fullgraph)
+    forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
+    record = GraphReport(len(report.graphs), trains, forward, local=not reduces,
+                         parameters=tuple(p.name for p in placeholders if p.kind == "param"))
+    uuid = cache.uuid(config.describe(), pipeline.passes, {
+        "groups": groups.describe(), "reduce": reduces, "inputs": [[p.name, p.kind] for p in placeholders]})
+    key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None
+    if key is not None:
+        record.load_backward = functools.partial(cache.load_stage, key)
+    return RewrittenGraph(gm, example_inputs, placeholders, config, pipeline, record, uuid, key)
+
+
+def numeric_options(config: TransformConfig) -> dict[str, Any]:
+    """Return the options that decide in which dtype a gradient comes out, as JSON-able values."""
+    options = config.describe()
+    return {name: options[name] for name in ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")}
+
+
+class WeakBackend:
+    """What `torch.compile` is given for a compiler: Dynamo frees neither a backend nor all that it has compiled.
+
+    Compiler and graphs go with what owns the compiler.
+
+    Args:
+        compiler: called as Dynamo calls a backend; `compiler.compiled` keeps, weakly, what it returns.
+    """
+
+    def __init__(self, compiler: Any) -> None:
+        self._compiler = weakref.ref(compiler)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
+        compiler = self._compiler()
+        compiled = compiler(gm, example_inputs, **options)
+        compiled_ref = weakref.ref(compiled)
+
+        def run(*args: Any) -> Any:
+            return compiled_ref()(*args)
+
+        compiler.compiled[run] = compiled
+        return run

@@ -1,0 +1,57 @@
+"""The process groups that the graphs of one model communicate over."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+from .._torch import process_group_timeout
+from ..config import BucketConfig, TransformConfig
+from ..distributed.agreement import Agreement, Label
+from ..distributed.watchdog import watched
+
+
+class Groups:
+    """The process groups of one model: the user's, and what graphs communicate over; None where not used.
+
+    Attributes:
+        user: whose ranks they are.
+        gradients, batch_norm: for buckets, for statistics.
+    """
+
+    def __init__(self, config: TransformConfig) -> None:
+        self.user: dist.ProcessGroup | None = None
+        self.gradients: dist.ProcessGroup | None = None
+        self.batch_norm: dist.ProcessGroup | None = None
+        if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
+            return
+        self.user = config.process_group or dist.group.WORLD
+        timeout_s = (config.buckets or BucketConfig()).timeout_s
+        if config.ddp:
+            self.gradients = watched(self.user, "gradients", timeout_s)
+        if config.sync_bn:
+            self.batch_norm = watched(self.user, "batch_norm", timeout_s)
+
+    def separate_batch_norm(self) -> None:
+        """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
+
+        Every rank of the group must call this at once.
+        """
+        if self.batch_norm is not None and self.batch_norm is self.gradients:
+            ranks = dist.get_process_group_ranks(self.gradients)
+            self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)
+
+    def agreement(self, label: str | Label, buckets: BucketConfig | None) -> Agreement | None:
+        """Return what the ranks compare by; None on one rank, and in the fake group, which has no peers to ask."""
+        if self.user is None or dist.get_world_size(self.user) == 1 or dist.get_backend(self.user) == "fake":
+            return None
+        return Agreement(self.user, label, (buckets or BucketConfig()).timeout_s,
+                         getattr(self.gradients or self.batch_norm, "watchdog", None))
+
+    def describe(self) -> dict[str, Any]:
+        """Return the name and size of each group: part of every cache key."""
+        return {
+            name: [group.group_name, dist.get_world_size(group)] if group is not None else None
+            for name, group in (("gradients", self.gradients), ("batch_norm", self.batch_norm))
+        }
