@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,7 +120,13 @@ class _NoMetricsError(logging.Filter):
         return record.exc_info is None or "not supported between instances of" not in str(record.exc_info[1])
 
 
-logging.getLogger("torch._dynamo.metrics_context").addFilter(_NoMetricsError())
+_no_metrics_error = _NoMetricsError()
+
+
+def patched_dynamo(settings: Mapping[str, Any]) -> Any:
+    """Return a context with these settings of Dynamo, which may be entered again and again; sets among them are taken."""
+    logging.getLogger("torch._dynamo.metrics_context").addFilter(_no_metrics_error)  # once, however often it is added
+    return dynamo_config.patch(dict(settings))
 
 
 def raised_by_op(error: BaseException) -> BaseException:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.host_copy import HostCopy
+from ..host_copy import HostCopy
 from ._amp_state import master_params, maybe_print
 from .predicated_step import PredicatedStep
 from .scaler import LossScaler

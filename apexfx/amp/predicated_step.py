@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.host_copy import HostCopy
+from ..host_copy import HostCopy
 
 
 class PredicatedStep:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import update_loss_scale
 from ..distributed.watchdog import watched
-from ..ops.host_copy import HostCopy
+from ..host_copy import HostCopy
 from ..ops.multi_tensor import by_device, multi_tensor_scale
 from ._amp_state import maybe_print
 

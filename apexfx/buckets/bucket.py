@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 ALIGNMENT_BYTES = 16  # of every slot: what vectorized multi-tensor kernels load at once
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from tabulate import tabulate
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import ddp_bucket_indices
-from ..config import BucketConfig
+from ..config import HALVES, BucketConfig
 from . import ddp_layout
-from .bucket import LOW_PRECISION, Bucket, GradientSpec, Slot, dim_order, group_gradients
+from .bucket import Bucket, GradientSpec, Slot, dim_order, group_gradients
 from .windows import Window
 
 FORMAT_VERSION = 1
@@ -288,7 +288,7 @@ def _reduce_dtype(spec: GradientSpec, config: BucketConfig) -> torch.dtype:
         return spec.dtype  # a complex gradient has no half form to be reduced in
     if config.comm_dtype is not None:
         return config.comm_dtype
-    return torch.float32 if config.allreduce_always_fp32 and spec.dtype in LOW_PRECISION else spec.dtype
+    return torch.float32 if config.allreduce_always_fp32 and spec.dtype in HALVES else spec.dtype
 
 
 def _fold(names: Sequence[str]) -> str:

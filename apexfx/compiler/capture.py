@@ -1,4 +1,4 @@
-"""What capture knows about a graph: which input is which parameter, and which output is whose gradient."""
+"""Marks on the graph that Dynamo captured: the names, modules and kinds of its inputs and nodes."""
 
 from __future__ import annotations
 

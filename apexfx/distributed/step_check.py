@@ -46,7 +46,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..errors import RankFailureError
-from ..ops.host_copy import HostCopy
+from ..host_copy import HostCopy
 from .watchdog import NO_SYNC_ALONE, Watchdog, WatchedGroup
 
 # A small allreduce of its own took 3 % of a 45 ms step on two gloo ranks, so a graph's later backwards are compared in turns.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from ..ops.host_copy import HostCopy
+from ..host_copy import HostCopy
 from .step_check import GraphStepCheck
 
 

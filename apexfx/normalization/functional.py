@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..config import HALVES
 from ..ops.layer_norm import layer_norm
 from ..ops.rms_norm import rms_norm
 
@@ -97,7 +98,7 @@ def manual_rms_norm(
     normalized = input * torch.rsqrt(variance + eps)
     if weight is None:
         return normalized
-    if weight.dtype in (torch.float16, torch.bfloat16):
+    if weight.dtype in HALVES:
         normalized = normalized.to(weight.dtype)
     return weight * normalized
 

@@ -14,9 +14,9 @@ from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from ..buckets.bucket import dim_order
-from ..buckets.plan import LOW_PRECISION, Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
+from ..buckets.plan import Bucket, BucketPlan, GradientSpec, Slot, given_plan, plan_buckets
 from ..buckets.windows import MARK, windows
-from ..config import BucketConfig
+from ..config import HALVES, BucketConfig
 from ..errors import PassError
 from ..graph.inputs import Placeholder, gradient_list, gradients, replace_gradients
 from ..graph.nodes import call, fake_mode, value
@@ -119,7 +119,7 @@ class BucketAllreduce(Pass):
             return PassResult(gm, False)
         plan = self._make_plan([r.spec for r in reductions])
         by_name = {r.spec.name: r for r in reductions}
-        if any(bucket.reduce_dtype in LOW_PRECISION for bucket in plan.buckets):
+        if any(bucket.reduce_dtype in HALVES for bucket in plan.buckets):
             self.numeric = "changes_dtype"
         emitter = _Emitter(gm, plan, by_name)
         starts = [emitter.start(index) for index in range(len(plan.buckets))]

@@ -114,7 +114,7 @@ class _Peak:
     def chain(self, memory: int) -> list[fx.Node]:
         """Return the nodes to compute again for the readers of `memory` behind the peak, in order; [] where that cannot be."""
         readers = self._late_readers(memory)
-        if not readers or memory in self._writes or any(reader.op == "output" for reader, _ in readers):
+        if not readers or any(reader.op == "output" for reader, _ in readers):
             return []
         chain: dict[fx.Node, None] = {}
         at = self._place[readers[0][0]]

@@ -13,7 +13,7 @@ from .._torch import HigherOrderOperator, OpOverload
 from ..buckets.windows import Window, windows
 from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import written
-from ..graph.order import aliases, draws_random_numbers
+from ..graph.order import aliases
 from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
@@ -93,7 +93,7 @@ def _is_private(tensor: fx.Node) -> bool:
 def _keeps_order(node: fx.Node) -> bool:
     """Return whether `node` may act on something that is not an argument: random state, or what a nested body does."""
     if isinstance(node.target, OpOverload):
-        return draws_random_numbers(node) or (node.is_impure() and not is_wait(node))
+        return node.is_impure() and not is_wait(node)  # which is what ops that draw random numbers are
     return isinstance(node.target, HigherOrderOperator)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._torch import dynamo_config, tensor_version
+from .._torch import dynamo_config, patched_dynamo, tensor_version
 from ..compiler.compile_graph import WeakBackend
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
@@ -51,7 +51,7 @@ class _Functions:
 
     @functools.cached_property
     def patch(self) -> Any:
-        return dynamo_config.patch(dict(self.dynamo))  # making one costs more than entering it
+        return patched_dynamo(self.dynamo)  # making one costs more than entering it
 
 
 class StepGraphs:

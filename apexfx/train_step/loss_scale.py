@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.host_copy import HostCopy
+from ..host_copy import HostCopy
 
 SCALE, GROWTH, SKIPS = "loss_scale", "growth_tracker", "skips"
 MAX_SCALE = 2.0**24

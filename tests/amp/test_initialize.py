@@ -143,7 +143,9 @@ def test_a_half_model_is_refused_unless_allowed():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_bfloat16_and_double_models_pass(dtype):
-    initialize(nn.Linear(2, 2).to(dtype))
+    model = nn.Linear(2, 2).to(dtype)
+    initialize(model)
+    assert model.weight.dtype == dtype
 
 
 def test_models_come_first():

@@ -17,7 +17,7 @@ from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
 from apexfx.graph.nodes import call
 from apexfx.graph.printing import format_graph
-from apexfx.passes.bucket_allreduce import BucketAllreduce
+from apexfx.passes.bucket_allreduce import DELAYED, BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import record
 from tests.passes.generated_code import collective_order
@@ -103,6 +103,16 @@ def test_collectives_keep_their_order_even_where_the_second_is_ready_first():
     second = b.all_reduce(b.inputs[0])
     order = scheduled(b.module(b.wait(second), b.wait(first)))
     assert [n for n in order if n.startswith("all_reduce")] == ["all_reduce__default", "all_reduce__default_1"]
+
+
+def test_delayed_collectives_keep_their_order():
+    b = Builder()
+    first = b.wait(b.all_reduce(b.inputs[0]))
+    delayed = [b.all_reduce(b.op(aten.sin.default, first)), b.all_reduce(b.inputs[0])]
+    for node in delayed:
+        node.meta[DELAYED] = True
+    order = scheduled(b.module(*map(b.wait, delayed)))
+    assert [n for n in order if n.startswith("all_reduce")] == [f"all_reduce__default{end}" for end in ("", "_1", "_2")]
 
 
 def test_a_wait_on_the_critical_path_comes_after_the_work_that_was_there_before_it():
