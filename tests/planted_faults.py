@@ -44,7 +44,8 @@ _EARLY = ("tests/passes/test_update_early.py", "tests/train_step/test_styles.py"
 _SCHEDULE = ("tests/passes/test_schedule_comm.py",)
 _RECOMPUTE = ("tests/passes/test_recompute.py",)
 _CASTS = ("tests/passes/test_cancel_casts.py",)
-_STEP = ("tests/train_step/test_step.py", "tests/train_step/test_styles.py", "tests/train_step/test_changes.py")
+_STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
+         "tests/train_step/test_changes.py")
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
 
 FAULTS = (
