@@ -84,7 +84,7 @@ def _random_like(val: Any, generator: torch.Generator) -> Any:
     if not isinstance(val, Tensor):
         return size_hint(val) if isinstance(val, torch.SymInt) else val  # int() of it would compile the graph for this size alone
     shape, stride = list(map(size_hint, val.shape)), list(map(size_hint, val.stride()))
-    made = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
+    tensor = torch.empty_strided(shape, stride, dtype=val.dtype, device=val.device)
     if val.dtype.is_floating_point:
-        return made.copy_(torch.rand(shape, generator=generator) + 0.5)
-    return made.zero_()
+        return tensor.copy_(torch.rand(shape, generator=generator) + 0.5)
+    return tensor.zero_()

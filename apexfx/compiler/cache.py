@@ -47,7 +47,7 @@ def pass_digest(pass_: Pass) -> str | None:
     """
     options = pass_.options()
     if type(pass_).options is Pass.options:
-        options = {name: given for name, given in vars(pass_).items() if name != "matches"}
+        options = {name: option for name, option in vars(pass_).items() if name != "matches"}
     try:
         files = [Path(inspect.getfile(cls)) for cls in type(pass_).__mro__[: type(pass_).__mro__.index(Pass)]]
         source = "".join(file.read_text() for file in files)  # whole files: a pass calls its neighbours

@@ -26,9 +26,9 @@ def is_recurrent(module: nn.Module) -> bool:
 
 def recurrent_stand_in(module: nn.Module) -> nn.Module:
     """Return a copy of a recurrent module, which shares everything with it that is registered."""
-    made = _empty(_traceable_class(source_class(type(module), TraceableRecurrent)))
-    made.__dict__.update(module.__dict__)
-    return made
+    stand_in = _empty(_traceable_class(source_class(type(module), TraceableRecurrent)))
+    stand_in.__dict__.update(module.__dict__)
+    return stand_in
 
 
 def traced_recurrent(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -188,8 +188,8 @@ class ModelIndex:
     def _find_root(self, source: Any) -> None:
         """Take in the outermost module that an input was reached from."""
         for link in reversed(_chain(source)):
-            if isinstance(found := traced_value(link), nn.Module):
-                self._add_root(found, link.name)
+            if isinstance(module := traced_value(link), nn.Module):
+                self._add_root(module, link.name)
                 return
 
     def _add_root(self, module: nn.Module | None, source: str) -> None:

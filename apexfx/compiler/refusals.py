@@ -91,16 +91,16 @@ def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) ->
 
 def untraceable(submodules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Say, of what was done to submodules, what keeps Dynamo from tracing them, and what to do instead."""
-    found = []
+    problems = []
     for name, module in submodules:
         if has_backward_hooks(module):
-            found.append(f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the transformed "
-                         "model itself, or hooks on parameters")
+            problems.append(f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the "
+                            "transformed model itself, or hooks on parameters")
         if isinstance(module, BatchNorm) and not isinstance(module, TraceableBatchNorm) and module.momentum is None:
-            found.append(f"batch norm {name!r} has had momentum=None since the model was transformed, which Dynamo does not "
-                         "trace, as inside of update_bn(): give AveragedModel() and update_bn() the module that the transformed "
-                         "one was made from, which holds the same parameters")
-    return found
+            problems.append(f"batch norm {name!r} has had momentum=None since the model was transformed, which Dynamo does not "
+                            "trace, as inside of update_bn(): give AveragedModel() and update_bn() the module that the "
+                            "transformed one was made from, which holds the same parameters")
+    return problems
 
 
 def check_not_in_ddp() -> None:

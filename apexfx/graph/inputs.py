@@ -112,11 +112,11 @@ def gradients(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[G
         return [Gradient(position, gradient, p) for position, (gradient, p) in enumerate(zip(taken, trained))
                 if gradient is not None]
     inputs = [desc.grad_of if isinstance(desc, GradAOTOutput) else None for desc in node.meta.get("desc") or ()]
-    found = []
+    of_parameters = []
     for position, (gradient, source) in enumerate(zip(taken, inputs)):
         if gradient is None or not isinstance(source, PlainAOTInput):
             continue
         placeholder = placeholders[source.idx]
         if placeholder.kind == "param":
-            found.append(Gradient(position, gradient, placeholder))
-    return found
+            of_parameters.append(Gradient(position, gradient, placeholder))
+    return of_parameters

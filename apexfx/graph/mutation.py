@@ -45,15 +45,15 @@ def written(node: fx.Node) -> list[fx.Node]:
         return []
     if isinstance(node.target, HigherOrderOperator):
         return _written_by_body(node)
-    found: list[Any] = [node.args[0]] if node.args and writes_first(node) else []
-    found += tree_leaves(node.kwargs.get("out"))
+    sources: list[Any] = [node.args[0]] if node.args and writes_first(node) else []
+    sources += tree_leaves(node.kwargs.get("out"))
     if isinstance(node.target, OpOverload):
-        found += _written_by_schema(node)
+        sources += _written_by_schema(node)
     elif node.op == "call_function":
-        found += statistics(node)
+        sources += statistics(node)
         if canonical_name(node.target) in ("embedding", "embedding_bag") and argument(node, "max_norm") is not None:
-            found.append(argument(node, "weight"))
-    return [source for source in tree_leaves(found) if isinstance(source, fx.Node)]
+            sources.append(argument(node, "weight"))
+    return [source for source in tree_leaves(sources) if isinstance(source, fx.Node)]
 
 
 def statistics(node: fx.Node) -> list[Any]:
@@ -64,12 +64,12 @@ def statistics(node: fx.Node) -> list[Any]:
 
 
 def _written_by_schema(node: fx.Node) -> list[Any]:
-    found: list[Any] = []
+    sources: list[Any] = []
     for place, parameter in enumerate(node.target._schema.arguments):
         if parameter.alias_info is not None and parameter.alias_info.is_write:
-            given = node.args[place] if place < len(node.args) else node.kwargs.get(parameter.name)
-            found += tree_leaves(given)
-    return found
+            operand = node.args[place] if place < len(node.args) else node.kwargs.get(parameter.name)
+            sources += tree_leaves(operand)
+    return sources
 
 
 def _written_by_body(node: fx.Node) -> list[fx.Node]:

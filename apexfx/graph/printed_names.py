@@ -83,12 +83,12 @@ def _short(path: str) -> str:
 
 
 def _described(text: str, input_names: Sequence[str]) -> str:
-    if (found := _GRADIENT.fullmatch(text)) and int(found[1]) < len(input_names):
-        return f"  # gradient of {input_names[int(found[1])]}"
-    if found := _TANGENT.fullmatch(text):
-        return f"  # gradient of output {found[1]}"
-    if found := _RESULT.fullmatch(text):
-        return f"  # output {found[1]}"
+    if (match := _GRADIENT.fullmatch(text)) and int(match[1]) < len(input_names):
+        return f"  # gradient of {input_names[int(match[1])]}"
+    if match := _TANGENT.fullmatch(text):
+        return f"  # gradient of output {match[1]}"
+    if match := _RESULT.fullmatch(text):
+        return f"  # output {match[1]}"
     if text.startswith("SavedForBackwards"):
         return "  # saved for backward"
     return "" if text == "None" or text.startswith("PlainAOTInput(") else f"  # {text}"

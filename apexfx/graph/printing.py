@@ -84,23 +84,23 @@ def _class(gm: fx.GraphModule, name: str, imports: dict[str, str]) -> str:
     code = gm.graph.python_code("self", verbose=True, **_LAYOUT)
     for alias, item in code.globals.items():
         imports.setdefault(alias, _import(alias, item))
-    made, classes, owners = [], [], set()
+    assignments, classes, owners = [], [], set()
     for target in dict.fromkeys(str(node.target) for node in gm.graph.find_nodes(op="get_attr")):
         held = operator.attrgetter(target)(gm)
         parts = target.split(".")
         for depth in range(1, len(parts)):
             if (owner := ".".join(parts[:depth])) not in owners:
                 owners.add(owner)
-                made.append(f"self.{owner} = torch.nn.Module()")
+                assignments.append(f"self.{owner} = torch.nn.Module()")
         if isinstance(held, fx.GraphModule):
             inner = "".join(part.capitalize() for part in re.split(r"[._]", target))
             classes.append(_class(held, inner, imports))
-            made.append(f"self.{target} = {_WRAP}(self.{inner}())")
+            assignments.append(f"self.{target} = {_WRAP}(self.{inner}())")
         else:
-            made.append(f"self.{target} = {_constant(held)}")
+            assignments.append(f"self.{target} = {_constant(held)}")
     lines = [f"class {name}(torch.nn.Module):"]
-    if made:
-        lines += ["    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in made), ""]
+    if assignments:
+        lines += ["    def __init__(self):", "        super().__init__()", *(f"        {line}" for line in assignments), ""]
     source = in_users_names(code.src, gm.graph, gm.meta.get("apexfx_inputs", ()))
     lines.append(textwrap.indent(source.strip("\n").rstrip(), "    "))
     lines += ["\n" + textwrap.indent(inner.rstrip(), "    ") for inner in classes]

@@ -133,7 +133,7 @@ class BucketAllreduce(Pass):
 
     def _find(self, gm: fx.GraphModule) -> list[_Reduction]:
         """Return what to reduce, in the order of the parameters' first use in forward."""
-        found: dict[tuple[fx.Node, torch.dtype], _Reduction] = {}
+        by_source: dict[tuple[fx.Node, torch.dtype], _Reduction] = {}
         for gradient in sorted(gradients(gm, self.placeholders), key=lambda g: g.parameter.index):
             parameter, final = gradient.parameter, value(gradient.node)
             if final.layout != torch.strided:
@@ -145,16 +145,16 @@ class BucketAllreduce(Pass):
                 continue
             source = gradient.node if self._takes_upcast(parameter.name) else _before_upcast(gradient.node)
             key = (source, final.dtype)
-            if key in found:
-                earlier = found[key]
+            if key in by_source:
+                earlier = by_source[key]
                 earlier.spec = dataclasses.replace(earlier.spec, shared_with=(*earlier.spec.shared_with, parameter.name))
                 earlier.positions.append(gradient.position)
                 continue
             order = dim_order(parameter.shape, parameter.stride) if parameter.stride else None
             spec = GradientSpec(parameter.name, tuple(final.shape), value(source).dtype, final.dtype, final.device, order,
                                 parameter.aliases)
-            found[key] = _Reduction(spec, source, [gradient.position])
-        reductions = list(found.values())
+            by_source[key] = _Reduction(spec, source, [gradient.position])
+        reductions = list(by_source.values())
         twice = [name for name, count in Counter(r.spec.name for r in reductions).items() if count > 1]
         if twice:
             raise PassError(self.name, f"several gradients are named {twice}: each would be averaged as another's")

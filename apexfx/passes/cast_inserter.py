@@ -213,21 +213,21 @@ class CastInserter:
         if not any(targets):
             return False
         fixed = set(written(node))
-        wanted, made = iter(targets), {}
+        wanted, casts = iter(targets), {}
 
         def cast(argument: Any) -> Any:
             target = next(wanted)
             if target is None or argument in fixed:
                 return argument
-            if argument not in made:
+            if argument not in casts:
                 source = argument
                 if target in HALVES and (argument is mask or argument in self.float32_limits):
                     source = self._saturated(argument, target, node)
-                made[argument] = self._cast(source, target, like=node, before=node, op=op, rule=rule, reason=reason)
-            return made[argument]
+                casts[argument] = self._cast(source, target, like=node, before=node, op=op, rule=rule, reason=reason)
+            return casts[argument]
 
         node.args, node.kwargs = tree_map(cast, (tuple(node.args), dict(node.kwargs)))
-        return bool(made)
+        return bool(casts)
 
     def _saturated(self, mask: fx.Node, half: torch.dtype, node: fx.Node) -> fx.Node:
         """Return `mask` with its finite values inside the range of `half`; made once, unless something writes it."""

@@ -37,11 +37,11 @@ class FlattenRelu(Pass):
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
         for body in bodies(gm):
-            found = [(node, readers) for node in body.graph.nodes if (readers := _linear_readers(node))]
-            for node, readers in found:
+            rewrites = [(node, readers) for node in body.graph.nodes if (readers := _linear_readers(node))]
+            for node, readers in rewrites:
                 num_dims, num_linear = value(node).dim(), sum(_name(reader) == "linear" for reader in readers)
                 self.record(_rewrite(node, readers), f"relu of {num_dims} dimensions in front of {num_linear} linear")
-            if found:
+            if rewrites:
                 modified = True
                 body.recompile()
         return PassResult(gm, modified)

@@ -51,11 +51,11 @@ def norms(graph: fx.Graph) -> Iterator[Norm]:
     """Yield the norms of `graph` in order; the graph may be edited in between."""
     for node in list(graph.nodes):
         if node.target in _LAYER_NORMS + _RMS_NORMS:
-            found = _torch_norm(node)
+            norm = _torch_norm(node)
         else:
-            found = _written_norm(node) if _is(node, "mul") else None
-        if found is not None:
-            yield found
+            norm = _written_norm(node) if _is(node, "mul") else None
+        if norm is not None:
+            yield norm
 
 
 def _torch_norm(node: fx.Node) -> Norm | None:

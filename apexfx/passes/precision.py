@@ -74,9 +74,9 @@ class Precision(Pass):
         missed = self._missed(captured)
         casts = CastInserter(gm, self.policy, self.add_row, captured, mode)
         if not level.patch_ops:
-            made = cast_entries(gm, self.policy, self.add_row, mode)
-            captured.update({node: captured[original] for node, original in made.items()})
-            casts.changed.update(made)
+            entries = cast_entries(gm, self.policy, self.add_row, mode)
+            captured.update({node: captured[original] for node, original in entries.items()})
+            casts.changed.update(entries)
         casts.rewrite(gm)
         casts.restore_outputs(gm)
         self._find_uncovered(captured, missed)

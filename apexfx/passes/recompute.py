@@ -18,7 +18,7 @@ from ..graph.inputs import Placeholder
 from ..graph.liveness import Liveness
 from ..graph.mutation import written
 from ..graph.nodes import call, fake_mode
-from ..graph.order import aliases, draws_random_numbers
+from ..graph.order import aliases
 from ..report.memory import kinds_of_memory
 from .base import Pass
 
@@ -178,7 +178,7 @@ def _is_cheap(node: fx.Node) -> bool:
         return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
-    if draws_random_numbers(node) or is_wait(node):
+    if is_wait(node):  # an alias that communicates
         return False
     return aliases(node) or torch.Tag.pointwise in node.target.tags or node.target in _CHEAP
 

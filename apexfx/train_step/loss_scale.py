@@ -75,10 +75,10 @@ class LossScale:
             ValueError: what is given, and expected.
         """
         shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
-        given = {name: list(getattr(tensor, "shape", "?")) for name, tensor in state.items()} \
+        loaded = {name: list(getattr(tensor, "shape", "?")) for name, tensor in state.items()} \
             if isinstance(state, dict) else type(state).__name__
-        if given != shapes:
-            raise ValueError(f"apexfx: the state holds {given} of a loss scale (name: shape), and this step with "
+        if loaded != shapes:
+            raise ValueError(f"apexfx: the state holds {loaded} of a loss scale (name: shape), and this step with "
                              f"loss_scale={self.mode!r} has {shapes}; make the step with the same loss_scale")
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:

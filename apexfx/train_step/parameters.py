@@ -29,15 +29,15 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
     """
     objective_modules.refresh(optimizer)
     names = {id(p): name for name, p in (*model.named_parameters(), *objective_modules.named_tensors()[0].items())}
-    given = [p for group in optimizer.param_groups for p in group["params"]]
-    foreign = [p for p in given if id(p) not in names]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    foreign = [p for p in held if id(p) not in names]
     if foreign:
         shapes = ", ".join(str(list(p.shape)) for p in foreign[:3])
         raise ValueError(f"apexfx: {type(optimizer).__name__} holds {len(foreign)} parameters that are neither the model's nor "
                          f"the objective's (of shape {shapes}{', ...' if len(foreign) > 3 else ''}). Give the optimizer the "
                          "parameters of this model, and of modules that the loss function or objective is, has as an attribute "
                          "or names itself; register others in the model, or give them an optimizer of their own")
-    trained = [p for p in given if p.requires_grad]
+    trained = [p for p in held if p.requires_grad]
     if not trained:
         raise ValueError(f"apexfx: {type(optimizer).__name__} holds no parameter that requires a gradient")
     devices = {p.device for p in trained}
