@@ -346,6 +346,11 @@ def registries(module: torch.nn.Module) -> Registries:
     return Registries(module._parameters, module._buffers, module._modules)
 
 
+def submodules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """Return the dictionary in which a module registers others, as `registries` does, in a fraction of the time."""
+    return module._modules
+
+
 def replace_submodules(module: torch.nn.Module, made: dict[str, torch.nn.Module | None]) -> None:
     """Give a module, which may share the dictionary of its submodules with another, one of its own."""
     module.__dict__["_modules"] = made

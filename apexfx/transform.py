@@ -21,7 +21,7 @@ from .compiler.compiled_model import CompiledModel, with_private_code
 from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
 from .compiler.model_setup import check_model, set_up
 from .compiler.refusals import COMPILES_ITSELF
-from .compiler.stand_ins import make_traceable, traced_forward
+from .compiler.stand_ins import StandIns, traced_forward
 from .config import TransformConfig
 from .report.data import Report
 from .subclassing import subclass
@@ -201,7 +201,8 @@ def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config
 def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:
     """Give a transformed module, which has all its attributes by now, what its forward calls."""
     own_forward = model.__dict__.pop("forward", None)
-    stand_ins = make_traceable(model, compiler.groups.batch_norm, compiler.report)
+    stand_ins = StandIns(compiler.groups.batch_norm, compiler.report)
+    stand_ins.register_synchronized(model)
     traced = own_forward or with_private_code(
         traced_forward(model, source_class(model), compiler.groups.batch_norm, compiler.report))
     model.__dict__["_apexfx"] = CompiledModel(model, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)

@@ -7,7 +7,7 @@ import logging
 import traceback
 import types
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
+from .stand_ins import StandIns
 from .unscaled_loss import warn_where_unscaled
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class CompiledModel:
         forward: what to compile: a function of the model and its inputs, or, with `of_inputs`, of the inputs alone.
         config: the options.
         compiler: compiles the averaging variant.
-        stand_ins: the modules that run in place of others of the source model.
+        stand_ins: of the model's modules; in their places during a call.
         in_step: whether a training step calls it, which scales the loss itself, and runs a model of which nothing is captured
             in eager, where nothing that was asked for is lost by that.
 
@@ -70,12 +71,12 @@ class CompiledModel:
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
-                 stand_ins: Mapping[nn.Module, nn.Module], *, of_inputs: bool = False, in_step: bool = False) -> None:
+                 stand_ins: StandIns, *, of_inputs: bool = False, in_step: bool = False) -> None:
         self.config = config
         self.compiler = compiler
-        self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins)
+        self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins.of)
         self.report = compiler.report
-        self._forward, self._of_inputs = forward, of_inputs
+        self._forward, self._of_inputs, self._stand_ins = forward, of_inputs, stand_ins
         self.own_forward = {"forward": forward} if of_inputs else {}
         self._cached_only: Callable[..., Any] | None = None  # compiles nothing: once the recompile limit was met
         self._averaging = self._compiled(forward, compiler)
@@ -123,7 +124,7 @@ class CompiledModel:
         num_breaks = len(graph_breaks()) if not self._checked else None
         result = None
         try:
-            with self._dynamo_settings():
+            with self._dynamo_settings(), self._stand_ins.in_place(model):
                 result = run(*args, **kwargs)
         except BackendCompilerFailed as error:
             raise error.inner_exception from None  # ours, said once and with its own type
@@ -142,7 +143,8 @@ class CompiledModel:
                 raise FailOnRecompileLimitHit(message.format("would now run in eager, without the passes")) from None
             self._warn(message.format("now runs in eager wherever no graph fits: nothing that was asked for is lost"))
             self._cached_only = run_cached_graphs(self._forward)
-            result = self._cached_only(*args, **kwargs)
+            with self._stand_ins.in_place(model):
+                result = self._cached_only(*args, **kwargs)
         finally:
             self._index.arguments = ()
             result = _leave(call, result, self._output_cast)

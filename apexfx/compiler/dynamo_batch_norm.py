@@ -1,9 +1,8 @@
 """Batch norm modules that Dynamo can trace, on copies that share everything with the user's.
 
 `torch.nn.SyncBatchNorm` refuses CPU tensors and syncs with the host, `momentum=None` reads a counter on the host, and any
-batch norm that Dynamo leaves to eager would use local statistics without a word. The transformed model holds shallow copies
-of those modules (same parameters, buffers and hooks) whose forward does the right thing under Dynamo and in eager alike. The
-user's own module is not touched.
+batch norm that Dynamo leaves to eager would use local statistics without a word. A call of the model runs shallow copies of
+those modules (same parameters, buffers and hooks) whose forward does the right thing under Dynamo and in eager alike.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.Pro
 
 
 def batch_norm_stand_in(module: BatchNorm, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
-    """Return a traceable copy of a batch norm, which shares everything with it that is registered; see `stand_in`."""
+    """Return a traceable copy of a batch norm, which shares everything with it that is registered; see `StandIns`."""
     cls = source_class(type(module), TraceableBatchNorm)
     made = _instance(_traceable_class(cls), module.__dict__)
     _configure(made, cls, path, group, report)
@@ -75,7 +74,8 @@ class TraceableBatchNorm:
         group = self._apexfx_group if self.training else ""
         if not compiling and group:
             _note_eager(self)
-        if original not in _OWN_FORWARDS:
+        # A checkpoint that a graph break left to eager recomputes by the original, after the call: it has to save the same.
+        if original not in _OWN_FORWARDS or not (compiling or group or isinstance(self, nn.SyncBatchNorm)):
             return original(self, input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
         if compiling and self.training and not isinstance(self, nn.SyncBatchNorm) and self.momentum is not None:
             # F.batch_norm refuses one value per channel, though the ranks together may have more.

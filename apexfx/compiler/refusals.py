@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import (
-    BatchNorm,
     DTensor,
     FakeTensor,
     active_ddp_module,
@@ -25,7 +24,6 @@ from .._torch import (
     is_traceable_wrapper_subclass,
 )
 from ..graph.inputs import Placeholder
-from .dynamo_batch_norm import TraceableBatchNorm
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
@@ -91,16 +89,8 @@ def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) ->
 
 def untraceable(submodules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Say, of what was done to submodules, what keeps Dynamo from tracing them, and what to do instead."""
-    problems = []
-    for name, module in submodules:
-        if has_backward_hooks(module):
-            problems.append(f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the "
-                            "transformed model itself, or hooks on parameters")
-        if isinstance(module, BatchNorm) and not isinstance(module, TraceableBatchNorm) and module.momentum is None:
-            problems.append(f"batch norm {name!r} has had momentum=None since the model was transformed, which Dynamo does not "
-                            "trace, as inside of update_bn(): give AveragedModel() and update_bn() the module that the "
-                            "transformed one was made from, which holds the same parameters")
-    return problems
+    return [f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the transformed model itself, "
+            "or hooks on parameters" for name, module in submodules if has_backward_hooks(module)]
 
 
 def check_not_in_ddp() -> None:

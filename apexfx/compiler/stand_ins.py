@@ -1,41 +1,109 @@
 """Copies of modules that stand in for them where Dynamo could not trace the module itself, or only at a price.
 
 `dynamo_batch_norm.py` says which batch norms those are, `dynamo_rnn.py` which recurrent modules. A copy shares parameters,
-buffers and hooks with the user's module, which is not touched.
+buffers and hooks with the user's module, and is registered in its place for the time of a call: the modules above it are the
+user's own, so that what a forward keeps in attributes arrives, and a change of the model is seen. Copies of batch norms that
+synchronize are in a transformed model for good: a part of it that is called by itself, outside of a call, has to synchronize too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import registries, replace_submodules
+from .._torch import replace_submodules, submodules
 from ..report.data import Report
-from .dynamo_batch_norm import batch_norm_stand_in, is_untraceable, traced_batch_norm
+from .dynamo_batch_norm import BATCH_NORMS, batch_norm_stand_in, is_untraceable, traced_batch_norm
 from .dynamo_rnn import RECURRENT_FORWARDS, is_recurrent, recurrent_stand_in, traced_recurrent
 
+_KINDS = (nn.RNNBase, *BATCH_NORMS)  # asked first, since most modules are none: a model has hundreds
 
-def make_traceable(model: nn.Module, group: dist.ProcessGroup | None, report: Report) -> dict[nn.Module, nn.Module]:
-    """Replace, in `model` alone, the modules that need it by traceable copies, and the containers on their path by copies.
+
+class StandIns:
+    """The copies that stand in for modules of one model.
 
     Args:
-        model: its `_modules` become its own; every other registry stays shared with the module it came from.
-        group: over which all batch norms are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
+        group: over which all batch norms of the model are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
         report: where a batch norm that runs in eager is noted.
 
-    Returns:
-        The copy of each module that was copied.
+    Attributes:
+        of: the copy of each module that has needed one; the same at every call, since graphs are compiled for it.
     """
-    copies: dict[nn.Module, nn.Module] = {}
-    for path, module in model.named_modules():
-        if path and needs_stand_in(module, group) and not (is_recurrent(module) and _is_in_a_users_module(model, path)):
-            copies[module] = stand_in(module, path, group, report)
-    if copies:
-        _replace_below(model, copies)
-    return copies
+
+    def __init__(self, group: dist.ProcessGroup | None, report: Report) -> None:
+        self.of: dict[nn.Module, nn.Module] = {}
+        self._group, self._report = group, report
+        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []  # of modules that have copies there now
+        self._attributes: dict[nn.Module, dict[str, Any]] = {}  # of the copies of those, as they were before the forward
+        self._num_calls, self._lock = 0, threading.Lock()  # calls under way: one in another, or in several threads
+
+    def register_synchronized(self, model: nn.Module) -> None:
+        """Put copies of batch norms that synchronize, and of the containers on their path, into `model` alone and for good.
+
+        Args:
+            model: its `_modules` become its own; every other registry stays shared with the module it came from.
+        """
+        copies = {module: self._copy(module, path, self._group) for path, module in model.named_modules()
+                  if path and is_untraceable(module, self._group)
+                  and (self._group is not None or isinstance(module, nn.SyncBatchNorm))}
+        if copies:
+            _replace_below(model, copies)
+            self.of.update(copies)
+
+    @contextlib.contextmanager
+    def in_place(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> Iterator[None]:
+        """Have copies in the registries until the end of the context; where contexts overlap, until the end of the last.
+
+        The modules are looked through each time, so that what was changed, added or replaced since is seen.
+
+        Args:
+            model: the same each time.
+            others: modules to be looked through as well, whose batch norms are not synchronized.
+        """
+        with self._lock:
+            if not self._num_calls:
+                self._put_in(model, others)
+            self._num_calls += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_calls -= 1
+                if not self._num_calls:
+                    self._take_out()
+
+    def _put_in(self, model: nn.Module, others: Iterable[nn.Module]) -> None:
+        copies = set(self.of.values())
+        for root in (model, *others):
+            group = self._group if root is model else None
+            for module in all_modules(root):
+                children = submodules(module)
+                for name, child in children.items():
+                    if isinstance(child, _KINDS) and needs_stand_in(child, group) and child not in copies:
+                        if child not in self.of:
+                            self.of[child] = self._copy(child, path_of(root, child), group)
+                        self._places.append((children, name, child))
+        for children, name, module in self._places:
+            copy = children[name] = self.of[module]
+            _give_attributes(module, copy, copy.__dict__)
+            self._attributes[module] = dict(copy.__dict__)
+
+    def _take_out(self) -> None:
+        for children, name, module in self._places:
+            if children.get(name) is self.of[module]:  # otherwise the forward has replaced or removed it
+                children[name] = module
+        for module, attributes in self._attributes.items():
+            _give_attributes(self.of[module], module, attributes)
+        self._places.clear()
+        self._attributes.clear()
+
+    def _copy(self, module: nn.Module, path: str, group: dist.ProcessGroup | None) -> nn.Module:
+        return recurrent_stand_in(module) if is_recurrent(module) else batch_norm_stand_in(module, path, group, self._report)
 
 
 def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None,
@@ -43,8 +111,9 @@ def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.Proces
     """Return the function to trace as the forward of a transformed model, which may be such a module itself.
 
     Args:
-        source: the class that the model was transformed from.
-        model, group, report: as of `make_traceable`.
+        model: the transformed model.
+        source: the class that it was transformed from.
+        group, report: as of `StandIns`.
     """
     if is_untraceable(model, group):
         return traced_batch_norm(model, source, group, report)
@@ -60,42 +129,38 @@ def needs_stand_in(module: nn.Module, group: dist.ProcessGroup | None) -> bool:
     return is_recurrent(module) or is_untraceable(module, group)
 
 
-def stand_in(module: nn.Module, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
-    """Return a traceable copy of a module.
-
-    Args:
-        path: of the module in the model.
-        group, report: as of `make_traceable`.
-    """
-    return recurrent_stand_in(module) if is_recurrent(module) else batch_norm_stand_in(module, path, group, report)
-
-
-def refresh_stand_in(copy: nn.Module, module: nn.Module) -> None:
-    """Give a copy the attributes that its module has now."""
-    now = module.__dict__
-    for name in [name for name in copy.__dict__ if name not in now and not name.startswith("_apexfx")]:
-        del copy.__dict__[name]
-    copy.__dict__.update(now)
+def all_modules(model: nn.Module) -> list[nn.Module]:
+    """Return a model and all modules below it, each once: `model.modules()` in a fraction of its time."""
+    modules, seen = [model], {model}
+    for module in modules:
+        for child in submodules(module).values():
+            if child is not None and child not in seen:
+                seen.add(child)
+                modules.append(child)
+    return modules
 
 
-def write_back(copy: nn.Module, module: nn.Module) -> None:
-    """Give a module the attributes that the forward of its copy has set."""
-    module.__dict__.update((name, value) for name, value in copy.__dict__.items() if not name.startswith("_apexfx"))
+def path_of(model: nn.Module, wanted: nn.Module) -> str:
+    """Return the path of a module in a model; "the model" for itself."""
+    return next(path for path, module in model.named_modules() if module is wanted) or "the model"
 
 
-def _is_in_a_users_module(model: nn.Module, path: str) -> bool:
-    """Return whether a copy of some container on the path would miss what its forward keeps in attributes, as a hidden state."""
-    names = path.split(".")[:-1]
-    return any(type(model.get_submodule(".".join(names[:end + 1]))) not in (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-               for end in range(len(names)))
+def _give_attributes(source: nn.Module, target: nn.Module, before: Mapping[str, Any]) -> None:
+    """Give `target` the attributes of `source` that are others than before, and take from it those that are gone."""
+    now = source.__dict__
+    for name in [name for name in before.keys() | now.keys() if not name.startswith("_apexfx")]:
+        if name not in now:
+            target.__dict__.pop(name, None)
+        elif name not in before or now[name] is not before[name]:
+            target.__dict__[name] = now[name]
 
 
 def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:
     """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
     made: dict[str, nn.Module | None] = {}
     changed = False
-    for name, child in registries(module).modules.items():
-        if child is not None and child not in copies and registries(child).modules:
+    for name, child in submodules(module).items():
+        if child is not None and child not in copies and submodules(child):
             container = object.__new__(type(child))
             container.__dict__.update(child.__dict__)
             if _replace_below(container, copies):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import forward_pre_hook, has_backward_hooks, has_global_module_hooks, registries, tree_map
+from .._torch import forward_pre_hook, has_backward_hooks, has_global_module_hooks, tree_map
 from ..compiler.dynamo_batch_norm import is_untraceable
-from ..compiler.stand_ins import needs_stand_in, refresh_stand_in, stand_in, write_back
+from ..compiler.stand_ins import StandIns, all_modules, path_of
 from ..report.data import Report
 from .objective import ObjectiveModules
 
@@ -21,9 +21,7 @@ _HALF_INPUTS = "apexfx_half_inputs"  # the name of a hook
 
 
 class StepModel:
-    """Runs the user's own modules; one that needs a stand-in is replaced where it is registered, during a call.
-
-    The modules are looked through at every call, so that what was changed, added or replaced since is seen.
+    """Runs the user's own modules, with the stand-ins of those that need one in their places during a call.
 
     Args:
         model: the user's.
@@ -34,14 +32,14 @@ class StepModel:
 
     Attributes:
         model, objective_modules: as given.
-        stand_ins: the replacement of each module that needs one.
+        stand_ins: of their modules.
     """
 
     def __init__(self, model: nn.Module, objective_modules: ObjectiveModules, group: dist.ProcessGroup | None,
                  half: torch.dtype | None, report: Report) -> None:
-        self.model, self.objective_modules, self._group, self._report = model, objective_modules, group, report
+        self.model, self.objective_modules, self._group = model, objective_modules, group
         self._half_inputs = functools.partial(_to_half, half) if half is not None else None
-        self.stand_ins: dict[nn.Module, nn.Module] = {}
+        self.stand_ins = StandIns(group, report)
 
     @contextlib.contextmanager
     def traceable(self) -> Iterator[nn.Module]:
@@ -50,40 +48,13 @@ class StepModel:
         Raises:
             ValueError: as `check_modules`.
         """
-        places = self._find()
+        if has_global_module_hooks() or any(map(has_backward_hooks, all_modules(self.model))):
+            check_modules(self.model, self._group)  # raises
         with contextlib.ExitStack() as stack:
             if self._half_inputs is not None:  # as Apex patches forward: Dynamo evaluates it before any pass has put casts in
                 stack.enter_context(forward_pre_hook(self.model, _HALF_INPUTS, self._half_inputs))
-            for modules, name, original in places:
-                modules[name] = self.stand_ins[original]
-                stack.callback(modules.__setitem__, name, original)
+            stack.enter_context(self.stand_ins.in_place(self.model, self.objective_modules.children()))
             yield self.model
-            for _, _, original in places:
-                write_back(self.stand_ins[original], original)
-
-    def _find(self) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
-        """Return where modules that need a replacement are registered, after making or refreshing it."""
-        if has_global_module_hooks():
-            check_modules(self.model, self._group)  # raises
-        places, seen = [], {self.model}
-        for root, group in ((self.model, self._group), *((module, None) for module in self.objective_modules.children())):
-            todo = [root]
-            for module in todo:
-                if root is self.model and has_backward_hooks(module):
-                    check_modules(self.model, self._group)
-                children = registries(module).modules
-                for name, child in children.items():
-                    if child is None:
-                        continue
-                    if needs_stand_in(child, group):
-                        if child not in self.stand_ins:
-                            self.stand_ins[child] = stand_in(child, _path(root, child), group, self._report)
-                        refresh_stand_in(self.stand_ins[child], child)
-                        places.append((children, name, child))
-                    if child not in seen:
-                        seen.add(child)
-                        todo.append(child)
-        return places
 
 
 def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
@@ -102,13 +73,8 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         raise ValueError(f"apexfx: the model itself is a {type(model).__name__}; put it into a torch.nn.Sequential")
     for module in model.modules():
         if has_backward_hooks(module):
-            raise ValueError(f"apexfx: {_path(model, module)} has a backward hook, which a training step as one graph would not "
-                             "run; remove it, register a hook on a tensor in the forward, or train with apexfx.transform()")
-
-
-def _path(model: nn.Module, wanted: nn.Module) -> str:
-    path = next(path for path, module in model.named_modules() if module is wanted)
-    return path or "the model"
+            raise ValueError(f"apexfx: {path_of(model, module)} has a backward hook, which a training step as one graph would "
+                             "not run; remove it, register a hook on a tensor in the forward, or train with apexfx.transform()")
 
 
 def _to_half(half: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -63,7 +63,7 @@ class TrainStep:
         # From here on, things change.
         self._agreement = set_up_step(model, self._objective_modules, optimizer, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
-        index = ModelIndex(lambda: model, self._step_model.stand_ins)
+        index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
         self._state = TrainingState(model, optimizer, self._objective_modules, options, self._scale, self.report, index,
                                     self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,

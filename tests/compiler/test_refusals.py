@@ -92,15 +92,6 @@ def test_a_backward_hook_fires_on_the_model_and_is_named_on_a_module_in_it():
         model(x)
 
 
-def test_update_bn_is_led_to_the_source():
-    source, batches = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), [torch.randn(4, 3)]
-    model = transformed(source)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    with pytest.raises(RuntimeError, match=r"batch norm '1' has had momentum=None .* give AveragedModel\(\) and update_bn\(\)"):
-        torch.optim.swa_utils.update_bn(batches, average)
-    torch.optim.swa_utils.update_bn(batches, torch.optim.swa_utils.AveragedModel(source))
-
-
 class Same(apexfx.Pass):
     """Change nothing."""
 

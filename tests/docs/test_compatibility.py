@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, update_bn
 
 import apexfx
 
@@ -46,6 +46,7 @@ def test_an_average_of_the_weights_runs():
     backward(model)
     average.update_parameters(model)
     assert average(INPUTS).shape == (4, 2)
+    update_bn([INPUTS], average)
 
 
 def test_the_source_is_averaged():
