@@ -32,7 +32,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms
-from .forward_errors import as_in_eager, named_inputs
+from .forward_errors import LENGTHS, as_in_eager, named_inputs
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
@@ -135,9 +135,9 @@ class CompiledModel:
         except FailOnRecompileLimitHit as error:
             message = (
                 f"apexfx: forward was compiled {dynamo_config.recompile_limit} times, each for other values of something that "
-                "keeps changing, and {}. The warning above, or TORCH_LOGS=recompiles, "
-                "says what it is: hold it in a buffer or give it as a tensor; for sizes pass dynamic=True; or raise "
-                "torch._dynamo.config.recompile_limit"
+                f"keeps changing, and {{}}. The warning above, or TORCH_LOGS=recompiles, says what it is: {LENGTHS}, another "
+                "size (pass dynamic=True), or a number or a string that forward is called with or the model holds (give it as a "
+                "tensor, hold it in a buffer, keep it fixed). Or raise torch._dynamo.config.recompile_limit"
             )
             if self._asks_for_passes(model) or _has_begun(error):
                 raise FailOnRecompileLimitHit(message.format("would now run in eager, without the passes")) from None

@@ -14,6 +14,9 @@ from .._torch import raised_by_op
 from .mixed_dtypes import advice_on_inputs
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# Of what keeps changing, so that a function is compiled again and again.
+LENGTHS = ("the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and RNN are one op for "
+           "all)")
 _TYPES = (ValueError, TypeError, IndexError, KeyError, NotImplementedError, AssertionError)
 
 

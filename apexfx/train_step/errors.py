@@ -17,6 +17,7 @@ from .._torch import (
     quiet_fakes,
 )
 from ..compiler.capture import local_name
+from ..compiler.forward_errors import LENGTHS
 
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
@@ -86,10 +87,9 @@ def capture_errors() -> Iterator[None]:
         reason = (f"the step was compiled {dynamo_config.recompile_limit} times, each for other values of something that keeps "
                   "changing")
         raise NotOneGraph(
-            f"apexfx: {reason}: the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and "
-            "RNN are one op for all), a number that the step is called with or the model holds (give it as a tensor), a list in "
-            "the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR changes "
-            "the momentum unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; raise "
+            f"apexfx: {reason}: {LENGTHS}, a number that the step is called with or the model holds (give it as a tensor), a "
+            "list in the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR "
+            "changes the momentum unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; raise "
             f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         text = str(error)

@@ -140,6 +140,13 @@ def test_too_many_lengths_of_a_loop_run_in_pieces():
     assert all(torch.equal(p, q) for p, q in params)
 
 
+def test_too_many_lengths_of_a_loop_are_named_by_a_transformed_model_too():
+    model = apexfx.transform(Loop(), inner="eager")
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(RuntimeError, match="compiled 2 times.*the length of seq"):
+        for length in range(2, 5):
+            model(torch.randn(2, length, 4))
+
+
 def test_a_step_at_o1_casts_the_layer():
     model = Tagger()
     step, params = train_beside_eager(model, 4, opt_level="O1", dtype=torch.bfloat16, inner="eager")
