@@ -165,6 +165,18 @@ def graph_breaks() -> list[str]:
     return [_in_a_line(found.reason, found.user_stack[-1]) for found in graph_break_reasons if found.user_stack]
 
 
+def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
+    """Return the graph breaks, as `graph_breaks` does, that a graph which Dynamo is compiling begins behind and ends in."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    code = translator.output.root_tx.f_code if translator is not None else None
+    begin = re.search(r"torch_dynamo_resume_in_.+_at_(\d+)$", code.co_name if code is not None else "")
+    place = (code.co_filename, int(begin[1])) if begin else None
+    before = [each for each in graph_break_reasons
+              if each.user_stack and (each.user_stack[0].filename, each.user_stack[0].lineno) == place]
+    around = before[-1:] + ([gm.compile_subgraph_reason] if ends_in_graph_break(gm) else [])
+    return [_in_a_line(each.reason, each.user_stack[-1]) for each in around if each.user_stack]
+
+
 def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
     reason = "a branch on data" if reason.startswith("generic_jump") else reason.partition("\n")[0]
     function = re.sub(r"torch_dynamo_resume_in_(.+)_at_\d+", r"\1", place.name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from ._torch import compiling_backend
+from ._torch import compiling_backend, graph_breaks_around
 from .compiler.graph_compiler import GraphCompiler, make_compiler
 from .compiler.pipeline import warn_unmatched
 from .compiler.process_groups import Groups
@@ -40,9 +40,23 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
     compiler = _compiler_of(compiling_backend(), options)
+    breaks = graph_breaks_around(gm)
     compiled = compiler(gm, example_inputs)
+    _note_breaks(compiler, breaks)
     warn_unmatched(compiler.report, " so far")  # a graph break may be followed by graphs that have something for the pass
     return compiled
+
+
+def _note_breaks(compiler: GraphCompiler, breaks: Sequence[str]) -> None:
+    """Note what runs in eager between graphs, and warn where that loses something that was asked for."""
+    config = compiler.config
+    asks_for_passes = config.opt_level != "O0" or config.precision or config.ddp or config.sync_bn or config.passes
+    for reason in breaks:
+        advice = "; apexfx.transform() holds torch.nn.LSTM, GRU and RNN in its graphs" if "LSTM" in reason else ""
+        message = f"apexfx: Dynamo broke the graph: {reason}. What runs between the graphs is out of reach of the passes{advice}"
+        if asks_for_passes and message not in compiler.report.notes:
+            log.warning(message)
+        compiler.report.note(message)
 
 
 def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:

@@ -50,3 +50,41 @@ def test_leaves_that_are_not_the_models_get_the_gradients_of_the_source(whole):
 
     expected = gradients_of_leaves(lambda model, loss: lambda x, t: loss(model(x), t))
     torch.testing.assert_close(gradients_of_leaves(compiled), expected, rtol=0, atol=0)
+
+
+class Recurrent(nn.Module):
+    """An LSTM in a module of its own; `first` leaves the graph before it empty."""
+
+    def __init__(self, first):
+        super().__init__()
+        self.before, self.inner, self.head = nn.Identity() if first else nn.Linear(4, 4), Inner(), nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(self.inner(self.before(x)))
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(4, 5)
+
+    def forward(self, x):
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("options", "warns"), [
+    ({"opt_level": "O1"}, True), ({"precision": {"head": "bfloat16"}}, True), ({}, False),
+])  # fmt: skip
+def test_a_graph_break_is_noted_with_its_place_and_warned_of_where_it_loses_something(options, warns, first, caplog):
+    torch.compiler.reset()
+    torch.compile(Recurrent(first), backend="eager")(torch.randn(3, 2, 4))  # its break is no matter of the others
+    compiled = torch.compile(Recurrent(first), backend="apex", options=OPTIONS | options)
+    torch.compile(nn.Linear(4, 2), backend="apex", options=dict(OPTIONS))(torch.randn(3, 4))
+    assert not apexfx.last_report().notes
+    for length in (3, 4):
+        compiled(torch.randn(length, 2, 4))
+    line = Inner.forward.__code__.co_firstlineno + 1
+    [note] = apexfx.last_report().notes
+    assert f"test_backend.py:{line}, in forward. What runs between" in note and "apexfx.transform() holds torch.nn.LSTM" in note
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and r.name == "apexfx.backend"] == [note] * warns

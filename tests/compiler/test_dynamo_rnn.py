@@ -142,7 +142,8 @@ def test_too_many_lengths_of_a_loop_run_in_pieces():
 
 def test_too_many_lengths_of_a_loop_are_named_by_a_transformed_model_too():
     model = apexfx.transform(Loop(), inner="eager")
-    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(RuntimeError, match="compiled 2 times.*the length of seq"):
+    limit = torch._dynamo.exc.FailOnRecompileLimitHit
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(limit, match="compiled 2 times.*the length of sequences"):
         for length in range(2, 5):
             model(torch.randn(2, length, 4))
 
