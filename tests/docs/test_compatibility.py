@@ -152,6 +152,13 @@ def test_double_backward_is_not_supported():
         grad.sum().backward()
 
 
+def test_a_hessian_is_of_the_source_alone():
+    source = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
+    hessian = torch.autograd.functional.hessian
+    hessians = [hessian(lambda x: model(x).sum(), INPUTS[:1]) for model in (source, transformed(source))]
+    assert [bool(each.any()) for each in hessians] == [True, False]
+
+
 def test_of_torch_func_only_functional_call():
     model = transformed()
     parameters = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
