@@ -15,6 +15,7 @@ from ..graph.nodes import MODULE_PATHS, OUTSIDE_OF_MODEL, POSSIBLE_MODULES, grap
 from .model_index import ModelIndex
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
+_FROM_NUMPY = re.compile(r"^___from_numpy\((.+)\)$")  # around the source of an array
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
 # Frames of this package between the user's forward and the op: a stand-in, the call of a module of torch's own.
@@ -112,7 +113,13 @@ def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[s
 
 def local_name(source: str) -> str:
     """Return a readable name for an input by where Dynamo found it: "batch[0]" for L['batch'][0]."""
-    return _LOCAL.sub(r"\1", source)
+    return _LOCAL.sub(r"\1", _FROM_NUMPY.sub(r"\1", source))
+
+
+def is_of_numpy(placeholder: fx.Node) -> bool:
+    """Return whether an input of a captured graph is an array of numpy's."""
+    source = dynamo_source(placeholder)
+    return source is not None and _FROM_NUMPY.match(source.name) is not None
 
 
 def _size(size: Any) -> int:

@@ -23,7 +23,7 @@ from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
 from .inner_compilers import INNER, traceable_rnn
-from .mixed_dtypes import check_float64
+from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
@@ -43,7 +43,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
     """
     check_inputs(gm, example_inputs)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), whole_step=whole_step)
-    check_float64(gm)
+    check_mixed(gm)
     return placeholders
 
 

@@ -1,7 +1,8 @@
-"""float64 that meets another dtype in an op that takes one: refused as eager torch does, with the name of the input.
+"""float64 and integers that meet another dtype in an op that takes one: refused as eager torch does, with the input's name.
 
-numpy makes float64 arrays, so one of them as the input of a float32 model is the usual slip. Dynamo does not notice: the fake
-kernels of matrix products and norms take any mix of dtypes, and what Inductor generates promotes.
+numpy makes float64 arrays, and files hold images and counts as integers: one of them as the input of a float32 model is the usual
+slip. Dynamo does not notice: the fake kernels of matrix products and norms take any mix of dtypes, and what Inductor generates
+promotes.
 """
 
 from __future__ import annotations
@@ -19,28 +20,41 @@ from ..graph.nodes import op_name, size_hint, source_line, value
 from ..graph.op_names import canonical_name
 from ..precision.casts import dtype_of
 from ..precision.rules import lookup
+from .capture import is_of_numpy
 
-FLOAT64_INPUT = "{} came in float64, the dtype of numpy's arrays: call .float() on it"
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# An operand that torch refuses; what it had expected comes without these words before it.
+_REFUSED_INTEGER = re.compile(r"(?:[Gg]ot:?|[Ff]ound(?: dtype)?|Input type|not support dtype:) \(?(?:torch\.)?"
+                              r"(?:u?int(?:8|16|32|64)?|long int|short int|(?:un)?signed char|Long|Int|Short|Char|Byte)\b")
 
 
-def check_float64(gm: fx.GraphModule) -> None:
-    """Refuse an op of a captured graph that eager torch would refuse, because float64 is among its floating operands.
+def check_mixed(gm: fx.GraphModule) -> None:
+    """Refuse an op of a captured graph that eager torch would refuse, because float64 or an integer is among its operands.
 
-    Eager is asked: the op runs once, on zeros of these shapes. What promotes, as a sum or a product does, is left as it is.
+    Eager is asked: the op runs once, on zeros of these shapes. What promotes, as a sum or a product does, is left as it is. Only
+    matrix products are asked about integers: other ops take them, as indices, or the fake kernel refuses as eager does.
 
     Raises:
         RuntimeError: as eager torch does; it names the op, its operands, and what to call .float() on.
     """
     for body in bodies(gm):
         for node in body.graph.nodes:
-            if node.op not in ("call_function", "call_method") or lookup(canonical_name(node.target)).kind == "passthrough":
+            if node.op not in ("call_function", "call_method"):
                 continue
-            dtypes = {dtype_of(operand) for operand in node.all_input_nodes} - {None}
-            if torch.float64 in dtypes and len(dtypes) > 1 and (refusal := _refusal(node)):
-                raise RuntimeError(_message(node, refusal))
+            rule = lookup(canonical_name(node.target))
+            floating = {dtype_of(operand) for operand in node.all_input_nodes} - {None}
+            suspects = (torch.float64,) if len(floating) > 1 and rule.kind != "passthrough" else ()
+            suspects += _INTEGERS if floating and rule.family == "matmul" else ()
+            suspect = next((dtype for dtype in suspects if _operands(node, dtype)), None)
+            if suspect is not None and (refusal := _refusal(node, suspect)):
+                raise RuntimeError(_message(node, refusal, suspect))
 
 
-def _refusal(node: fx.Node) -> str:
+def _operands(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
+    return [operand for operand in node.all_input_nodes if getattr(value(operand), "dtype", None) == dtype]
+
+
+def _refusal(node: fx.Node, suspect: torch.dtype) -> str:
     """Return what eager torch says to the dtypes of a node's operands, "" where it takes them."""
     try:
         _run(node)
@@ -48,19 +62,19 @@ def _refusal(node: fx.Node) -> str:
     except Exception as error:  # an op refuses a dtype with any error
         refusal = str(error).partition("\n")[0]
     try:
-        _run(node, torch.float32)
+        _run(node, suspect)
     except Exception:
         return ""  # it is not for the dtypes that zeros do not do: the real call tells
     return refusal
 
 
-def _run(node: fx.Node, floating: torch.dtype | None = None) -> None:
-    """Run the op of a node on zeros, those that are floating of another dtype if one is given."""
+def _run(node: fx.Node, suspect: torch.dtype | None = None) -> None:
+    """Run the op of a node on zeros; if a dtype is suspected, with float32 in the place of that and of all that is floating."""
 
     def zeros(argument: Any) -> Any:
         val = value(argument)
         if isinstance(val, Tensor):
-            dtype = floating if floating is not None and val.is_floating_point() else val.dtype
+            dtype = torch.float32 if suspect is not None and (val.is_floating_point() or val.dtype == suspect) else val.dtype
             return torch.zeros([size_hint(size) for size in val.shape], dtype=dtype, device=val.device)
         return size_hint(val) if isinstance(val, torch.SymInt) else val
 
@@ -70,20 +84,20 @@ def _run(node: fx.Node, floating: torch.dtype | None = None) -> None:
         getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
 
 
-def _message(node: fx.Node, refusal: str) -> str:
+def _message(node: fx.Node, refusal: str, suspect: torch.dtype) -> str:
     operands: dict[torch.dtype, list[fx.Node]] = {}
     for operand in node.all_input_nodes:
-        if (dtype := dtype_of(operand)) is not None:
+        if (dtype := getattr(value(operand), "dtype", None)) == suspect or (dtype := dtype_of(operand)) is not None:
             operands.setdefault(dtype, []).append(operand)
     shown = "; ".join(f"{_names(nodes)} in {dtype}" for dtype, nodes in operands.items())
     where = f" ({line})" if (line := source_line(node)) else ""
-    wide = operands[torch.float64]
-    if inputs := list(dict.fromkeys(p for operand in wide for p in _inputs(operand))):
-        advice = FLOAT64_INPUT.format(_names(inputs))
-    elif all(operand.meta.get("apexfx_kind") in ("param", "buffer") for operand in wide):
+    wide = operands[suspect]
+    if inputs := list(dict.fromkeys(p for operand in wide for p in _inputs(operand, suspect))):
+        advice = _advice(_names(inputs), suspect, all(is_of_numpy(p) for p in inputs))
+    elif suspect == torch.float64 and all(operand.meta.get("apexfx_kind") in ("param", "buffer") for operand in wide):
         advice = "Call .float() on the model, or .double() on its input"
     else:
-        advice = f"Call .float() on {_names(wide)}, or do not make it of float64"
+        advice = f"Call .float() on {_names(wide)}, or do not make it of {_plain(suspect)}"
     return f"apexfx: {op_name(node)}{where} was given {shown}, which eager torch refuses too: {refusal.rstrip('.')}. {advice}"
 
 
@@ -91,24 +105,41 @@ def _names(nodes: Sequence[fx.Node]) -> str:
     return ", ".join(node.meta.get("apexfx_name", node.name) for node in nodes)
 
 
-def _inputs(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the graph's inputs that a float64 tensor was computed from, in float64 all the way."""
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _advice(names: str, dtype: Any, of_numpy: bool) -> str:
+    reason = ", the dtype of numpy's arrays" if _plain(dtype) == "float64" else ""
+    call = 'call .astype("float32") on it, or give torch.from_numpy(x).float()' if of_numpy else "call .float() on it"
+    return f"{names} came in {_plain(dtype)}{reason}: {call}"
+
+
+def _inputs(node: fx.Node, dtype: torch.dtype) -> Iterator[fx.Node]:
+    """Yield the graph's inputs that a tensor was computed from, in its dtype all the way."""
     todo, seen = [node], {node}
     while todo:
         node = todo.pop()
         if node.op == "placeholder" and node.meta.get("apexfx_kind") not in ("param", "buffer"):
             yield node
-        todo += [n for n in node.all_input_nodes if n not in seen and dtype_of(n) == torch.float64]
+        todo += [n for n in _operands(node, dtype) if n not in seen]
         seen.update(todo)
 
 
 def advice_on_inputs(refusal: str, inputs: Mapping[str, Any]) -> str:
-    """Return what to do about float64 inputs where eager torch refused an op for its dtypes, "" where that is not the reason.
+    """Return what to do about inputs in float64, or of integers, where eager torch refused an op for its dtypes; otherwise "".
 
     Args:
         refusal: what torch said.
-        inputs: what the user gave, by name; any structure of tensors.
+        inputs: what the user gave, by name; any structure of tensors and of numpy's arrays.
     """
-    wide = [name for name, value in inputs.items()
-            if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float64 for leaf in tree_leaves(value))]
-    return FLOAT64_INPUT.format(", ".join(wide)) if wide and re.search(r"\b(dtype|[Dd]ouble)\b", refusal) else ""
+    integers = tuple(map(_plain, _INTEGERS)) if _REFUSED_INTEGER.search(refusal) else ()
+    wanted = integers or (("float64",) if re.search(r"\b(dtype|[Dd]ouble)\b", refusal) else ())
+    culprits = {name: [leaf for leaf in tree_leaves(value) if _plain(getattr(leaf, "dtype", "")) in wanted]
+                for name, value in inputs.items()}
+    culprits = {name: leaves for name, leaves in culprits.items() if leaves}
+    if not culprits:
+        return ""
+    leaves = [leaf for each in culprits.values() for leaf in each]
+    names = " or ".join(culprits) if integers else ", ".join(culprits)  # of several integers, some are indices or labels
+    return _advice(names, leaves[0].dtype, not any(isinstance(leaf, Tensor) for leaf in leaves))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_leaves, tree_map
+from ..compiler.mixed_dtypes import advice_on_inputs
 from .errors import CaptureError
 from .function import SupervisedObjective
 
@@ -86,7 +87,9 @@ class WrongCall:
     def _explain(self, error: Exception, model: nn.Module) -> Exception:
         kind = type(error) if type(error) in _PLAIN else RuntimeError
         name = "" if type(error).__module__.startswith(("builtins", "torch")) else f"{type(error).__name__}: "
+        advice = advice_on_inputs(str(error), {**{f"batch[{i}]": x for i, x in enumerate(self._batch)}, **self._named})
         lines = [f"apexfx: {name}{_shortened(str(error))}", *_place(error, model), f"  called: {self}"]
+        lines += [f"  {advice}"] if advice else []
         if isinstance(self._objective, SupervisedObjective):
             lines.append("  expected: step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked")
         return kind("\n".join(lines))

@@ -1,4 +1,4 @@
-"""float64 beside another dtype: what eager torch refuses is refused, by the input's name; what it takes comes out as in eager."""
+"""float64, or an integer, beside another dtype: what eager refuses is refused, by name; what it takes comes out as in eager."""
 
 from __future__ import annotations
 
@@ -89,6 +89,55 @@ def test_transform_refuses_what_eager_refuses(name, level):
 def test_so_does_every_other_way(way):
     with pytest.raises(Exception, match=r"apexfx: torch.linear \(.*float64; .*came in float64, .*: call .float\(\) on it"):
         WAYS[way](REFUSED["linear"](), "O2")(wide_input())
+
+
+# What a model of these is given in the place of float32, and what is said of that.
+INTEGERS = {
+    "linear": (torch.ones(4, 4, dtype=torch.int64), "int64"),
+    "after a product": (torch.ones(4, 4, dtype=torch.uint8), None),  # which promotes
+    "operator": (torch.ones(4, 4, dtype=torch.int32), "int32"),
+    "matmul by method": (torch.ones(4, 4, dtype=torch.uint8), "uint8"),
+    "layer_norm": (torch.ones(4, 4, dtype=torch.int64), "int64"),
+    "conv": (torch.ones(4, 4, dtype=torch.int64), "int64"),
+}
+
+
+@pytest.mark.parametrize("way", ["transform", "step", "step in pieces"])
+@pytest.mark.parametrize("name", INTEGERS)
+def test_an_integer_in_the_place_of_a_float_is_named(name, way):
+    inputs, dtype = INTEGERS[name]
+    if dtype is None:
+        WAYS[way](REFUSED[name](), "O1")(inputs)
+        return
+    with pytest.raises(Exception, match=rf"(?s)apexfx: .*(inputs|x|batch)(\[0\])? came in {dtype}: call \.float\(\) on it"):
+        WAYS[way](REFUSED[name](), "O1")(inputs)
+
+
+def test_an_integer_in_its_own_place_is_left_alone():
+    words, table = torch.tensor([[0, 1], [2, 0]]), torch.ones(2, 2, dtype=torch.int64)
+    model = Model(lambda m, words, table: (m.fc(m.words(words)) * (table @ table).sum()).sum(), fc=linear(),
+                  words=nn.Embedding(3, 4))
+    assert torch.equal(WAYS["transform"](model, "O0")(words, table), model(words, table))
+    model = Model(lambda m, words: m.words(words), words=nn.Embedding(3, 4))
+    for way in ("transform", "step"):
+        with pytest.raises(Exception, match="indices") as error:  # of floats in its place, nothing is said of integers
+            WAYS[way](model, "O1")(words.float())
+        assert "came in" not in str(error.value)
+
+
+@pytest.mark.parametrize("way", ["transform", "backend", "step", "step in pieces"])
+def test_an_array_of_numpys_is_named_and_told_how_to_be_made_float32(way):
+    said = r'(\w+\[0\]|x) came in float64, the dtype of numpy\'s arrays: call \.astype\("float32"\) on it'
+    with pytest.raises(Exception, match=said) as error:
+        WAYS[way](REFUSED["linear"](), "O0")(wide_input().numpy())
+    assert "from_numpy(L" not in str(error.value)
+
+
+def test_the_target_of_a_loss_that_fails_in_its_backward_is_named():
+    model = linear()
+    step = apexfx.train_step(model, F.huber_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(RuntimeError, match=r"batch\[1\] came in float64, .*: call .float\(\) on it"):
+        step(torch.ones(4, 4), wide_input())
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
