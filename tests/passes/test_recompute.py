@@ -143,9 +143,10 @@ def peaked(write):
     """Return a graph in which cos(c) is read in front of a peak and behind it, and c is perhaps written, before or in between."""
     def run(x, y):
         copied = torch.ops.aten.clone.default(x)
-        if write == "first":
+        read = torch.ops.aten.view.default(copied, [32, 32]) if write == "through a view" else copied
+        if write in ("first", "through a view"):
             torch.ops.aten.add_.Tensor(copied, 3.0)
-        early = torch.ops.aten.cos.default(copied)
+        early = torch.ops.aten.cos.default(read)
         first = torch.ops.aten.mm.default(early, y)
         big = torch.ops.aten.mm.default(torch.ops.aten.cat.default([first, first, first]), y)
         if write == "input":
@@ -155,7 +156,7 @@ def peaked(write):
     return make_fx(run, tracing_mode="fake")(torch.randn(32, 32), torch.randn(32, 32))
 
 
-@pytest.mark.parametrize("write", ["", "first", "input"])
+@pytest.mark.parametrize("write", ["", "first", "through a view", "input"])
 def test_what_reads_a_tensor_that_is_written_stays(write):
     assert Recompute()(peaked(write)).modified == (not write)
 

@@ -15,10 +15,17 @@ PLAN = StepPlan(groups=(UpdateRow("sgd_", 1, 0, masters=False, lr=0, step=None, 
                 max_grad_norm=1.0).to_json()
 
 
-def end_of_a_step(gradient):
-    """Return a graph that ends a step; a reader of the parameter was moved behind the node, which does not say that it writes."""
+def end_of_a_step(gradient, writes=False):
+    """Return a graph that ends a step; a reader of the parameter was moved behind the node, which does not say that it writes.
+
+    Args:
+        gradient: of the parameter and an input.
+        writes: whether the graph writes that input then.
+    """
     def run(w, x, lr):
         found_inf, norm, _ = torch.ops.apexfx.apply_gradients([w], [gradient(w, x)], [], [lr], PLAN)
+        if writes:
+            torch.ops.aten.add_.Tensor(x, 1.0)
         return found_inf, norm, w * 2.0
 
     gm = make_fx(run, tracing_mode="fake")(torch.ones(3), torch.ones(3), torch.ones(()))
@@ -44,3 +51,9 @@ def test_an_update_stands_behind_every_reader():
 def test_a_gradient_in_the_memory_of_a_parameter_is_copied(gradient):
     names = rewritten(end_of_a_step(gradient))
     assert names.index("clone_default") < names.index("multi_tensor_l2norm_default") < names.index("sgd__default")
+
+
+def test_a_gradient_in_the_memory_of_an_input_that_is_written_is_copied():
+    assert "clone_default" not in rewritten(end_of_a_step(lambda w, x: x.view(3)))
+    names = rewritten(end_of_a_step(lambda w, x: x.view(3), writes=True))
+    assert names.index("clone_default") < names.index("add_") < names.index("sgd__default")
