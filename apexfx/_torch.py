@@ -203,16 +203,19 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def forward_pre_hook(module: torch.nn.Module, name: str, hook: Callable[..., object]) -> Iterator[None]:
-    """Have `hook(module, args, kwargs)` run last before the forward.
+def forward_hooks(module: torch.nn.Module, name: str, before: Callable[..., object],
+                  after: Callable[..., object]) -> Iterator[None]:
+    """Have `before(module, args, kwargs)` run last before the forward, and `after(module, args, result)` first behind it.
 
     A handle of torch's has another number each time, and a graph is compiled anew where the numbers differ.
     """
-    module._forward_pre_hooks[name], module._forward_pre_hooks_with_kwargs[name] = hook, True
+    module._forward_pre_hooks[name], module._forward_pre_hooks_with_kwargs[name] = before, True
+    module._forward_hooks[name] = after
+    module._forward_hooks.move_to_end(name, last=False)
     try:
         yield
     finally:
-        del module._forward_pre_hooks[name], module._forward_pre_hooks_with_kwargs[name]
+        del module._forward_pre_hooks[name], module._forward_pre_hooks_with_kwargs[name], module._forward_hooks[name]
 
 
 def note_optimizer_ran(optimizer: torch.optim.Optimizer) -> None:

@@ -123,8 +123,10 @@ class CastCall:
             RuntimeError: the forward wrote what cannot be brought back.
         """
         for tensor, copied, version in self._copies:
-            if not torch.compiler.is_compiling() and tensor_version(copied) != version:  # Dynamo does not know versions
-                self._write(tensor, copied)
+            if torch.compiler.is_compiling():
+                write_back(tensor, copied)
+            elif tensor_version(copied) != version:
+                _write(tensor, copied)
         if cast is None and not self._copies and not self._replaced:
             return result
         instead = {id(copied): tensor for tensor, copied, _ in self._copies} | {id(new): old for old, new in self._replaced}
@@ -142,17 +144,6 @@ class CastCall:
         walk.seen |= arguments.seen  # a container of the arguments is returned itself
         return walk(result)
 
-    def _write(self, tensor: Tensor, copied: Tensor) -> None:
-        if copied.shape != tensor.shape:
-            raise RuntimeError(f"apexfx: the forward brings an argument of shape {tuple(tensor.shape)} to {tuple(copied.shape)} "
-                               f"in place; it was given a copy of {copied.dtype}, of which only values are brought back. Give it "
-                               f"in {copied.dtype}")
-        if not copied.requires_grad:  # what was not written stays as it was, to the bit
-            copied = torch.where(copied == tensor.to(copied.dtype), tensor, copied.to(tensor.dtype))
-        leaf = tensor.requires_grad and tensor.is_leaf  # written under no_grad, or the forward had raised
-        with torch.no_grad() if leaf else contextlib.nullcontext():
-            tensor.copy_(copied)
-
     def _views_of_arguments(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
         """Return, for each of `tensors` that is a view of an argument's copy, the same view of the argument."""
         copies = {_memory(copied): (tensor, copied) for tensor, copied, _ in self._copies if tensor.stride() == copied.stride()}
@@ -164,6 +155,33 @@ class CastCall:
             elif tensor is not None and _is_view(view, copied):
                 views[id(view)] = _same_place(view, copied, tensor)
         return views
+
+
+@torch.compiler.allow_in_graph
+def write_back(tensor: Tensor, copied: Tensor) -> Tensor:
+    """Write `copied`, a cast copy of `tensor`, back where a traced forward has written it; return `tensor`.
+
+    Dynamo knows no versions. The fake tensors that it evaluates this with do, as do those that AOTAutograd traces it with: of a
+    copy that nothing wrote, nothing comes into the graph.
+    """
+    if tensor_version(copied):
+        _write(tensor, copied)
+    return tensor
+
+
+write_back.writes_first = True  # for `graph.mutation`
+
+
+def _write(tensor: Tensor, copied: Tensor) -> None:
+    if copied.shape != tensor.shape:
+        raise RuntimeError(f"apexfx: the forward brings an argument of shape {tuple(tensor.shape)} to {tuple(copied.shape)} in "
+                           f"place; it was given a copy of {copied.dtype}, of which only values are brought back. Give it in "
+                           f"{copied.dtype}")
+    if not copied.requires_grad:  # what was not written stays as it was, to the bit
+        copied = torch.where(copied == tensor.to(copied.dtype), tensor, copied.to(tensor.dtype))
+    leaf = tensor.requires_grad and tensor.is_leaf  # written under no_grad, or the forward had raised
+    with torch.no_grad() if leaf else contextlib.nullcontext():
+        tensor.copy_(copied)
 
 
 def cast_values(value: Any, cast: Cast) -> Any:

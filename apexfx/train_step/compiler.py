@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from .. import passes
-from .._torch import set_grad_enabled
+from .._torch import set_grad_enabled, tensor_version
 from ..compiler import cache, capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
 from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
@@ -26,6 +26,7 @@ from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written
 from ..graph.nodes import value
+from ..precision.containers import write_back
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
@@ -90,6 +91,7 @@ class StepCompiler:
         _switch_gradients_on(gm)
         placeholders = read_inputs(gm, example_inputs, self.config, self.index, whole_step=True)
         check_plain(placeholders, example_inputs)
+        _erase_unwritten(gm)
         leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget)
@@ -222,3 +224,10 @@ def _switch_gradients_on(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_before(first):
             for enabled in (True, False):
                 gm.graph.call_function(set_grad_enabled, (enabled,))
+
+
+def _erase_unwritten(gm: fx.GraphModule) -> None:
+    """Erase what brings back copies of inputs that the forward has not written, before a pass takes it for a write."""
+    for node in gm.graph.find_nodes(op="call_function", target=write_back):
+        if not tensor_version(value(node.args[1])):
+            gm.graph.erase_node(node)

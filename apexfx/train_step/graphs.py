@@ -123,7 +123,8 @@ class StepGraphs:
                               "fallback='transform', where it sees the model's backward as one function, or look for the op in "
                               "eager torch", reason)
         gradients = self._gradients()
-        with self._patched(), torch.no_grad(), capture_errors(), self._model.traceable() as model:
+        with self._patched(), torch.no_grad(), capture_errors(), \
+                self._model.traceable(casts_inputs=not self.why_in_pieces) as model:
             inputs = StepInputs(model, self._objective, **self._state.inputs())
             outputs = getattr(self._functions, function)(inputs, batch, named)
         if self._gradients() != gradients:

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from .._torch import forward_pre_hook, has_backward_hooks, has_global_module_hooks, tree_map
+from .._torch import forward_hooks, has_backward_hooks, has_global_module_hooks
 from ..compiler.dynamo_batch_norm import is_untraceable
 from ..compiler.stand_ins import StandIns, all_modules, path_of
+from ..precision.containers import Cast, CastCall
+from ..precision.rules import HALVES
 from ..report.data import Report
 from .objective import ObjectiveModules
 
-_HALF_INPUTS = "apexfx_half_inputs"  # the name of a hook
+_HALF_INPUTS = "apexfx_half_inputs"  # the name of two hooks
 
 
 class StepModel:
@@ -27,7 +28,7 @@ class StepModel:
         model: the user's.
         objective_modules: those of a loss, which are looked through as well.
         group: over which all batch norms of the model are synchronized, or None where only `torch.nn.SyncBatchNorm` are.
-        half: what float32 inputs of the model are cast to before its forward, or None.
+        half: what inputs of the model are cast to before its forward, or None.
         report: where what a batch norm does is noted.
 
     Attributes:
@@ -38,12 +39,16 @@ class StepModel:
     def __init__(self, model: nn.Module, objective_modules: ObjectiveModules, group: dist.ProcessGroup | None,
                  half: torch.dtype | None, report: Report) -> None:
         self.model, self.objective_modules, self._group = model, objective_modules, group
-        self._half_inputs = functools.partial(_to_half, half) if half is not None else None
+        cast = _CastInputs(half) if half is not None else None
+        self._hooks = (cast.enter, cast.leave) if cast is not None else None
         self.stand_ins = StandIns(group, report)
 
     @contextlib.contextmanager
-    def traceable(self) -> Iterator[nn.Module]:
+    def traceable(self, *, casts_inputs: bool = True) -> Iterator[nn.Module]:
         """Yield the model, which Dynamo can trace until the end of the context.
+
+        Args:
+            casts_inputs: False where what runs the model does that.
 
         Raises:
             ValueError: as `check_modules`.
@@ -51,8 +56,8 @@ class StepModel:
         if has_global_module_hooks() or any(map(has_backward_hooks, all_modules(self.model))):
             check_modules(self.model, self._group)  # raises
         with contextlib.ExitStack() as stack:
-            if self._half_inputs is not None:  # as Apex patches forward: Dynamo evaluates it before any pass has put casts in
-                stack.enter_context(forward_pre_hook(self.model, _HALF_INPUTS, self._half_inputs))
+            if self._hooks is not None and casts_inputs:  # Dynamo evaluates the forward before any pass has put casts in
+                stack.enter_context(forward_hooks(self.model, _HALF_INPUTS, *self._hooks))
             stack.enter_context(self.stand_ins.in_place(self.model, self.objective_modules.children()))
             yield self.model
 
@@ -77,5 +82,16 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
                              "not run; remove it, register a hook on a tensor in the forward, or train with apexfx.transform()")
 
 
-def _to_half(half: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return tree_map(lambda x: x.to(half) if isinstance(x, Tensor) and x.dtype == torch.float32 else x, (args, kwargs))
+class _CastInputs:
+    """Hooks that cast a model's inputs, as Apex patches forward, and hand back what the forward writes into them."""
+
+    def __init__(self, half: torch.dtype) -> None:
+        self._cast = Cast(half, only=(torch.float32, *HALVES))
+        self._calls: list[CastCall] = []  # under way
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        self._calls.append(CastCall(args, kwargs))
+        return self._calls[-1].enter(self._cast)
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+        return self._calls.pop().leave(result)

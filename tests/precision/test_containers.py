@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.utils._pytree import register_pytree_node
 
-from apexfx.precision.containers import Cast, CastCall
+from apexfx.graph.mutation import written
+from apexfx.precision.containers import Cast, CastCall, write_back
 
 HALF = torch.bfloat16
 
@@ -216,3 +217,22 @@ def test_a_container_that_holds_itself():
     x, given = torch.ones(2), {}
     given.update(x=x, me=given)
     assert run(lambda g: g["me"]["x"].dtype, given) == HALF and given["x"] is x and given["me"] is given
+
+
+@pytest.mark.parametrize("write", [lambda x: x[0].mul_(3), lambda x: x.add_(1), lambda x: x * 2], ids=["view", "whole", "none"])
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_writes_of_a_traced_forward_arrive(write, compiler):
+    def call(x):
+        call = CastCall((x,), {})
+        (copied,), _ = call.enter(Cast(HALF))
+        return call.leave((write(copied), copied)[0].sum())
+
+    mine, theirs = torch.full((2, 3), 1 / 3), torch.full((2, 3), 1 / 3)
+    result = torch.compile(call, backend=compiler, fullgraph=True)(mine)
+    assert torch.equal(result, call(theirs)) and torch.equal(mine, theirs)
+
+
+def test_passes_know_what_a_traced_call_writes():
+    graph = torch.fx.Graph()
+    tensor, copied = graph.placeholder("tensor"), graph.placeholder("copied")
+    assert written(graph.call_function(write_back, (tensor, copied))) == [tensor]
