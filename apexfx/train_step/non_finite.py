@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import OpOverload, TorchDispatchMode, tree_leaves
+from .objective import copy_objective
 
 
 class _FirstNonFinite(TorchDispatchMode):
@@ -42,9 +43,9 @@ def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tup
                      named: Mapping[str, Any]) -> str:
     """Say in a sentence which op of the forward first gives something that is not finite, computing as eager does.
 
-    It runs copies of model, objective and batch, and leaves the state of the random number generators as it was. Where there are
-    several ranks
-    nothing is computed: a forward that communicates, as synchronized batch norm does, would wait for the others.
+    It runs copies of model, objective (as of `copy_objective`) and batch, and leaves the state of the random number generators as
+    it was. Where there are several ranks nothing is computed: a forward that communicates, as synchronized batch norm does, would
+    wait for the others.
     """
     if not _is_finite((batch, named), masks=True):
         return "The batch itself is not finite"
@@ -55,7 +56,9 @@ def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tup
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     with torch.random.fork_rng(devices), torch.no_grad():
         try:
-            model, objective, batch, named = copy.deepcopy((model, objective, batch, named))  # any of them may be written
+            memo: dict[int, Any] = {}  # of copies, since any of them may be written
+            model, batch, named = copy.deepcopy((model, batch, named), memo)
+            objective = copy_objective(objective, memo)
             with _FirstNonFinite() as mode:
                 result = objective(model, *batch, **named)
         except Exception as error:  # whatever the model does: this is the text of a warning, and training goes on

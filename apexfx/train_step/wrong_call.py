@@ -17,6 +17,7 @@ from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tre
 from ..compiler.mixed_dtypes import advice_on_inputs
 from .errors import CaptureError
 from .function import SupervisedObjective
+from .objective import copy_objective
 
 _LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
@@ -60,13 +61,15 @@ class WrongCall:
     def find(self) -> Exception | None:
         """Run model and objective on fake tensors, without Dynamo; return the error of that, None where there is none.
 
-        They are copies, and no op computes or communicates. Fake tensors have no values: None too where the run needs one, and
-        where the model cannot be copied.
+        They are copies (as of `copy_objective`), and no op computes or communicates. Fake tensors have no values: None too where
+        the run needs one, and where model or objective cannot be copied.
         """
         mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
         try:
             with FakeCopyMode(mode):
-                model, objective = copy.deepcopy((self._model, self._objective))
+                memo: dict[int, Any] = {}
+                model = copy.deepcopy(self._model, memo)
+                objective = copy_objective(self._objective, memo)
             batch, named = tree_map(lambda x: mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x,
                                     (self._batch, self._named))
         except Exception:  # of whatever the user's objects do when they are copied

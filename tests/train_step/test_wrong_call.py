@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 
 import pytest
 import torch
@@ -272,6 +274,56 @@ def test_the_run_on_fakes_leaves_model_and_loss_as_they_were():
     assert isinstance(error, AttributeError) and "no_such_attribute" in str(error)
     torch.testing.assert_close(loss.state_dict(), before, rtol=0, atol=0)
     assert not hasattr(loss, "seen") and not hasattr(model, "last") and torch.equal(random, torch.get_rng_state())
+
+
+class Holds:
+    """What an objective writes: a list, statistics, an attribute, a tensor."""
+
+    def __init__(self):
+        self.history, self.norm, self.last, self.count = [], nn.BatchNorm1d(4), None, torch.zeros(())
+
+    def loss(self, model, x, y):
+        self.last = self.norm(model(x))
+        self.history.append(self.last.detach().mean())
+        self.count.add_(1)
+        return F.cross_entropy(self.last, y)
+
+
+HOLDS = Holds()
+
+
+def by_global(model, x, y):
+    return [HOLDS.loss(model, x, y) for _ in range(1)][0]
+
+
+def by_closure(holds):
+    def helper(model, x, y):
+        return holds.loss(model, x, y)
+
+    return lambda model, x, y: helper(model, x, y)
+
+
+def by_default(holds):
+    return lambda model, x, y, holds=holds: holds.loss(model, x, y)
+
+
+@pytest.mark.parametrize("make_objective", [
+    by_closure, by_default, lambda holds: holds.loss, lambda holds: by_global,
+    lambda holds: functools.partial(lambda h, model, x, y: h.loss(model, x, y), holds),
+    lambda holds: SupervisedObjective(lambda y, t: holds.loss(lambda y: y, y, t)),
+    lambda holds: torch.no_grad()(by_closure(holds)),
+], ids=["closure", "default", "method", "global", "partial", "loss_fn", "decorator"])  # fmt: skip
+def test_runs_of_a_copy_leave_what_functions_hold_as_it_was(make_objective):
+    objective, holds = make_objective(HOLDS), HOLDS
+    assert isinstance(WrongCall(Net(), objective, (X, Y.float()[:, None]), {}).find(), (AssertionError, RuntimeError))
+    assert "forward is finite in eager" in first_non_finite(Net(), objective, (X, Y), {})
+    assert holds.history == [] and holds.last is None and holds.count == 0 and holds.norm.num_batches_tracked == 0
+    assert type(holds.norm.running_mean) is torch.Tensor and torch.equal(holds.norm.running_mean, torch.zeros(4))
+
+
+def test_an_objective_that_cannot_be_copied_is_not_run():
+    lock = threading.Lock()
+    assert WrongCall(Net(), lambda m, x, y: (lock, m(x).no_such_attribute), (X, Y), {}).find() is None
 
 
 def test_errors_of_the_users_own_classes_stay_what_they_are():
