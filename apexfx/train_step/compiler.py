@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -54,6 +54,7 @@ class StepCompiler:
         index: of the names of the model's tensors and of the optimizer's state.
         on_run: called once all ranks have agreed on a graph, when it may change something: before it runs, since Inductor's
             kernels change memory and no version; under inner="eager", before its first node that does, and behind the last.
+        on_communication: called under inner="eager" before the first node that communicates.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
 
@@ -62,14 +63,14 @@ class StepCompiler:
     """
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
-                 index: ModelIndex, on_run: Callable[[], None], memory_budget: int | None = None,
-                 reduce_gradients: bool = True) -> None:
+                 index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
+                 memory_budget: int | None = None, reduce_gradients: bool = True) -> None:
         self.config = config
         self.report = report
         self.groups = groups
         self.agreement = agreement
         self.index = index
-        self.on_run = on_run
+        self.on_run, self.on_communication = on_run, on_communication
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
         self._captures_only = False
@@ -110,7 +111,7 @@ class StepCompiler:
             collectives.insert(0, numeric_options(self.config))
             if self.reduce_gradients and node is not None:
                 collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(params, present) if here)])
-        compiled = graph.compile(StepPasses(graph, present, self.on_run), self.report)
+        compiled = graph.compile(StepPasses(graph, present, self.on_run, self.on_communication), self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
         return self._guarded(compiled, graph.record, collectives, placeholders, places, leaves)
@@ -161,15 +162,17 @@ class StepPasses(BackwardPasses):
 
     Args:
         present: for each parameter, whether it had a gradient when the graph was captured; [] where none is applied.
-        on_change: under inner="eager", called when the graph is about to write an input, or to communicate, for the first time.
+        on_change, on_communication: under inner="eager", called when the graph is about to write an input, or to communicate,
+            for the first time.
     """
 
     # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
     inductor_options: ClassVar[dict[str, bool]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
 
-    def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None]) -> None:
+    def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None],
+                 on_communication: Callable[[], None]) -> None:
         super().__init__(graph.pipeline, graph.record, graph.placeholders, graph.uuid, graph.key)
-        self._present, self._on_change = present, on_change
+        self._present, self._on_change, self._on_communication = present, on_change, on_communication
 
     def __call__(self, graph: fx.Graph) -> None:
         if self._user_pass is not None:
@@ -188,7 +191,10 @@ class StepPasses(BackwardPasses):
 
     def on_forward(self, gm: fx.GraphModule) -> None:
         self.run(gm)
-        _call_before_changes(gm, self._on_change)
+        inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
+        nodes = list(gm.graph.nodes)
+        _call_before(filter(group_name, nodes), self._on_communication)
+        _call_before((node for node in nodes if storages([value(source) for source in written(node)]) & inputs), self._on_change)
 
     def _check_gradients(self, gm: fx.GraphModule) -> None:
         node = apply_node(gm)
@@ -202,16 +208,15 @@ class StepPasses(BackwardPasses):
                                "cut off; find it by skip=, which leaves passes out, and report it")
 
 
-def _call_before_changes(gm: fx.GraphModule, function: Callable[[], None]) -> None:
-    def note_change() -> None:  # a name, which the code of a graph needs
+def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None:
+    """Have a graph call `function` in front of the first of `nodes`, if there is one."""
+    def note() -> None:  # a name, which the code of a graph needs
         function()
 
-    inputs = storages([value(node) for node in gm.graph.find_nodes(op="placeholder")])
-    for node in gm.graph.nodes:
-        if group_name(node) or storages([value(source) for source in written(node)]) & inputs:
-            with gm.graph.inserting_before(node):
-                gm.graph.call_function(note_change)
-            return
+    for node in nodes:
+        with node.graph.inserting_before(node):
+            node.graph.call_function(note)
+        return
 
 
 def _switch_gradients_on(gm: fx.GraphModule) -> None:

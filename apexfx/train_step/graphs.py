@@ -77,7 +77,8 @@ class StepGraphs:
         self._report, self._groups, self._agreement = report, groups, agreement
         self.why_in_pieces = ""
         compiler = functools.partial(StepCompiler, options.config, report=report, groups=groups, agreement=agreement, index=index,
-                                     on_run=state.note_change, memory_budget=options.memory_budget)
+                                     on_run=state.note_change, on_communication=state.note_communication,
+                                     memory_budget=options.memory_budget)
         self._compiler, self._compiler_of_earlier = compiler(), compiler(reduce_gradients=False)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=options.config.dynamic)
         loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._torch import note_optimizer_ran
 from ..compiler.model_index import ModelIndex
+from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
@@ -44,6 +45,7 @@ class TrainingState:
         gathered: ids of the parameters that have a gradient there.
         num_calls: how many calls there were since the step was made or loaded a state.
         changed: whether the call under way has changed something.
+        communicated: whether it has begun to communicate.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, objective_modules: ObjectiveModules,
@@ -60,7 +62,7 @@ class TrainingState:
         self.buffers: list[Tensor] = []
         self.gathered: set[int] = set()
         self.num_calls = 0
-        self.changed = False
+        self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
         weakref.finalize(self, _warn_of_gathered, self.gathered)
 
@@ -132,6 +134,10 @@ class TrainingState:
         """Note that parameters, buffers, state or gathered gradients change from now on."""
         self.changed = True
 
+    def note_communication(self) -> None:
+        """Note that the call communicates from now on: another rank may have changed all this when it fails here."""
+        self.communicated = True
+
     def check_whole(self) -> None:
         """Raise where an earlier call failed half-way."""
         if self._broken:
@@ -141,9 +147,12 @@ class TrainingState:
 
     @contextlib.contextmanager
     def all_or_nothing(self) -> Iterator[None]:
-        """Leave everything as it was where a call fails before it has changed anything; let none follow that fails later."""
+        """Leave everything as it was where a call fails before it has changed anything; let none follow that fails later.
+
+        A mismatch is raised on every rank, before what they were about to communicate has reached any.
+        """
         self.check_whole()
-        self.changed = False
+        self.changed = self.communicated = False
         before: dict[Tensor, Any] | None = None
         state = self._optimizer_state
         if structure(self._optimizer) != self._structure or state is not None and state.was_counted_by_others():
@@ -152,7 +161,7 @@ class TrainingState:
         try:
             yield
         except BaseException as error:
-            if self.changed:
+            if self.changed or self.communicated and not isinstance(error, RankMismatchError):
                 self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             elif before is not None:
                 self._optimizer.state.clear()
