@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -30,7 +31,7 @@ from ..precision.containers import write_back
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
-from .errors import sparse_gradient
+from .errors import calls_backward, sparse_gradient
 from .other_leaves import OtherLeaves, return_gradients
 from .parameters import MemoryCheck
 
@@ -93,6 +94,7 @@ class StepCompiler:
         placeholders = read_inputs(gm, example_inputs, self.config, self.index, whole_step=True)
         check_plain(placeholders, example_inputs)
         _erase_unwritten(gm)
+        _check_no_backward(gm)
         leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget)
@@ -236,3 +238,17 @@ def _erase_unwritten(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=write_back):
         if not tensor_version(value(node.args[1])):
             gm.graph.erase_node(node)
+
+
+def _check_no_backward(gm: fx.GraphModule) -> None:
+    """Refuse a `backward()` of the user's that adds to the `.grad` of a trained parameter.
+
+    Dynamo traces it as `torch.autograd.grad`, whose results it copies into new memory laid out as the leaves; without that, an
+    objective may differentiate.
+    """
+    *others, own = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+    for item in (item for grad in others for item in grad.users if item.target is operator.getitem):
+        copied_to = [user.args[0] for user in item.users if user.target == "copy_"]
+        laid_out_as = {new.args[0] for new in copied_to if new.target is torch.empty_like}
+        if not laid_out_as.isdisjoint(own.args[1]):
+            raise calls_backward()

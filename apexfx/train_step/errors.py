@@ -53,12 +53,16 @@ def sparse_gradient(name: str) -> ValueError:
                       "sparse=False in the embedding, or give its weight to an optimizer of its own")
 
 
+def calls_backward() -> RuntimeError:
+    """Return the error of an objective that adds to the `.grad` of what the step updates."""
+    return RuntimeError("apexfx: the objective or the model calls backward() itself, and what that adds to .grad is in no update "
+                        "of the step; add that loss to the one that the objective returns")
+
+
 def error_of_loss(text: str) -> Exception | None:
     """Return the error for a text of torch's that is about a loss which nothing can be trained by; None for any other text."""
     if ours := re.search(r"apexfx: the (?:loss|objective)[^'\"\n]*", text):
         return (TypeError if "has to return" in text else ValueError)(ours[0])
-    if "only for scalar outputs" in text:
-        return ValueError("apexfx: the loss is no scalar; have the loss function reduce it: .mean(), .sum()")
     if "does not require grad" in text or "One of the differentiated Tensors" in text:
         return ValueError("apexfx: the loss does not depend on any parameter that the optimizer holds: it is detached, "
                           "computed under no_grad(), or of other parameters")
@@ -97,6 +101,8 @@ def capture_errors() -> Iterator[None]:
             raise of_loss from error
         if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
             raise CaptureError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
+        if "already consumed grad_fn" in text:  # as of a loss that is returned after its own backward()
+            raise calls_backward() from error
         if (external := _EXTERNAL.search(text)) is not None:
             raise has_history(local_name(external[2])) from error
         if "consumed returned tensor's grad_fn" in text:

@@ -165,6 +165,12 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
             kind = f"{type(result).__name__} of {len(result)}" if isinstance(result, tuple) else type(result).__name__
             raise TypeError(f"apexfx: the loss function or objective returned a {kind}; it has to return the loss, a scalar "
                             "tensor, or a tuple of two: the loss and something else to return")
+        if loss.numel() != 1:
+            raise ValueError(f"apexfx: the loss is no scalar, its shape is {[int(size) for size in loss.shape]}; have the loss "
+                             "function reduce it: .mean(), .sum()")
+        if loss.is_complex():
+            raise ValueError(f"apexfx: the loss is {loss.dtype}, and what is trained by has to be real: take .abs(), .real or "
+                             ".imag in the loss function")
         loss = loss if loss.dtype == torch.float64 else loss.float()
         share = loss / inputs.calls if inputs.calls > 1 else loss
         grads = differentiate(share if inputs.scale is None else share * inputs.scale, inputs.params)

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from .._torch import dynamo_config, patched_dynamo, tensor_version
+from .._torch import dynamo_config, patched_dynamo
 from ..compiler.compile_graph import WeakBackend
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .compiler import StepCompiler
-from .errors import NotOneGraph, capture_errors
+from .errors import NotOneGraph, calls_backward, capture_errors
 from .function import StepInputs, compiled_separately, run_accumulate, run_step
-from .in_pieces import StepInPieces
+from .in_pieces import StepInPieces, grad_versions
 from .model import StepModel
 from .options import StepOptions
 from .state import TrainingState
@@ -123,20 +123,14 @@ class StepGraphs:
             raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
                               "fallback='transform', where it sees the model's backward as one function, or look for the op in "
                               "eager torch", reason)
-        gradients = self._gradients()
+        gradients = grad_versions(self._state.params)
         with self._patched(), torch.no_grad(), capture_errors(), \
                 self._model.traceable(casts_inputs=not self.why_in_pieces) as model:
             inputs = StepInputs(model, self._objective, **self._state.inputs())
             outputs = getattr(self._functions, function)(inputs, batch, named)
-        if self._gradients() != gradients:
-            raise RuntimeError("apexfx: the objective or the model calls backward() itself, and what that adds to .grad is in "
-                               "no update of the step; add that loss to the one that the objective returns")
+        if grad_versions(self._state.params) != gradients:  # by what the compiler does not know for a backward
+            raise calls_backward()
         return outputs
-
-    def _gradients(self) -> list[Any]:
-        """Return what is in `.grad`, to be compared."""
-        grads = [p.grad for p in self._state.params]
-        return [g if g is None else (id(g), tensor_version(g)) for g in grads]
 
     def _patched(self) -> contextlib.AbstractContextManager[Any]:
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._functions.dynamo.items())

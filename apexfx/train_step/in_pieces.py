@@ -27,7 +27,7 @@ from ..compiler.refusals import COMPILES_ITSELF
 from ..config import BucketConfig, TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
-from .errors import error_of_loss, sparse_gradient
+from .errors import calls_backward, error_of_loss, sparse_gradient
 from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
 from .model import StepModel
 from .other_leaves import add_gradients, averaged, check_leaf, leaves_of, unscaled
@@ -99,7 +99,8 @@ class StepInPieces:
                    named_inputs: Mapping[str, Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
         """Run forward and backward; a failure changes nothing but what the forward has written."""
         before = self._versions()
-        differentiate = functools.partial(self._differentiate, of_batch=set(map(id, tree_leaves((batch, named_inputs)))))
+        differentiate = functools.partial(self._differentiate, grads_before=grad_versions(inputs.params),
+                                          of_batch=set(map(id, tree_leaves((batch, named_inputs)))))
         try:
             with self._compiled_forward():
                 loss, rest, grads = compute_gradients(inputs, batch, named_inputs, differentiate)
@@ -107,7 +108,8 @@ class StepInPieces:
         except BaseException as error:
             if self._versions() != before:
                 self._on_change()
-            if isinstance(error, RuntimeError) and (of_loss := error_of_loss(str(error))) is not None:
+            ours = str(error).startswith("apexfx")
+            if isinstance(error, RuntimeError) and not ours and (of_loss := error_of_loss(str(error))) is not None:
                 raise of_loss from error
             raise
         sparse = next((p for p, g in zip(inputs.params, grads) if g is not None and g.layout != torch.strided), None)
@@ -121,8 +123,11 @@ class StepInPieces:
             log.warning(message)
         return loss, rest, grads
 
-    def _differentiate(self, loss: Tensor, params: list[Tensor], of_batch: Collection[int]) -> list[Tensor | None]:
+    def _differentiate(self, loss: Tensor, params: list[Tensor], grads_before: list[Any],
+                       of_batch: Collection[int]) -> list[Tensor | None]:
         """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
+        if grad_versions(params) != grads_before:
+            raise calls_backward()
         trained = set(map(id, params))
         reached = [leaf for leaf in leaves_of(loss) if id(leaf) not in trained]
         for leaf in reached:
@@ -186,6 +191,11 @@ class StepInPieces:
                 del attributes["forward"]
             else:
                 attributes["forward"] = own
+
+
+def grad_versions(params: Sequence[Tensor]) -> list[Any]:
+    """Return what is in the `.grad` of parameters, to be compared."""
+    return [p.grad if p.grad is None else (id(p.grad), tensor_version(p.grad)) for p in params]
 
 
 def average_over_ranks(names: Mapping[int, str], params: Sequence[Tensor], grads: Sequence[Tensor | None],

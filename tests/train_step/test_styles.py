@@ -240,17 +240,59 @@ def test_a_number_that_the_forward_changes_is_followed_until_too_many_graphs_are
             step(torch.ones(3))
 
 
-def test_a_backward_inside_of_the_objective_is_refused():
-    def objective(m, x):
-        m[1](x).sum().backward()
-        return m[0](x).sum()
+def backward_of_another_loss(m, x):
+    m[1](x).sum().backward()
+    return m[0](x).sum()
 
+
+def backward_of_what_is_returned(m, x):
+    loss = m[0](x).sum()
+    loss.backward()
+    return loss
+
+
+def backward_that_keeps_the_graph(m, x):
+    loss = m[0](x).sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def backward_in_a_branch(m, x):
+    m[1](x).sum().backward()
+    return m[0](x).sum() if x.sum() > 0 else m[1](x).sum()
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["", "with .grad"])
+@pytest.mark.parametrize("objective", [backward_of_another_loss, backward_of_what_is_returned, backward_that_keeps_the_graph,
+                                       backward_in_a_branch])
+def test_a_backward_inside_of_the_objective_is_refused_before_anything_changes(objective, kept):
     model = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0", inner="eager",
+                             fallback="transform" if objective is backward_in_a_branch else None)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p) if kept else None
+    before = copy.deepcopy(step.state_dict())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="calls backward\\(\\) itself"):
+            step(torch.ones(1, 2))
+    torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
+
+
+def test_a_backward_to_a_leaf_of_the_objective_s_own_is_that_of_eager():
+    def objective(m, x):
+        y = m(x)
+        leaf = y.detach().requires_grad_()
+        leaf.square().sum().backward()
+        return (y * leaf.grad).sum()
+
+    torch.manual_seed(0)
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    reference = copy.deepcopy(model)
     step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0", inner="eager")
-    with pytest.raises(RuntimeError, match="calls backward\\(\\) itself"):
-        step(torch.ones(1, 2))
-    with pytest.raises(RuntimeError, match="an earlier step failed"):
-        step(torch.ones(1, 2))
+    step(x)
+    objective(reference, x).backward()
+    SGD(reference.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
 def test_hooks_on_all_modules_are_refused():
