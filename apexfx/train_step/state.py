@@ -184,8 +184,7 @@ class TrainingState:
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
-        self.num_calls += self._options.accumulate - self.num_gathered_calls()
-        self.gathered.clear()
+        self.end_accumulation()
         if self._options.keep_grads or self._optimizer_state is None:
             self._drop_gradients()  # what nobody computed now is not to be applied
             left = iter(unshared(gradients))
@@ -198,6 +197,11 @@ class TrainingState:
             self._optimizer.step()
         if not self._options.keep_grads:
             self._drop_gradients()
+
+    def end_accumulation(self) -> None:
+        """Count what was gathered as done."""
+        self.num_calls += self._options.accumulate - self.num_gathered_calls()
+        self.gathered.clear()
 
     def _note_updated(self, updated: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(updated)

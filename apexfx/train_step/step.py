@@ -118,7 +118,7 @@ class TrainStep:
     def flush(self) -> None:
         """Apply the average of what calls have gathered since the last update, where they are fewer than `accumulate`.
 
-        It runs op by op. Nothing happens where nothing is gathered. Over ranks, all have to call it at once.
+        It runs op by op. Nothing is updated where no gradient is gathered. Over ranks, all have to call it at once.
 
         Raises:
             RankMismatchError: the ranks have not gathered from as many calls.
@@ -134,8 +134,12 @@ class TrainStep:
             state.prepare()
             factor = self._options.accumulate / num_calls
             grads = [b * factor if id(p) in state.gathered else None for p, b in zip(state.params, state.buffers)]
-            state.note_change()
+            state.note_communication()
             grads = average_over_ranks(state.names, state.params, grads, self._options.config.buckets, self._groups.gradients)
+            if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
+                state.end_accumulation()
+                return
+            state.note_change()
             applied = apply_gradients(StepInputs(self.model, self._objective, **state.inputs()), grads)
             for buffer in state.buffers:
                 buffer.zero_()

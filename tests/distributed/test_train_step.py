@@ -84,6 +84,20 @@ def test_a_flush_of_other_numbers_of_calls_is_told(rank, world_size):
         step.flush()
 
 
+@on_ranks(2)
+def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size):
+    model = net()
+    step = apexfx.train_step(model, objective=lambda m, x, t, own: x.square().mean() if own else F.cross_entropy(m(x), t),
+                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), accumulate=3, ddp=True, inner="eager",
+                             opt_level="O0")
+    [(inputs, targets)], before = batches(rank, 1), model[0].weight.detach().clone()
+    for own, updated in ((True, False), (rank == 0, True)):
+        step(inputs.clone().requires_grad_(), targets, own)
+        step.flush()
+        assert bool(step.updated) is updated and torch.equal(model[0].weight, before) is not updated
+    assert same_on_all(world_size, list(model.parameters()))
+
+
 @pytest.mark.long
 @on_ranks(4)
 def test_a_step_of_four_ranks_is_that_of_torch_ddp(rank, world_size):

@@ -114,6 +114,25 @@ def test_calls_after_a_flush_begin_an_accumulation():
     assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
+@pytest.mark.parametrize("optimizer, options", [(SGD, {}), (AdamW, {"loss_scale": "dynamic"}), (RMSprop, {})], ids=str)
+def test_a_flush_of_calls_that_reach_nothing_trained_does_nothing(optimizer, options):
+    def of_the_input(model, inputs, targets, uses_model=False):
+        return F.cross_entropy(model(inputs), targets) if uses_model else inputs.square().mean()
+
+    step = make(optimizer, objective=of_the_input, accumulate=3, **options)
+    [(inputs, targets)], before = batches(1), copy.deepcopy(step.model.state_dict())
+    leaf = inputs.clone().requires_grad_()
+    step(leaf, targets)
+    step.flush()
+    assert leaf.grad is not None and not step.updated
+    assert_same(step.state_dict()["model"], before)
+    for _ in range(3):  # a whole accumulation
+        step(inputs, targets, True)
+    assert step.updated
+    reference, _ = eager([(inputs, targets)] * 3, optimizer, accumulate=3, lr=0.1)
+    assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
 def test_a_flush_that_overflows_is_skipped():
     step, before = make(accumulate=3, loss_scale="dynamic"), net().state_dict()
     inputs, targets = batches(1)[0]
