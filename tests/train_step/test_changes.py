@@ -732,3 +732,33 @@ def test_two_optimizers_of_a_generative_adversarial_network():
             other = "g" if part == "d" else "d"
             assert_same([p.grad for p in model[other].parameters()], [p.grad for p in reference[other].parameters()], **ROUNDING)
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+class CountsOnALayer(nn.Module):
+    """Keeps a number on its recurrent layer, which it also holds unregistered."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.GRU(4, 3)
+        self.same = [self.layer]
+
+    def forward(self, x):
+        y, _ = self.layer(x)
+        self.same[0].calls = getattr(self.same[0], "calls", 0) + 1
+        return y * self.same[0].calls
+
+
+def test_attributes_that_are_set_on_a_layer_while_a_copy_stands_in_for_it():
+    model, reference, x = CountsOnALayer(), CountsOnALayer(), torch.ones(5, 2, 4)
+    step = apexfx.train_step(model, objective=lambda m, x: m(x).square().mean(), optimizer=SGD(model.parameters(), lr=0.1),
+                             opt_level="O0", inner="eager")
+    optimizer = SGD(reference.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = reference(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        assert_same(step(x), loss.detach(), **ROUNDING)
+    assert model.layer.calls == 3
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
