@@ -99,7 +99,7 @@ class TrainStep:
                                  "pass loss_scale='dynamic'")
             self._found_inf = None
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
-            with call.explained(self._step_model.traceable):
+            with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
                 run = self._graphs.run_earlier if gathers else self._graphs.run_last
                 loss, rest, *ran = run(batch, named)
             if gathers:
@@ -154,7 +154,7 @@ class TrainStep:
         call = WrongCall(self.model, self._objective, batch, named)
         with self._state.all_or_nothing():
             self._state.prepare()
-            with call.explained(self._step_model.traceable):
+            with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
                 self._graphs.capture(batch, named)
         return self.report
 

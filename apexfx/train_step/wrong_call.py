@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_leaves, tree_map
@@ -38,11 +39,12 @@ class WrongCall:
         self._model, self._objective, self._batch, self._named = model, objective, batch, named
 
     @contextlib.contextmanager
-    def explained(self, traceable: Callable[[], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    def explained(self, traceable: Callable[[], contextlib.AbstractContextManager[Any]], *, by_kernels: bool) -> Iterator[None]:
         """Say how the step was called where that is why it fails.
 
         Args:
             traceable: in its context the model is as it was traced.
+            by_kernels: whether compiled kernels compute, whose errors name a line of generated code.
         """
         if isinstance(self._objective, SupervisedObjective):
             self._objective.check(self._batch, self._named)
@@ -54,28 +56,38 @@ class WrongCall:
                     raise
             raise error from None
         except Exception as error:
-            if (explained := self.explain(error)) is error:
+            explained = self.explain(error)
+            if by_kernels and explained is not error and type(error) is RuntimeError and not _is_distributed():
+                with traceable():
+                    explained = self.find(on_values=True) or explained
+            if explained is error:
                 raise
             raise explained from error
 
-    def find(self) -> Exception | None:
+    def find(self, *, on_values: bool = False) -> Exception | None:
         """Run model and objective on fake tensors, without Dynamo; return the error of that, None where there is none.
 
         They are copies (as of `copy_objective`), and no op computes or communicates. Fake tensors have no values: None too where
         the run needs one, and where model or objective cannot be copied.
+
+        Args:
+            on_values: compute the forward on copies of the tensors themselves, for an error that their values make.
         """
-        mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+        mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True) if not on_values else None
+        memo: dict[int, Any] = {}
         try:
-            with FakeCopyMode(mode):
-                memo: dict[int, Any] = {}
+            with FakeCopyMode(mode) if mode is not None else contextlib.nullcontext():
                 model = copy.deepcopy(self._model, memo)
                 objective = copy_objective(self._objective, memo)
             batch, named = tree_map(lambda x: mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x,
-                                    (self._batch, self._named))
+                                    (self._batch, self._named)) if mode is not None \
+                else copy.deepcopy((self._batch, self._named), memo)
+            devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"}) if on_values else []
         except Exception:  # of whatever the user's objects do when they are copied
             return None
         try:
-            with quiet_fakes(), torch.random.fork_rng([]), mode, torch.enable_grad():
+            with quiet_fakes(), torch.random.fork_rng(devices), mode or contextlib.nullcontext(), \
+                    torch.set_grad_enabled(not on_values):
                 objective(model, *batch, **named)
         except Exception as error:
             return None if is_of_fakes(error) else self._explain(error, model)
@@ -105,6 +117,10 @@ class WrongCall:
             return f"step({call}), which computes objective({', '.join(['model', *batch, *named])})"
         inputs = _arguments(self._batch[0]) if self._batch else ""
         return f"step({call}), which computes loss_fn({', '.join([f'model({inputs})', *batch[1:]])})"
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _arguments(inputs: Any) -> str:

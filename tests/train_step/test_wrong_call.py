@@ -339,6 +339,15 @@ def test_errors_of_the_users_own_classes_stay_what_they_are():
         step(X, Y)
 
 
+def test_an_error_of_a_kernel_is_told_as_that_of_eager():
+    step = make(inner="inductor", opt_level="O2", dtype="bfloat16")
+    step(X, Y)
+    with pytest.raises(IndexError, match=r"(?s)apexfx: Target . is out of bounds.*step\(float32\[6, 8\], int64\[6\]\)"):
+        step(X, Y + 4)
+    with pytest.raises(RuntimeError, match="an earlier step failed .*Target . is out of bounds"):
+        step(X, Y)
+
+
 # ---- what a failed call has changed ------------------------------------------------------------------------------------------
 
 
