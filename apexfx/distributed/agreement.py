@@ -24,6 +24,7 @@ from .watchdog import Watchdog
 _NOTHING = "nothing"
 _POLL_S = 0.5  # between two looks for ranks that have failed
 _ALL_CAME = "all came"
+_FAILED = "failed"  # what a rank posts in the place of its items
 
 
 class Label:
@@ -92,23 +93,18 @@ class Agreement:
 
     def compare(self, what: str, items: Sequence[Any]) -> None:
         """Exchange `items` in any case, and return or raise as `ensure` does."""
-        payload = json.dumps(list(items), sort_keys=True)
-        key, store = self._key(), RankStore(self.group)
-        self._ordinal += 1
-        store.post(key, [what, _digest(payload), payload])
-        store.set(f"{key}/asked", "")
+        key, store = self._post(what, json.dumps(list(items), sort_keys=True))
         given = self._collect(store, key, what)
         if any(other[1] != given[0][1] for other in given):
-            self._last_run.clear()
-            if self._watchdog is not None:
-                self._watchdog.disconnect()
+            self._part()
             raise RankMismatchError(_explain(given))
 
     @contextlib.contextmanager
     def running(self, variant: str, what: str, items: Sequence[Any]) -> Iterator[None]:
         """Run what issues the collectives `items`, which the ranks compare wherever they are not those of the last run.
 
-        A rank whose items are those of its last run does not ask. Where it waits for a rank that does, it answers: both raise.
+        A rank whose items are those of its last run does not ask. Where it waits for a rank that does, it answers: both raise. A
+        rank that fails before it has communicated says so, and those that wait for it raise.
 
         Args:
             variant: of what runs in turns, each on every rank at once.
@@ -120,9 +116,30 @@ class Agreement:
         if self._watchdog is None:
             yield
         else:
-            with self._watchdog.looking(functools.partial(self._answer, what, items)):
-                yield
+            num_started = self._watchdog.num_started
+            try:
+                with self._watchdog.looking(functools.partial(self._answer, what, items)):
+                    yield
+            except Exception as error:
+                if self._watchdog.num_started == num_started:
+                    self._post(_FAILED, f"{type(error).__name__}: {error}")
+                    self._part()
+                raise
         self._ordinal += 1
+
+    def _post(self, what: str, payload: str) -> tuple[str, RankStore]:
+        """Write what this rank does next where those that wait for it look; return the key, and the store."""
+        key, store = self._key(), RankStore(self.group)
+        self._ordinal += 1
+        store.post(key, [what, _digest(payload), payload])
+        store.set(f"{key}/asked", "")
+        return key, store
+
+    def _part(self) -> None:
+        """Forget what the ranks were about to do together."""
+        self._last_run.clear()
+        if self._watchdog is not None:
+            self._watchdog.disconnect()
 
     def _answer(self, what: str, items: Sequence[Any]) -> None:
         """Compare what runs here with what another rank is about to run in its place."""
@@ -177,6 +194,9 @@ def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
 
 def _explain(given: list[list[str]]) -> str:
     """Say where the ranks part, in the same words on every rank."""
+    for rank, (what, _, payload) in enumerate(given):
+        if what == _FAILED:
+            return f"apexfx: rank {rank} failed before it communicated, and the others gave up what they ran with it: {payload}"
     reference = json.loads(given[0][2])
     lines = [f"apexfx: the ranks do not agree on the {given[0][0]}."]
     for rank, (what, digest, payload) in enumerate(given):

@@ -62,6 +62,7 @@ class Watchdog:
         store: the group's.
         communicators: of the group, by purpose.
         num_disconnects: how often the ranks have left these together.
+        num_started: how many collectives this rank has begun on them.
     """
 
     def __init__(self, group: dist.ProcessGroup, label: str, timeout_s: float, *, recovers: bool = False) -> None:
@@ -70,7 +71,7 @@ class Watchdog:
         self._prefix, self._recovers, self._given_s = f"apexfx/{label}/watch", recovers, 0.0
         self._num_reports = self._num_read = 0  # of this rank; of any, when this one last looked
         self.communicators: dict[str, WatchedGroup] = {}
-        self.num_disconnects = 0
+        self.num_disconnects = self.num_started = 0
         self._look: Callable[[], None] | None = None
         self.timeout_s = timeout_s
 
@@ -325,6 +326,7 @@ class WatchedGroup(dist.ProcessGroup):
 
     def _start(self, collective: str, tensors: list[Tensor], opts: Any) -> WatchedWork:
         watchdog = self.watchdog
+        watchdog.num_started += 1
         if watchdog.failure:
             raise RankFailureError(watchdog.failure)
         [tensor] = tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 
 import pytest
 import torch
@@ -96,6 +97,24 @@ def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size)
         step.flush()
         assert bool(step.updated) is updated and torch.equal(model[0].weight, before) is not updated
     assert same_on_all(world_size, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(rank, world_size):
+    model = net()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
+                             opt_level="O0")
+    data = batches(rank, 3)
+    step(*data[0])
+    for failing, batch in enumerate(data[1:]):
+        before, begin = copy.deepcopy(model.state_dict()), time.monotonic()
+        with pytest.raises(IndexError if rank == failing else apexfx.RankMismatchError,
+                           match="Target 9 is" if rank == failing else f"rank {failing} failed before .*IndexError: .*Target 9"):
+            step(batch[0], torch.full_like(batch[1], 9) if rank == failing else batch[1])
+        assert time.monotonic() - begin < 20
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        step(*batch)
+        assert same_on_all(world_size, list(model.parameters()))
 
 
 @pytest.mark.long
