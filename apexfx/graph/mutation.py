@@ -13,7 +13,7 @@ from .._torch import HigherOrderOperator, OpOverload, below_functorch, tree_leav
 from .nodes import argument, graphs, value
 from .op_names import canonical_name
 
-_READS_DESPITE_NAME = ("requires_grad_", "retain_grad_", "bitwise_and_")
+_READS_DESPITE_NAME = ("requires_grad_", "retain_grad_")
 _WITH_STATISTICS = ("batch_norm", "instance_norm", "apexfx.sync_batch_norm")
 
 

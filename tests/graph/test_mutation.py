@@ -1,0 +1,27 @@
+"""What a node writes: calls of torch's functions and methods, as Dynamo captures them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from apexfx.graph.mutation import written
+
+
+@pytest.mark.parametrize("call, names", [
+    (lambda x, w: torch.add(x, 1.0, out=w), ["w"]),
+    (lambda x, w: w.copy_(x), ["w"]),
+    (lambda x, w: F.relu(w, inplace=True), ["w"]),
+    (lambda x, w: w.bitwise_and_(x), ["w"]),
+    (lambda x, w: w & x, []),
+    (lambda x, w: F.embedding(x.long(), w, max_norm=1.0), ["w"]),
+    (lambda x, w: F.batch_norm(x, x[0], w[0], training=True), ["getitem", "getitem_1"]),
+    (lambda x, w: torch.ops.aten.lerp_.Scalar(w, x, 0.5), ["w"]),
+    (lambda x, w: F.embedding(x.long(), w), []),
+    (lambda x, w: F.relu(w), []),
+], ids=["out=", "method", "inplace=", "bitwise_and_", "and", "max_norm=", "statistics", "schema", "embedding", "relu"])
+def test_written(call, names):
+    graph = torch.fx.symbolic_trace(call).graph
+    last = [node for node in graph.nodes if node.op in ("call_function", "call_method")][-1]
+    assert [node.name for node in dict.fromkeys(written(last))] == names
