@@ -2,8 +2,8 @@
 
 Read `options`, `step` (what a user calls), `state` (what a step reads and writes besides its batch), `function` (what Dynamo
 traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
-Beside them: `parameters`, `objective` and `other_leaves` (what is trained, and what gets gradients besides), `model` (what stands
-in for modules during a call), `loss_scale`, `errors`, `wrong_call` and `non_finite` (what a user is told).
+Beside them: `parameters`, `objective` and `other_leaves` (what is trained, and what gets gradients besides), `averages`,
+`model` (what stands in for modules during a call), `loss_scale`; `errors`, `wrong_call` and `non_finite` (what a user is told).
 """
 
 from __future__ import annotations

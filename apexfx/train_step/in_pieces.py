@@ -15,22 +15,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import not_traced, tensor_version, tree_leaves
-from ..buckets.reduce import reduce_gradients
 from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.process_groups import Groups
 from ..compiler.refusals import COMPILES_ITSELF
-from ..config import BucketConfig, TransformConfig
+from ..config import TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
+from .averages import averaged, averaged_copies
 from .errors import calls_backward, error_of_loss, sparse_gradient
 from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
 from .model import StepModel
-from .other_leaves import add_gradients, averaged, check_leaf, leaves_of, unscaled
+from .other_leaves import add_gradients, check_leaf, leaves_of, unscaled
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +72,7 @@ class StepInPieces:
             grads = add_gathered(inputs, grads)
         if any(g is not None for g in grads):  # otherwise the step is refused
             self._on_change()
-        grads = average_over_ranks(self._names(), inputs.params, grads, self._buckets, self._group)
+        grads = averaged_copies(self._names(), inputs.params, grads, self._buckets, self._group)
         self._add_to_leaves()
         for buffer in inputs.buffers:
             buffer.zero_()
@@ -196,21 +195,3 @@ class StepInPieces:
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:
     """Return what is in the `.grad` of parameters, to be compared."""
     return [p.grad if p.grad is None else (id(p.grad), tensor_version(p.grad)) for p in params]
-
-
-def average_over_ranks(names: Mapping[int, str], params: Sequence[Tensor], grads: Sequence[Tensor | None],
-                       buckets: BucketConfig | None, group: dist.ProcessGroup | None) -> list[Tensor | None]:
-    """Return the averages of gradients over the ranks, in buckets; None where no rank has a gradient.
-
-    Args:
-        names: of the parameters, by id.
-    """
-    if group is None:
-        return list(grads)
-    named = {}
-    for place, (p, gradient) in enumerate(zip(params, grads)):
-        holder = named[names.get(id(p), f"{place}")] = p.detach()  # no name: its module has been replaced
-        # A copy, since autograd may hand out one gradient twice, or expanded.
-        holder.grad = gradient.clone(memory_format=torch.contiguous_format) if gradient is not None else None
-    reduce_gradients(named, buckets, group)
-    return [holder.grad for holder in named.values()]

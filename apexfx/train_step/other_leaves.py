@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .._torch import has_gradient_hooks
-from ..buckets.reduce import reduce_gradients
 from ..config import BucketConfig
 from ..graph.inputs import Placeholder
 from ..graph.nodes import call, fake_mode, set_value, value
+from .averages import averaged
 from .errors import has_history
 from .loss_scale import SCALE
 
@@ -112,21 +112,6 @@ def add_gradients(leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]) 
             leaf.grad.add_(gradient)
         elif gradient is not None:
             leaf.grad = gradient
-
-
-def averaged(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], buckets: BucketConfig, group: dist.ProcessGroup, *,
-             alike: bool) -> list[Tensor | None]:
-    """Return the averages of gradients over the ranks, which may be written; None where no rank has one.
-
-    Args:
-        leaves: what they belong to; as many of the same shapes on every rank, each of which has to call this.
-        alike: whether all ranks have gradients of the same leaves; otherwise they compare first.
-    """
-    holders = {f"{place}": leaf.detach() for place, leaf in enumerate(leaves)}
-    for holder, gradient in zip(holders.values(), gradients):
-        holder.grad = gradient
-    reduce_gradients(holders, buckets, group, [g is not None for g in gradients] if alike else None)
-    return [holder.grad for holder in holders.values()]
 
 
 class OtherLeaves:

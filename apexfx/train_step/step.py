@@ -17,9 +17,9 @@ from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups
 from ..report.data import Report
+from .averages import averaged_copies
 from .function import StepInputs, apply_gradients
 from .graphs import StepGraphs
-from .in_pieces import average_over_ranks
 from .loss_scale import LossScale
 from .model import StepModel, check_modules
 from .non_finite import first_non_finite
@@ -135,7 +135,7 @@ class TrainStep:
             factor = self._options.accumulate / num_calls
             grads = [b * factor if id(p) in state.gathered else None for p, b in zip(state.params, state.buffers)]
             state.note_communication()
-            grads = average_over_ranks(state.names, state.params, grads, self._options.config.buckets, self._groups.gradients)
+            grads = averaged_copies(state.names, state.params, grads, self._options.config.buckets, self._groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.end_accumulation()
                 return

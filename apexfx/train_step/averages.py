@@ -1,0 +1,49 @@
+"""Averages of gradients over the ranks that no graph computes: of other leaves, of a step in pieces, of a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..buckets.reduce import reduce_gradients
+from ..config import BucketConfig
+
+
+def averaged(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], buckets: BucketConfig, group: dist.ProcessGroup, *,
+             alike: bool) -> list[Tensor | None]:
+    """Return the averages of gradients over the ranks, which may be written; None where no rank has one.
+
+    Args:
+        leaves: what they belong to; as many of the same shapes on every rank, each of which has to call this.
+        alike: whether all ranks have gradients of the same leaves; otherwise they compare first.
+    """
+    return _averaged({f"{place}": leaf for place, leaf in enumerate(leaves)}, gradients, buckets, group,
+                     [g is not None for g in gradients] if alike else None)
+
+
+def averaged_copies(names: Mapping[int, str], params: Sequence[Tensor], grads: Sequence[Tensor | None],
+                    buckets: BucketConfig | None, group: dist.ProcessGroup | None) -> list[Tensor | None]:
+    """Return the averages of gradients over the ranks, in buckets; None where no rank has a gradient.
+
+    Args:
+        names: of the parameters, by id.
+        group: None where nothing is averaged.
+    """
+    if group is None:
+        return list(grads)
+    # Copies, since autograd may hand out one gradient twice, or expanded.
+    copies = [g.clone(memory_format=torch.contiguous_format) if g is not None else None for g in grads]
+    named = {names.get(id(p), f"{place}"): p for place, p in enumerate(params)}  # no name: its module has been replaced
+    return _averaged(named, copies, buckets, group, None)
+
+
+def _averaged(named: Mapping[str, Tensor], gradients: Sequence[Tensor | None], buckets: BucketConfig, group: dist.ProcessGroup,
+              present: list[bool] | None) -> list[Tensor | None]:
+    holders = {name: tensor.detach() for name, tensor in named.items()}
+    for holder, gradient in zip(holders.values(), gradients):
+        holder.grad = gradient
+    reduce_gradients(holders, buckets, group, present)
+    return [holder.grad for holder in holders.values()]
