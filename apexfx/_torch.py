@@ -69,6 +69,7 @@ from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.distributed_c10d import _unregister_process_group as unregister_process_group
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
     free_unbacked_symbols,
     statically_known_true,
@@ -78,7 +79,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import SUPPORTED_NODES, tree_leaves, tree_map
+from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 from torch.utils.weak import WeakTensorKeyDictionary
 

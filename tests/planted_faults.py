@@ -125,7 +125,7 @@ FAULTS = (
           "        return buffer.clone() if held else None", "        return buffer.clone()"),
     Fault("the loss is that of one of several calls", "train_step/function.py",
           "        share = loss / inputs.calls if inputs.calls > 1 else loss", "        share = loss"),
-    Fault("updates are counted of what has a gradient", "ops/apply_gradients.py",
+    Fault("updates are counted of what has a gradient", "optimizers/update.py",
           "                counted.setdefault(group.step, members)",
           "                counted.setdefault(group.step, list(range(group.num_params)))"),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",

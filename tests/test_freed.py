@@ -13,6 +13,7 @@ from torch import fx, nn
 
 import apexfx
 from tests.backward_graphs import TwoGraphs
+from tests.own_optimizers import RMSprop
 
 
 def net(**batch_norm):
@@ -81,7 +82,7 @@ def amp_of(model, opt_level):
 MAKES = {
     "step": lambda: step_of(net(), opt_level="O1", verify="each", max_grad_norm=1.0),
     "step at O2, float16, accumulating": lambda: step_of(net(), opt_level="O2", dtype=torch.float16, accumulate=2, calls=3),
-    "step with another optimizer": lambda: step_of(net(), opt_level="O0", optimizer=torch.optim.RMSprop, keep_grads=True),
+    "step with another optimizer": lambda: step_of(net(), opt_level="O0", optimizer=RMSprop, keep_grads=True),
     "step with a batch norm of ours": lambda: step_of(referring_to_itself(net(momentum=None))),
     "step in pieces": lambda: step_of(net(), objective=branching, fallback="transform"),
     "step held by its model": lambda: step_of(net(), on_model=True, calls=2),

@@ -27,6 +27,8 @@ def register() -> None:
             (torch.ops.apexfx.bn_relu_backward.default, _relu_backward)]
     ours = [getattr(torch.ops.apexfx, name.partition("::")[2]).default for name in registered_ops("apexfx")]
     rows += [(op, _in_place(op)) for op in (*ours, aten._amp_update_scale_.default) if _written_places(op)]
+    # Of passes over the step: Inductor decomposes it before.
+    rows.append((aten.linalg_vector_norm.default, lowering.fallback_handler(aten.linalg_vector_norm.default)))
     for op, lower in rows:
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 

@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload, enable_python_dispatcher, tree_leaves
+from .._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    HigherOrderOperator,
+    OpOverload,
+    enable_python_dispatcher,
+    make_fx,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 
 # Meta keys of a node of a Dynamo graph: every path of the module in which it was traced; where that is one of several, every path
 # of each.
@@ -115,6 +125,26 @@ def call(
     inherit(node, like)
     set_value(node, evaluate(node, mode or fake_mode(graph)))
     return node
+
+
+def inline(graph: fx.Graph, function: Callable[..., None], args: tuple[Any, ...], *, like: fx.Node,
+           mode: FakeTensorMode | None = None) -> None:
+    """Insert, at the graph's insertion point, the ops that `function` runs on `args`; it returns nothing and writes in place."""
+    leaves, tree = tree_flatten(args)
+    sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+
+    def of_tensors(*tensors: Any) -> None:
+        given = iter(tensors)
+        function(*tree_unflatten([next(given) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree))
+
+    with _fake_evaluation(mode or fake_mode(graph)):
+        traced = make_fx(of_tensors)(*map(value, sources))
+    new = dict(zip(traced.graph.find_nodes(op="placeholder"), sources))
+    for node in traced.graph.nodes:
+        if node.op == "call_function":
+            new[node] = graph.node_copy(node, new.__getitem__)
+            inherit(new[node], like)
+            set_value(new[node], node.meta.get("val"))
 
 
 def signature(val: Any) -> Any:

@@ -6,43 +6,19 @@ clips, updates and writes the low-precision model copy while it reads each gradi
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._torch import foreach_mul_
-from ..ops.apply_gradients import Update
 from ..ops.multi_tensor import by_device, multi_tensor_l2norm
 from ._checkpoints import unwrap_state, wrapped_state
+from .update import Update, call_op, clip_coefficient, counts_updates, inverse_of
 
 _LOW_PRECISION = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-
-
-@dataclass
-class Batch:
-    """Tensors of one op call.
-
-    Attributes:
-        device: of all of them.
-        first_run: whether the parameters' state was made in this step.
-        params: what is updated: masters where they exist.
-        models: the low-precision copies of `params`, or [].
-        states: name -> one tensor for each of `params`.
-    """
-
-    device: torch.device
-    first_run: bool
-    states: dict[str, list[Tensor]]
-    params: list[Tensor] = field(default_factory=list)
-    grads: list[Tensor] = field(default_factory=list)
-    models: list[Tensor] = field(default_factory=list)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -63,8 +39,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     """
 
     _step_supports_amp_scaling = True  # read by torch.amp.GradScaler.step
-    _op: Callable[..., None]
-    _op_counts_steps = True  # whether the op takes `step`, and counts it up where the step is not skipped
+    _op: str  # its name
     _state_names: tuple[str, ...] = ()  # tensors like the parameter, float32, zero at first
     _scalar_state_names: tuple[str, ...] = ()  # one number a parameter, made by the subclass
     _pickled = ("set_grad_none", "capturable", "master_weights", "max_grad_norm")
@@ -121,35 +96,46 @@ class FusedOptimizer(torch.optim.Optimizer):
         captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if captured:
             self._check_capturable()
-        gathered = [self._gather(group, captured=captured) for group in self.param_groups]
-        scalars = self._scalars([batch for batches in gathered for batch in batches])
-        for group, batches in zip(self.param_groups, gathered):
-            for batch in batches:
-                # Every batch of a group starts from the same count; the op counts up.
-                alone = len(batches) == 1 and batch.device == group["step"].device
-                step = group["step"] if alone else group["step"].to(batch.device, copy=True)
-                moved = {k: v.to(batch.device, non_blocking=True) for k, v in scalars.items()}
-                self._update(group, batch, step, moved)
-                if not alone and batch is batches[-1]:
-                    group["step"].copy_(step)
-                torch.autograd.graph.increment_version([*batch.params, *batch.models])
+        gathered = [self._gather(group, self._has_gradient, captured=captured) for group in self.param_groups]
+        scalars = self._scalars([p.grad for updates in gathered for update in updates for p in update.params])
+        for group, updates in zip(self.param_groups, gathered):
+            for update in updates:
+                # Every update of a group starts from the same count; the op counts up.
+                device = update.params[0].device
+                alone = len(updates) == 1 and device == group["step"].device
+                update.step = group["step"] if alone else group["step"].to(device, copy=True)
+                moved = {k: v.to(device, non_blocking=True) for k, v in scalars.items()}
+                self._update(update, moved)
+                if not alone and update is updates[-1]:
+                    group["step"].copy_(update.step)
+                torch.autograd.graph.increment_version([*update.params, *update.masters])
                 if "grad_scale" in moved:  # as torch's fused optimizers do: unscaled, unless the step is skipped
                     scale = moved["grad_scale"]
-                    foreach_mul_(batch.grads, torch.where(moved["found_inf"] != 0, torch.ones_like(scale), 1.0 / scale))
+                    unscaling = torch.where(moved["found_inf"] != 0, torch.ones_like(scale), 1.0 / scale)
+                    foreach_mul_([p.grad for p in update.params], unscaling)
         return loss
 
-    def _update(self, group: dict[str, Any], batch: Batch, step: Tensor, scalars: dict[str, Tensor]) -> None:
+    @staticmethod
+    def _update(update: Update, scalars: dict[str, Tensor]) -> None:
         """Call the op, and count the step where the op does not."""
-        states = [batch.states.get(name, []) for name in (*self._state_names, *self._scalar_state_names)]
-        counted = [step] if self._op_counts_steps else []
-        lr, lr_tensor = self._learning_rate(group, batch.device)
-        self._op(batch.params, batch.grads, *states, batch.models, *counted, lr, *self._hyperparameters(group, batch),
-                 lr_tensor=lr_tensor, **scalars)
-        if not self._op_counts_steps:
-            step.add_((scalars["found_inf"] == 0).float() if "found_inf" in scalars else 1.0)
+        lr, lr_tensor = _learning_rate(update.group, update.params[0].device)
+        models = update.params if update.masters else []
+        call_op(update.op, update.masters or update.params, [p.grad for p in update.params], list(update.states.values()), models,
+                update.step, lr, update.numbers, {"lr_tensor": lr_tensor, **scalars})
+        if not counts_updates(update.op):
+            update.step.add_((scalars["found_inf"] == 0).float() if "found_inf" in scalars else 1.0)
 
-    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
-        """Return what the op takes after the learning rate, in its order."""
+    def _has_gradient(self, param: Tensor) -> bool:
+        if param.grad is not None and param.grad.is_sparse:
+            raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
+        return param.grad is not None
+
+    def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
+        """Return what the op takes after the learning rate, in its order.
+
+        Args:
+            first_run: whether the parameters' state was made in this step.
+        """
         raise NotImplementedError
 
     def _check_capturable(self) -> None:
@@ -164,37 +150,27 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"{name}.step() in the capture of a CUDA graph found the learning rate {lr!r}, which the "
                                    "graph would freeze; set it in place, group['lr'].fill_(value)")
 
-    def updates_in_graph(self, trained: Collection[int]) -> list[Update]:
-        """Return the op calls of a step, for the graph of a whole training step; missing state is made.
+    def updates_of(self, trained: Collection[int]) -> list[Update]:
+        """Return the updates of a step of a whole graph; missing state is made.
 
         Args:
             trained: ids of the parameters to update.
         """
-        found = []
-        for group in self.param_groups:
-            for batch in self._gather(group, lambda p: p if id(p) in trained else None):
-                states = {name: batch.states[name] for name in (*self._names(group), *self._scalar_state_names)}
-                # Without dampening a first buffer of zeros gives what SGD's first step does.
-                numbers = functools.partial(self._hyperparameters, group, dataclasses.replace(batch, first_run=False))
-                # Where there are masters, they are what a batch updates, and its model copies are the parameters.
-                masters = batch.params if batch.models else []
-                found.append(Update(self._op._qualified_op_name.partition("::")[2], batch.grads, states, masters, group["step"],
-                                    group, numbers))
-        return found
+        # Without dampening a first buffer of zeros gives what SGD's first step does.
+        return [update for group in self.param_groups
+                for update in self._gather(group, lambda p: id(p) in trained, starts_from_zeros=True)]
 
-    def _gather(self, group: dict[str, Any], gradient: Callable[[Tensor], Tensor | None] = attrgetter("grad"), *,
-                captured: bool = False) -> list[Batch]:
-        batches: dict[tuple[Any, ...], Batch] = {}
-        names = self._names(group)
+    def _gather(self, group: dict[str, Any], wanted: Callable[[Tensor], bool], *, captured: bool = False,
+                starts_from_zeros: bool = False) -> list[Update]:
+        """Return the updates of the parameters that are wanted, one for each kind of them."""
+        updates: dict[tuple[Any, ...], Update] = {}
+        names = (*self._names(group), *self._scalar_state_names)
         for param in group["params"]:
-            grad = gradient(param)
-            if grad is None:
+            if not wanted(param):
                 continue
-            if grad.is_sparse:
-                raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
             state, first_run = self.state[param], False
-            if self.master_weights or any(name not in state for name in (*names, *self._scalar_state_names)):
-                first_run = any(name not in state for name in names)
+            if self.master_weights or any(name not in state for name in names):
+                first_run = any(name not in state for name in self._names(group))
                 if param.dtype not in _DTYPES:
                     raise RuntimeError(f"{type(self).__name__} got a parameter of {param.dtype}; expected float32, float16, "
                                        "bfloat16 or float64")
@@ -205,17 +181,16 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._init_state(group, param, state)
             master = state.get("master_param")
             key = (param.device, master is not None, first_run, param.dtype is torch.float64)
-            batch = batches.get(key)
-            if batch is None:
-                states = {name: [] for name in (*names, *self._scalar_state_names)}
-                batch = batches[key] = Batch(param.device, first_run, states)
-            batch.params.append(param if master is None else master)
-            batch.grads.append(grad)
+            update = updates.get(key)
+            if update is None:
+                numbers = self._hyperparameters(group, first_run and not starts_from_zeros)
+                update = updates[key] = Update(self._op, group, numbers, states={name: [] for name in names}, step=group["step"])
+            update.params.append(param)
             if master is not None:
-                batch.models.append(param)
-            for name, tensors in batch.states.items():
+                update.masters.append(master)
+            for name, tensors in update.states.items():
                 tensors.append(state[name])
-        return list(batches.values())
+        return list(updates.values())
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names
@@ -238,33 +213,21 @@ class FusedOptimizer(torch.optim.Optimizer):
                 dtype = self._state_dtype(param, name)
                 state[name] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
 
-    def _learning_rate(self, group: dict[str, Any], device: torch.device) -> tuple[float, Tensor | None]:
-        """Return (number, None) or (0.0, tensor on the device); a host tensor is read as a number, without a sync."""
-        lr = group["lr"]
-        if not isinstance(lr, Tensor):
-            return float(lr), None
-        if lr.device.type == "cpu" and device.type != "cpu":
-            return float(lr), None
-        return 0.0, lr.detach().to(device, torch.float32)
-
-    def _scalars(self, batches: list[Batch]) -> dict[str, Tensor]:
+    def _scalars(self, grads: list[Tensor]) -> dict[str, Tensor]:
         """Return the device scalars of this step: grad_scale, found_inf, clip_coefficient, those that apply."""
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         scalars = {"grad_scale": grad_scale, "found_inf": found_inf}
         scalars = {k: v.detach().float().reshape(()) for k, v in scalars.items() if v is not None}
         clips = self.max_grad_norm is not None and self.max_grad_norm > 0.0
-        if batches and (clips or ("grad_scale" in scalars and "found_inf" not in scalars)):
-            inverse = scalars["grad_scale"].double().reciprocal().float() if "grad_scale" in scalars else None
-            norm, flag = global_norm([batch.grads for batch in batches], inverse)
+        if grads and (clips or ("grad_scale" in scalars and "found_inf" not in scalars)):
+            inverse = inverse_of(scalars["grad_scale"], torch.float32) if "grad_scale" in scalars else None
+            norm, flag = global_norm(grads, inverse)
             self.last_grad_norm, self.last_found_inf = norm, flag
             if "grad_scale" in scalars and "found_inf" not in scalars:
                 scalars["found_inf"] = flag
             if clips:
-                scalars["clip_coefficient"] = self._clip_coefficient(norm)
+                scalars["clip_coefficient"] = clip_coefficient(norm, self.max_grad_norm, self.clip_epsilon)
         return scalars
-
-    def _clip_coefficient(self, norm: Tensor) -> Tensor:
-        return (self.max_grad_norm / (norm + self.clip_epsilon)).clamp(max=1.0)
 
     # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -311,10 +274,20 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._normalize(group)
 
 
-def global_norm(lists: list[list[Tensor]], inv_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _learning_rate(group: dict[str, Any], device: torch.device) -> tuple[float, Tensor | None]:
+    """Return (number, None) or (0.0, tensor on the device); a host tensor is read as a number, without a sync."""
+    lr = group["lr"]
+    if not isinstance(lr, Tensor):
+        return float(lr), None
+    if lr.device.type == "cpu" and device.type != "cpu":
+        return float(lr), None
+    return 0.0, lr.detach().to(device, torch.float32)
+
+
+def global_norm(grads: list[Tensor], inv_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the 2-norm of all tensors together and the flag that one is not finite, on the first one's device."""
     norms, flags = [], []
-    for device, (on_device,) in by_device([tensor for tensors in lists for tensor in tensors]).items():
+    for device, (on_device,) in by_device(grads).items():
         scale = None if inv_scale is None else inv_scale.to(device, non_blocking=True)
         norm, _, flag = multi_tensor_l2norm(on_device, scale)
         norms.append(norm)

@@ -29,7 +29,7 @@ def clip_grad_norm_(
         return torch.tensor(0.0)
     if float(norm_type) != 2.0 or any(g.is_sparse for g in grads):
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    norm, _ = global_norm([grads])
+    norm, _ = global_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_: the gradients' norm is {norm.item()}, so they cannot be clipped; pass "

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._base import Batch, FusedOptimizer
+from ._base import FusedOptimizer
 
 
 class FusedAdagrad(FusedOptimizer):
     """Adagrad, with L2 regularization or (`adagrad_w_mode=True`) decoupled weight decay. Duchi et al. 2011."""
 
-    _op = staticmethod(torch.ops.apexfx.adagrad_)
-    _op_counts_steps = False
+    _op = "adagrad_"
     _state_names = ("sum",)
 
     def __init__(
@@ -40,7 +38,7 @@ class FusedAdagrad(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
 
-    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+    def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         return group["eps"], group["weight_decay"], group["adagrad_w_mode"]
 
     def _translate(self, group: dict[str, Any]) -> dict[str, Any]:

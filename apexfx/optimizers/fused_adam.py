@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._base import Batch, FusedOptimizer
+from ._base import FusedOptimizer
 
 
 class FusedAdam(FusedOptimizer):
@@ -20,7 +19,7 @@ class FusedAdam(FusedOptimizer):
     Kingma & Ba 2014; Loshchilov & Hutter 2017.
     """
 
-    _op = staticmethod(torch.ops.apexfx.adam_)
+    _op = "adam_"
     _state_names = ("exp_avg", "exp_avg_sq")
 
     def __init__(
@@ -68,7 +67,7 @@ class FusedAdam(FusedOptimizer):
             raise RuntimeError("FusedAdam.step takes a closure only; grads, output_params, scale, grad_norms are gone")
         return self._step(closure)
 
-    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+    def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         return (*group["betas"], group["eps"], group["weight_decay"], group["adam_w_mode"], bool(group["bias_correction"]))
 
     def _translate(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import Batch, FusedOptimizer
+from ._base import FusedOptimizer
 
 
 class FusedLAMB(FusedOptimizer):
@@ -19,7 +19,7 @@ class FusedLAMB(FusedOptimizer):
     You et al. 2019.
     """
 
-    _op = staticmethod(torch.ops.apexfx.lamb_)
+    _op = "lamb_"
     _state_names = ("exp_avg", "exp_avg_sq")
     clip_epsilon = 0.0  # as in Apex; 0 / 0 cannot be: max_grad_norm is positive
 
@@ -53,7 +53,7 @@ class FusedLAMB(FusedOptimizer):
         }
         super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
 
-    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+    def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         return (*group["betas"], group["eps"], group["weight_decay"], group["adam_w_mode"], bool(group["bias_correction"]),
                 bool(group["grad_averaging"]), group["use_nvlamb"])
 

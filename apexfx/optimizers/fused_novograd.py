@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import Batch, FusedOptimizer
+from ._base import FusedOptimizer
 
 
 class FusedNovoGrad(FusedOptimizer):
@@ -18,7 +18,7 @@ class FusedNovoGrad(FusedOptimizer):
     -1 before its first step unless `init_zero`), so the set of parameters with gradients may change between steps.
     """
 
-    _op = staticmethod(torch.ops.apexfx.novograd_)
+    _op = "novograd_"
     _state_names = ("exp_avg",)
     _scalar_state_names = ("exp_avg_sq",)
 
@@ -66,6 +66,6 @@ class FusedNovoGrad(FusedOptimizer):
     def _state_dtype(self, param: Tensor, name: str) -> torch.dtype:
         return torch.float32 if name == "exp_avg_sq" else super()._state_dtype(param, name)
 
-    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+    def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         return (*group["betas"], group["eps"], group["weight_decay"], bool(group["bias_correction"]),
                 bool(group["grad_averaging"]), group["reg_inside_moment"], group["norm_type"])

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ._base import Batch, FusedOptimizer
+from ._base import FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer):
@@ -19,8 +18,7 @@ class FusedSGD(FusedOptimizer):
     `materialize_master_grads` is kept for Apex's scripts: gradients are read as they are, so no master gradient exists.
     """
 
-    _op = staticmethod(torch.ops.apexfx.sgd_)
-    _op_counts_steps = False
+    _op = "sgd_"
     _state_names = ("momentum_buffer",)
     _pickled = (*FusedOptimizer._pickled, "wd_after_momentum", "materialize_master_grads")
 
@@ -56,6 +54,6 @@ class FusedSGD(FusedOptimizer):
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["momentum"] != 0 else ()
 
-    def _hyperparameters(self, group: dict[str, Any], batch: Batch) -> tuple[Any, ...]:
+    def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         return (group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"], self.wd_after_momentum,
-                batch.first_run)
+                first_run)

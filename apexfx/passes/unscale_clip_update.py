@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 from ..graph.inputs import apply_node, trained_inputs
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import call, fake_mode, insert_after, value
-from ..ops.apply_gradients import StepPlan, apply
+from ..graph.nodes import call, fake_mode, inline, insert_after, value
+from ..ops.apply_gradients import StepPlan
+from ..optimizers.update import apply
 from .base import Pass
 
 
@@ -47,6 +49,8 @@ class UnscaleClipUpdate(Pass):
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
             def insert(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+                if isinstance(op, types.FunctionType):  # a composition
+                    return inline(gm.graph, op, args, like=node, mode=mode)
                 return call(gm.graph, op, args, kwargs, like=node, mode=mode)
 
             found_inf, norm, gradients = apply(plan, params, own, states, scalars, insert)

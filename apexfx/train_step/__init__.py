@@ -36,9 +36,10 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
         model: any module that is not transformed.
         loss_fn: `loss_fn(output, *targets)` -> a scalar. The step is called with the model's input (a tensor, a tuple of
             positional or a dictionary of keyword arguments), then the targets.
-        optimizer: torch.optim.SGD, Adam, AdamW and apexfx.optimizers update inside of the graph. Any other runs its own
-            `step()` after the graph, on gradients that are averaged, unscaled and clipped; the report says so. It may hold
-            parameters of the loss function or objective, too. Other leaves get their gradients in `.grad`, as in eager.
+        optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor and SparseAdam) and apexfx.optimizers update inside of
+            the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled and clipped; the
+            report says so. It may hold parameters of the loss function or objective, too. Other leaves get their gradients in
+            `.grad`, as in eager.
         objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`. The
             step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none

@@ -15,10 +15,11 @@ from .._torch import note_optimizer_ran
 from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
+from ..optimizers.torch_optimizers import why_outside
 from ..report.data import Report
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
-from .optimizer_state import OptimizerState, structure, why_outside
+from .optimizer_state import OptimizerState, structure
 from .options import StepOptions
 from .other_leaves import unshared
 from .parameters import missed_parameters, trained_parameters

@@ -19,6 +19,7 @@ from apexfx.errors import RankFailureError
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.parallel import convert_syncbn_model
 from tests.distributed.launch import on_ranks
+from tests.own_optimizers import RMSprop
 from tests.train_step import test_other_leaves as leaves
 
 
@@ -303,7 +304,7 @@ def test_groups_share_buckets_and_unused_parameters_have_none(rank, world_size):
         return [{"params": [m.unused.weight, m.head.weight, m.body.bias]},
                 {"params": [m.body.weight, m.head.bias, m.unused.bias], "lr": 0.1, "weight_decay": 0.1}]
 
-    for optimizer in (torch.optim.AdamW, FusedAdam, torch.optim.RMSprop):
+    for optimizer in (torch.optim.AdamW, FusedAdam, RMSprop):
         model, reference = Partly(), Partly()
         step = apexfx.train_step(model, F.mse_loss, optimizer(groups(model), lr=0.01), opt_level="O0", ddp=True, inner="eager",
                                  keep_grads=True)

@@ -17,6 +17,7 @@ from apexfx._torch import has_kernel
 from apexfx.ops.apply_gradients import StepPlan, UpdateRow
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apexfx.train_step.non_finite import first_non_finite
+from tests.own_optimizers import RMSprop
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
@@ -133,10 +134,10 @@ def test_a_fused_optimizer_gives_its_own_bits(optimizer, numbers):
 
 def test_an_optimizer_without_an_op_runs_outside_of_the_graph():
     data = batches(4)
-    step = make(torch.optim.RMSprop, max_grad_norm=0.1)
+    step = make(RMSprop, max_grad_norm=0.1)
     for batch in data:
         step(*batch)
-    reference, _ = eager(torch.optim.RMSprop, {"lr": 0.01}, data, max_grad_norm=0.1)
+    reference, _ = eager(RMSprop, {"lr": 0.01}, data, max_grad_norm=0.1)
     assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
     assert "RMSprop updates outside of the graph" in str(step.report)
 
@@ -240,7 +241,7 @@ def test_parameters_that_are_frozen_and_unfrozen_on_the_way():
 # ---- loss scale ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("optimizer", [AdamW, FusedAdam, torch.optim.RMSprop])
+@pytest.mark.parametrize("optimizer", [AdamW, FusedAdam, RMSprop])
 def test_the_scale_is_that_of_a_grad_scaler(optimizer):
     step = make(optimizer, loss_scale="dynamic", model=net().eval())
     reference = net().eval()

@@ -1,0 +1,269 @@
+"""Updates without a kernel of their own, composed of `_foreach` ops over lists: what torch.optim computes, in its order.
+
+Each takes (params, grads, *states, t, *vectors, lr, *hyperparameters) and writes params and states in place. `t` is how many
+updates were made with this one, `lr` the learning rate: both are tensors, so that their change compiles nothing, and float64, as
+the numbers of torch's eager optimizers are. A vector is one number that all parameters share; its new value is returned. Only ops
+are used that Inductor lowers, in place where that saves a node for each tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+_Tensors = list[Tensor]
+
+
+def update(name: str, params: _Tensors, grads: _Tensors, states: Sequence[_Tensors], step: Tensor | None,
+           vectors: Sequence[_Tensors], lr: Tensor, numbers: Sequence[Any], inverse_scale: Tensor | None, clip: Tensor | None,
+           found_inf: Tensor | None) -> None:
+    """Unscale and clip gradients, and update by them; where `found_inf` is not 0, change nothing.
+
+    Args:
+        name: of the composition.
+        params, grads: of one dtype; gradients are read alone.
+        states: a list for each state.
+        step: how many updates were made, 0-d.
+        vectors: for each what holds its number: 0-d tensors, or one of any shape.
+        lr: 0-d, float64.
+        numbers: whether to maximize, then what the composition takes behind the learning rate.
+        inverse_scale, clip: factors of the gradients, or None.
+        found_inf: 0-d, or None.
+    """
+    maximize, *hyperparameters = numbers
+    for factor in (inverse_scale, clip):
+        if factor is not None:
+            grads = aten._foreach_mul(grads, _cast(factor, params[0].dtype))
+    if maximize:
+        grads = aten._foreach_neg(grads)
+    t = _number(step) + 1.0 if step is not None else None
+    values = [_number(parts[0]) for parts in vectors]
+    written = [*params, *(tensor for tensors in states for tensor in tensors)]
+    # A skipped step is made on copies: by a factor of 0 nothing goes away, since NaN times 0 is NaN.
+    new = [tensor.clone() for tensor in written] if found_inf is not None else written
+    lists = [new[place:place + len(params)] for place in range(0, len(new), len(params))]
+    numbers = COMPOSITIONS[name](lists[0], grads, *lists[1:], t, *values, lr, *hyperparameters) or ()
+    parts = [part for parts in vectors for part in parts]
+    new_parts = [_cast(number, part.dtype).expand_as(part) for parts, number in zip(vectors, numbers) for part in parts]
+    if found_inf is not None:
+        parts, new_parts = [*written, *parts], [*new, *new_parts]
+        new_parts = [torch.where(found_inf != 0, old, part) for old, part in zip(parts, new_parts)]
+    if parts:
+        aten._foreach_copy_(parts, new_parts)
+
+
+def _number(held: Tensor) -> Tensor:
+    return _cast(held.reshape(-1)[0], torch.float64)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ops.prims.convert_element_type(tensor, dtype)
+
+
+def _one_minus(tensor: Tensor) -> Tensor:
+    return -(tensor - 1.0)  # Inductor lowers no rsub
+
+
+def _each(factor: Tensor, tensors: _Tensors) -> _Tensors:
+    """Return a factor of all tensors as a list: in place there is no other `_foreach` op that Inductor lowers."""
+    return [_cast(factor, tensors[0].dtype)] * len(tensors)
+
+
+def _decayed(params: _Tensors, grads: _Tensors, weight_decay: float, lr: Tensor | None = None) -> _Tensors:
+    """Decay weights (with `lr`), or return gradients with that of the L2 penalty."""
+    if not weight_decay:
+        return grads
+    if lr is None:
+        return aten._foreach_add(grads, params, alpha=weight_decay)
+    aten._foreach_mul_(params, _each(_one_minus(lr * weight_decay), params))
+    return grads
+
+
+def _lerp(start: _Tensors, end: _Tensors, weight: float) -> _Tensors:
+    """Return what `start.lerp(end, weight)` does, to the bit."""
+    differences = aten._foreach_sub(end, start)
+    if weight < 0.5:
+        return aten._foreach_add(start, differences, alpha=weight)
+    return aten._foreach_add(end, differences, alpha=weight - 1.0)
+
+
+def _lerp_(start: _Tensors, end: _Tensors, weight: float) -> None:
+    if weight < 0.5:
+        aten._foreach_add_(start, aten._foreach_sub(end, start), alpha=weight)
+    else:
+        aten._foreach_copy_(start, _lerp(start, end, weight))
+
+
+def _average_squares_(averages: _Tensors, values: _Tensors, decay: float) -> None:
+    aten._foreach_mul_(averages, decay)
+    aten._foreach_addcmul_(averages, values, values, 1.0 - decay)
+
+
+def _root(tensors: _Tensors, eps: float) -> _Tensors:
+    roots = aten._foreach_sqrt(tensors)
+    aten._foreach_add_(roots, eps)
+    return roots
+
+
+def _add_(params: _Tensors, directions: _Tensors, lr: Tensor) -> None:
+    """`param.add_(direction, alpha=-lr)`, to the bit."""
+    aten._foreach_addcmul_(params, directions, _each(lr, params), -1.0)
+
+
+def _addcdiv_(params: _Tensors, directions: _Tensors, divisors: _Tensors, factor: Tensor) -> None:
+    """`param.addcdiv_(direction, divisor, value=factor)`, to the bit."""
+    steps = aten._foreach_mul(directions, _each(factor, params))
+    aten._foreach_div_(steps, divisors)
+    aten._foreach_add_(params, steps)
+
+
+# ---- one optimizer each ---------------------------------------------------------------------------------------------------
+
+
+def sgd(params, grads, *rest):
+    """torch.optim.SGD; `t` counts where a first buffer is not dampened."""
+    *buffers, t, lr, momentum, dampening, weight_decay, nesterov = rest
+    grads = _decayed(params, grads, weight_decay)
+    for buffer in buffers:  # one or none
+        aten._foreach_mul_(buffer, momentum)
+        if dampening:
+            share = _one_minus(dampening * _cast(t > 1.0, t.dtype))
+            aten._foreach_addcmul_(buffer, grads, _each(share, grads), 1.0)
+        else:
+            aten._foreach_add_(buffer, grads)
+        grads = aten._foreach_add(grads, buffer, alpha=momentum) if nesterov else buffer
+    _add_(params, grads, lr)
+
+
+def adam(params, grads, exp_avgs, exp_avg_sqs, *rest):
+    """torch.optim.Adam and AdamW."""
+    *largest, t, lr, beta1, beta2, eps, weight_decay, decoupled = rest
+    grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
+    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    _average_squares_(exp_avg_sqs, grads, beta2)
+    for maxima in largest:  # of amsgrad
+        aten._foreach_copy_(maxima, aten._foreach_maximum(maxima, exp_avg_sqs))
+        exp_avg_sqs = maxima
+    divisors = aten._foreach_sqrt(exp_avg_sqs)
+    aten._foreach_div_(divisors, _each(_one_minus(beta2**t).sqrt(), params))
+    aten._foreach_add_(divisors, eps)
+    _addcdiv_(params, exp_avgs, divisors, -lr / _one_minus(beta1**t))
+
+
+def rmsprop(params, grads, square_avgs, *rest):
+    """torch.optim.RMSprop; the states are averages of gradients where it is centered, then buffers where it has momentum."""
+    *states, _, lr, alpha, eps, weight_decay, momentum, centered = rest
+    grads = _decayed(params, grads, weight_decay)
+    _average_squares_(square_avgs, grads, alpha)
+    if centered:
+        _lerp_(states[0], grads, 1.0 - alpha)
+        square_avgs = aten._foreach_addcmul(square_avgs, states[0], states[0], -1.0)
+    divisors = _root(square_avgs, eps)
+    if momentum > 0:
+        aten._foreach_mul_(states[-1], momentum)
+        aten._foreach_addcdiv_(states[-1], grads, divisors, 1.0)
+        _add_(params, states[-1], lr)
+    else:
+        _addcdiv_(params, grads, divisors, -lr)
+
+
+def adagrad(params, grads, sums, t, lr, lr_decay, eps, weight_decay):
+    """torch.optim.Adagrad."""
+    grads = _decayed(params, grads, weight_decay)
+    aten._foreach_addcmul_(sums, grads, grads, 1.0)
+    _addcdiv_(params, grads, _root(sums, eps), -lr / ((t - 1.0) * lr_decay + 1.0))
+
+
+def nadam(params, grads, exp_avgs, exp_avg_sqs, t, mu_product, lr, beta1, beta2, eps, weight_decay, momentum_decay, decoupled):
+    """torch.optim.NAdam."""
+    grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
+    mu, mu_next = (beta1 * _one_minus(0.5 * 0.96 ** (count * momentum_decay)) for count in (t, t + 1.0))
+    mu_product = _cast(_cast(mu_product, torch.float32) * _cast(mu, torch.float32), torch.float64)
+    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    _average_squares_(exp_avg_sqs, grads, beta2)
+    divisors = _root(aten._foreach_div(exp_avg_sqs, _each(_one_minus(beta2**t), params)), eps)
+    _addcdiv_(params, grads, divisors, -lr * _one_minus(mu) / _one_minus(mu_product))
+    _addcdiv_(params, exp_avgs, divisors, -lr * mu_next / _one_minus(mu_product * mu_next))
+    return [mu_product]
+
+
+def radam(params, grads, exp_avgs, exp_avg_sqs, t, lr, beta1, beta2, eps, weight_decay, decoupled):
+    """torch.optim.RAdam; `length` is that of the moving average that the variance is estimated from."""
+    grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
+    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    _average_squares_(exp_avg_sqs, grads, beta2)
+    plain = aten._foreach_div(exp_avgs, _each(_one_minus(beta1**t), params))
+    aten._foreach_mul_(plain, _each(lr, params))
+    most, correction = 2.0 / (1.0 - beta2) - 1.0, _one_minus(beta2**t)
+    length = -(2.0 * t * beta2**t / correction) + most
+    rectification = ((length - 4.0) * (length - 2.0) * most / ((most - 4.0) * (most - 2.0) * length)).sqrt()
+    adaptive = aten._foreach_mul(plain, aten._foreach_div(_each(correction.sqrt(), params), _root(exp_avg_sqs, eps)))
+    aten._foreach_mul_(adaptive, _each(rectification, params))
+    aten._foreach_add_(params, [torch.where(length > 5.0, a, b) for a, b in zip(adaptive, plain)], alpha=-1.0)
+
+
+def adamax(params, grads, exp_avgs, exp_infs, t, lr, beta1, beta2, eps, weight_decay):
+    """torch.optim.Adamax."""
+    grads = _decayed(params, grads, weight_decay)
+    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    sizes = aten._foreach_abs(grads)
+    aten._foreach_add_(sizes, eps)
+    aten._foreach_mul_(exp_infs, beta2)
+    aten._foreach_copy_(exp_infs, aten._foreach_maximum(exp_infs, sizes))
+    _addcdiv_(params, exp_avgs, exp_infs, -lr / _one_minus(beta1**t))
+
+
+def adadelta(params, grads, square_avgs, acc_deltas, _, lr, rho, eps, weight_decay):
+    """torch.optim.Adadelta."""
+    grads = _decayed(params, grads, weight_decay)
+    _average_squares_(square_avgs, grads, rho)
+    deltas = aten._foreach_sqrt(aten._foreach_add(acc_deltas, eps))
+    aten._foreach_div_(deltas, aten._foreach_sqrt(aten._foreach_add(square_avgs, eps)))
+    aten._foreach_mul_(deltas, grads)
+    _average_squares_(acc_deltas, deltas, rho)
+    _add_(params, deltas, lr)
+
+
+def asgd(params, grads, averages, t, eta, mu, lr, lambd, alpha, t0, weight_decay):
+    """torch.optim.ASGD."""
+    grads = _decayed(params, grads, weight_decay)
+    aten._foreach_mul_(params, _each(_one_minus(lambd * eta), params))
+    _add_(params, grads, eta)
+    differences = aten._foreach_sub(params, averages)
+    aten._foreach_mul_(differences, _each(mu, params))
+    aten._foreach_add_(averages, differences)
+    aten._foreach_copy_(averages, [torch.where(mu == 1.0, p, average) for p, average in zip(params, averages)])
+    return [lr / (lambd * lr * t + 1.0) ** alpha, (t - t0).clamp_min(1.0).reciprocal()]
+
+
+def muon(params, grads, buffers, _, lr, momentum, weight_decay, nesterov, coefficients, eps, num_iterations, adjust_lr_fn):
+    """torch.optim.Muon: the direction of a matrix is made orthogonal, in bfloat16, by products (Newton-Schulz)."""
+    _lerp_(buffers, grads, 1.0 - momentum)
+    for param, direction in zip(params, _lerp(grads, buffers, momentum) if nesterov else buffers):
+        num_rows, num_columns = param.shape
+        ratio = math.sqrt(max(1.0, num_rows / num_columns)) if adjust_lr_fn in (None, "original") else \
+            0.2 * math.sqrt(max(num_rows, num_columns)) if adjust_lr_fn == "match_rms_adamw" else 1.0
+        orthogonal = _orthogonal(direction, *coefficients, eps, num_iterations)
+        _decayed([param], [direction], weight_decay, lr)
+        _add_([param], [_cast(orthogonal, param.dtype)], lr * ratio)
+
+
+def _orthogonal(matrix: Tensor, a: float, b: float, c: float, eps: float, num_iterations: int) -> Tensor:
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = _cast(matrix, torch.bfloat16)
+    x = x.permute(1, 0) if is_tall else x
+    x = x / torch.linalg.vector_norm(x).clamp_min(eps)
+    for _ in range(num_iterations):
+        gram = x @ x.permute(1, 0)
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.permute(1, 0) if is_tall else x
+
+
+COMPOSITIONS: dict[str, Callable[..., Sequence[Tensor] | None]] = {
+    function.__name__: function
+    for function in (sgd, adam, rmsprop, adagrad, nadam, radam, adamax, adadelta, asgd, muon)}

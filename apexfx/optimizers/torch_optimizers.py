@@ -1,0 +1,194 @@
+"""Which optimizers of torch update inside of a graph, by which op, with which state and hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import has_own_step, has_step_hooks, tree_leaves, viewed
+from .fused_adagrad import FusedAdagrad
+from .fused_adam import FusedAdam
+from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
+from .fused_novograd import FusedNovoGrad
+from .fused_sgd import FusedSGD
+from .update import Update
+
+_FUSED = (FusedAdagrad, FusedAdam, FusedLAMB, FusedMixedPrecisionLamb, FusedNovoGrad, FusedSGD)
+_DTYPES = (torch.float32, torch.float64)
+Labels = Mapping[int, int]  # of parameters, by id
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How an optimizer of torch updates a group's parameters.
+
+    Attributes:
+        op: as of `Update`.
+        numbers: as of `Update`; a composition's begin with whether to maximize.
+        states: the names of the tensors of its state, in the op's order.
+        counts: whether updates are counted.
+        first: what a state holds at first.
+        vectors: the names of numbers of the state, and what they are at first.
+    """
+
+    op: str
+    numbers: tuple[Any, ...]
+    states: tuple[str, ...]
+    counts: bool = True
+    first: float = 0.0
+    vectors: Mapping[str, float] = field(default_factory=dict)
+
+
+_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype], Rule]
+
+
+def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None) -> str:
+    """Return why `optimizer` cannot update inside of the graph; "" where it can.
+
+    Args:
+        half: what float32 parameters are about to be cast to.
+    """
+    if has_step_hooks(optimizer):
+        return "hooks are registered around its step"
+    if has_own_step(optimizer):
+        return "its step() was replaced"
+    fused = type(optimizer) in _FUSED
+    if not fused and type(optimizer) not in _RULES:
+        return f"there is no op for {type(optimizer).__module__}.{type(optimizer).__name__}"
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "maximize", "differentiable", "dampening") if fused else ("differentiable",):
+            if group.get(option):
+                return f"it has {option}={group[option]}"
+        for option in optimizer.defaults:
+            if option != "lr" and any(isinstance(leaf, Tensor) for leaf in tree_leaves(group.get(option))):
+                return f"its {option} is a tensor, and in the graph only the learning rate may be one"
+        for p in group["params"]:
+            dtype = half if half is not None and p.dtype == torch.float32 else p.dtype
+            if fused and dtype == torch.float64:
+                return "it has parameters of torch.float64, and in the graph its learning rate is float32"
+            if not fused and dtype not in _DTYPES:
+                return f"it keeps the state of a parameter of {dtype} in that dtype, and the op in float32"
+    return ""
+
+
+def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels) -> list[Update]:
+    """Return the updates of a step of an optimizer of which `why_outside` has nothing to say; missing state is made.
+
+    Args:
+        trained: ids of the parameters to update.
+        labels: parameters of two labels have not always been updated together, and are counted apart from then on.
+    """
+    if type(optimizer) in _FUSED:
+        return optimizer.updates_of(trained)
+    return [update for group in optimizer.param_groups for update in _updates(optimizer, group, trained, labels)]
+
+
+def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int],
+             labels: Labels) -> Iterator[Update]:
+    """Yield the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
+
+    What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The numbers of
+    the state, which torch keeps in a tensor a parameter, become elements of one vector, which the graph writes at once.
+    """
+    alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    for p in group["params"]:
+        if id(p) in trained:
+            rule = _RULES[type(optimizer)](optimizer, group, p.dtype)
+            state = optimizer.state.get(p, {})
+            first = {**({"step": _first_count(rule, state)} if rule.counts else {}), **rule.vectors}
+            numbers = tuple(float(state.get(name, number)) for name, number in first.items())
+            label = labels.get(id(p), 0) if rule.counts else 0
+            alike.setdefault((p.dtype, label, *numbers), []).append(p)
+    for (dtype, _, *numbers), members in alike.items():
+        rule = _RULES[type(optimizer)](optimizer, group, dtype)
+        states: dict[str, list[Tensor]] = {name: [] for name in rule.states}
+        for p in members:
+            for name, tensors in states.items():
+                if optimizer.state[p].get(name) is None:
+                    optimizer.state[p][name] = torch.full_like(p, rule.first, memory_format=torch.preserve_format)
+                tensors.append(optimizer.state[p][name])
+        names = (*(("step",) if rule.counts else ()), *rule.vectors)
+        vectors = {name: _one_vector(optimizer, members, name, number) for name, number in zip(names, numbers)}
+        yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors)
+
+
+def _first_count(rule: Rule, state: dict[str, Any]) -> float:
+    """Return how many updates there were where nobody has counted them: an SGD that dampens all but its first gradient."""
+    return 1.0 if rule.op == "sgd" and state.get("momentum_buffer") is not None else 0.0
+
+
+def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: str, number: float) -> Tensor:
+    """Return the vector whose elements are a number of each member's state; another step on this optimizer may have made it."""
+    held = [optimizer.state[p].get(name) for p in members]
+    base = viewed(held[0]) if isinstance(held[0], Tensor) else None
+    if base is not None and base.dim() == 1 and len(base) == len(held) and all(
+            isinstance(own, Tensor) and viewed(own) is base and own.storage_offset() == i for i, own in enumerate(held)):
+        return base
+    vector = torch.full((len(members),), number, dtype=torch.float32, device=members[0].device)
+    for p, own in zip(members, vector.unbind()):
+        optimizer.state[p][name] = own
+    return vector
+
+
+# ---- one class each -------------------------------------------------------------------------------------------------------
+
+
+def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+    momentum, dampening, weight_decay, nesterov = (group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov"))
+    states = ("momentum_buffer",) if momentum else ()
+    dampens = bool(momentum and dampening)
+    if dtype == torch.float32 and not group["maximize"] and not dampens:
+        # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
+        return Rule("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
+    return Rule("sgd", (group["maximize"], momentum, dampening, weight_decay, nesterov), states, counts=dampens)
+
+
+def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+    moments, decoupled = ("exp_avg", "exp_avg_sq"), bool(group["decoupled_weight_decay"])
+    numbers = (*map(float, group["betas"]), group["eps"], group["weight_decay"], decoupled)
+    if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"]:
+        return Rule("adam_", (*numbers, True), moments)
+    return Rule("adam", (group["maximize"], *numbers), (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+
+
+def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+    numbers = (False, group["momentum"], group["weight_decay"], group["nesterov"], tuple(group["ns_coefficients"]), group["eps"],
+               group["ns_steps"], group["adjust_lr_fn"])
+    return Rule("muon", numbers, ("momentum_buffer",), counts=False)
+
+
+def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...],
+              vectors: Mapping[str, float | None] | None = None) -> _Maker:
+    """Return what makes the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
+
+    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+        numbers = (x for name in names for x in (group[name] if name == "betas" else (group[name],)))
+        held = tuple(name for name in states if group.get(_ONLY_WITH.get(name), True))
+        first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
+        return Rule(op, (group["maximize"], *numbers), held, first=first,
+                    vectors={name: group["lr"] if number is None else number for name, number in (vectors or {}).items()})
+
+    return rule
+
+
+_ONLY_WITH = {"grad_avg": "centered", "momentum_buffer": "momentum"}  # a state, and the option that asks for it
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_RULES: dict[type, _Maker] = {
+    torch.optim.SGD: _sgd,
+    torch.optim.Adam: _adam,
+    torch.optim.AdamW: _adam,
+    torch.optim.RMSprop: _composed("rmsprop", ("square_avg", "grad_avg", "momentum_buffer"),
+                                   ("alpha", "eps", "weight_decay", "momentum", "centered")),
+    torch.optim.Adagrad: _composed("adagrad", ("sum",), ("lr_decay", "eps", "weight_decay")),
+    torch.optim.NAdam: _composed("nadam", _MOMENTS, ("betas", "eps", "weight_decay", "momentum_decay", "decoupled_weight_decay"),
+                                 {"mu_product": 1.0}),
+    torch.optim.RAdam: _composed("radam", _MOMENTS, ("betas", "eps", "weight_decay", "decoupled_weight_decay")),
+    torch.optim.Adamax: _composed("adamax", ("exp_avg", "exp_inf"), ("betas", "eps", "weight_decay")),
+    torch.optim.Adadelta: _composed("adadelta", ("square_avg", "acc_delta"), ("rho", "eps", "weight_decay")),
+    torch.optim.ASGD: _composed("asgd", ("ax",), ("lambd", "alpha", "t0", "weight_decay"), {"eta": None, "mu": 1.0}),
+    torch.optim.Muon: _muon,
+}

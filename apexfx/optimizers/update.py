@@ -1,0 +1,231 @@
+"""One update of parameters by their gradients: what it takes, the call of its op, and the end of a step around it.
+
+The eager step of a fused optimizer and the graph of a whole training step are made of the same updates.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.apply_gradients import StepPlan, UpdateRow, norm_dtype, present_of
+from . import compositions
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+@dataclass
+class Update:
+    """Parameters that one call of an op updates: `op(params, grads, *states, models[, step], lr, *numbers, **scalars)`.
+
+    Attributes:
+        op: its name: "adam_"; or that of a composition: "rmsprop".
+        group: the optimizer's group, which has the learning rate.
+        numbers: the hyperparameters after the learning rate, in the op's order.
+        params: the parameters that the gradients belong to.
+        states: name -> one tensor for each of `params`, in the op's order.
+        masters: what is updated in place of `params`, which become low-precision copies of it; or [].
+        step: how many updates were made, float32: 0-d, or one element a parameter; None where nobody counts.
+        vectors: name -> one element a parameter, the same in all.
+    """
+
+    op: str
+    group: dict[str, Any]
+    numbers: tuple[Any, ...]
+    params: list[Tensor] = field(default_factory=list)
+    states: dict[str, list[Tensor]] = field(default_factory=dict)
+    masters: list[Tensor] = field(default_factory=list)
+    step: Tensor | None = None
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def lr_dtype(self) -> torch.dtype:
+        """Of the learning rate as a tensor."""
+        return torch.float64 if self.op in compositions.COMPOSITIONS else torch.float32
+
+
+def call_op(name: str, params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any], models: Sequence[Any], step: Any,
+            lr: float, numbers: Sequence[Any], scalars: Mapping[str, Any], call: Callable[..., Any] | None = None) -> None:
+    """Call an optimizer's op.
+
+    Args:
+        name: of the op.
+        params: what it updates: masters where there are some.
+        grads, models: those of `params`; no models where there are no masters.
+        states: a list for each state; those at the end may be absent, as of an SGD without momentum.
+        step: what counts the updates, and is counted up by an op that takes it.
+        lr, numbers: the hyperparameters.
+        scalars: device scalars by name.
+        call: as of `apply`; None calls the op.
+    """
+    op, num_states, counts = _signature(name)
+    absent: list[Any] = [[]] * (num_states - len(states))
+    arguments = (params, grads, *states, *absent, models, *([step] if counts else []), lr, *numbers)
+    call(op, *arguments, **scalars) if call is not None else op(*arguments, **scalars)
+
+
+@functools.cache
+def _signature(name: str) -> tuple[Any, int, bool]:
+    """Return an op, how many lists of state it takes, and whether it counts updates."""
+    op = getattr(torch.ops.apexfx, name).default
+    arguments = op._schema.arguments
+    num_lists = sum(str(argument.type) == "List[Tensor]" for argument in arguments)
+    return op, num_lists - 3, any(argument.name == "step" for argument in arguments)
+
+
+def counts_updates(name: str) -> bool:
+    """Return whether an op counts updates itself."""
+    return _signature(name)[2]
+
+
+def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any], scalars: Sequence[Any],
+          call: Callable[..., Any]) -> tuple[Any, Any, list[Any]]:
+    """Do what `plan` says, op by op: unscale, look for what is not finite, clip, update, and adapt the loss scale.
+
+    Args:
+        params, grads, states, scalars: tensors, or the nodes that stand for them; a gradient may be None.
+        call: runs an op, or a function that is composed of ops, on its arguments, or adds the nodes for it.
+
+    Returns:
+        found_inf, float32, 0-d: 1 where a gradient is not finite, 0 where all are or nobody looked; the norm of the unscaled
+        gradients before clipping, float32, or float64 where a gradient is, nan where nobody asked; the unscaled and clipped
+        gradients that are not None, where the plan keeps them.
+
+    Raises:
+        ValueError: no parameter has a gradient.
+    """
+    present = present_of(grads)
+    scale = scalars[plan.scale] if plan.scale is not None else None
+    inverse = inverse_of(scale, norm_dtype(list(map(_value, present))), call) if scale is not None else None
+    found_inf = norm = clip = None
+    if plan.skips is not None or plan.max_grad_norm is not None:
+        norm, found_inf = _measured(present, inverse, call)
+        found_inf = found_inf if plan.skips is not None else None
+    if plan.max_grad_norm not in (None, math.inf):
+        clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
+    counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place
+    start = 0
+    for group in plan.groups:
+        members = [i for i in range(group.num_params) if grads[start + i] is not None]
+        if members:
+            update = _composed if group.op in compositions.COMPOSITIONS else _update
+            update(group, members, params[start:], grads[start:], states, scalars, call,
+                   {"grad_scale": scale, "found_inf": found_inf, "clip_coefficient": clip}, inverse)
+            if group.step is not None:
+                counted.setdefault(group.step, members)
+        states = states[group.num_params * (group.num_states + group.masters):]
+        start += group.num_params
+    for index, members in counted.items():
+        more = 1.0 if found_inf is None else call(aten.add.Tensor, call(aten.mul.Tensor, found_inf, -1.0), 1.0)
+        for count in _counts(scalars[index], members, call):
+            call(aten.add_.Tensor, count, more)
+    gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
+    if plan.growth_tracker is not None:
+        call(aten._amp_update_scale_.default, scale, scalars[plan.growth_tracker], found_inf, plan.growth_factor,
+             plan.backoff_factor, plan.growth_interval)
+        if plan.max_scale is not None:
+            call(aten.copy_.default, scale, call(aten.clamp_max.default, scale, plan.max_scale))  # Inductor knows no clamp_max_
+    if plan.skips is not None:
+        in_a_row = call(aten.select.int, scalars[plan.skips], 0, 1)
+        call(aten.add_.Tensor, scalars[plan.skips], found_inf)
+        call(aten.mul_.Tensor, in_a_row, found_inf)
+    full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
+    return (found_inf if found_inf is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+
+
+def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an op or a composition: the `call` of an eager step."""
+    return op(*args, **kwargs)
+
+
+def inverse_of(scale: Any, dtype: torch.dtype, call: Callable[..., Any] = run) -> Any:
+    """Return what gradients of a loss that was multiplied with `scale` are multiplied with."""
+    wide = scale if dtype == torch.float32 else call(prims.convert_element_type.default, scale, dtype)
+    return call(aten.reciprocal.default, wide)
+
+
+def clip_coefficient(norm: Any, max_grad_norm: float, epsilon: float, call: Callable[..., Any] = run) -> Any:
+    """Return what gradients of this norm are multiplied with, so that it is at most `max_grad_norm`."""
+    inverse_norm = call(aten.reciprocal.default, call(aten.add.Tensor, norm, epsilon))
+    return call(aten.clamp_max.default, call(aten.mul.Tensor, inverse_norm, max_grad_norm), 1.0)
+
+
+def _measured(grads: Sequence[Any], inverse: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
+    """Return the norm of the unscaled gradients, and found_inf."""
+    if norm_dtype(list(map(_value, grads))) == torch.float32:
+        measured = call(torch.ops.apexfx.multi_tensor_l2norm.default, grads, inverse)
+        return call(operator.getitem, measured, 0), call(operator.getitem, measured, 2)
+    # The op's norm is float32.
+    found_inf = call(operator.getitem, call(torch.ops.apexfx.multi_tensor_l2norm.default, grads), 2)
+    norms = [call(aten.linalg_vector_norm.default, g, 2, None, False, dtype=torch.float64) for g in grads]
+    norm = call(aten.linalg_vector_norm.default, call(aten.stack.default, norms))
+    return norm if inverse is None else call(aten.mul.Tensor, norm, inverse), found_inf
+
+
+def _update(group: UpdateRow, members: Sequence[int], params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any],
+            scalars: Sequence[Any], call: Callable[..., Any], shared: Mapping[str, Any], inverse: Any) -> None:
+    """Call the op of one group on the members that have a gradient."""
+    lists = _lists(group, members, states)
+    updated, models = (lists.pop(), _of(params, members)) if group.masters else (_of(params, members), [])
+    step = None
+    if counts_updates(group.op):  # in a copy, since groups may share a count
+        step = call(aten.clone.default, _counts(scalars[group.step], members[:1], call)[0])
+    present = {name: scalar for name, scalar in shared.items() if scalar is not None}
+    if (clip := present.get("clip_coefficient")) is not None and _value(clip).dtype == torch.float64:
+        present["clip_coefficient"] = call(prims.convert_element_type.default, clip, torch.float32)
+    call_op(group.op, updated, _of(grads, members), lists, models, step, 0.0, group.numbers,
+            {"lr_tensor": scalars[group.lr], **present}, call)
+
+
+def _composed(group: UpdateRow, members: Sequence[int], params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any],
+              scalars: Sequence[Any], call: Callable[..., Any], shared: Mapping[str, Any], inverse: Any) -> None:
+    """The same, where the op is composed of others."""
+    step = None if group.step is None else _counts(scalars[group.step], members[:1], call)[0]
+    vectors = [_counts(scalars[index], members, call) for index in group.vectors]
+    call(compositions.update, group.op, _of(params, members), _of(grads, members), _lists(group, members, states), step, vectors,
+         scalars[group.lr], group.numbers, inverse, shared["clip_coefficient"], shared["found_inf"])
+
+
+def _lists(group: UpdateRow, members: Sequence[int], states: Sequence[Any]) -> list[list[Any]]:
+    """Return each state of the members, and their masters."""
+    return [_of(states[place * group.num_params:], members) for place in range(group.num_states + group.masters)]
+
+
+def _of(tensors: Sequence[Any], members: Sequence[int]) -> list[Any]:
+    return [tensors[i] for i in members]
+
+
+def _counts(count: Any, members: Sequence[int], call: Callable[..., Any]) -> list[Any]:
+    """Return what counts the updates of the members: a number for all, or elements of a vector."""
+    if not _value(count).dim():
+        return [count]
+    return [count] if len(members) == _value(count).numel() else [call(aten.select.int, count, 0, i) for i in members]
+
+
+def _kept(gradient: Any, inverse: Any, clip: Any, call: Callable[..., Any]) -> Any:
+    """Return a gradient for the caller to keep: memory of its own, in no bucket and no buffer."""
+    factors = [factor for factor in (inverse, clip) if factor is not None]
+    for factor in factors:
+        gradient = call(aten.mul.Tensor, gradient, factor)
+    return gradient if factors else call(aten.clone.default, gradient)
+
+
+def _value(tensor: Any) -> Tensor:
+    return tensor if isinstance(tensor, Tensor) else tensor.meta["val"]
+
+
+def _run(params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[Tensor], scalars: Sequence[Tensor],
+         plan: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+    # Writes its arguments, which its schema does not say, so that a captured graph shows one node: no compiled graph runs it.
+    return apply(StepPlan.from_json(plan), params, grads, states, scalars, run)
+
+
+_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
+_LIBRARY.impl("apply_gradients", _run, "CompositeExplicitAutograd")
