@@ -8,6 +8,7 @@ are used that Inductor lowers, in place where that saves a node for each tensor.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -89,7 +90,8 @@ def _lerp(start: _Tensors, end: _Tensors, weight: float) -> _Tensors:
     differences = aten._foreach_sub(end, start)
     if weight < 0.5:
         return aten._foreach_add(start, differences, alpha=weight)
-    return aten._foreach_add(end, differences, alpha=weight - 1.0)
+    rounded = weight if start[0].dtype == torch.float64 else ctypes.c_float(weight).value
+    return aten._foreach_add(end, differences, alpha=rounded - 1.0)
 
 
 def _lerp_(start: _Tensors, end: _Tensors, weight: float) -> None:
@@ -202,8 +204,9 @@ def radam(params, grads, exp_avgs, exp_avg_sqs, t, lr, beta1, beta2, eps, weight
     most, correction = 2.0 / (1.0 - beta2) - 1.0, _one_minus(beta2**t)
     length = -(2.0 * t * beta2**t / correction) + most
     rectification = ((length - 4.0) * (length - 2.0) * most / ((most - 4.0) * (most - 2.0) * length)).sqrt()
-    adaptive = aten._foreach_mul(plain, aten._foreach_div(_each(correction.sqrt(), params), _root(exp_avg_sqs, eps)))
-    aten._foreach_mul_(adaptive, _each(rectification, params))
+    adaptive = aten._foreach_reciprocal(_root(exp_avg_sqs, eps))
+    for factors in (_each(correction.sqrt(), params), plain, _each(rectification, params)):
+        aten._foreach_mul_(adaptive, factors)
     aten._foreach_add_(params, [torch.where(length > 5.0, a, b) for a, b in zip(adaptive, plain)], alpha=-1.0)
 
 

@@ -1,0 +1,150 @@
+"""train_step(): each optimizer that updates inside of the graph does what torch's own step does, to the bit."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn, optim
+
+import apexfx
+from tests.train_step.test_step import assert_same
+
+# Optimizer, hyperparameters, those of the second group. What has an op is in test_step.py.
+CASES = [
+    (optim.Adam, {"amsgrad": True, "weight_decay": 0.1}, {"betas": (0.4, 0.9)}),
+    (optim.Adam, {"maximize": True}, {"betas": (0.0, 0.9), "weight_decay": 0.1}),
+    (optim.AdamW, {"amsgrad": True, "maximize": True}, {"weight_decay": 0.0, "eps": 1e-3}),
+    (optim.SGD, {"maximize": True}, {"weight_decay": 0.1}),
+    (optim.SGD, {"maximize": True, "momentum": 0.9, "nesterov": True}, {"momentum": 0.5}),
+    (optim.SGD, {"momentum": 0.9, "dampening": 0.3}, {"weight_decay": 0.1, "dampening": 0.9}),
+    (optim.RMSprop, {}, {"momentum": 0.9, "weight_decay": 0.1, "alpha": 0.9}),
+    (optim.RMSprop, {"centered": True, "maximize": True}, {"momentum": 0.9}),
+    (optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.1}, {"weight_decay": 0.1, "eps": 1e-3}),
+    (optim.NAdam, {}, {"weight_decay": 0.1, "momentum_decay": 0.1}),
+    (optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}, {"betas": (0.5, 0.9)}),
+    (optim.RAdam, {}, {"weight_decay": 0.1, "betas": (0.5, 0.9)}),
+    (optim.RAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}, {"maximize": True}),
+    (optim.Adamax, {}, {"weight_decay": 0.1, "betas": (0.5, 0.9)}),
+    (optim.Adadelta, {"lr": 1.0}, {"weight_decay": 0.1, "rho": 0.5}),
+    (optim.ASGD, {"t0": 3.0}, {"weight_decay": 0.1, "lambd": 0.1}),
+    (optim.Muon, {}, {"nesterov": False, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.0}),
+]
+FLOAT64 = optim.AdamW, optim.Adamax, optim.Adagrad
+HARDEST = [case for case in CASES if case[0] in (optim.ASGD, optim.Muon) or "dampening" in case[1] or "centered" in case[1]]
+
+
+def name_of(case):
+    return f"{case[0].__name__}-{'-'.join(case[1]) or 'plain'}"
+
+
+each_optimizer = pytest.mark.parametrize("case", CASES, ids=name_of)
+
+
+class Net(nn.Module):
+    """Two heads, of which a call uses one or both; matrices alone, which Muon wants."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(8, 6, bias=False)
+        self.heads = nn.ModuleList(nn.Linear(6, 3, bias=False) for _ in range(2))
+
+    def forward(self, x, heads=(0, 1)):
+        hidden = torch.tanh(self.body(x))
+        return torch.cat([self.heads[i](hidden) for i in heads], 1)
+
+
+def loss_of(model, x, target, heads=(0, 1)):
+    return F.cross_entropy(model(x, heads).float(), target)
+
+
+def made(case, model):
+    """Return an optimizer with two groups."""
+    optimizer, numbers, others = case
+    rows = [{"params": [model.heads[0].weight, model.body.weight]}, {"params": [model.heads[1].weight], "lr": 0.02, **others}]
+    return optimizer(rows, **{"lr": 0.01, **numbers})
+
+
+def batches(count, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return [(torch.randn(5, 8, generator=generator).to(dtype), torch.randint(3, (5,), generator=generator)) for _ in range(count)]
+
+
+def step_of(model, optimizer, **options):
+    step = apexfx.train_step(model, objective=loss_of, optimizer=optimizer, **{"opt_level": "O0", "inner": "eager", **options})
+    assert "outside of the graph" not in str(step.report)
+    return step
+
+
+def eager_step(model, optimizers, *batch, max_grad_norm=None):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss_of(model, *batch).backward()
+    if max_grad_norm is not None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def assert_same_training(model, optimizer, reference, theirs):
+    assert_same(model.state_dict(), reference.state_dict())
+    states = [each.state_dict()["state"] for each in (optimizer, theirs)]
+    if isinstance(theirs, optim.SGD):  # counts where it has to know a first gradient
+        states = [{i: {k: v for k, v in held.items() if k != "step"} for i, held in state.items()} for state in states]
+    assert_same(*states)
+
+
+@each_optimizer
+def test_twenty_steps_are_torchs_own_and_a_checkpoint_of_either_resumes_in_the_other(case):
+    dtype, options = (torch.float64, {}) if case[0] in FLOAT64 else (torch.float32, {"loss_scale": 1024.0})
+    model, reference = Net().to(dtype), Net().to(dtype)
+    optimizer, theirs = made(case, model), made(case, reference)
+    step = step_of(model, optimizer, **options)
+    for place, batch in enumerate(batches(20, dtype)):
+        if place == 10:
+            states = copy.deepcopy((optimizer.state_dict(), theirs.state_dict()))
+            optimizer.load_state_dict(states[1])
+            theirs.load_state_dict(states[0])
+            for each in (optimizer, theirs):
+                each.param_groups[0]["lr"] *= 0.5
+        step(*batch)
+        eager_step(reference, [theirs], *batch)
+    assert_same_training(model, optimizer, reference, theirs)
+    assert len(step.report.graphs) == 1
+
+
+@pytest.mark.parametrize("case", HARDEST, ids=name_of)
+def test_a_skipped_step_changes_no_bit(case):
+    model = Net()
+    optimizer = made(case, model)
+    step = step_of(model, optimizer, opt_level="O2", dtype=torch.float16, max_grad_norm=0.5, loss_scale=1024.0)
+    [(x, target)] = batches(1)
+    for skips in (True, False, True, False):  # the first one of all, too
+        before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+        step(x * (math.inf if skips else 1.0), target)
+        after = model.state_dict(), optimizer.state_dict()["state"]
+        if not skips:
+            assert not torch.equal(before[0]["body.weight"], after[0]["body.weight"])
+        elif before[1]:
+            assert_same(after, before)
+    assert step.skipped == 2
+    reference = Net()
+    theirs = made(case, reference)
+    for _ in range(2):
+        eager_step(reference, [theirs], x, target, max_grad_norm=0.5)
+    assert_same(model.state_dict(), reference.state_dict(), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("case", HARDEST, ids=name_of)
+def test_parameters_without_a_gradient_are_left_alone(case):
+    model, reference = Net(), Net()
+    optimizer, theirs = made(case, model), made(case, reference)
+    step = step_of(model, optimizer)
+    for (x, target), heads in zip(batches(5), [(0,), (0, 1), (1,), (0,), (0, 1)]):
+        step(x, target, heads)
+        eager_step(reference, [theirs], x, target, heads)
+    assert_same_training(model, optimizer, reference, theirs)
