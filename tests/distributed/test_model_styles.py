@@ -296,7 +296,8 @@ def table(found: dict[Case, tuple[str, str]]) -> str:
 EVERY_DAY = [name for name in EXECUTORS if name != "transform inductor"]  # which compiles for seconds
 
 
-@pytest.mark.parametrize("executor", EXECUTORS)
+@pytest.mark.parametrize("executor", [
+    executor if executor in EVERY_DAY else pytest.param(executor, marks=pytest.mark.long) for executor in EXECUTORS])
 def test_model_styles(executor, tmp_path):
     small = sorted(range(100), key=lambda seed: len(make(seed).description))[:58]  # they hold every trait, and compile sooner
     seeds = small[EVERY_DAY.index(executor)::len(EVERY_DAY)] if executor in EVERY_DAY else small[:2]

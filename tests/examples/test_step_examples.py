@@ -82,6 +82,7 @@ def test_the_classifier_learns_on_two_ranks(tmp_path):
     assert run_on_two_ranks("step_image_classifier.py", tmp_path) == []  # it is done
 
 
+@pytest.mark.long
 def test_bert_learns_the_rule(capsys):
     pytest.importorskip("transformers")
     defined, printed = run_here("step_bert_finetune.py", capsys)

@@ -93,7 +93,7 @@ def test_accumulated_gradients_of_parameters_that_few_calls_use(optimizer):
 
 
 @pytest.mark.parametrize("options", [{"max_grad_norm": 1e9}, {"loss_scale": "dynamic"}, {"skip": ["update_early"]}], ids=str)
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_what_one_call_has_gathered_alone_is_applied_whatever_comes_first(options, inner):
     """Inductor drops the copy of a buffer that is emptied before its end."""
     step, reference = heads(accumulate=2, inner=inner, **options), Eager(Heads(), accumulate=2)
