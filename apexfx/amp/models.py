@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook, tensor_version
 from ..compiler import compiled_model
 from ..compiler.refusals import is_parallel_wrapper
-from ..precision.containers import Cast, CastCall, cast_values
 from ..precision.half_model import keeps_float32
 from ..precision.rules import HALVES
+from ..precision.written_arguments import Cast, CastCall, cast_values
 from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
 from .executor import CastExecutor

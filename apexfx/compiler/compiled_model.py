@@ -27,8 +27,8 @@ from .._torch import (
     run_cached_graphs,
 )
 from ..config import TransformConfig
-from ..precision.containers import Cast, CastCall
 from ..precision.rules import HALVES
+from ..precision.written_arguments import Cast, CastCall
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms

@@ -27,7 +27,7 @@ from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written
 from ..graph.nodes import value
-from ..precision.containers import write_back
+from ..precision.written_arguments import write_back
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport

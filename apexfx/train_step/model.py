@@ -13,8 +13,8 @@ from torch import nn
 from .._torch import forward_hooks, has_backward_hooks, has_global_module_hooks
 from ..compiler.dynamo_batch_norm import is_untraceable
 from ..compiler.stand_ins import StandIns, all_modules, path_of
-from ..precision.containers import Cast, CastCall
 from ..precision.rules import HALVES
+from ..precision.written_arguments import Cast, CastCall
 from ..report.data import Report
 from .objective import ObjectiveModules
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import register_pytree_node
 
 from apexfx.graph.mutation import written
-from apexfx.precision.containers import Cast, CastCall, write_back
+from apexfx.precision.written_arguments import Cast, CastCall, write_back
 
 HALF = torch.bfloat16
 
