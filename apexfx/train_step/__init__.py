@@ -3,12 +3,13 @@
 Read `options`, `step` (what a user calls), `state` (what a step reads and writes besides its batch), `function` (what Dynamo
 traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
 Beside them: `parameters`, `objective` and `other_leaves` (what is trained, and what gets gradients besides), `averages`,
-`model` (what stands in for modules during a call), `loss_scale`; `errors`, `wrong_call` and `non_finite` (what a user is told).
+`optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
+`loss_scale`; `errors`, `wrong_call` and `non_finite` (what a user is told).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from .options import StepOptions, check_what_is_trained
 from .step import TrainStep as TrainStep
 
 
-def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, optimizer: torch.optim.Optimizer | None = None, *,
+def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
+               optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, *,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
                memory_budget: int | None = None, fallback: str | None = None, **options: Any) -> TrainStep:
@@ -39,7 +41,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None, opti
         optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor and SparseAdam) and apexfx.optimizers update inside of
             the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled and clipped; the
             report says so. It may hold parameters of the loss function or objective, too. Other leaves get their gradients in
-            `.grad`, as in eager.
+            `.grad`, as in eager. A list of optimizers over disjoint parameters (Muon for the matrices, AdamW for the rest) shares
+            one norm and one loss scale; its state is a list, too, and a schedule belongs to one of them as ever.
         objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`. The
             step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none

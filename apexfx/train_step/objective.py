@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from .._torch import registries
 from .function import SupervisedObjective
+from .optimizer_list import OptimizerList
 
 _DEPTH = 6  # of objects, containers and functions below the objective
 
@@ -33,13 +34,13 @@ class ObjectiveModules(nn.Module):
         super().__init__()
         self._roots = [objective, model]  # a list, so that neither is registered
 
-    def refresh(self, optimizer: torch.optim.Optimizer) -> None:
-        """Register what the optimizer holds by now."""
+    def refresh(self, optimizers: OptimizerList) -> None:
+        """Register what the optimizers hold by now."""
         held, (objective, model) = registries(self), self._roots
         for registry in held:
             registry.clear()
         own = set(map(id, model.parameters()))
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]} - own
+        wanted = {id(p) for group in optimizers.param_groups for p in group["params"]} - own
         todo, seen = [("", objective, 0)], {id(model)}
         for path, each, depth in todo:
             if id(each) in seen or not wanted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters tha
 
 
 class OptimizerState:
-    """The state of an optimizer as the lists that a training step reads and writes, in the optimizer's own format.
+    """The state of optimizers as the lists that a training step reads and writes, in each optimizer's own format.
 
     Args:
-        optimizer: one of which `why_outside` has nothing to say.
+        optimizers: those of which `why_outside` has nothing to say.
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
 
@@ -29,9 +29,9 @@ class OptimizerState:
         scalars: the learning rates and the counts of updates, by name.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], trained: Collection[int], labels: Labels) -> None:
         self.labels = dict(labels)
-        self.updates = updates(optimizer, trained, self.labels)
+        self.updates = [update for each in optimizers for update in updates(each, trained, self.labels)]
         self.params = [p for update in self.updates for p in update.params]
         self.states = [t for update in self.updates for tensors in (*update.states.values(), update.masters) for t in tensors]
         self.scalars: dict[str, Tensor] = {
@@ -98,8 +98,12 @@ class OptimizerState:
         return self.labels
 
 
-def structure(optimizer: torch.optim.Optimizer) -> list[Any]:
+def structure(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
     """Return what a step's graph and its lists follow from, to be compared from call to call: all but the learning rates."""
+    return [part for optimizer in optimizers for part in _structure(optimizer)]
+
+
+def _structure(optimizer: torch.optim.Optimizer) -> list[Any]:
     found: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
     found += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for group in optimizer.param_groups:

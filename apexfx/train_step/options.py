@@ -74,9 +74,15 @@ def check_what_is_trained(loss_fn: Callable[..., Any] | None, optimizer: Any, ob
     if isinstance(kind := loss_fn or objective, type):
         raise TypeError(f"apexfx: the class {kind.__name__} was given, expected what computes the loss; make one: "
                         f"{kind.__name__}()")
+    several = isinstance(optimizer, (list, tuple)) and len(optimizer) > 0
+    for each in optimizer if several else [optimizer]:
+        _check_optimizer(each)
+
+
+def _check_optimizer(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"apexfx: optimizer={optimizer!r} ({type(optimizer).__name__}) was given, expected a "
-                        "torch.optim.Optimizer")
+                        "torch.optim.Optimizer, or a list of several")
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(f"apexfx: {type(optimizer).__name__} calls a closure to compute the loss several times a step, and "

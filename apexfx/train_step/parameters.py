@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,31 +16,37 @@ from ..compiler.process_groups import Groups
 from ..distributed.agreement import Agreement, Label
 from ..graph.inputs import Placeholder
 from .objective import ObjectiveModules
+from .optimizer_list import OptimizerList
 from .options import StepOptions
 
 _MOST_SEEN = 10_000  # pieces of memory
 
 
-def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the parameters of the optimizer that require a gradient.
+def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList) -> list[Tensor]:
+    """Return the parameters of the optimizers that require a gradient.
 
     Raises:
-        ValueError: some are neither the model's nor the objective's, are on another device, share memory, or have hooks; there
-            are none.
+        ValueError: some are in two optimizers, are neither the model's nor the objective's, are on another device, share memory,
+            or have hooks; there are none.
     """
-    objective_modules.refresh(optimizer)
+    objective_modules.refresh(optimizers)
     names = {id(p): name for name, p in (*model.named_parameters(), *objective_modules.named_tensors()[0].items())}
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = [p for group in optimizers.param_groups for p in group["params"]]
     foreign = [p for p in held if id(p) not in names]
     if foreign:
         shapes = ", ".join(str(list(p.shape)) for p in foreign[:3])
-        raise ValueError(f"apexfx: {type(optimizer).__name__} holds {len(foreign)} parameters that are neither the model's nor "
+        raise ValueError(f"apexfx: {optimizers.name} holds {len(foreign)} parameters that are neither the model's nor "
                          f"the objective's (of shape {shapes}{', ...' if len(foreign) > 3 else ''}). Give the optimizer the "
                          "parameters of this model, and of modules that the loss function or objective is, has as an attribute "
                          "or names itself; register others in the model, or give them an optimizer of their own")
+    owners = Counter(p for each in optimizers for p in {id(p) for group in each.param_groups for p in group["params"]})
+    if shared := [names[p] for p, count in owners.items() if count > 1]:
+        raise ValueError(f"apexfx: {len(shared)} parameters are in more than one of the optimizers {optimizers.name}, each of "
+                         f"which would update them: {', '.join(sorted(shared)[:3])}{', ...' if len(shared) > 3 else ''}; give "
+                         "each to one of them")
     trained = [p for p in held if p.requires_grad]
     if not trained:
-        raise ValueError(f"apexfx: {type(optimizer).__name__} holds no parameter that requires a gradient")
+        raise ValueError(f"apexfx: {optimizers.name} holds no parameter that requires a gradient")
     devices = {p.device for p in trained}
     if len(devices) > 1:
         raise ValueError(f"apexfx: the parameters are on {', '.join(sorted(map(str, devices)))}; a step runs on one device")
@@ -51,9 +58,9 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
     return trained
 
 
-def missed_parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def missed_parameters(model: nn.Module, optimizers: OptimizerList) -> str:
     """Say which parameters of the model require a gradient and are not the optimizer's; "" where there are none."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in optimizers.param_groups for p in group["params"]}
     missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
     if not missed:
         return ""
@@ -130,22 +137,22 @@ class MemoryCheck:
                                  "a copy (.clone()) of a parameter, or use the parameter itself")
 
 
-def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer: torch.optim.Optimizer, groups: Groups,
+def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,
                    options: StepOptions) -> Agreement | None:
     """Compare what is trained, and how, over the ranks; copy what model and objective hold from rank 0, and cast the model."""
     label = Label(groups.user, "train_step") if groups.user is not None else ""
     agreement = groups.agreement(label, options.config.buckets)
     if agreement is not None and groups.gradients is not None:
-        agreement.ensure("the options of the training step and its optimizer", _update_rows(optimizer, options))
+        agreement.ensure("the options of the training step and its optimizer", _update_rows(optimizers, options))
     parameters, buffers = objective_modules.named_tensors()
     set_up(model, options.config, groups, agreement, parameters=parameters, buffers=buffers)
     return agreement
 
 
-def _update_rows(optimizer: torch.optim.Optimizer, options: StepOptions) -> list[Any]:
+def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
     own = [[field.name, getattr(options, field.name)] for field in dataclasses.fields(options) if field.name != "config"]
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
-              for place, group in enumerate(optimizer.param_groups)]
-    return [*own, ["optimizer", type(optimizer).__name__], *groups]
+              for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
+    return [*own, ["optimizer", optimizers.name], *groups]

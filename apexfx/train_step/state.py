@@ -15,10 +15,10 @@ from .._torch import note_optimizer_ran
 from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
-from ..optimizers.torch_optimizers import why_outside
 from ..report.data import Report
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
+from .optimizer_list import OptimizerList
 from .optimizer_state import OptimizerState, structure
 from .options import StepOptions
 from .other_leaves import unshared
@@ -31,7 +31,7 @@ class TrainingState:
     """Parameters, the optimizer's state, the loss scale and gathered gradients, as the lists that a step's function takes.
 
     Args:
-        model, optimizer: the user's.
+        model, optimizers: the user's.
         objective_modules: what is trained of the objective.
         options: of the step.
         scale: the loss scale.
@@ -49,9 +49,9 @@ class TrainingState:
         communicated: whether it has begun to communicate.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, objective_modules: ObjectiveModules,
+    def __init__(self, model: nn.Module, optimizers: OptimizerList, objective_modules: ObjectiveModules,
                  options: StepOptions, scale: LossScale, report: Report, index: ModelIndex, device: torch.device) -> None:
-        self._model, self._optimizer, self._objective_modules = model, optimizer, objective_modules
+        self._model, self._optimizers, self._objective_modules = model, optimizers, objective_modules
         self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
         self._structure: list[Any] | None = None  # of the optimizer, which the lists follow from
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
@@ -90,7 +90,7 @@ class TrainingState:
 
     def _read_optimizer(self) -> None:
         """Make the lists, and write down for the graph what happens to the gradients."""
-        trained = trained_parameters(self._model, self._objective_modules, self._optimizer)
+        trained = trained_parameters(self._model, self._objective_modules, self._optimizers)
         if trained[0].device != self._device:
             raise ValueError(f"apexfx: the model was on {self._device} when the step was made, and is now on "
                              f"{trained[0].device}; make a new step")
@@ -98,9 +98,9 @@ class TrainingState:
             raise RuntimeError(f"apexfx: other parameters are to be trained after {self.num_gathered_calls()} of "
                                f"{self._options.accumulate} calls that accumulate; change them after the call that applies the "
                                "gradients")
-        outside = check_optimizer(self._optimizer, trained, self._options, self._scale.mode)
-        note_what_is_outside(self._model, self._optimizer, outside, self._report)
-        state = None if outside else OptimizerState(self._optimizer, set(map(id, trained)), self._labels)
+        outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode)
+        note_what_is_outside(self._model, self._optimizers, outside, self._report)
+        state = None if outside else OptimizerState(self._optimizers, set(map(id, trained)), self._labels)
         known = dict(zip(map(id, self.params), self.buffers))
         self._optimizer_state, self.params = state, trained if state is None else state.params
         if self._options.accumulate > 1:
@@ -113,11 +113,11 @@ class TrainingState:
         self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **self._scale.tensors,
                                 **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)}})
-        self._structure = structure(self._optimizer)
+        self._structure = structure(self._optimizers)
 
     def _make_plan(self, scalars: list[str]) -> str:
         state, dynamic = self._optimizer_state, self._scale.mode == "dynamic"
-        max_grad_norm, clip_epsilon = clipping(self._optimizer, self._options)
+        max_grad_norm, clip_epsilon = clipping(self._optimizers, self._options)
         return StepPlan(
             groups=state.rows(scalars) if state is not None else (),
             scale=scalars.index(SCALE) if SCALE in scalars else None,
@@ -154,19 +154,20 @@ class TrainingState:
         """
         self.check_whole()
         self.changed = self.communicated = False
-        before: dict[Tensor, Any] | None = None
+        before: list[dict[Tensor, Any]] | None = None
         state = self._optimizer_state
-        if structure(self._optimizer) != self._structure or state is not None and state.was_counted_by_others():
+        if structure(self._optimizers) != self._structure or state is not None and state.was_counted_by_others():
             self._structure = None
-            before = {p: dict(held) for p, held in self._optimizer.state.items()}
+            before = [{p: dict(held) for p, held in optimizer.state.items()} for optimizer in self._optimizers]
         try:
             yield
         except BaseException as error:
             if self.changed or self.communicated and not isinstance(error, RankMismatchError):
                 self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             elif before is not None:
-                self._optimizer.state.clear()
-                self._optimizer.state.update(before)
+                for optimizer, state in zip(self._optimizers, before):
+                    optimizer.state.clear()
+                    optimizer.state.update(state)
                 self._structure = None
             raise
 
@@ -195,7 +196,7 @@ class TrainingState:
             self._note_updated([p for p, here in zip(self.params, present) if here])
             return
         if self._scale.mode is None or not found_inf.item():
-            self._optimizer.step()
+            self._optimizers.step()
         if not self._options.keep_grads:
             self._drop_gradients()
 
@@ -206,7 +207,8 @@ class TrainingState:
 
     def _note_updated(self, updated: Sequence[Tensor]) -> None:
         torch.autograd.graph.increment_version(updated)
-        note_optimizer_ran(self._optimizer)
+        for optimizer in self._optimizers:
+            note_optimizer_ran(optimizer)
         self._optimizer_state.note_run()
         labels = self._optimizer_state.split(set(map(id, updated))) if len(updated) < len(self.params) else None
         if labels is not None:
@@ -214,7 +216,7 @@ class TrainingState:
             self._read_optimizer()
 
     def _drop_gradients(self) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self._optimizers.param_groups:
             for p in group["params"]:
                 p.grad = None
 
@@ -226,22 +228,22 @@ class TrainingState:
         self.num_calls, self._broken = 0, ""
 
 
-def clipping(optimizer: torch.optim.Optimizer, options: StepOptions) -> tuple[float | None, float]:
+def clipping(optimizers: OptimizerList, options: StepOptions) -> tuple[float | None, float]:
     """Return to which norm gradients are clipped, and what is added to the norm: the optimizer may do that itself.
 
     Raises:
         ValueError: both have a norm.
     """
-    own = getattr(optimizer, "max_grad_norm", None)  # of apexfx.optimizers
-    if not own:
+    own = optimizers.own_clipping()
+    if own is None:
         return options.max_grad_norm, 1e-6
     if options.max_grad_norm is not None:
-        raise ValueError(f"apexfx: max_grad_norm={options.max_grad_norm} was given, and {type(optimizer).__name__} clips "
-                         f"to max_grad_norm={own} itself; leave one of them out")
-    return own, optimizer.clip_epsilon
+        raise ValueError(f"apexfx: max_grad_norm={options.max_grad_norm} was given, and {optimizers.name} clips "
+                         f"to max_grad_norm={own[0]} itself; leave one of them out")
+    return own
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor], options: StepOptions,
+def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], options: StepOptions,
                     scale_mode: float | str | None, half: torch.dtype | None = None) -> str:
     """Return why the optimizer updates outside of the graph, "" where it does not.
 
@@ -251,15 +253,15 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor],
     Raises:
         ValueError: it does not go with the options of the step.
     """
-    max_grad_norm, _ = clipping(optimizer, options)
+    max_grad_norm, _ = clipping(optimizers, options)
     complex_ones = [p for p in trained if p.is_complex()]
     if complex_ones and (max_grad_norm is not None or scale_mode is not None):
         raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
                          "nor unscaled in the graph; leave out max_grad_norm and loss_scale")
-    outside = why_outside(optimizer, half)
+    outside = optimizers.why_outside(half)
     float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
     if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):
-        why = "keep_grads=True was given" if not outside else f"{type(optimizer).__name__} updates outside of the graph"
+        why = "keep_grads=True was given" if not outside else f"{optimizers.name} updates outside of the graph"
         raise ValueError(
             f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "
             "in float16, where the small ones become zero. Use opt_level='O2' on a float32 model, an optimizer of "
@@ -267,13 +269,13 @@ def check_optimizer(optimizer: torch.optim.Optimizer, trained: Sequence[Tensor],
     return outside
 
 
-def note_what_is_outside(model: nn.Module, optimizer: torch.optim.Optimizer, outside: str, report: Report) -> None:
+def note_what_is_outside(model: nn.Module, optimizers: OptimizerList, outside: str, report: Report) -> None:
     """Say in the report which parameters the step does not update, and why its graph updates none, where `outside` says so."""
-    if (missed := missed_parameters(model, optimizer)) and missed not in report.notes:
+    if (missed := missed_parameters(model, optimizers)) and missed not in report.notes:
         report.note(missed)
         log.warning(missed)
     if outside:
-        report.note(f"apexfx: {type(optimizer).__name__} updates outside of the graph, by its own step(): {outside}")
+        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}")
 
 
 def _warn_of_gathered(gathered: set[int]) -> None:

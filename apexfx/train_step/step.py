@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from .loss_scale import LossScale
 from .model import StepModel, check_modules
 from .non_finite import first_non_finite
 from .objective import ObjectiveModules
+from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
 from .state import TrainingState, check_optimizer, clipping, note_what_is_outside
@@ -40,8 +41,8 @@ class TrainStep:
         report: what every pass did; `print` it.
     """
 
-    def __init__(self, model: nn.Module, objective: Callable[..., Any], optimizer: torch.optim.Optimizer,
-                 options: StepOptions) -> None:
+    def __init__(self, model: nn.Module, objective: Callable[..., Any],
+                 optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], options: StepOptions) -> None:
         config = options.config
         check_model(model, config, "train_step", give="give train_step() the module",
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
@@ -51,20 +52,21 @@ class TrainStep:
         self._groups = Groups(config)
         check_modules(model, self._groups.batch_norm)
         self._objective_modules = ObjectiveModules(objective, model)
-        trained = trained_parameters(model, self._objective_modules, optimizer)
+        self._optimizers = optimizers = OptimizerList(optimizer)
+        trained = trained_parameters(model, self._objective_modules, optimizers)
         self._device = trained[0].device
         half = config.half_dtype(p.device for p in model.parameters())
         casts_to = half if config.level.half_parameters else None
         in_float16 = config.opt_level != "O0" and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         self._scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None,
                                 self._device)
-        outside = check_optimizer(optimizer, trained, options, self._scale.mode, casts_to)
-        note_what_is_outside(model, optimizer, outside, self.report)
+        outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
+        note_what_is_outside(model, optimizers, outside, self.report)
         # From here on, things change.
-        self._agreement = set_up_step(model, self._objective_modules, optimizer, self._groups, options)
+        self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
         index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
-        self._state = TrainingState(model, optimizer, self._objective_modules, options, self._scale, self.report, index,
+        self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self.report, index,
                                     self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
@@ -181,7 +183,7 @@ class TrainStep:
         Raises:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
-        if clipping(self.optimizer, self._options)[0] is None and self._scale.mode is None:
+        if clipping(self._optimizers, self._options)[0] is None and self._scale.mode is None:
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped or a loss is scaled, and this "
                                "step does neither; make it with max_grad_norm=float('inf'), which clips nothing")
         return self._grad_norm if self._grad_norm is not None else torch.full((), math.nan, device=self._device)
@@ -211,7 +213,7 @@ class TrainStep:
             raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {self._options.accumulate} calls that "
                                "accumulate gradients; save after the call that applies them, or call flush() before")
         of_objective = self._objective_modules.state_dict()
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "scaler": self._scale.state_dict(),
+        return {"model": self.model.state_dict(), "optimizer": self._optimizers.state_dict(), "scaler": self._scale.state_dict(),
                 "num_ranks": self._num_ranks(), **({"objective": of_objective} if of_objective else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -227,8 +229,8 @@ class TrainStep:
             raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: "
                              f"{sorted(expected)}")
         self._scale.check(state["scaler"])
-        self._objective_modules.refresh(self.optimizer)
-        holders = {"model": self.model, "optimizer": self.optimizer, "objective": self._objective_modules}
+        self._objective_modules.refresh(self._optimizers)
+        holders = {"model": self.model, "optimizer": self._optimizers, "objective": self._objective_modules}
         if "objective" not in state and holders.pop("objective").state_dict():
             log.warning("apexfx: the state has nothing of the objective, whose parameters stay as they are")
         before = {name: copy.deepcopy(holder.state_dict()) for name, holder in holders.items()}

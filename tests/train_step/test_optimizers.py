@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import apexfx
+from apexfx.optimizers import FusedLAMB
+from tests.own_optimizers import RMSprop
 from tests.train_step.test_step import assert_same
 
 # Optimizer, hyperparameters, those of the second group. What has an op is in test_step.py.
@@ -148,3 +150,77 @@ def test_parameters_without_a_gradient_are_left_alone(case):
         step(x, target, heads)
         eager_step(reference, [theirs], x, target, heads)
     assert_same_training(model, optimizer, reference, theirs)
+
+
+# ---- several optimizers ----------------------------------------------------------------------------------------------------
+
+
+def muon_and_adamw(model, lr=0.02):
+    return [optim.Muon([model.body.weight], lr=lr), optim.AdamW(model.heads.parameters(), lr=0.01)]
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+def test_several_optimizers_clip_one_norm_and_are_saved_as_a_list(inner):
+    model, reference = Net(), Net()
+    optimizers, theirs = muon_and_adamw(model), muon_and_adamw(reference)
+    step = step_of(model, optimizers, max_grad_norm=0.3, inner=inner, loss_scale=1024.0)
+    schedules = [optim.lr_scheduler.ExponentialLR(each[0], 0.9) for each in (optimizers, theirs)]
+    for place, batch in enumerate(batches(8)):
+        if place == 4:
+            saved = copy.deepcopy(step.state_dict())
+            model = Net()
+            optimizers = muon_and_adamw(model, lr=0.5)
+            step = step_of(model, optimizers, max_grad_norm=0.3, inner=inner, loss_scale=1024.0)
+            step.load_state_dict(saved)
+            schedules[0].optimizer = optimizers[0]
+        step(*batch)
+        eager_step(reference, theirs, *batch, max_grad_norm=0.3)
+        for schedule in schedules:
+            schedule.step()
+    # Of an orthogonal direction in bfloat16; a learning rate is a hundred times that.
+    assert_same(model.state_dict(), reference.state_dict(), rtol=0, atol=2e-4)
+    assert [each.param_groups[0]["lr"] for each in optimizers] == [each.param_groups[0]["lr"] for each in theirs]
+
+
+def test_several_optimizers_skip_together():
+    model = Net()
+    optimizers = muon_and_adamw(model)
+    step = step_of(model, optimizers, opt_level="O2", dtype=torch.float16)
+    [(x, target)] = batches(1)
+    step(x, target)
+    before = copy.deepcopy((model.state_dict(), [each.state_dict()["state"] for each in optimizers]))
+    step(x * math.inf, target)
+    assert step.skipped == 1
+    assert_same((model.state_dict(), [each.state_dict()["state"] for each in optimizers]), before)
+
+
+def test_what_several_optimizers_may_not_do():
+    model = Net()
+    muon, adamw = muon_and_adamw(model)
+    for optimizers, error, message in (
+            ([muon, optim.AdamW(model.parameters())], ValueError, r"in more than one of the .* \[Muon, AdamW\].*body.weight"),
+            ([muon, FusedLAMB(model.heads.parameters())], ValueError, r"FusedLAMB clips to max_grad_norm=1.0 itself"),
+            ([], TypeError, r"optimizer=\[\].*expected a torch.optim.Optimizer"), ([muon, "sgd"], TypeError, r"optimizer='sgd'")):
+        with pytest.raises(error, match=message):
+            apexfx.train_step(model, objective=loss_of, optimizer=optimizers, opt_level="O0", inner="eager")
+    step = apexfx.train_step(model, objective=loss_of, optimizer=[muon, adamw], opt_level="O0", inner="eager")
+    one = apexfx.train_step(model, objective=loss_of, optimizer=adamw, opt_level="O0", inner="eager")
+    for each, other, message in ((step, one, "that of one optimizer, and this step has .Muon, AdamW."),
+                                 (one, step, "those of 2 optimizers, and this step has AdamW")):
+        with pytest.raises(ValueError, match=message):
+            each.load_state_dict(other.state_dict())
+
+
+def test_one_optimizer_without_an_op_has_all_update_outside_of_the_graph():
+    model, reference = Net(), Net()
+
+    def pair(net):
+        return [optim.SGD([net.body.weight], lr=0.1), RMSprop(net.heads.parameters(), lr=0.01)]
+
+    step = apexfx.train_step(model, objective=loss_of, optimizer=pair(model), opt_level="O0", inner="eager")
+    assert "[SGD, RMSprop] updates outside of the graph, by its own step(): RMSprop: there is no op" in str(step.report)
+    theirs = pair(reference)
+    for batch in batches(3):
+        step(*batch)
+        eager_step(reference, theirs, *batch)
+    assert_same(model.state_dict(), reference.state_dict())

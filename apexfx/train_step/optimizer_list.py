@@ -1,0 +1,79 @@
+"""The optimizers of a training step: one, or several over disjoint parameters, which share clipping and the loss scale."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..optimizers.torch_optimizers import why_outside
+
+
+class OptimizerList:
+    """Optimizers, to be read, saved and stepped as if they were one.
+
+    Args:
+        optimizer: one, or a list.
+
+    Attributes:
+        name: what messages call it: "AdamW", "[Muon, AdamW]".
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        self._is_one = isinstance(optimizer, torch.optim.Optimizer)
+        self._each = [optimizer] if self._is_one else list(optimizer)
+        names = [type(each).__name__ for each in self._each]
+        self.name = names[0] if self._is_one else f"[{', '.join(names)}]"
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self._each)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all."""
+        return [group for each in self._each for group in each.param_groups]
+
+    def why_outside(self, half: torch.dtype | None) -> str:
+        """Return why none updates inside of the graph, as `why_outside` of the first that cannot; "" where all do."""
+        for each in self._each:
+            if reason := why_outside(each, half):
+                return reason if self._is_one else f"{type(each).__name__}: {reason}"
+        return ""
+
+    def own_clipping(self) -> tuple[float, float] | None:
+        """Return to which norm the optimizer itself clips, and what it adds to the norm.
+
+        Raises:
+            ValueError: it is one of several, whose gradients are clipped together.
+        """
+        for each in self._each:
+            if own := getattr(each, "max_grad_norm", None):  # of apexfx.optimizers
+                if not self._is_one:
+                    raise ValueError(f"apexfx: {type(each).__name__} clips to max_grad_norm={own} itself, and is one of several "
+                                     "optimizers, whose gradients are clipped together; make it with max_grad_norm=None, and "
+                                     "pass max_grad_norm to train_step()")
+                return own, each.clip_epsilon
+        return None
+
+    def step(self) -> None:
+        """Have each do its own step."""
+        for each in self._each:
+            each.step()
+
+    def state_dict(self) -> Any:
+        """Return the state of the one, or those of all in a list."""
+        states = [each.state_dict() for each in self._each]
+        return states[0] if self._is_one else states
+
+    def load_state_dict(self, state: Any) -> None:
+        """Load what `state_dict` returned.
+
+        Raises:
+            ValueError: it is of another number of optimizers.
+        """
+        if isinstance(state, list) == self._is_one or not self._is_one and len(state) != len(self._each):
+            kind = f"those of {len(state)} optimizers" if isinstance(state, list) else "that of one optimizer"
+            raise ValueError(f"apexfx: the state holds {kind}, and this step has {self.name}; make the step with the same ones")
+        for each, own in zip(self._each, [state] if self._is_one else state):
+            each.load_state_dict(own)
