@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import has_own_step, has_step_hooks, tree_leaves, viewed
+from .._torch import has_own_step, has_step_hooks, tree_leaves, tree_map, viewed
 from .fused_adagrad import FusedAdagrad
 from .fused_adam import FusedAdam
 from .fused_lamb import FusedLAMB, FusedMixedPrecisionLamb
@@ -64,8 +64,11 @@ def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = Non
             if group.get(option):
                 return f"it has {option}={group[option]}"
         for option in optimizer.defaults:
-            if option != "lr" and any(isinstance(leaf, Tensor) for leaf in tree_leaves(group.get(option))):
+            tensors = [leaf for leaf in tree_leaves(group.get(option)) if isinstance(leaf, Tensor)] if option != "lr" else []
+            if fused and tensors:
                 return f"its {option} is a tensor, and in the graph only the learning rate may be one"
+            if any(tensor.requires_grad for tensor in tensors):
+                return f"its {option} requires a gradient"
         for p in group["params"]:
             dtype = half if half is not None and p.dtype == torch.float32 else p.dtype
             if fused and dtype == torch.float64:
@@ -95,16 +98,17 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
     the state, which torch keeps in a tensor a parameter, become elements of one vector, which the graph writes at once.
     """
     alike: dict[tuple[Any, ...], list[Tensor]] = {}
+    options = {name: tree_map(_as_number, value) for name, value in group.items() if name != "params"}
     for p in group["params"]:
         if id(p) in trained:
-            rule = _RULES[type(optimizer)](optimizer, group, p.dtype)
+            rule = _RULES[type(optimizer)](optimizer, options, p.dtype)
             state = optimizer.state.get(p, {})
             first = {**({"step": _first_count(rule, state)} if rule.counts else {}), **rule.vectors}
             numbers = tuple(float(state.get(name, number)) for name, number in first.items())
             label = labels.get(id(p), 0) if rule.counts else 0
             alike.setdefault((p.dtype, label, *numbers), []).append(p)
     for (dtype, _, *numbers), members in alike.items():
-        rule = _RULES[type(optimizer)](optimizer, group, dtype)
+        rule = _RULES[type(optimizer)](optimizer, options, dtype)
         states: dict[str, list[Tensor]] = {name: [] for name in rule.states}
         for p in members:
             for name, tensors in states.items():
@@ -114,6 +118,10 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
         names = (*(("step",) if rule.counts else ()), *rule.vectors)
         vectors = {name: _one_vector(optimizer, members, name, number) for name, number in zip(names, numbers)}
         yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors)
+
+
+def _as_number(option: Any) -> Any:
+    return float(option) if isinstance(option, Tensor) else option
 
 
 def _first_count(rule: Rule, state: dict[str, Any]) -> float:
@@ -149,7 +157,7 @@ def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) ->
 
 def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
     moments, decoupled = ("exp_avg", "exp_avg_sq"), bool(group["decoupled_weight_decay"])
-    numbers = (*map(float, group["betas"]), group["eps"], group["weight_decay"], decoupled)
+    numbers = (*group["betas"], group["eps"], group["weight_decay"], decoupled)
     if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"]:
         return Rule("adam_", (*numbers, True), moments)
     return Rule("adam", (group["maximize"], *numbers), (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ())))

@@ -108,7 +108,8 @@ def _structure(optimizer: torch.optim.Optimizer) -> list[Any]:
     found += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for group in optimizer.param_groups:
         found.append(id(group))
-        found += [(name, _comparable(value)) for name, value in group.items() if name not in ("lr", "params", "initial_lr")]
+        found += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
+                  if name not in ("lr", "params", "initial_lr")]
         for p in group["params"]:
             found += (id(p), p.requires_grad, p.dtype, p.device, has_gradient_hooks(p))
     for held in optimizer.state.values():
@@ -120,4 +121,6 @@ def _structure(optimizer: torch.optim.Optimizer) -> list[Any]:
 def _comparable(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
+    if isinstance(value, Tensor):  # on a device, without waiting for it
+        return (id(value), tensor_version(value)) if value.device.type != "cpu" or value.numel() != 1 else float(value)
     return value if isinstance(value, _PLAIN) else id(value)
