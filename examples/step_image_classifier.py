@@ -40,8 +40,7 @@ model = nn.Sequential(
     nn.Flatten(), nn.Linear(64 * 4 * 4, 10),
 ).to(device)
 optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
-# The learning rate is an input of the graph, momentum a constant of it: it must not cycle.
-schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, epochs=EPOCHS, steps_per_epoch=len(loader), cycle_momentum=False)
+schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, epochs=EPOCHS, steps_per_epoch=len(loader))
 
 # Forward, loss, backward, allreduce, clipping and update in one graph. The model stays the user's own, in float32; leave out
 # inner="eager" to have the graph compiled by Inductor.

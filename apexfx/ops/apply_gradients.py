@@ -34,6 +34,7 @@ class UpdateRow:
         lr, step: indices among the scalars; no step where nobody counts.
         numbers: the hyperparameters after the learning rate, in the op's order.
         vectors: indices of what else is one number a parameter and the same for all of them.
+        scheduled: (place in `numbers`, index) of the numbers that the host sets before each step.
     """
 
     op: str
@@ -44,6 +45,7 @@ class UpdateRow:
     step: int | None
     numbers: tuple[Any, ...]
     vectors: tuple[int, ...] = ()
+    scheduled: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,9 @@ class StepPlan:
         defaults = StepPlan()
         row = {k: v for k, v in dataclasses.asdict(self).items() if v != getattr(defaults, k)}
         for group in row.get("groups", ()):
-            if not group["vectors"]:
-                del group["vectors"]
+            for name in ("vectors", "scheduled"):
+                if not group[name]:
+                    del group[name]
         return json.dumps(row, sort_keys=True)
 
     @classmethod

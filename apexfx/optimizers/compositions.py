@@ -2,7 +2,8 @@
 
 Each takes (params, grads, *states, t, *vectors, lr, *hyperparameters) and writes params and states in place. `t` is how many
 updates were made with this one, `lr` the learning rate: both are tensors, so that their change compiles nothing, and float64, as
-the numbers of torch's eager optimizers are. A vector is one number that all parameters share; its new value is returned. Only ops
+the numbers of torch's eager optimizers are. So are the momentum of `sgd` and the betas of `adam` where a schedule changes them. A
+vector is one number that all parameters share; its new value is returned. Only ops
 are used that Inductor lowers, in place where that saves a node for each tensor.
 """
 
@@ -94,16 +95,25 @@ def _lerp(start: _Tensors, end: _Tensors, weight: float) -> _Tensors:
     return aten._foreach_add(end, differences, alpha=rounded - 1.0)
 
 
-def _lerp_(start: _Tensors, end: _Tensors, weight: float) -> None:
-    if weight < 0.5:
+def _scale_(tensors: _Tensors, factor: float | Tensor) -> None:
+    aten._foreach_mul_(tensors, _each(factor, tensors) if isinstance(factor, Tensor) else factor)
+
+
+def _lerp_(start: _Tensors, end: _Tensors, weight: float | Tensor) -> None:
+    if isinstance(weight, Tensor):
+        aten._foreach_addcmul_(start, aten._foreach_sub(end, start), _each(weight, start), 1.0)
+    elif weight < 0.5:
         aten._foreach_add_(start, aten._foreach_sub(end, start), alpha=weight)
     else:
         aten._foreach_copy_(start, _lerp(start, end, weight))
 
 
-def _average_squares_(averages: _Tensors, values: _Tensors, decay: float) -> None:
-    aten._foreach_mul_(averages, decay)
-    aten._foreach_addcmul_(averages, values, values, 1.0 - decay)
+def _average_squares_(averages: _Tensors, values: _Tensors, decay: float | Tensor) -> None:
+    _scale_(averages, decay)
+    if isinstance(decay, Tensor):
+        aten._foreach_addcmul_(averages, values, aten._foreach_mul(values, _each(_one_minus(decay), values)), 1.0)
+    else:
+        aten._foreach_addcmul_(averages, values, values, 1.0 - decay)
 
 
 def _root(tensors: _Tensors, eps: float) -> _Tensors:
@@ -132,13 +142,18 @@ def sgd(params, grads, *rest):
     *buffers, t, lr, momentum, dampening, weight_decay, nesterov = rest
     grads = _decayed(params, grads, weight_decay)
     for buffer in buffers:  # one or none
-        aten._foreach_mul_(buffer, momentum)
+        _scale_(buffer, momentum)
         if dampening:
             share = _one_minus(dampening * _cast(t > 1.0, t.dtype))
             aten._foreach_addcmul_(buffer, grads, _each(share, grads), 1.0)
         else:
             aten._foreach_add_(buffer, grads)
-        grads = aten._foreach_add(grads, buffer, alpha=momentum) if nesterov else buffer
+        if not nesterov:
+            grads = buffer
+        elif isinstance(momentum, Tensor):
+            grads = aten._foreach_addcmul(grads, buffer, _each(momentum, buffer), 1.0)
+        else:
+            grads = aten._foreach_add(grads, buffer, alpha=momentum)
     _add_(params, grads, lr)
 
 
@@ -146,7 +161,7 @@ def adam(params, grads, exp_avgs, exp_avg_sqs, *rest):
     """torch.optim.Adam and AdamW."""
     *largest, t, lr, beta1, beta2, eps, weight_decay, decoupled = rest
     grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
-    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    _lerp_(exp_avgs, grads, _one_minus(beta1) if isinstance(beta1, Tensor) else 1.0 - beta1)
     _average_squares_(exp_avg_sqs, grads, beta2)
     for maxima in largest:  # of amsgrad
         aten._foreach_copy_(maxima, aten._foreach_maximum(maxima, exp_avg_sqs))

@@ -33,6 +33,7 @@ class Rule:
         counts: whether updates are counted.
         first: what a state holds at first.
         vectors: the names of numbers of the state, and what they are at first.
+        scheduled: as of `Update`.
     """
 
     op: str
@@ -41,9 +42,10 @@ class Rule:
     counts: bool = True
     first: float = 0.0
     vectors: Mapping[str, float] = field(default_factory=dict)
+    scheduled: Mapping[str, int] = field(default_factory=dict)
 
 
-_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype], Rule]
+_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, bool], Rule]
 
 
 def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None) -> str:
@@ -78,20 +80,23 @@ def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = Non
     return ""
 
 
-def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels) -> list[Update]:
+def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
+            scheduled: Collection[int] = ()) -> list[Update]:
     """Return the updates of a step of an optimizer of which `why_outside` has nothing to say; missing state is made.
 
     Args:
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
+        scheduled: places of the groups whose momentum or betas change from step to step: SGD, Adam and AdamW take them as inputs.
     """
     if type(optimizer) in _FUSED:
         return optimizer.updates_of(trained)
-    return [update for group in optimizer.param_groups for update in _updates(optimizer, group, trained, labels)]
+    return [update for place, group in enumerate(optimizer.param_groups)
+            for update in _updates(optimizer, group, trained, labels, place in scheduled)]
 
 
-def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int],
-             labels: Labels) -> Iterator[Update]:
+def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels,
+             scheduled: bool) -> Iterator[Update]:
     """Yield the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
 
     What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The numbers of
@@ -101,14 +106,14 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
     options = {name: tree_map(_as_number, value) for name, value in group.items() if name != "params"}
     for p in group["params"]:
         if id(p) in trained:
-            rule = _RULES[type(optimizer)](optimizer, options, p.dtype)
+            rule = _RULES[type(optimizer)](optimizer, options, p.dtype, scheduled)
             state = optimizer.state.get(p, {})
             first = {**({"step": _first_count(rule, state)} if rule.counts else {}), **rule.vectors}
             numbers = tuple(float(state.get(name, number)) for name, number in first.items())
             label = labels.get(id(p), 0) if rule.counts else 0
             alike.setdefault((p.dtype, label, *numbers), []).append(p)
     for (dtype, _, *numbers), members in alike.items():
-        rule = _RULES[type(optimizer)](optimizer, options, dtype)
+        rule = _RULES[type(optimizer)](optimizer, options, dtype, scheduled)
         states: dict[str, list[Tensor]] = {name: [] for name in rule.states}
         for p in members:
             for name, tensors in states.items():
@@ -117,7 +122,8 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
                 tensors.append(optimizer.state[p][name])
         names = (*(("step",) if rule.counts else ()), *rule.vectors)
         vectors = {name: _one_vector(optimizer, members, name, number) for name, number in zip(names, numbers)}
-        yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors)
+        yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors,
+                     scheduled=rule.scheduled)
 
 
 def _as_number(option: Any) -> Any:
@@ -145,25 +151,31 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: s
 # ---- one class each -------------------------------------------------------------------------------------------------------
 
 
-def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
     momentum, dampening, weight_decay, nesterov = (group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov"))
-    states = ("momentum_buffer",) if momentum else ()
-    dampens = bool(momentum and dampening)
+    states = ("momentum_buffer",) if momentum or scheduled else ()
+    dampens = bool(states and dampening)
+    if scheduled:
+        return Rule("sgd", (group["maximize"], 0.0, dampening, weight_decay, nesterov), states, counts=dampens,
+                    scheduled={"momentum": 1})
     if dtype == torch.float32 and not group["maximize"] and not dampens:
         # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
         return Rule("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
     return Rule("sgd", (group["maximize"], momentum, dampening, weight_decay, nesterov), states, counts=dampens)
 
 
-def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
     moments, decoupled = ("exp_avg", "exp_avg_sq"), bool(group["decoupled_weight_decay"])
     numbers = (*group["betas"], group["eps"], group["weight_decay"], decoupled)
-    if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"]:
+    if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"] and not scheduled:
         return Rule("adam_", (*numbers, True), moments)
-    return Rule("adam", (group["maximize"], *numbers), (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ())))
+    if scheduled:
+        numbers = (0.0, 0.0, *numbers[2:])
+    return Rule("adam", (group["maximize"], *numbers), (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ())),
+                scheduled={"beta1": 1, "beta2": 2} if scheduled else {})
 
 
-def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
     numbers = (False, group["momentum"], group["weight_decay"], group["nesterov"], tuple(group["ns_coefficients"]), group["eps"],
                group["ns_steps"], group["adjust_lr_fn"])
     return Rule("muon", numbers, ("momentum_buffer",), counts=False)
@@ -173,7 +185,7 @@ def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...],
               vectors: Mapping[str, float | None] | None = None) -> _Maker:
     """Return what makes the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
 
-    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype) -> Rule:
+    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
         numbers = (x for name in names for x in (group[name] if name == "betas" else (group[name],)))
         held = tuple(name for name in states if group.get(_ONLY_WITH.get(name), True))
         first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad

@@ -34,6 +34,7 @@ class Update:
         masters: what is updated in place of `params`, which become low-precision copies of it; or [].
         step: how many updates were made, float32: 0-d, or one element a parameter; None where nobody counts.
         vectors: name -> one element a parameter, the same in all.
+        scheduled: name -> place in `numbers`, of those that a schedule changes and that are read from the group before each step.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Update:
     masters: list[Tensor] = field(default_factory=list)
     step: Tensor | None = None
     vectors: dict[str, Tensor] = field(default_factory=dict)
+    scheduled: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def lr_dtype(self) -> torch.dtype:
@@ -189,8 +191,11 @@ def _composed(group: UpdateRow, members: Sequence[int], params: Sequence[Any], g
     """The same, where the op is composed of others."""
     step = None if group.step is None else _counts(scalars[group.step], members[:1], call)[0]
     vectors = [_counts(scalars[index], members, call) for index in group.vectors]
+    numbers = list(group.numbers)
+    for place, index in group.scheduled:
+        numbers[place] = scalars[index]
     call(compositions.update, group.op, _of(params, members), _of(grads, members), _lists(group, members, states), step, vectors,
-         scalars[group.lr], group.numbers, inverse, shared["clip_coefficient"], shared["found_inf"])
+         scalars[group.lr], numbers, inverse, shared["clip_coefficient"], shared["found_inf"])
 
 
 def _lists(group: UpdateRow, members: Sequence[int], states: Sequence[Any]) -> list[list[Any]]:

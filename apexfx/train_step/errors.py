@@ -93,8 +93,8 @@ def capture_errors() -> Iterator[None]:
         raise NotOneGraph(
             f"apexfx: {reason}: {LENGTHS}, a number that the step is called with or the model holds (give it as a tensor), a "
             "list in the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR "
-            "changes the momentum unless cycle_momentum=False). TORCH_LOGS=recompiles says what it is; raise "
-            f"torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
+            "changes momentum or betas, which torch's SGD, Adam and AdamW take as inputs). TORCH_LOGS=recompiles says what it "
+            f"is; raise torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
         text = str(error)
         if (of_loss := error_of_loss(text)) is not None:

@@ -12,6 +12,8 @@ from .._torch import has_gradient_hooks, has_own_step, has_step_hooks, tensor_ve
 from ..ops.apply_gradients import UpdateRow
 from ..optimizers.torch_optimizers import Labels, updates
 
+Group = tuple[int, int]  # places of an optimizer, and of a group of it
+_MAY_CHANGE = ("momentum", "betas")
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters that are compared by value
 
 
@@ -22,16 +24,24 @@ class OptimizerState:
         optimizers: those of which `why_outside` has nothing to say.
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
+        scheduled: the groups whose momentum or betas change from step to step.
 
     Attributes:
         params: the parameters, in the order of the updates.
         states: their state and masters.
-        scalars: the learning rates and the counts of updates, by name.
+        scalars: the learning rates, scheduled hyperparameters, and the counts of updates, by name.
+        scheduled: the groups of which momentum and betas are such scalars.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], trained: Collection[int], labels: Labels) -> None:
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
+                 scheduled: Collection[Group] = ()) -> None:
         self.labels = dict(labels)
-        self.updates = [update for each in optimizers for update in updates(each, trained, self.labels)]
+        self.updates = [update for optimizer, each in enumerate(optimizers)
+                        for update in updates(each, trained, self.labels, _of(optimizer, scheduled))]
+        constant = {id(update.group) for update in self.updates if not update.scheduled}
+        groups = {(optimizer, place): group for optimizer, each in enumerate(optimizers)
+                  for place, group in enumerate(each.param_groups)}
+        self.scheduled = {key for key in scheduled if key in groups and id(groups[key]) not in constant}
         self.params = [p for update in self.updates for p in update.params]
         self.states = [t for update in self.updates for tensors in (*update.states.values(), update.masters) for t in tensors]
         self.scalars: dict[str, Tensor] = {
@@ -42,25 +52,29 @@ class OptimizerState:
         self.scalars.update((self._step_names[count], step) for count, step in self._counts.items())
         self.scalars.update((f"{name}_{place}", vector) for place, update in enumerate(self.updates)
                             for name, vector in update.vectors.items())
-        self._rates: list[float | None] = [None] * len(self.updates)
+        self.scalars.update((f"{name}_{place}", torch.zeros((), dtype=torch.float64, device=update.params[0].device))
+                            for place, update in enumerate(self.updates) for name in update.scheduled)
+        self._numbers: dict[str, float] = {}  # of the host, that scalars have now
         self.note_run()
 
-    def set_learning_rates(self) -> None:
-        """Read the learning rates, which a scheduler may have changed; each keeps its tensor."""
+    def set_hyperparameters(self) -> None:
+        """Read the learning rates, and what else a scheduler may have changed; each keeps its tensor."""
         for place, update in enumerate(self.updates):
-            lr, scalar = update.group["lr"], self.scalars[f"lr_{place}"]
-            if isinstance(lr, Tensor) and lr.device.type != "cpu":
-                scalar.copy_(lr.detach().reshape(()))
-            elif self._rates[place] != (number := float(lr)):
-                scalar.fill_(number)
-                self._rates[place] = number
+            for name in ("lr", *update.scheduled):
+                number, scalar = _hyperparameter(update.group, name), f"{name}_{place}"
+                if isinstance(number, Tensor) and number.device.type != "cpu":
+                    self.scalars[scalar].copy_(number.detach().reshape(()))
+                elif self._numbers.get(scalar) != (number := float(number)):
+                    self.scalars[scalar].fill_(number)
+                    self._numbers[scalar] = number
 
     def rows(self, names: list[str]) -> tuple[UpdateRow, ...]:
         """Return the updates as a plan has them; `names` are those of all scalars of the graph."""
         return tuple(
             UpdateRow(update.op, len(update.params), len(update.states), bool(update.masters), names.index(f"lr_{place}"),
                       names.index(self._step_names[id(update.step)]) if update.step is not None else None,
-                      update.numbers, tuple(names.index(f"{name}_{place}") for name in update.vectors))
+                      update.numbers, tuple(names.index(f"{name}_{place}") for name in update.vectors),
+                      tuple((number, names.index(f"{name}_{place}")) for name, number in update.scheduled.items()))
             for place, update in enumerate(self.updates))
 
     def named(self, names: dict[int, str]) -> Iterator[tuple[str, Tensor]]:
@@ -98,24 +112,43 @@ class OptimizerState:
         return self.labels
 
 
-def structure(optimizers: Iterable[torch.optim.Optimizer]) -> list[Any]:
-    """Return what a step's graph and its lists follow from, to be compared from call to call: all but the learning rates."""
-    return [part for optimizer in optimizers for part in _structure(optimizer)]
+def momenta(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Group, list[Any]]:
+    """Return momentum and betas of each group, which a schedule may change (OneCycleLR), to be compared."""
+    return {(optimizer, place): [_comparable(group.get(name)) for name in _MAY_CHANGE]
+            for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)}
 
 
-def _structure(optimizer: torch.optim.Optimizer) -> list[Any]:
+def structure(optimizers: Iterable[torch.optim.Optimizer], scheduled: Collection[Group] = ()) -> list[Any]:
+    """Return what a step's graph and its lists follow from, to be compared from call to call: all but the learning rates.
+
+    Args:
+        scheduled: as of `OptimizerState`: of these groups momentum and betas are left out, too.
+    """
+    return [part for place, optimizer in enumerate(optimizers) for part in _structure(optimizer, _of(place, scheduled))]
+
+
+def _of(optimizer: int, groups: Collection[Group]) -> set[int]:
+    return {place for owner, place in groups if owner == optimizer}
+
+
+def _structure(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> list[Any]:
     found: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
     found += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
-    for group in optimizer.param_groups:
+    for place, group in enumerate(optimizer.param_groups):
+        left_out = ("lr", "params", "initial_lr", *(_MAY_CHANGE if place in scheduled else ()))
         found.append(id(group))
         found += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
-                  if name not in ("lr", "params", "initial_lr")]
+                  if name not in left_out]
         for p in group["params"]:
             found += (id(p), p.requires_grad, p.dtype, p.device, has_gradient_hooks(p))
     for held in optimizer.state.values():
         found.append(id(held))
         found += map(id, held.values()) if isinstance(held, dict) else ()
     return found
+
+
+def _hyperparameter(group: dict[str, Any], name: str) -> Any:
+    return group["betas"][int(name[-1]) - 1] if name in ("beta1", "beta2") else group[name]
 
 
 def _comparable(value: Any) -> Any:

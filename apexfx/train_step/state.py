@@ -19,7 +19,7 @@ from ..report.data import Report
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
-from .optimizer_state import OptimizerState, structure
+from .optimizer_state import Group, OptimizerState, momenta, structure
 from .options import StepOptions
 from .other_leaves import unshared
 from .parameters import missed_parameters, trained_parameters
@@ -56,6 +56,8 @@ class TrainingState:
         self._structure: list[Any] | None = None  # of the optimizer, which the lists follow from
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
         self._labels: dict[int, int] = {}
+        self._momenta: dict[Group, list[Any]] = {}  # momentum and betas of the optimizers' groups
+        self._scheduled: set[Group] = set()  # where they have changed
         self._scalars: list[Tensor] = []
         self._plan = ""
         self.params: list[Tensor] = []
@@ -74,7 +76,7 @@ class TrainingState:
         if self._structure is None:
             self._read_optimizer()
         if self._optimizer_state is not None:
-            self._optimizer_state.set_learning_rates()
+            self._optimizer_state.set_hyperparameters()
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
@@ -100,7 +102,9 @@ class TrainingState:
                                "gradients")
         outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode)
         note_what_is_outside(self._model, self._optimizers, outside, self._report)
-        state = None if outside else OptimizerState(self._optimizers, set(map(id, trained)), self._labels)
+        before, self._momenta = self._momenta, momenta(self._optimizers)
+        self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
+        state = None if outside else OptimizerState(self._optimizers, set(map(id, trained)), self._labels, self._scheduled)
         known = dict(zip(map(id, self.params), self.buffers))
         self._optimizer_state, self.params = state, trained if state is None else state.params
         if self._options.accumulate > 1:
@@ -113,7 +117,10 @@ class TrainingState:
         self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **self._scale.tensors,
                                 **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)}})
-        self._structure = structure(self._optimizers)
+        self._structure = self._structure_now()
+
+    def _structure_now(self) -> list[Any]:
+        return structure(self._optimizers, self._optimizer_state.scheduled if self._optimizer_state is not None else ())
 
     def _make_plan(self, scalars: list[str]) -> str:
         state, dynamic = self._optimizer_state, self._scale.mode == "dynamic"
@@ -156,7 +163,7 @@ class TrainingState:
         self.changed = self.communicated = False
         before: list[dict[Tensor, Any]] | None = None
         state = self._optimizer_state
-        if structure(self._optimizers) != self._structure or state is not None and state.was_counted_by_others():
+        if self._structure_now() != self._structure or state is not None and state.was_counted_by_others():
             self._structure = None
             before = [{p: dict(held) for p, held in optimizer.state.items()} for optimizer in self._optimizers]
         try:

@@ -13,7 +13,7 @@ from torch import nn, optim
 import apexfx
 from apexfx.optimizers import FusedLAMB
 from tests.own_optimizers import RMSprop
-from tests.train_step.test_step import assert_same
+from tests.train_step.test_step import ROUNDING, assert_same
 
 # Optimizer, hyperparameters, those of the second group. What has an op is in test_step.py.
 CASES = [
@@ -224,3 +224,70 @@ def test_one_optimizer_without_an_op_has_all_update_outside_of_the_graph():
         step(*batch)
         eager_step(reference, theirs, *batch)
     assert_same(model.state_dict(), reference.state_dict())
+
+
+# ---- schedules -------------------------------------------------------------------------------------------------------------
+
+
+SCHEDULES = {
+    "OneCycleLR": lambda optimizer: optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=20),
+    "CosineAnnealingLR": lambda optimizer: optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20),
+    "ReduceLROnPlateau": lambda optimizer: optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+    "SequentialLR": lambda optimizer: optim.lr_scheduler.SequentialLR(
+        optimizer, [optim.lr_scheduler.ConstantLR(optimizer, 0.1), optim.lr_scheduler.ExponentialLR(optimizer, 0.9)], [5]),
+}
+MOMENTA = [
+    (optim.SGD, {"momentum": 0.9}, {"nesterov": True, "weight_decay": 0.1}),
+    (optim.SGD, {"momentum": 0.9, "maximize": True}, {"dampening": 0.3}),
+    (optim.AdamW, {}, {"amsgrad": True}),
+    (optim.Adam, {"weight_decay": 0.1}, {"betas": (0.5, 0.9)}),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("case", MOMENTA, ids=name_of)
+def test_a_schedule_compiles_nothing_after_the_second_step(case, schedule):
+    model, reference = Net(), Net()
+    optimizer, theirs = made(case, model), made(case, reference)
+    schedulers = [SCHEDULES[schedule](each) for each in (optimizer, theirs)]
+    step, num_graphs = step_of(model, optimizer), []
+    for x, target in batches(20):
+        losses = step(x, target), loss_of(reference, x, target)
+        eager_step(reference, [theirs], x, target)
+        for scheduler, loss in zip(schedulers, losses):
+            scheduler.step(*([float(loss.detach())] if schedule == "ReduceLROnPlateau" else []))
+        num_graphs.append(len(step.report.graphs))
+    assert num_graphs[-1] == num_graphs[1] <= 2
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)  # there is an op for the first of them
+
+
+def test_a_schedule_of_other_betas_compiles_anew_and_is_right():
+    model, reference = Net(), Net()
+    optimizer, theirs = optim.NAdam(model.parameters()), optim.NAdam(reference.parameters())
+    step = step_of(model, optimizer)
+    for place, batch in enumerate(batches(4)):
+        for each in (optimizer, theirs):
+            each.param_groups[0]["betas"] = (0.5 + place / 10, 0.9)
+        step(*batch)
+        eager_step(reference, [theirs], *batch)
+    assert_same(model.state_dict(), reference.state_dict())
+
+
+def test_a_schedule_of_the_momentum_goes_on_where_a_checkpoint_was_loaded():
+    runs = []
+    for resumes in (False, True):
+        model = Net()
+        optimizer = made(MOMENTA[0], model)
+        schedule, step = SCHEDULES["OneCycleLR"](optimizer), step_of(model, optimizer)
+        for place, batch in enumerate(batches(8)):
+            if place == 4 and resumes:
+                states = copy.deepcopy((step.state_dict(), schedule.state_dict()))
+                model = Net()
+                optimizer = made(MOMENTA[0], model)
+                schedule, step = SCHEDULES["OneCycleLR"](optimizer), step_of(model, optimizer)
+                step.load_state_dict(states[0])
+                schedule.load_state_dict(states[1])
+            step(*batch)
+            schedule.step()
+        runs.append(model.state_dict())
+    assert_same(*runs)
