@@ -46,6 +46,7 @@ _RECOMPUTE = ("tests/passes/test_recompute.py",)
 _CASTS = ("tests/passes/test_cancel_casts.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
          "tests/train_step/test_changes.py")
+_OPTIMIZERS = ("tests/train_step/test_optimizers.py",)
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
 
 FAULTS = (
@@ -128,6 +129,11 @@ FAULTS = (
     Fault("updates are counted of what has a gradient", "optimizers/update.py",
           "                counted.setdefault(group.step, members)",
           "                counted.setdefault(group.step, list(range(group.num_params)))"),
+    Fault("an update of several ops is skipped whole", "optimizers/compositions.py",
+          "(old, torch.where(found_inf != 0, old, tensor)) for old, tensor in (*zip(written, new), *parts)]",
+          "(old, torch.where(found_inf != 0, old, tensor)) for old, tensor in parts] + list(zip(written, new))", _OPTIMIZERS),
+    Fault("what a skipped step may change are copies", "optimizers/compositions.py",
+          "[tensor.clone() for tensor in written] if found_inf is not None else written", "written", _OPTIMIZERS),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",
           "                p.grad = next(left) if here else None", "                p.grad = next(left, None)"),
 )

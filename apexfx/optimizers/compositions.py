@@ -44,19 +44,17 @@ def update(name: str, params: _Tensors, grads: _Tensors, states: Sequence[_Tenso
     if maximize:
         grads = aten._foreach_neg(grads)
     t = _number(step) + 1.0 if step is not None else None
-    values = [_number(parts[0]) for parts in vectors]
+    values = [_number(held[0]) for held in vectors]
     written = [*params, *(tensor for tensors in states for tensor in tensors)]
     # A skipped step is made on copies: by a factor of 0 nothing goes away, since NaN times 0 is NaN.
     new = [tensor.clone() for tensor in written] if found_inf is not None else written
     lists = [new[place:place + len(params)] for place in range(0, len(new), len(params))]
-    numbers = COMPOSITIONS[name](lists[0], grads, *lists[1:], t, *values, lr, *hyperparameters) or ()
-    parts = [part for parts in vectors for part in parts]
-    new_parts = [_cast(number, part.dtype).expand_as(part) for parts, number in zip(vectors, numbers) for part in parts]
+    new_values = COMPOSITIONS[name](lists[0], grads, *lists[1:], t, *values, lr, *hyperparameters) or ()
+    parts = [(part, _cast(value, part.dtype).expand_as(part)) for held, value in zip(vectors, new_values) for part in held]
     if found_inf is not None:
-        parts, new_parts = [*written, *parts], [*new, *new_parts]
-        new_parts = [torch.where(found_inf != 0, old, part) for old, part in zip(parts, new_parts)]
+        parts = [(old, torch.where(found_inf != 0, old, tensor)) for old, tensor in (*zip(written, new), *parts)]
     if parts:
-        aten._foreach_copy_(parts, new_parts)
+        aten._foreach_copy_(*map(list, zip(*parts)))
 
 
 def _number(held: Tensor) -> Tensor:
