@@ -96,39 +96,41 @@ class FusedOptimizer(torch.optim.Optimizer):
         captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if captured:
             self._check_capturable()
-        gathered = [self._gather(group, self._has_gradient, captured=captured) for group in self.param_groups]
-        scalars = self._scalars([p.grad for updates in gathered for update in updates for p in update.params])
+        gathered = [[(update, [p.grad for p in update.params])
+                     for update in self._gather(group, self._has_gradient, captured=captured)] for group in self.param_groups]
+        scalars = self._scalars([grad for updates in gathered for _, grads in updates for grad in grads])
         for group, updates in zip(self.param_groups, gathered):
-            for update in updates:
+            for update, grads in updates:
                 # Every update of a group starts from the same count; the op counts up.
                 device = update.params[0].device
                 alone = len(updates) == 1 and device == group["step"].device
                 update.step = group["step"] if alone else group["step"].to(device, copy=True)
                 moved = {k: v.to(device, non_blocking=True) for k, v in scalars.items()}
-                self._update(update, moved)
-                if not alone and update is updates[-1]:
+                self._update(update, grads, moved)
+                if not alone and update is updates[-1][0]:
                     group["step"].copy_(update.step)
                 torch.autograd.graph.increment_version([*update.params, *update.masters])
                 if "grad_scale" in moved:  # as torch's fused optimizers do: unscaled, unless the step is skipped
                     scale = moved["grad_scale"]
                     unscaling = torch.where(moved["found_inf"] != 0, torch.ones_like(scale), 1.0 / scale)
-                    foreach_mul_([p.grad for p in update.params], unscaling)
+                    foreach_mul_(grads, unscaling)
         return loss
 
     @staticmethod
-    def _update(update: Update, scalars: dict[str, Tensor]) -> None:
+    def _update(update: Update, grads: list[Tensor], scalars: dict[str, Tensor]) -> None:
         """Call the op, and count the step where the op does not."""
         lr, lr_tensor = _learning_rate(update.group, update.params[0].device)
         models = update.params if update.masters else []
-        call_op(update.op, update.masters or update.params, [p.grad for p in update.params], list(update.states.values()), models,
-                update.step, lr, update.numbers, {"lr_tensor": lr_tensor, **scalars})
+        call_op(update.op, update.masters or update.params, grads, list(update.states.values()), models, update.step, lr,
+                update.numbers, {"lr_tensor": lr_tensor, **scalars})
         if not counts_updates(update.op):
             update.step.add_((scalars["found_inf"] == 0).float() if "found_inf" in scalars else 1.0)
 
     def _has_gradient(self, param: Tensor) -> bool:
-        if param.grad is not None and param.grad.is_sparse:
+        grad = param.grad
+        if grad is not None and grad.is_sparse:
             raise RuntimeError(f"{type(self).__name__} does not support sparse gradients; use torch.optim.SparseAdam")
-        return param.grad is not None
+        return grad is not None
 
     def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         """Return what the op takes after the learning rate, in its order.
