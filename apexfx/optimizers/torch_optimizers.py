@@ -153,9 +153,9 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: s
 
 def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
     momentum, dampening, weight_decay, nesterov = (group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov"))
-    states = ("momentum_buffer",) if momentum or scheduled else ()
-    dampens = bool(states and dampening)
-    if scheduled:
+    states = ("momentum_buffer",) if momentum else ()
+    dampens = bool(momentum and dampening)
+    if scheduled and momentum:
         return Rule("sgd", (group["maximize"], 0.0, dampening, weight_decay, nesterov), states, counts=dampens,
                     scheduled={"momentum": 1})
     if dtype == torch.float32 and not group["maximize"] and not dampens:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import has_gradient_hooks, has_own_step, has_step_hooks, tensor_version
+from .._torch import has_gradient_hooks, has_own_step, has_step_hooks, tensor_version, tree_leaves
 from ..ops.apply_gradients import UpdateRow
 from ..optimizers.torch_optimizers import Labels, updates
 
@@ -112,9 +112,16 @@ class OptimizerState:
         return self.labels
 
 
+def cycled(optimizers: Iterable[torch.optim.Optimizer]) -> set[Group]:
+    """Return the groups whose momentum or betas a scheduler of torch cycles: OneCycleLR and CyclicLR write the bounds there."""
+    return {(optimizer, place) for optimizer, each in enumerate(optimizers)
+            for place, group in enumerate(each.param_groups) if "max_momentum" in group}
+
+
 def momenta(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Group, list[Any]]:
-    """Return momentum and betas of each group, which a schedule may change (OneCycleLR), to be compared."""
-    return {(optimizer, place): [_comparable(group.get(name)) for name in _MAY_CHANGE]
+    """Return momentum and betas of each group, which a schedule may change, to be compared; tensors stay constants."""
+    return {(optimizer, place): [None if any(isinstance(x, Tensor) for x in tree_leaves(group.get(name))) else group.get(name)
+                                 for name in _MAY_CHANGE]
             for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)}
 
 
@@ -122,7 +129,7 @@ def structure(optimizers: Iterable[torch.optim.Optimizer], scheduled: Collection
     """Return what a step's graph and its lists follow from, to be compared from call to call: all but the learning rates.
 
     Args:
-        scheduled: as of `OptimizerState`: of these groups momentum and betas are left out, too.
+        scheduled: as of `OptimizerState`: of these groups all but whether there is momentum is left out of momentum and betas.
     """
     return [part for place, optimizer in enumerate(optimizers) for part in _structure(optimizer, _of(place, scheduled))]
 
@@ -136,7 +143,7 @@ def _structure(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> 
     found += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for place, group in enumerate(optimizer.param_groups):
         left_out = ("lr", "params", "initial_lr", *(_MAY_CHANGE if place in scheduled else ()))
-        found.append(id(group))
+        found += id(group), place not in scheduled or bool(group.get("momentum", True))
         found += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
                   if name not in left_out]
         for p in group["params"]:

@@ -19,7 +19,7 @@ from ..report.data import Report
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
-from .optimizer_state import Group, OptimizerState, momenta, structure
+from .optimizer_state import Group, OptimizerState, cycled, momenta, structure
 from .options import StepOptions
 from .other_leaves import unshared
 from .parameters import missed_parameters, trained_parameters
@@ -57,7 +57,7 @@ class TrainingState:
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
         self._labels: dict[int, int] = {}
         self._momenta: dict[Group, list[Any]] = {}  # momentum and betas of the optimizers' groups
-        self._scheduled: set[Group] = set()  # where they have changed
+        self._scheduled: set[Group] = set()  # where they have changed, or a scheduler says that it will change them
         self._scalars: list[Tensor] = []
         self._plan = ""
         self.params: list[Tensor] = []
@@ -104,6 +104,7 @@ class TrainingState:
         note_what_is_outside(self._model, self._optimizers, outside, self._report)
         before, self._momenta = self._momenta, momenta(self._optimizers)
         self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
+        self._scheduled |= cycled(self._optimizers)
         state = None if outside else OptimizerState(self._optimizers, set(map(id, trained)), self._labels, self._scheduled)
         known = dict(zip(map(id, self.params), self.buffers))
         self._optimizer_state, self.params = state, trained if state is None else state.params
