@@ -69,8 +69,8 @@ def check_what_is_trained(loss_fn: Callable[..., Any] | None, optimizer: Any, ob
         TypeError: what was given.
     """
     if (loss_fn is None) == (objective is None):
-        how_many = "neither" if loss_fn is None else "both"
-        raise TypeError(f"apexfx: train_step() takes either loss_fn= or objective=, and {how_many} of them was given")
+        how_many = "neither was" if loss_fn is None else "both were"
+        raise TypeError(f"apexfx: train_step() takes either loss_fn= or objective=, and {how_many} given")
     if isinstance(kind := loss_fn or objective, type):
         raise TypeError(f"apexfx: the class {kind.__name__} was given, expected what computes the loss; make one: "
                         f"{kind.__name__}()")

@@ -155,4 +155,4 @@ def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
-    return [*own, ["optimizer", optimizers.name], *groups]
+    return [*own, ["optimizer", optimizers.name], ["own clipping", optimizers.own_clipping()], *groups]

@@ -169,6 +169,30 @@ def test_ranks_that_would_update_otherwise_are_told(rank, world_size):
         model = nn.Linear(3, 2)
         with pytest.raises(apexfx.RankMismatchError, match=f"the options of the training step and its optimizer.*\n.*{name}"):
             apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=lr), ddp=True, **own)
+    with pytest.raises(apexfx.RankMismatchError, match="own clipping"):
+        apexfx.train_step(model, F.mse_loss, FusedAdam(model.parameters(), max_grad_norm=norm), ddp=True)
+
+
+@on_ranks(2)
+def test_a_list_of_optimizers_is_that_of_torch_ddp(rank, world_size):
+    def pair(model):
+        return [torch.optim.NAdam(model[0].parameters(), lr=0.01), torch.optim.SGD(model[1:].parameters(), lr=0.1, momentum=0.9)]
+
+    model, reference = net(), net()
+    with torch.no_grad():
+        model[0].weight.mul_(1 + rank)
+    step = apexfx.train_step(model, F.cross_entropy, pair(model), opt_level="O0", ddp=True, inner="eager", max_grad_norm=0.05)
+    theirs, wrapped = pair(reference), nn.parallel.DistributedDataParallel(reference)
+    for inputs, targets in batches(rank, 6):
+        step(inputs, targets)
+        for each in theirs:
+            each.zero_grad()
+        F.cross_entropy(wrapped(inputs), targets).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.05)
+        for each in theirs:
+            each.step()
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=1e-4, atol=1e-5)
+    assert "outside of the graph" not in str(step.report)
 
 
 class Heads(nn.Module):
