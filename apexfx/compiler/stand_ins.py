@@ -157,7 +157,7 @@ def _give_attributes(source: nn.Module, target: nn.Module, before: Mapping[str, 
 
 def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> bool:
     """Give `module` a `_modules` of its own where a descendant was copied; return whether it has one now."""
-    made: dict[str, nn.Module | None] = {}
+    children: dict[str, nn.Module | None] = {}
     changed = False
     for name, child in submodules(module).items():
         if child is not None and child not in copies and submodules(child):
@@ -165,8 +165,8 @@ def _replace_below(module: nn.Module, copies: dict[nn.Module, nn.Module]) -> boo
             container.__dict__.update(child.__dict__)
             if _replace_below(container, copies):
                 copies[child] = container
-        made[name] = copies.get(child, child)
-        changed |= made[name] is not child
+        children[name] = copies.get(child, child)
+        changed |= children[name] is not child
     if changed:
-        replace_submodules(module, made)
+        replace_submodules(module, children)
     return changed

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from tests.train_step.test_changes import WIDTH, heads, samples
+from tests.train_step.test_other_leaves import Swap
 from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
 
 # ---- objectives that switch gradients off ------------------------------------------------------------------------------------
@@ -119,20 +120,6 @@ def test_what_reads_a_parameter_reads_it_before_its_update(inner, options):
     assert_same(model.state_dict(), reference.state_dict(), rtol=1e-3, atol=1e-3)  # the rounding of sums of 768, times the rate
     updates = step.report.code(stage="step").count("apexfx.sgd_")
     assert updates == (1 if options else 2)
-
-
-class Swap(torch.autograd.Function):
-    """The product of two, whose gradients are the memory of the other."""
-
-    @staticmethod
-    def forward(ctx, p, q):
-        ctx.save_for_backward(p, q)
-        return p.dot(q)
-
-    @staticmethod
-    def backward(ctx, grad):
-        p, q = ctx.saved_tensors
-        return q, p
 
 
 class TwoVectors(nn.Module):
