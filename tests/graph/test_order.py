@@ -134,6 +134,19 @@ def lost_write_to_a_result(gm):
     gm.graph.erase_node(write)
 
 
+def kept_in_a_buffer(w, x, held):
+    aten.copy_.default(held.view(3), w)
+    aten.copy_.default(w, x)
+    return held * 2
+
+
+def kept_behind_the_write(gm):
+    first, write = node_of(gm, aten.copy_.default), node_of(gm, aten.copy_.default, 1)
+    with gm.graph.inserting_after(write):
+        call(gm.graph, aten.copy_.default, first.args, like=first)
+    gm.graph.erase_node(first)
+
+
 CHANGED_PLACES = "the two have changed places"
 
 
@@ -146,6 +159,7 @@ CHANGED_PLACES = "the two have changed places"
     (two_draws, swapped_draws, "draws random numbers as well"),
     (two_writes, swapped_writes, CHANGED_PLACES),
     (fills_a_result, lost_write_to_a_result, CHANGED_PLACES),
+    (kept_in_a_buffer, kept_behind_the_write, CHANGED_PLACES),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_what_changes_the_meaning_is_an_error(function, edit, problem):
     gm = graph_of(function)

@@ -131,6 +131,26 @@ def test_a_custom_op_gets_the_dtypes_it_was_written_for():
         assert [row["rule"] for row in recorder.casts() if "picky" in row["op"]] == ["captured"]
 
 
+def test_what_a_custom_op_writes_is_no_copy():
+    @torch.library.custom_op("apexfxtest::double_", mutates_args={"x"})
+    def double_(x: torch.Tensor, y: torch.Tensor) -> None:
+        assert y.dtype == torch.float32
+        x.mul_(2)
+
+    for level in ("O1", "O2"):
+        torch._dynamo.reset()
+        x, w = torch.randn(2, 4), torch.randn(4, 4)
+
+        def f(x, w):
+            h = x @ w
+            double_(h, x @ w)
+            return h
+
+        out, recorder = run(f, x, w, level=level)
+        assert_close(out, x @ w * 2, dtype=torch.bfloat16)
+        assert [row["rule"] for row in recorder.casts() if "double_" in row["op"]] == ["captured"]
+
+
 def test_a_cast_under_no_grad_and_graph_breaks_keep_dtypes():
     def f(x, w):
         h = x @ w

@@ -100,14 +100,15 @@ def test_a_step_in_pieces_is_that_of_eager_torch(obstacle, capsys):
     assert len(step.report.graphs) > 1 and "runs in pieces" in str(step.report)
 
 
-def test_heads_that_take_turns_are_counted_apart():
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_heads_that_take_turns_are_counted_apart(accumulate):
     data = batches(8)
-    step = make(model=Broken(OBSTACLES["a branch on data"]))
+    step = make(model=Broken(OBSTACLES["a branch on data"]), accumulate=accumulate)
     for batch in data:
         step(*batch)
-    reference, theirs = eager(AdamW, {"lr": 0.01}, data, model=Broken(OBSTACLES["a branch on data"]))
+    reference, theirs = eager(AdamW, {"lr": 0.01}, data, model=Broken(OBSTACLES["a branch on data"]), accumulate=accumulate)
     same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
-    assert len({float(held["step"]) for held in step.optimizer.state.values()}) == 3
+    assert len({float(held["step"]) for held in step.optimizer.state.values()}) == 4 - accumulate
     assert [float(step.optimizer.state[p]["step"]) for p in step.model.parameters()] == \
         [float(theirs.state[p]["step"]) for p in reference.parameters()]
 
