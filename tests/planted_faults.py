@@ -2,8 +2,9 @@
 
     python -m tests.planted_faults [NUMBER ...]
 
-The first twenty guarantee an order, an alias or a liveness. The others are of what a training program may do at the edges of its
-model: the random programs of `test_training_programs` find them.
+Thirty guarantee an order, an alias or a liveness: 1 to 20, and 38 to 47, which a reviewer of those drew. 21 to 34 are of what a
+training program may do at the edges of its model, which the random programs of `test_training_programs` find; 35 to 37 of updates
+that a step skips, and of the gradients that leave it.
 """
 
 from __future__ import annotations
@@ -39,13 +40,26 @@ class Fault:
     instead: str
     tests: tuple[str, ...] | None = None
 
+    def planted(self) -> str:
+        """Return the text of the file with the fault in it.
+
+        Raises:
+            ValueError: the line is not there, or more than once.
+        """
+        text = (ROOT / "apexfx" / self.file).read_text()
+        if text.count(self.line) != 1:
+            raise ValueError(f"{self.file} has {text.count(self.line)} times, expected once: {self.line!r}")
+        return text.replace(self.line, self.instead)
+
 
 _EARLY = ("tests/passes/test_update_early.py", "tests/train_step/test_styles.py")
 _SCHEDULE = ("tests/passes/test_schedule_comm.py",)
 _RECOMPUTE = ("tests/passes/test_recompute.py",)
 _CASTS = ("tests/passes/test_cancel_casts.py",)
+_CHANGES = ("tests/train_step/test_changes.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
-         "tests/train_step/test_changes.py")
+         *_CHANGES)
+_PIECES = ("tests/train_step/test_in_pieces.py",)
 _OPTIMIZERS = ("tests/train_step/test_optimizers.py",)
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
 
@@ -136,6 +150,28 @@ FAULTS = (
           "[tensor.clone() for tensor in written] if found_inf is not None else written", "written", _OPTIMIZERS),
     Fault("gradients leave a step for the parameters that have one", "train_step/state.py",
           "                p.grad = next(left) if here else None", "                p.grad = next(left, None)"),
+    Fault("an op counts updates up in a copy: groups may share a count", "optimizers/update.py",
+          "step = call(aten.clone.default, _counts(scalars[group.step], members[:1], call)[0])",
+          "step = _counts(scalars[group.step], members[:1], call)[0]", _STEP),
+    Fault("each part of an update counts up in a copy of its own", "passes/update_early.py",
+          "_read_again(args[place], mode, placed)", "_read_again(args[place].args[0], mode, placed)", _EARLY),
+    Fault("a gradient is copied before its memory is written", "passes/unscale_clip_update.py",
+          "    with insert_after(gradient):", "    with gradient.graph.inserting_before(gradient.graph.output_node()):", _STEP),
+    Fault("what was gathered is copied before its memory is cleared", "train_step/function.py",
+          "        return buffer.clone() if held else None", "        return buffer if held else None", _PIECES),
+    Fault("what was gathered stays when the optimizer is read again", "train_step/state.py",
+          "known[id(p)].to(p.dtype) if id(p) in known else torch", "torch", _CHANGES),
+    Fault("memory is looked at again once what is updated has moved", "train_step/parameters.py",
+          "        if where != self._where or len", "        if len", _CHANGES),
+    Fault("a state that was replaced is read again", "train_step/optimizer_state.py",
+          "        found += map(id, held.values()) if isinstance(held, dict) else ()\n", "", _CHANGES),
+    Fault("what an op writes is not cast", "passes/cast_inserter.py",
+          "            if target is None or argument in fixed:", "            if target is None:", _PRECISION),
+    Fault("a bucket that is full before its turn waits for it", "passes/bucket_allreduce.py",
+          "            anchor = self.tail", "            anchor = last",
+          ("tests/passes/test_bucket_allreduce.py", "tests/passes/test_bucket_allreduce_models.py")),
+    Fault("what is in memory depends on what it was computed from", "graph/order.py",
+          "mask |= contents.get(m, 0) | self._bit", "mask |= self._bit", ("tests/graph/test_order.py",)),
 )
 
 
@@ -150,11 +186,7 @@ def survives(fault: Fault, tests: Sequence[str] = ()) -> bool:
             shutil.copytree(ROOT / part, Path(folder, part), ignore=shutil.ignore_patterns("__pycache__"))
         for part in ("pyproject.toml", "README.md"):
             shutil.copy(ROOT / part, folder)
-        path = Path(folder, "apexfx", fault.file)
-        text = path.read_text()
-        if text.count(fault.line) != 1:
-            raise ValueError(f"{fault.file} has {text.count(fault.line)} times, expected once: {fault.line!r}")
-        path.write_text(text.replace(fault.line, fault.instead))
+        Path(folder, "apexfx", fault.file).write_text(fault.planted())
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not inductor"]
         command += tests or fault.tests or ()
         if not tests and fault.tests is None:
