@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 
+import tests.quick_compiles  # noqa: F401
+
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # or Inductor compiles a probe of the CPU for every new cache
 
 
