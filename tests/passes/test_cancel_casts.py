@@ -54,6 +54,16 @@ out  [%5]""")
     assert all("cast before" in row.removed and row.rule == "half" for row in artifacts.removed_casts)
 
 
+def test_a_cast_that_is_written_stays():
+    def f(x):
+        y = x * 2
+        cast, again = to(y, f32), to(y, f32)
+        cast.add_(1)
+        return y, cast, again + y
+
+    run(f, torch.randn(4))
+
+
 def test_same_dtype():
     _, recorder = run(lambda x: to(x * 2, f32) + 1, torch.randn(4))
     assert "_to_copy" not in recorder.text()

@@ -101,6 +101,20 @@ def test_same_numbers(dtype, memory_format, residual):
     assert_close(norm.bias.grad, twin.bias.grad)
 
 
+def test_a_reader_of_the_statistics_stays_behind_them():
+    norm, x = nn.BatchNorm2d(4), torch.randn(2, 4, 3, 3)
+    twin = copy.deepcopy(norm)
+
+    def forward(norm, x):
+        y = norm(x)
+        seen = norm.running_mean * 2
+        return F.relu(y), seen
+
+    _, _, actual = rewrite(lambda x: forward(norm, x), x)
+    for one, other in zip(actual, forward(twin, x)):
+        assert_close(one, other)
+
+
 def test_inductor_gets_the_op_where_the_table_says_so():
     assert RATIO["batch_norm", "cpu", "inductor", "float32"] > (1.0, 1.0)
     torch.manual_seed(0)
