@@ -120,6 +120,8 @@ class Agreement:
             try:
                 with self._watchdog.looking(functools.partial(self._answer, what, items)):
                     yield
+            except RankMismatchError:  # which every rank raises
+                raise
             except Exception as error:
                 if self._watchdog.num_started == num_started:
                     self._post(_FAILED, f"{type(error).__name__}: {error}")

@@ -151,7 +151,8 @@ class StepGraphs:
                    "update run op by op")
         self._report.note(message)
         pieces = StepInPieces(self._model, self._options.config, report=self._report, groups=self._groups,
-                              agreement=self._agreement, on_change=self._state.note_change)
+                              agreement=self._agreement, on_change=self._state.note_change,
+                              on_communication=self._state.note_communication)
         self._functions = _Functions(pieces.run_last, pieces.run_earlier, {**_DYNAMO, "trace_autograd_ops": False})
         self.why_in_pieces = reason
         try:

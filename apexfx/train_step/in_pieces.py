@@ -47,12 +47,13 @@ class StepInPieces:
         groups: the process groups.
         agreement: among the ranks; None on one rank.
         on_change: called before parameters, buffers or what was accumulated change, or once they have.
+        on_communication: called before gradients are averaged.
     """
 
-    def __init__(self, model: StepModel, config: TransformConfig, *, report: Report, groups: Groups,
-                 agreement: Agreement | None, on_change: Callable[[], None]) -> None:
+    def __init__(self, model: StepModel, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
+                 on_change: Callable[[], None], on_communication: Callable[[], None]) -> None:
         self._model, self._stand_ins, self._objective_modules = model.model, model.stand_ins, model.objective_modules
-        self._report, self._on_change = report, on_change
+        self._report, self._on_change, self._on_communication = report, on_change, on_communication
         self._buckets, self._group, self._agreement = config.buckets, groups.gradients, agreement
         self._config = self._of_model(config)
         local = copy.copy(groups)
@@ -67,13 +68,19 @@ class StepInPieces:
 
     def run_last(self, inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Do as `run_step`."""
-        loss, rest, grads = self._gradients(inputs, batch, named_inputs)
-        if inputs.calls > 1:
-            grads = add_gathered(inputs, grads)
-        if any(g is not None for g in grads):  # otherwise the step is refused
+        running = contextlib.nullcontext() if self._agreement is None else self._agreement.running(
+            "last", "training step in pieces", ["forward, backward and the average of the gradients"])
+        with running:  # a rank that fails before it communicates tells those that wait for its gradients
+            loss, rest, grads = self._gradients(inputs, batch, named_inputs)
+            if inputs.calls > 1:
+                grads = add_gathered(inputs, grads)
+            if any(g is not None for g in grads):  # otherwise the step is refused
+                self._on_communication()
+            grads = averaged_copies(self._names(), inputs.params, grads, self._buckets, self._group)
+            self._average_leaves()
+        if any(g is not None for g in grads):
             self._on_change()
-        grads = averaged_copies(self._names(), inputs.params, grads, self._buckets, self._group)
-        self._add_to_leaves()
+        add_gradients(self._leaves, self._leaf_gradients)
         for buffer in inputs.buffers:
             buffer.zero_()
         return loss, rest, *apply_gradients(inputs, grads)
@@ -82,7 +89,8 @@ class StepInPieces:
         """Do as `run_accumulate`."""
         loss, rest, grads = self._gradients(inputs, batch, named_inputs)
         self._on_change()
-        self._add_to_leaves()
+        self._average_leaves()
+        add_gradients(self._leaves, self._leaf_gradients)
         return loss, rest, gather(inputs.buffers, grads)
 
     def _of_model(self, config: TransformConfig) -> TransformConfig:
@@ -105,12 +113,13 @@ class StepInPieces:
                 loss, rest, grads = compute_gradients(inputs, batch, named_inputs, differentiate)
             self._leaf_gradients = [unscaled(g, inputs.scale) for g in self._leaf_gradients]
         except BaseException as error:
-            if self._versions() != before:
-                self._on_change()
             ours = str(error).startswith("apexfx")
             if isinstance(error, RuntimeError) and not ours and (of_loss := error_of_loss(str(error))) is not None:
                 raise of_loss from error
             raise
+        finally:
+            if self._versions() != before:
+                self._on_change()
         sparse = next((p for p, g in zip(inputs.params, grads) if g is not None and g.layout != torch.strided), None)
         if sparse is not None:
             raise sparse_gradient(self._names()[id(sparse)])
@@ -145,18 +154,18 @@ class StepInPieces:
             for p, gradient in held:
                 p.grad = gradient
 
-    def _add_to_leaves(self) -> None:
-        """Add the gradients of what the step does not update to `.grad`, averaged unless they are of this rank's batch."""
-        if self._group is not None:
-            shared = [place for place, is_shared in enumerate(self._shared) if is_shared]
-            leaves = [self._leaves[i] for i in shared]
-            if self._agreement is not None:
-                self._agreement.ensure("leaves that require a gradient and are not updated",
-                                       [[list(leaf.shape), str(leaf.dtype)] for leaf in leaves])
-            means = averaged([self._leaf_gradients[i] for i in shared], leaves, self._buckets, self._group, alike=False)
-            for place, mean in zip(shared, means):
-                self._leaf_gradients[place] = mean
-        add_gradients(self._leaves, self._leaf_gradients)
+    def _average_leaves(self) -> None:
+        """Average the gradients of what the step does not update, unless they are of this rank's batch."""
+        if self._group is None:
+            return
+        shared = [place for place, is_shared in enumerate(self._shared) if is_shared]
+        leaves = [self._leaves[i] for i in shared]
+        if self._agreement is not None:
+            self._agreement.ensure("leaves that require a gradient and are not updated",
+                                   [[list(leaf.shape), str(leaf.dtype)] for leaf in leaves])
+        means = averaged([self._leaf_gradients[i] for i in shared], leaves, self._buckets, self._group, alike=False)
+        for place, mean in zip(shared, means):
+            self._leaf_gradients[place] = mean
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in (*self._model.named_parameters(), *self._objective_modules.named_tensors()[0].items())}

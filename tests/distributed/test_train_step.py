@@ -100,11 +100,9 @@ def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size)
     assert same_on_all(world_size, list(model.parameters()))
 
 
-@on_ranks(2)
-def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(rank, world_size):
-    model = net()
+def fails_alone(rank, world_size, model, **options):
     step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
-                             opt_level="O0")
+                             opt_level="O0", **options)
     data = batches(rank, 3)
     step(*data[0])
     for failing, batch in enumerate(data[1:]):
@@ -116,6 +114,12 @@ def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(rank, worl
         torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
         step(*batch)
         assert same_on_all(world_size, list(model.parameters()))
+    return step
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(rank, world_size):
+    fails_alone(rank, world_size, net())
 
 
 @pytest.mark.long
@@ -477,6 +481,20 @@ class Broken(nn.Module):
         return self.heads[0](x)
 
 
+class Late(nn.Module):
+    """Fails, where it does, behind a graph break and in front of what communicates."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.fails = net(sync_bn=True), False
+
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        if self.fails:
+            raise KeyError("no key")
+        return self.layers(x)
+
+
 def compare_in_pieces(rank, world_size, **options):
     step = compare(rank, Broken, fallback="transform", **options)
     assert "in pieces" in str(step.report) and same_on_all(world_size, list(step.model.parameters()))
@@ -526,6 +544,22 @@ def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, worl
         if accumulate == 1:
             step(*batches(rank, 1)[0])
             assert same_on_all(world_size, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_a_rank_that_fails_alone_in_pieces_is_told_to_the_one_that_waits_for_it(rank, world_size):
+    assert "in pieces" in str(fails_alone(rank, world_size, Broken(), fallback="transform").report)
+    model = Late()  # and to one that waits to agree on the collectives of its forward
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
+                             opt_level="O0", sync_bn=True, fallback="transform")
+    batch, = batches(rank, 1)
+    model.fails = rank == 0
+    with pytest.raises(KeyError if rank == 0 else apexfx.RankMismatchError,
+                       match="no key" if rank == 0 else "rank 0 failed before"):
+        step(*batch)
+    model.fails = False
+    step(*batch)
+    assert same_on_all(world_size, list(model.parameters()))
 
 
 @on_ranks(2)
