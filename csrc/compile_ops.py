@@ -187,9 +187,9 @@ def signatures() -> list[str]:
 
 
 def _defining_calls(statement: ast.stmt) -> list[ast.Call]:
-    """Return the calls in a statement of a module that define an op: `_LIBRARY.define(...)`, or a decorator `@define(...)`."""
+    """Return the calls in a statement of a module that define an op: `LIBRARY.define(...)`, or a decorator `@define(...)`."""
     called = [*getattr(statement, "decorator_list", ()), getattr(statement, "value", None)]
-    return [c for c in called if isinstance(c, ast.Call) and ast.unparse(c.func) in ("_LIBRARY.define", "define")]
+    return [c for c in called if isinstance(c, ast.Call) and ast.unparse(c.func) in ("LIBRARY.define", "define")]
 
 
 def _text(node: ast.expr, strings: dict[str, str]) -> str:

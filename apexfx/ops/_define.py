@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
+LIBRARY = torch.library.Library("apexfx", "FRAGMENT")  # of every op
 
 # Ops on activations take any strides: Inductor need not bring its own back to those of the traced graph.
 ANY_STRIDES = (torch.Tag.flexible_layout,)
@@ -29,9 +29,8 @@ def define(
 
     def decorate(reference: Callable[..., Any]) -> Callable[..., Any]:
         name = schema.partition("(")[0]
-        _LIBRARY.define(schema, tags=tags)
-        _LIBRARY.impl(name, behind(check, reference), "CompositeExplicitAutograd")
-        torch.library.register_fake(f"apexfx::{name}", behind(check, fake), lib=_LIBRARY)
+        LIBRARY.define(schema, tags=tags)
+        implement(name, behind(check, reference), behind(check, fake))
         overload = getattr(torch.ops.apexfx, name).default
 
         @functools.wraps(reference)
@@ -42,6 +41,12 @@ def define(
         return call
 
     return decorate
+
+
+def implement(name: str, reference: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Register the reference and the fake of an op, both of which check its arguments, behind a schema that is defined."""
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"apexfx::{name}", fake, lib=LIBRARY)
 
 
 def behind(check: Callable[..., object], function: Callable[..., Any]) -> Callable[..., Any]:

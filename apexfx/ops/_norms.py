@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._arguments import FLOATING, accumulation, check_floating, check_tensor
+from ._define import LIBRARY, implement
 from ._direct_autograd import with_direct_autograd
 
 
@@ -36,18 +37,15 @@ class Norm:
         self.parameter_names = ("weight", "bias") if centered else ("weight",)
         self.statistic_names = ("mean", "rstd") if centered else ("rstd",)
 
-    def register(self, library: torch.library.Library) -> Callable[..., tuple[Tensor, ...]]:
+    def register(self) -> Callable[..., tuple[Tensor, ...]]:
         """Register references, fakes and derivative; return the forward as a function, see `with_direct_autograd`."""
         for suffix, reference, fake in (
             ("", self.reference, self._fake),
             ("_backward_input", self.reference_backward_input, self._fake_backward_input),
             ("_backward", self.reference_backward, self._fake_backward),
         ):
-            library.impl(self.name + suffix, reference, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"apexfx::{self.name}{suffix}", fake, lib=library)
-        torch.library.register_autograd(
-            f"apexfx::{self.name}", self._backward, setup_context=self._setup_context, lib=library
-        )
+            implement(self.name + suffix, reference, fake)
+        torch.library.register_autograd(f"apexfx::{self.name}", self._backward, setup_context=self._setup_context, lib=LIBRARY)
         return with_direct_autograd(self._op(), self._setup_context, self._backward)
 
     def _op(self, suffix: str = "") -> Any:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.define(
+from ._define import LIBRARY
+
+LIBRARY.define(
     "apply_gradients(Tensor[] params, Tensor?[] grads, Tensor[] states, Tensor[] scalars, str plan)"
     " -> (Tensor found_inf, Tensor norm, Tensor[] gradients)"
 )
@@ -123,4 +124,4 @@ def _fake(params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequ
     return present[0].new_empty((), dtype=torch.float32), norm, [torch.empty_like(g) for g in kept]
 
 
-torch.library.register_fake("apexfx::apply_gradients", _fake, lib=_LIBRARY)
+torch.library.register_fake("apexfx::apply_gradients", _fake, lib=LIBRARY)

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from ._arguments import check_floating
+from ._define import LIBRARY, implement
 from ._tensor_lists import check_not_empty
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "flatten_bucket(Tensor[] tensors, int[] offsets, int numel, ScalarType dtype, float divisor=1.0) -> Tensor"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "unflatten_bucket(Tensor flat, int[] offsets, int[] sizes, int[] ranks, ScalarType dtype, float divisor=1.0)"
     " -> Tensor[]"
 )
@@ -154,6 +154,5 @@ for _name, _reference, _fake, _setup, _backward in (
     ("flatten_bucket", _flatten_reference, _flatten_fake, _flatten_setup, _flatten_backward),
     ("unflatten_bucket", _unflatten_reference, _unflatten_fake, _unflatten_setup, _unflatten_backward),
 ):
-    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"apexfx::{_name}", _fake, lib=_LIBRARY)
-    torch.library.register_autograd(f"apexfx::{_name}", _backward, setup_context=_setup, lib=_LIBRARY)
+    implement(_name, _reference, _fake)
+    torch.library.register_autograd(f"apexfx::{_name}", _backward, setup_context=_setup, lib=LIBRARY)

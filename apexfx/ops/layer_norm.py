@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._define import LIBRARY
 from ._norms import Norm
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, int num_dims, float eps, ScalarType? dtype=None, "
     "bool memory_efficient=False) -> (Tensor y, Tensor mean, Tensor rstd)"
 )
@@ -22,8 +22,8 @@ _BACKWARD_ARGUMENTS = (
     "(Tensor grad, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, int num_dims, float eps, "
     "bool from_output, ScalarType input_dtype)"
 )
-_LIBRARY.define(f"layer_norm_backward_input{_BACKWARD_ARGUMENTS} -> Tensor")
-_LIBRARY.define(f"layer_norm_backward{_BACKWARD_ARGUMENTS} -> (Tensor dx, Tensor dweight, Tensor dbias)")
+LIBRARY.define(f"layer_norm_backward_input{_BACKWARD_ARGUMENTS} -> Tensor")
+LIBRARY.define(f"layer_norm_backward{_BACKWARD_ARGUMENTS} -> (Tensor dx, Tensor dweight, Tensor dbias)")
 
 
 def layer_norm(
@@ -48,4 +48,4 @@ def layer_norm(
 
 
 NORM = Norm("layer_norm", centered=True)
-_direct = NORM.register(_LIBRARY)
+_direct = NORM.register()

@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from ._arguments import accumulation
+from ._define import LIBRARY, implement
 from ._tensor_lists import check_lists, check_not_empty, check_scalar
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "multi_tensor_scale(Tensor[] inputs, Tensor(a!)[] outputs, Tensor(b!) found_inf, float scale=1.0, "
     "Tensor? scale_tensor=None) -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "multi_tensor_axpby(Tensor[] x, Tensor[] y, Tensor(a!)[] outputs, Tensor(b!) found_inf, float a, float b, "
     "int arg_to_check=-1) -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "multi_tensor_l2norm(Tensor[] tensors, Tensor? inv_scale=None, bool per_tensor=False)"
     " -> (Tensor norm, Tensor norms, Tensor found_inf)"
 )
@@ -142,10 +142,6 @@ def _l2norm_fake(tensors, inv_scale=None, per_tensor=False):
     return tuple(tensors[0].new_empty(shape, dtype=torch.float32) for shape in shapes)
 
 
-for _name, _reference, _fake in (
-    ("multi_tensor_scale", _scale_reference, _writes_fake),
-    ("multi_tensor_axpby", _axpby_reference, _writes_fake),
-    ("multi_tensor_l2norm", _l2norm_reference, _l2norm_fake),
-):
-    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"apexfx::{_name}", _fake, lib=_LIBRARY)
+implement("multi_tensor_scale", _scale_reference, _writes_fake)
+implement("multi_tensor_axpby", _axpby_reference, _writes_fake)
+implement("multi_tensor_l2norm", _l2norm_reference, _l2norm_fake)

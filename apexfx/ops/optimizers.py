@@ -17,27 +17,27 @@ import torch
 from torch import Tensor
 
 from ._arguments import accumulation
+from ._define import LIBRARY, implement
 from ._tensor_lists import check_decay_rates, check_lists, check_not_negative, check_scalar
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
 _SCALARS = "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_coefficient=None"
 _MOMENTS = (
     "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] model_params, "
     "Tensor(e!) step, float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
     "bool bias_correction"
 )
-_LIBRARY.define(f"adam_({_MOMENTS}, {_SCALARS}) -> ()")
-_LIBRARY.define(f"lamb_({_MOMENTS}, bool grad_averaging, bool use_nvlamb, {_SCALARS}) -> ()")
-_LIBRARY.define(
+LIBRARY.define(f"adam_({_MOMENTS}, {_SCALARS}) -> ()")
+LIBRARY.define(f"lamb_({_MOMENTS}, bool grad_averaging, bool use_nvlamb, {_SCALARS}) -> ()")
+LIBRARY.define(
     "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] model_params, float lr, "
     f"float momentum, float dampening, float weight_decay, bool nesterov, bool wd_after_momentum, bool first_run, {_SCALARS})"
     " -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "adagrad_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] sums, Tensor(c!)[] model_params, float lr, float eps, "
     f"float weight_decay, bool decoupled, {_SCALARS}) -> ()"
 )
-_LIBRARY.define(
+LIBRARY.define(
     "novograd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] norms, Tensor(d!)[] model_params, "
     "Tensor(e!) step, float lr, float beta1, float beta2, float eps, float weight_decay, bool bias_correction, "
     f"bool grad_averaging, bool reg_inside_moment, int norm_type, {_SCALARS}) -> ()"
@@ -255,12 +255,8 @@ def _fake(*arguments, **keywords):
     return None
 
 
-for _name, _reference in (
-    ("adam_", _adam_reference),
-    ("lamb_", _lamb_reference),
-    ("sgd_", _sgd_reference),
-    ("adagrad_", _adagrad_reference),
-    ("novograd_", _novograd_reference),
-):
-    _LIBRARY.impl(_name, _reference, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"apexfx::{_name}", _fake, lib=_LIBRARY)
+implement("adam_", _adam_reference, _fake)
+implement("lamb_", _lamb_reference, _fake)
+implement("sgd_", _sgd_reference, _fake)
+implement("adagrad_", _adagrad_reference, _fake)
+implement("novograd_", _novograd_reference, _fake)

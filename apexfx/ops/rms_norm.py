@@ -12,10 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ._define import LIBRARY
 from ._norms import Norm
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "rms_norm(Tensor x, Tensor? weight, int num_dims, float eps, ScalarType? dtype=None, bool memory_efficient=False) "
     "-> (Tensor y, Tensor rstd)"
 )
@@ -23,8 +23,8 @@ _BACKWARD_ARGUMENTS = (
     "(Tensor grad, Tensor saved, Tensor rstd, Tensor? weight, int num_dims, float eps, bool from_output, "
     "ScalarType input_dtype)"
 )
-_LIBRARY.define(f"rms_norm_backward_input{_BACKWARD_ARGUMENTS} -> Tensor")
-_LIBRARY.define(f"rms_norm_backward{_BACKWARD_ARGUMENTS} -> (Tensor dx, Tensor dweight)")
+LIBRARY.define(f"rms_norm_backward_input{_BACKWARD_ARGUMENTS} -> Tensor")
+LIBRARY.define(f"rms_norm_backward{_BACKWARD_ARGUMENTS} -> (Tensor dx, Tensor dweight)")
 
 
 def rms_norm(
@@ -48,4 +48,4 @@ def rms_norm(
 
 
 NORM = Norm("rms_norm", centered=False)
-_direct = NORM.register(_LIBRARY)
+_direct = NORM.register()

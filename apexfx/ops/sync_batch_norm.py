@@ -27,6 +27,7 @@ from .._torch import statically_known_true  # which also registers the functiona
 from ..errors import RankFailureError
 from ._arguments import check_tensor
 from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
+from ._define import LIBRARY
 from ._direct_autograd import is_direct
 from .batch_norm import (
     bn_backward_elementwise,
@@ -39,8 +40,7 @@ from .batch_norm import (
 )
 from .local_batch_norm import SECOND_DERIVATIVE, local_batch_norm
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.define(
+LIBRARY.define(
     "sync_batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
     "float? momentum, float eps, str group_name, Tensor? num_batches_tracked=None, Tensor? residual=None, "
     "bool relu=False) -> Tensor"
@@ -257,4 +257,4 @@ def _sync_batch_norm(
     return _Normalize.apply(x, weight, bias, residual, mean, invstd, stats[:1], relu, group_name)
 
 
-_LIBRARY.impl("sync_batch_norm", _sync_batch_norm, "CompositeImplicitAutograd")
+LIBRARY.impl("sync_batch_norm", _sync_batch_norm, "CompositeImplicitAutograd")

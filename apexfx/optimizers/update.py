@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops._define import LIBRARY
 from ..ops.apply_gradients import StepPlan, UpdateRow, norm_dtype, present_of
 from . import compositions
 
@@ -232,5 +233,4 @@ def _run(params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Seque
     return apply(StepPlan.from_json(plan), params, grads, states, scalars, run)
 
 
-_LIBRARY = torch.library.Library("apexfx", "FRAGMENT")
-_LIBRARY.impl("apply_gradients", _run, "CompositeExplicitAutograd")
+LIBRARY.impl("apply_gradients", _run, "CompositeExplicitAutograd")
