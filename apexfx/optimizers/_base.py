@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from .._torch import foreach_mul_
+from ..config import HALVES
 from ..ops.multi_tensor import by_device, multi_tensor_l2norm
 from ._checkpoints import unwrap_state, wrapped_state
 from .update import Update, call_op, clip_coefficient, counts_updates, inverse_of
 
-_LOW_PRECISION = (torch.float16, torch.bfloat16)
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_DTYPES = (torch.float32, *HALVES, torch.float64)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -50,11 +50,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[Any],
-        defaults: dict[str, Any],
         set_grad_none: bool,
         capturable: bool,
         master_weights: bool,
         max_grad_norm: float | None,
+        **defaults: Any,
     ):
         _check_defaults(type(self).__name__, defaults)
         self.set_grad_none = set_grad_none
@@ -201,7 +201,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return torch.float64 if param.dtype == torch.float64 else torch.float32
 
     def _needs_master(self, group: dict[str, Any], param: Tensor) -> bool:
-        return self.master_weights and param.dtype in _LOW_PRECISION
+        return self.master_weights and param.dtype in HALVES
 
     def _lacks_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> bool:
         masters = ("master_param",) if self._needs_master(group, param) else ()

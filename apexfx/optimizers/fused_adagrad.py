@@ -29,14 +29,9 @@ class FusedAdagrad(FusedOptimizer):
         *,
         max_grad_norm: float | None = None,
     ):
-        defaults = {
-            "lr": lr,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "adagrad_w_mode": bool(adagrad_w_mode),
-            "lr_decay": 0.0,  # torch.optim.Adagrad looks for it when it loads our state dict
-        }
-        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
+        super().__init__(params, set_grad_none, capturable, master_weights, max_grad_norm, lr=lr, eps=eps,
+                         weight_decay=weight_decay, adagrad_w_mode=bool(adagrad_w_mode),
+                         lr_decay=0.0)  # torch.optim.Adagrad looks for it when it loads our state dict
 
     def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         return group["eps"], group["weight_decay"], group["adagrad_w_mode"]

@@ -38,16 +38,9 @@ class FusedAdam(FusedOptimizer):
         *,
         max_grad_norm: float | None = None,
     ):
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "adam_w_mode": bool(adam_w_mode),
-        }
-        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
+        super().__init__(params, set_grad_none, capturable, master_weights, max_grad_norm, lr=lr,
+                         bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+                         adam_w_mode=bool(adam_w_mode))
 
     @property
     def adam_w_mode(self) -> int:

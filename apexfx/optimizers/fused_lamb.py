@@ -40,18 +40,9 @@ class FusedLAMB(FusedOptimizer):
         capturable: bool = False,
         master_weights: bool = False,
     ):
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "adam_w_mode": bool(adam_w_mode),
-            "grad_averaging": grad_averaging,
-            "use_nvlamb": use_nvlamb,
-        }
-        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
+        super().__init__(params, set_grad_none, capturable, master_weights, max_grad_norm, lr=lr,
+                         bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+                         adam_w_mode=bool(adam_w_mode), grad_averaging=grad_averaging, use_nvlamb=use_nvlamb)
 
     def _hyperparameters(self, group: dict[str, Any], first_run: bool) -> tuple[Any, ...]:
         return (*group["betas"], group["eps"], group["weight_decay"], group["adam_w_mode"], bool(group["bias_correction"]),

@@ -43,19 +43,10 @@ class FusedNovoGrad(FusedOptimizer):
     ):
         if norm_type not in (0, 2):
             raise RuntimeError(f"FusedNovoGrad: norm_type is {norm_type}; expected 2, or 0 for the max norm")
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "grad_averaging": grad_averaging,
-            "norm_type": norm_type,
-            "init_zero": init_zero,
-            "reg_inside_moment": reg_inside_moment,
-        }
-        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
+        super().__init__(params, set_grad_none, capturable, master_weights, max_grad_norm, lr=lr,
+                         bias_correction=bias_correction, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad,
+                         grad_averaging=grad_averaging, norm_type=norm_type, init_zero=init_zero,
+                         reg_inside_moment=reg_inside_moment)
 
     def _init_state(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
         super()._init_state(group, param, state)

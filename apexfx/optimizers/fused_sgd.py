@@ -40,16 +40,10 @@ class FusedSGD(FusedOptimizer):
     ):
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-        }
         self.wd_after_momentum = wd_after_momentum
         self.materialize_master_grads = materialize_master_grads
-        super().__init__(params, defaults, set_grad_none, capturable, master_weights, max_grad_norm)
+        super().__init__(params, set_grad_none, capturable, master_weights, max_grad_norm, lr=lr, momentum=momentum,
+                         dampening=dampening, weight_decay=weight_decay, nesterov=nesterov)
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["momentum"] != 0 else ()
