@@ -15,7 +15,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -51,6 +51,45 @@ class _Average:
     version: int
 
 
+@dataclass
+class _Watched:
+    """A parameter whose gradients are looked at, while it lives.
+
+    Attributes:
+        hook: the parameter's.
+        is_in_graphs: whether any graph has held it.
+        is_averaged_again: whether something was added to its average in any backward.
+    """
+
+    hook: ParameterHook
+    is_in_graphs: bool = False
+    is_averaged_again: bool = False
+
+
+@dataclass
+class _Backward:
+    """What is known of the backward under way; parameters by id.
+
+    Attributes:
+        averages: what graphs have averaged and autograd is yet to accumulate.
+        local: those that a graph leaves local on purpose.
+        unaccumulated: those that were given a gradient that is no average, and that have not accumulated it:
+            `torch.autograd.grad` returns it.
+        outside: no graph had a part in the gradient.
+        partly_outside: something was added to an average.
+        graphs_average: whether a graph averages.
+        flush_due: whether it ends an accumulation.
+    """
+
+    averages: dict[int, list[_Average]] = field(default_factory=dict)
+    local: set[int] = field(default_factory=set)
+    unaccumulated: set[int] = field(default_factory=set)
+    outside: set[int] = field(default_factory=set)
+    partly_outside: set[int] = field(default_factory=set)
+    graphs_average: bool = False
+    flush_due: bool = False
+
+
 class ParameterHook:
     """Looks at every gradient of one parameter, for all data-parallel models that hold it."""
 
@@ -76,7 +115,7 @@ class ParameterHook:
     def _owner(self) -> GradientSync | None:
         """Return the model that the gradient at hand belongs to: one whose graph left it local, or the last to run."""
         models = [model for ref in self._models if (model := ref()) is not None]
-        return next((model for model in models if self._key in model.local), models[-1] if models else None)
+        return next((model for model in models if self._key in model.backward.local), models[-1] if models else None)
 
     def _on_gradient(self, gradient: Tensor | None) -> None:
         self._is_average = True
@@ -86,12 +125,12 @@ class ParameterHook:
         for ref in self._models:
             if (model := ref()) is not None:
                 model.notice_dropped_backward()
-                averages += model.averages.pop(self._key, ())  # a reentrant checkpoint accumulates several times
+                averages += model.backward.averages.pop(self._key, ())  # a reentrant checkpoint accumulates several times
         if (owner := self._owner()) is not None:
             self._has_average = bool(averages)
-            self._is_average = self._has_average and self._key not in owner.local and _is_sum(gradient, averages)
+            self._is_average = self._has_average and self._key not in owner.backward.local and _is_sum(gradient, averages)
             if not self._is_average:
-                owner.unaccumulated.add(self._key)
+                owner.backward.unaccumulated.add(self._key)
 
     def _on_accumulated(self, _: Tensor) -> None:
         if not self._is_average and (owner := self._owner()) is not None:
@@ -126,33 +165,21 @@ class GradientSync(Synchronizer):
         note: is told, in words, what the model's report should say.
 
     Attributes:
-        averages: of the backward under way, what graphs have averaged and autograd is yet to accumulate, by the id of the
-            parameter.
-        local: parameters, by id, that a graph of the backward under way leaves local on purpose.
-        unaccumulated: of the backward under way, parameters, by id, that were given a gradient that is no average, and that
-            have not accumulated it: `torch.autograd.grad` returns it.
+        backward: what is known of the backward under way.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: BucketConfig, agreement: Agreement | None = None,
                  note: Callable[[str], None] = lambda _: None) -> None:
         self.group = group
         self.config = dataclasses.replace(config, plan=given_plan(config))  # a file is read once
-        self.averages: dict[int, list[_Average]] = {}
-        self.local: set[int] = set()
-        self.unaccumulated: set[int] = set()
+        self.backward = _Backward()
         self._agreement = agreement
         self._watchdog = group.watchdog if isinstance(group, WatchedGroup) else None
         self._note = note
         self._names: dict[int, str] = {}  # of the parameters, by id
-        self._watched: dict[int, ParameterHook] = {}  # likewise
+        self._watched: dict[int, _Watched] = {}  # likewise
         self._registered: dict[str, ParameterHook] = {}  # of the parameter that last ran forward under each name
-        self._in_graphs: set[int] = set()  # those that any graph has held
         self._pending: dict[int, Tensor] = {}  # those whose .grad holds local, not yet averaged micro-batches
-        self._outside: set[int] = set()  # of the backward under way: no graph had a part in the gradient
-        self._partly_outside: set[int] = set()  # of the backward under way: something was added to an average
-        self._averaged_again: set[int] = set()  # those that were in it in any backward
-        self._graphs_average = False  # in the backward under way
-        self._flush_due = False
         self._backward_callback = BackwardCallback()
 
     @functools.cached_property
@@ -163,7 +190,8 @@ class GradientSync(Synchronizer):
 
     def watch(self, name: str, parameter: Tensor) -> None:
         """Look at the gradients of `parameter` from now on, under the name that errors use; to be called for each forward."""
-        hook = self._watched.get(id(parameter))
+        watched = self._watched.get(id(parameter))
+        hook = watched.hook if watched is not None else None
         if hook is None or hook.parameter() is not parameter:  # the id may be that of a parameter that is gone
             if not (parameter.requires_grad and parameter.is_leaf):  # functional_call() may put results of ops in its place
                 return
@@ -171,21 +199,19 @@ class GradientSync(Synchronizer):
                 self._forget_parameters()
             if (hook := _hooks.get(parameter)) is None:
                 hook = _hooks[parameter] = ParameterHook(parameter)
-            self._names[id(parameter)], self._watched[id(parameter)] = name, hook
+            self._names[id(parameter)], self._watched[id(parameter)] = name, _Watched(hook)
         self._registered[name] = hook
         hook.add_model(self)
 
     def _forget_parameters(self) -> None:
         """Forget what is known of parameters that are gone."""
-        for key in [key for key, hook in self._watched.items() if hook.parameter() is None]:
+        for key in [key for key, watched in self._watched.items() if watched.hook.parameter() is None]:
             del self._names[key], self._watched[key]
-            self._in_graphs.discard(key)
-            self._averaged_again.discard(key)
 
     def stop(self) -> None:
         """Look at no gradient any more: the model is gone, and its parameters may be trained without it."""
-        for hook in self._watched.values():
-            hook.remove_model(self)
+        for watched in self._watched.values():
+            watched.hook.remove_model(self)
         self._pending.clear()
 
     @property
@@ -215,7 +241,8 @@ class GradientSync(Synchronizer):
             run.hide_unused()
         if not places:
             return
-        self._in_graphs.update(keys)
+        for key in keys.keys() & self._watched:
+            self._watched[key].is_in_graphs = True
         ends_accumulation = self.enabled and not reduces
         device = parameters[0].device
         used_anywhere: UsedAnywhere | None = None
@@ -232,9 +259,9 @@ class GradientSync(Synchronizer):
                 with self._local_unless_failed():
                     self._step_check.send(device, flushes=flush, graph=graph, parameters=[self._names[key] for key in keys])
             if not reduces:
-                self.local.update(keys)
-            self._graphs_average |= reduces
-            self._flush_due |= flush
+                self.backward.local.update(keys)
+            self.backward.graphs_average |= reduces
+            self.backward.flush_due |= flush
             if reduces and inputs is not None and self._step_check is not None:
                 used_anywhere = UsedAnywhere(self._step_check, inputs, run.used(tangents), device)
 
@@ -256,7 +283,7 @@ class GradientSync(Synchronizer):
         """Note what a graph has averaged: of its gradients, those at `places`, each with its parameter's id."""
         for place, key in places:
             if (gradient := gradients[place]) is not None:
-                self.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), tensor_version(gradient)))
+                self.backward.averages.setdefault(key, []).append(_Average(gradient.data_ptr(), tensor_version(gradient)))
 
     def _refuse_to_sum_twice(self, parameters: Sequence[nn.Parameter], *, flushes: bool) -> None:
         """Raise where `.grad` would hold sums over the ranks, not averages, and local gradients: what follows sums both."""
@@ -279,47 +306,49 @@ class GradientSync(Synchronizer):
             key: the parameter's id.
             has_average: a part of it is.
         """
-        self.unaccumulated.discard(key)
-        if key in self.local or not self.enabled:
+        self.backward.unaccumulated.discard(key)
+        if key in self.backward.local or not self.enabled:
             if self._step_check is not None and not self._pending:
                 self._step_check.accumulate()
             self._pending[key] = parameter
             local_gradients.setdefault(parameter, False)
         elif has_average:
-            self._partly_outside.add(key)
+            self.backward.partly_outside.add(key)
         else:
-            self._outside.add(key)
+            self.backward.outside.add(key)
             self._backward_callback.queue(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        flush, again = self._flush_due, self._graphs_average and self._partly_outside | self._averaged_again
-        outside, graphs_average, returned = self._outside.copy(), self._graphs_average, self._shown_keys(self.unaccumulated)
+        backward = self.backward
+        returned = self._shown_keys(backward.unaccumulated)
         try:
             if self._step_check is not None:
                 with self._local_unless_failed():
                     self._step_check.compare()
         finally:
             self._forget_backward()
-        if outside:
-            raise self._error(self._explain(outside))
-        if returned and flush:
+        if backward.outside:
+            raise self._error(self._explain(backward.outside))
+        if returned and backward.flush_due:
             raise self._error(
                 f"torch.autograd.grad() would return this rank's own gradient of {returned}: after no_sync() a backward stays "
                 "local until .grad is averaged as a whole. Call backward().")
-        if returned and graphs_average and self.enabled:
+        if returned and backward.graphs_average and self.enabled:
             raise self._error(
                 f"torch.autograd.grad() would return a gradient of {returned} with a share that is this rank's own, from "
                 "outside of the transformed model's graphs (the loss uses the parameter itself, or a graph break left a part of "
                 "the model to eager). Call backward(), which averages it, or compute that share inside of the model's forward.")
-        if graphs_average and self.enabled and self._pending and not flush:
+        if backward.graphs_average and self.enabled and self._pending and not backward.flush_due:
             self._forget_local()
             raise self._error(
                 "this backward went through a forward from inside no_sync() and one from outside of it, so .grad holds "
                 "averages and local gradients. Run them in backwards of their own, or both forwards on the same side.")
-        if flush:
+        if backward.flush_due:
             self.flush()
-        elif again:
-            self._average_again(again)
+        elif backward.graphs_average:
+            again = {key for key, watched in self._watched.items() if watched.is_averaged_again or key in backward.partly_outside}
+            if again:
+                self._average_again(again)
 
     def _error(self, text: str) -> UnsynchronizedGradientError:
         """Return the error to raise, and have ranks that do not raise one too be told where they wait for this one."""
@@ -331,8 +360,8 @@ class GradientSync(Synchronizer):
         return _shown([name for key, name in self._names.items() if key in keys])
 
     def _explain(self, outside: set[int]) -> str:
-        left_out = [name for key, name in self._names.items() if key in outside and key not in self._in_graphs]
-        bypassed = [name for key, name in self._names.items() if key in outside and key in self._in_graphs]
+        left_out = [name for key, name in self._names.items() if key in outside and not self._watched[key].is_in_graphs]
+        bypassed = [name for key, name in self._names.items() if key in outside and self._watched[key].is_in_graphs]
         lines = [f"the gradient of {_shown(left_out + bypassed)} was computed outside of the transformed model's graphs, "
                  f"so it is this rank's own and not the average over {self.group.size()} ranks."]
         if left_out:
@@ -358,13 +387,14 @@ class GradientSync(Synchronizer):
         Raises:
             RankMismatchError: not every rank has found the same parameters.
         """
-        parameters = {key: p for key, hook in self._watched.items() if key in keys and (p := hook.parameter()) is not None}
+        parameters = {key: p for key, watched in self._watched.items()
+                      if key in keys and (p := watched.hook.parameter()) is not None}
         if not self._averages:
             raise self._error(
                 f"the gradient of {self._shown_keys(parameters)} has a share from outside of the transformed model's "
                 "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which without "
                 "gradient_average cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
-        if fresh := parameters.keys() - self._averaged_again:
+        if fresh := {key for key in parameters if not self._watched[key].is_averaged_again}:
             shown = self._shown_keys(fresh)
             share = (f"the gradient of {shown} has a share from outside of the graphs (the loss uses the parameter itself, or a "
                      "graph break left a part of the model to eager)")
@@ -382,7 +412,8 @@ class GradientSync(Synchronizer):
                     f"the gradient of {self._shown_keys(used_up)} has a share from outside of the transformed model's graphs, "
                     "which is averaged at the end of the backward, and a hook has used and reset it before. Step the optimizer "
                     "after backward(), or compute that share inside of the model's forward.")
-        self._averaged_again |= keys
+        for key in parameters:
+            self._watched[key].is_averaged_again = True
         self._reduce((self._names[key], p) for key, p in parameters.items())
 
     @property
@@ -396,10 +427,8 @@ class GradientSync(Synchronizer):
             self._forget_backward()
 
     def _forget_backward(self) -> None:
-        self._flush_due = self._graphs_average = False
+        self.backward = _Backward()
         self._backward_callback.clear()
-        for found in (self.averages, self.local, self.unaccumulated, self._outside, self._partly_outside):
-            found.clear()
         if self._step_check is not None:
             self._step_check.forget()
 
