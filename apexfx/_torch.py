@@ -104,14 +104,14 @@ def active_ddp_module() -> object | None:
 
 def compiled_module() -> torch.nn.Module | None:
     """Return the outermost module that the `torch.compile` now compiling a graph has called, or None."""
-    frame, found = sys._getframe(), None
+    frame, outermost = sys._getframe(), None
     while frame is not None and frame.f_code.co_name != "compile_wrapper":
         names = frame.f_code.co_varnames
         first = frame.f_locals.get(names[0]) if names else None
         if isinstance(first, torch.nn.Module) and not isinstance(first, torch.fx.GraphModule):
-            found = first
+            outermost = first
         frame = frame.f_back
-    return found if frame is not None else None
+    return outermost if frame is not None else None
 
 
 class _NoMetricsError(logging.Filter):
@@ -163,7 +163,7 @@ _FAKES = ("FakeTensor", "fake tensor", "tensor subclass", "data pointer", "meta 
 
 def graph_breaks() -> list[str]:
     """Return the graph breaks of this process, in order, each as its reason and the place of the user's that caused it."""
-    return [_in_a_line(found.reason, found.user_stack[-1]) for found in graph_break_reasons if found.user_stack]
+    return [_in_a_line(each.reason, each.user_stack[-1]) for each in graph_break_reasons if each.user_stack]
 
 
 def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
@@ -367,9 +367,9 @@ def submodules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
-def replace_submodules(module: torch.nn.Module, made: dict[str, torch.nn.Module | None]) -> None:
+def replace_submodules(module: torch.nn.Module, replacements: dict[str, torch.nn.Module | None]) -> None:
     """Give a module, which may share the dictionary of its submodules with another, one of its own."""
-    module.__dict__["_modules"] = made
+    module.__dict__["_modules"] = replacements
 
 
 def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:

@@ -67,11 +67,11 @@ def _names_the_nearest(cls: type[_Config]) -> type[_Config]:
     init = cls.__init__
 
     @functools.wraps(init)
-    def __init__(self: Any, *given: Any, **options: Any) -> None:
+    def __init__(self: Any, *positional: Any, **options: Any) -> None:
         for key in options:
             if message := _unknown(key, cls):
                 raise TypeError(f"apexfx: {cls.__name__}: {message}")
-        init(self, *given, **options)
+        init(self, *positional, **options)
 
     cls.__init__ = __init__
     return cls
@@ -143,16 +143,16 @@ class BucketConfig:
                     and self.comm_dtype.is_floating_point, "a floating torch.dtype or None")
             if self.allreduce_always_fp32 and self.comm_dtype != torch.float32:
                 raise ValueError(f"apexfx: allreduce_always_fp32=True contradicts comm_dtype={self.comm_dtype}")
-        given = [f.name for f in dataclasses.fields(self)
+        changed = [f.name for f in dataclasses.fields(self)
                  if f.name not in ("plan", "timeout_s") and getattr(self, f.name) != f.default]
-        if self.plan is not None and given:
-            raise ValueError(f"apexfx: a plan is replayed as it is, and decides about {', '.join(given)} too; leave "
-                             f"{'it' if len(given) == 1 else 'them'} out, or make a new plan with them by leaving out plan=")
-        ordered = [name for name in ("message_size", "delay_allreduce", "trigger_params") if name in given]
+        if self.plan is not None and changed:
+            raise ValueError(f"apexfx: a plan is replayed as it is, and decides about {', '.join(changed)} too; leave "
+                             f"{'it' if len(changed) == 1 else 'them'} out, or make a new plan with them by leaving out plan=")
+        ordered = [name for name in ("message_size", "delay_allreduce", "trigger_params") if name in changed]
         if self.layout == "ddp" and ordered:
             raise ValueError(f"apexfx: layout='ddp' closes buckets where torch DDP does, at bucket_cap_mb; {ordered[0]} needs "
                              "layout='reverse'")
-        if self.layout != "ddp" and "bucket_cap_mb" in given:
+        if self.layout != "ddp" and "bucket_cap_mb" in changed:
             raise ValueError(f"apexfx: bucket_cap_mb={self.bucket_cap_mb} was given, which is the size of buckets for "
                              "layout='ddp'; give message_size, a number of elements, or that layout too")
 
@@ -223,9 +223,9 @@ class TransformConfig:
                     "a torch.distributed.ProcessGroup or None")
         self._check_combinations()
         for name in ("passes", "skip"):
-            given = getattr(self, name)
-            _expect(name, given, isinstance(given, (list, tuple)), "a list or tuple")
-            object.__setattr__(self, name, tuple(given))
+            value = getattr(self, name)
+            _expect(name, value, isinstance(value, (list, tuple)), "a list or tuple")
+            object.__setattr__(self, name, tuple(value))
         _expect("skip", self.skip, all(isinstance(s, str) for s in self.skip), "names of passes")
         _expect("precision", self.precision, isinstance(self.precision, Mapping), "a mapping of names to dtypes")
 
@@ -303,16 +303,16 @@ class TransformConfig:
         return row
 
 
-def _is_number(given: Any) -> bool:
-    return isinstance(given, (int, float)) and not isinstance(given, bool)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _expect(name: str, given: Any, ok: bool, expected: str) -> None:
+def _expect(name: str, value: Any, ok: bool, expected: str) -> None:
     if not ok:
-        raise TypeError(f"apexfx: {name}={given!r} ({type(given).__name__}) was given, expected {expected}")
+        raise TypeError(f"apexfx: {name}={value!r} ({type(value).__name__}) was given, expected {expected}")
 
 
-def _one_of(name: str, given: Any, choices: Any, *, hint: str = "") -> None:
-    if not isinstance(given, str) or given not in choices:
-        raise ValueError(f"apexfx: {name}={given!r} was given, expected one of {', '.join(map(repr, choices))}"
+def _one_of(name: str, value: Any, choices: Any, *, hint: str = "") -> None:
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"apexfx: {name}={value!r} was given, expected one of {', '.join(map(repr, choices))}"
                          + (f" ({hint})" if hint else ""))

@@ -90,21 +90,21 @@ def _nvcc() -> str | None:
 
 def report() -> str:
     """Return the facts as text."""
-    found = facts()
+    known = facts()
     lines = [
-        f"apexfx {found.apexfx}, Python {found.python}, torch {found.torch} "
-        f"({f'CUDA {found.torch_cuda}' if found.torch_cuda else 'no CUDA'}), {found.threads} threads",
-        f"CUDA devices: {', '.join(found.cuda_devices) or 'none'}",
-        f"C++ compiler: {found.cxx or 'not found'}",
-        f"nvcc: {found.nvcc or 'not found'}",
+        f"apexfx {known.apexfx}, Python {known.python}, torch {known.torch} "
+        f"({f'CUDA {known.torch_cuda}' if known.torch_cuda else 'no CUDA'}), {known.threads} threads",
+        f"CUDA devices: {', '.join(known.cuda_devices) or 'none'}",
+        f"C++ compiler: {known.cxx or 'not found'}",
+        f"nvcc: {known.nvcc or 'not found'}",
         "",
         "Compiled libraries",
     ]
-    for library in found.libraries:
+    for library in known.libraries:
         lines.append(f"  {library.device}: {'loaded' if library.loaded else 'not loaded'}: "
                      f"{library.path if library.loaded else library.reason}")  # fmt: skip
-    table = [[row.op, *("yes" if x else "-" for x in (row.reference, row.cpu, row.cuda))] for row in found.ops]
+    table = [[row.op, *("yes" if x else "-" for x in (row.reference, row.cpu, row.cuda))] for row in known.ops]
     lines += ["", tabulate(table, headers=["op", "reference", "cpu", "cuda"]), "", "Environment variables"]
-    values = [[name, value if value is not None else "(not set)", ENVIRONMENT[name]] for name, value in found.environment.items()]
+    values = [[name, value if value is not None else "(not set)", ENVIRONMENT[name]] for name, value in known.environment.items()]
     lines.append(tabulate(values, headers=["name", "value", "meaning"]))
     return "\n".join(lines)

@@ -67,9 +67,9 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         compiler.report.note(note)
         log.info(note)
     set_up(model, config, compiler.groups, compiler.agreement)
-    made = make_transformed(type(model), model.__dict__, config, compiler)
-    drop_compiled_call(made)  # it would run the model itself
-    return made
+    transformed = make_transformed(type(model), model.__dict__, config, compiler)
+    drop_compiled_call(transformed)  # it would run the model itself
+    return transformed
 
 
 transform.__signature__ = inspect.Signature(  # the options and their defaults, as help() and notebooks show them
@@ -106,12 +106,12 @@ class TransformedModule:
         return _empty, (source_class(self), _inspection(self)), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        made = memo[id(self)] = _empty(source_class(self), _inspection(self))
+        duplicate = memo[id(self)] = _empty(source_class(self), _inspection(self))
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
-        super(TransformedModule, made).__setstate__(copy.deepcopy(state, memo))
-        _compile(made, config, compiler_for_copy(compiled_model.of(self).compiler))
-        return made
+        super(TransformedModule, duplicate).__setstate__(copy.deepcopy(state, memo))
+        _compile(duplicate, config, compiler_for_copy(compiled_model.of(self).compiler))
+        return duplicate
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
         raise RuntimeError(f"apexfx: {COMPILES_ITSELF}")
@@ -192,10 +192,10 @@ def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config
     if len(public) < len(_INSPECTION):
         log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,
                  ", ".join(sorted(set(_INSPECTION) - set(public))))
-    made = _empty(cls, public)
-    made.__dict__.update(attributes)
-    _compile(made, config, compiler)
-    return made
+    transformed = _empty(cls, public)
+    transformed.__dict__.update(attributes)
+    _compile(transformed, config, compiler)
+    return transformed
 
 
 def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:

@@ -50,7 +50,7 @@ class Decision(NamedTuple):
     wide: bool
 
 
-def signature(values: Any, found: list[Any]) -> bool:
+def signature(values: Any, marks: list[Any]) -> bool:
     """Append what decisions depend on for each value, sequences and dicts flattened: a tensor's dtype, a mark, or None.
 
     Returns:
@@ -60,21 +60,21 @@ def signature(values: Any, found: list[Any]) -> bool:
     for value in values:
         kind = value.__class__
         if isinstance(value, Tensor):
-            found.append(value.dtype)
+            marks.append(value.dtype)
         elif value is None or kind is bool:
-            found.append(None)
+            marks.append(None)
         elif kind is float or kind is int:
-            found.append(None if -_NARROWEST <= value <= _NARROWEST else _WIDE)
+            marks.append(None if -_NARROWEST <= value <= _NARROWEST else _WIDE)
         elif kind is tuple or kind is list:
             nested = True
-            signature(value, found)
+            signature(value, marks)
         elif kind is torch.dtype:
-            found.append(_DTYPE)
+            marks.append(_DTYPE)
         elif isinstance(value, dict):
             nested = True
-            signature(value.values(), found)
+            signature(value.values(), marks)
         else:
-            found.append(None)
+            marks.append(None)
     return nested
 
 
@@ -164,12 +164,12 @@ class CastPlan:
 class _Recast:
     """Goes through the arguments of one call, in the order of `signature`, and gives them as they were decided."""
 
-    __slots__ = ("half", "made", "mask", "plan", "rule", "targets")
+    __slots__ = ("casts", "half", "mask", "plan", "rule", "targets")
 
     def __init__(self, plan: CastPlan, decision: Decision, targets: tuple[torch.dtype | None, ...] | None, mask: Any) -> None:
         self.plan, self.rule, self.half, self.mask = plan, decision.rule, decision.half, mask
         self.targets = None if targets is None else iter(targets)
-        self.made: dict[int, Tensor] = {}  # one cast serves an argument given twice
+        self.casts: dict[int, Tensor] = {}  # one cast serves an argument given twice
 
     def __call__(self, values: Any) -> list[Any]:
         result: list[Any] = []
@@ -192,9 +192,9 @@ class _Recast:
         return [value if target is None else self._cast(value, target) for value, target in zip(values, self.targets)]
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        made = self.made.get(id(tensor))
-        if made is not None:
-            return made
+        cast = self.casts.get(id(tensor))
+        if cast is not None:
+            return cast
         executor, source = self.plan.executor, tensor
         if (tensor is self.mask or executor.any_float32_limits and hasattr(tensor, FLOAT32_LIMITS)) and dtype in HALVES:
             source = saturated(tensor, dtype)
@@ -203,7 +203,7 @@ class _Recast:
             delattr(cast, USER_CAST)  # around a decorated function the executor is on: it saw a cast, but not the user's
         if executor.ledger is not None:
             executor.ledger.note(self.plan.name, self.rule, tensor, dtype, hit)
-        self.made[id(tensor)] = cast
+        self.casts[id(tensor)] = cast
         return cast
 
 
@@ -240,6 +240,6 @@ def mark(name: str, result: Any, *but: Any) -> None:
 
 def gives_float32_limits(rule: Rule, values: Any) -> bool:
     """Return whether the result of a call may hold limits of float32."""
-    found = list(leaves(values))
-    kept = keeps_float32_limits(rule) and any(hasattr(value, FLOAT32_LIMITS) for value in found)
-    return kept or any(map(is_float32_limit, found))
+    flat = list(leaves(values))
+    kept = keeps_float32_limits(rule) and any(hasattr(value, FLOAT32_LIMITS) for value in flat)
+    return kept or any(map(is_float32_limit, flat))

@@ -118,28 +118,28 @@ def initialize(
     return models if optimizers is None else (models, optimizers)
 
 
-def _as_list(given: Any, what: str, kind: type) -> list[Any]:
-    if isinstance(given, kind):
-        return [given]
-    if isinstance(given, list):
-        return list(given)
-    swapped = isinstance(given, torch.optim.Optimizer)
-    raise TypeError(f"{what} must be either a single {kind.__name__} or a list of them, got {type(given).__name__}"
+def _as_list(argument: Any, what: str, kind: type) -> list[Any]:
+    if isinstance(argument, kind):
+        return [argument]
+    if isinstance(argument, list):
+        return list(argument)
+    swapped = isinstance(argument, torch.optim.Optimizer)
+    raise TypeError(f"{what} must be either a single {kind.__name__} or a list of them, got {type(argument).__name__}"
                     + ("; models come first: amp.initialize(model, optimizer)" if swapped else ""))
 
 
 def _optimizer_list(optimizers: Any) -> list[Any]:
     if optimizers is None:
         return []
-    given = optimizers if isinstance(optimizers, list) else [optimizers]
-    for optimizer in given:
+    as_list = optimizers if isinstance(optimizers, list) else [optimizers]
+    for optimizer in as_list:
         if type(optimizer).__name__ == "FP16_Optimizer":
             raise RuntimeError("An incoming optimizer is an FP16_Optimizer. An optimizer passed to amp.initialize must be "
                                "the plain one: amp keeps the masters itself")
         if not isinstance(unwrap(optimizer), torch.optim.Optimizer):
             raise TypeError("optimizers must be either a single optimizer or a list of optimizers, got "
                             f"{type(optimizer).__name__}")
-    return list(given)
+    return list(as_list)
 
 
 def _check_belong(optimizers: list[Any], models: list[nn.Module]) -> None:
@@ -231,9 +231,9 @@ def _prepared(model: nn.Module, session: Session, cast_outputs: torch.dtype | No
         # Apex left half outputs and cast in the loss function; here the loss gets them in float32.
         outputs, only = torch.float32, HALVES
     if inner is not None:
-        made = _transformed(model, session, cast_type, inner)
-        cast_around(made, inputs=cast_type is not None, outputs=outputs, only=only)
-        return made
+        transformed = _transformed(model, session, cast_type, inner)
+        cast_around(transformed, inputs=cast_type is not None, outputs=outputs, only=only)
+        return transformed
     if cast_type is not None or outputs is not None:
         patch_forward(model, ForwardPatch(cast_type, outputs, only, session.executor))
     return model

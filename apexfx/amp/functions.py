@@ -54,8 +54,8 @@ def _marked(kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     What will be half is float32 still: the dtypes of this moment do not tell what to cast.
     """
-    given = [a for a in tree_leaves((args, kwargs)) if _is_floating(a)]
-    marked = iter(MARKS[kind](*given) if given else ())
+    floating = [a for a in tree_leaves((args, kwargs)) if _is_floating(a)]
+    marked = iter(MARKS[kind](*floating) if floating else ())
     return tree_map(lambda a: next(marked) if _is_floating(a) else a, (args, kwargs))
 
 

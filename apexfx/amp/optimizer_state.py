@@ -227,11 +227,11 @@ class AmpOptimizerState:
         return {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "step_flag": None, "session": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
-        made = object.__new__(type(self))
-        memo[id(self)] = made
-        made.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
-        made.session = self.session
-        return made
+        duplicate = object.__new__(type(self))
+        memo[id(self)] = duplicate
+        duplicate.__dict__.update({key: copy.deepcopy(value, memo) for key, value in self.__getstate__().items()})
+        duplicate.session = self.session
+        return duplicate
 
 
 def _take_grads(parameters: Sequence[Tensor]) -> list[Tensor | None]:

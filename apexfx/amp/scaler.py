@@ -97,11 +97,11 @@ class LossScaler:
     def unscale(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor], found_inf: Tensor) -> None:
         """Write `inputs / scale` to `outputs`, and 1 to `found_inf` where an input is infinite or NaN."""
         factor, inverse = (1.0, self._scale.reciprocal()) if self.dynamic else (1.0 / self._scale, None)
-        for device, (given, out) in by_device(inputs, outputs).items():
+        for device, (on_device, out) in by_device(inputs, outputs).items():
             here = device == found_inf.device
             flag = found_inf if here else torch.zeros((), dtype=torch.float32, device=device)
             there = None if inverse is None else inverse.to(device, non_blocking=True)
-            multi_tensor_scale(given, out, flag, factor, there)
+            multi_tensor_scale(on_device, out, flag, factor, there)
             if not here:
                 found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True)))
 

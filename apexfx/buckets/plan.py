@@ -113,9 +113,9 @@ class BucketPlan:
         Raises:
             ValueError: a name that is missing, unknown or given twice, or a bucket of mixed dtypes.
         """
-        given = [name for group in groups for name in group]
-        if sorted(given) != sorted(self.parameters):
-            odd = sorted(set(given) ^ set(self.parameters)) or sorted({n for n in given if given.count(n) > 1})
+        names = [name for group in groups for name in group]
+        if sorted(names) != sorted(self.parameters):
+            odd = sorted(set(names) ^ set(self.parameters)) or sorted({n for n in names if names.count(n) > 1})
             raise ValueError(f"apexfx: regroup() expects every parameter of the plan once; see {odd[0]!r}")
         home = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
         packed = not any(padding for bucket in self.buckets for padding in bucket.padding())
@@ -132,10 +132,10 @@ class BucketPlan:
 
     def with_windows(self, windows: Sequence[Window]) -> BucketPlan:
         """Return this plan with where its communication lies in a graph."""
-        found = {window.bucket: window for window in windows}
+        by_bucket = {window.bucket: window for window in windows}
         return dataclasses.replace(self, buckets=tuple(
-            dataclasses.replace(bucket, start_after=found[index].start_after, wait_before=found[index].wait_before,
-                                window_flops=found[index].flops) if index in found else bucket
+            dataclasses.replace(bucket, start_after=by_bucket[index].start_after, wait_before=by_bucket[index].wait_before,
+                                window_flops=by_bucket[index].flops) if index in by_bucket else bucket
             for index, bucket in enumerate(self.buckets)))
 
     def for_world_size(self, world_size: int) -> BucketPlan:
@@ -161,8 +161,8 @@ class BucketPlan:
             ValueError: another version, a missing field, what no plan may have.
         """
         if not isinstance(data, dict) or data.get("version") != FORMAT_VERSION:
-            given = data.get("version") if isinstance(data, dict) else type(data).__name__
-            raise ValueError(f"apexfx: a bucket plan of version {given!r} was given, expected {FORMAT_VERSION}")
+            version = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise ValueError(f"apexfx: a bucket plan of version {version!r} was given, expected {FORMAT_VERSION}")
         try:
             buckets = tuple(map(Bucket.from_json, data["buckets"]))
             return cls(buckets, data["world_size"], data["layout"], data["group"])
@@ -266,9 +266,9 @@ def check_options(config: BucketConfig, parameters: Mapping[str, torch.Tensor], 
     plan.check((), world_size=world_size, others=set(plan.parameters) & set(parameters))
     for bucket in plan.buckets:
         for slot in bucket.slots:
-            given = tuple(parameters[slot.parameter].shape)
-            if given != slot.shape:
-                raise ValueError(f"apexfx: parameter {slot.parameter!r} was given with shape {list(given)}, the bucket plan "
+            shape = tuple(parameters[slot.parameter].shape)
+            if shape != slot.shape:
+                raise ValueError(f"apexfx: parameter {slot.parameter!r} was given with shape {list(shape)}, the bucket plan "
                                  f"expects {list(slot.shape)}; {_ADVICE}")
 
 

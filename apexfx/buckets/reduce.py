@@ -49,9 +49,9 @@ def reduce_gradients(
 
 
 def _plan(specs: Sequence[GradientSpec], config: BucketConfig, group: dist.ProcessGroup) -> BucketPlan:
-    given = given_plan(config)
-    divisors = {name: {"predivide": bucket.predivide, "postdivide": bucket.postdivide} for bucket in given.buckets
-                for slot in bucket.slots for name in (slot.parameter, *slot.shared_with)} if given is not None else {}
+    replayed = given_plan(config)
+    divisors = {name: {"predivide": bucket.predivide, "postdivide": bucket.postdivide} for bucket in replayed.buckets
+                for slot in bucket.slots for name in (slot.parameter, *slot.shared_with)} if replayed is not None else {}
     alike: dict[Any, list[GradientSpec]] = {}
     for spec in specs:
         alike.setdefault(tuple(divisors.get(spec.name, {}).items()), []).append(spec)

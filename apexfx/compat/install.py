@@ -33,12 +33,12 @@ def install(*, force: bool = False) -> str:
     finder = _installed()
     if finder is not None:
         return finder.what
-    found = "none" if force else _what_is_there()
-    if found == "nvidia":
-        return found
-    if found != "without amp" and "apex" in sys.modules and not _is_ours(sys.modules["apex"]):
+    installed = "none" if force else _what_is_there()
+    if installed == "nvidia":
+        return installed
+    if installed != "without amp" and "apex" in sys.modules and not _is_ours(sys.modules["apex"]):
         raise RuntimeError(f"apexfx.compat: {sys.modules['apex']!r} was imported already; call install() before `import apex`")
-    finder = _ApexFinder(None if found != "without amp" else REMOVED_BY_NVIDIA)
+    finder = _ApexFinder(None if installed != "without amp" else REMOVED_BY_NVIDIA)
     sys.meta_path.insert(0, finder)
     if finder.only is None:
         top = sys.modules["apex"] = _top_module()

@@ -35,9 +35,9 @@ def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.Pro
 def batch_norm_stand_in(module: BatchNorm, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
     """Return a traceable copy of a batch norm, which shares everything with it that is registered; see `StandIns`."""
     cls = source_class(type(module), TraceableBatchNorm)
-    made = _instance(_traceable_class(cls), module.__dict__)
-    _configure(made, cls, path, group, report)
-    return made
+    stand_in = _instance(_traceable_class(cls), module.__dict__)
+    _configure(stand_in, cls, path, group, report)
+    return stand_in
 
 
 def is_untraceable(module: nn.Module, group: dist.ProcessGroup | None) -> bool:

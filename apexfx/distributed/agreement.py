@@ -94,10 +94,10 @@ class Agreement:
     def compare(self, what: str, items: Sequence[Any]) -> None:
         """Exchange `items` in any case, and return or raise as `ensure` does."""
         key, store = self._post(what, json.dumps(list(items), sort_keys=True))
-        given = self._collect(store, key, what)
-        if any(other[1] != given[0][1] for other in given):
+        posts = self._collect(store, key, what)
+        if any(other[1] != posts[0][1] for other in posts):
             self._part()
-            raise RankMismatchError(_explain(given))
+            raise RankMismatchError(_explain(posts))
 
     @contextlib.contextmanager
     def running(self, variant: str, what: str, items: Sequence[Any]) -> Iterator[None]:
@@ -164,20 +164,20 @@ class Agreement:
                 self._watchdog.look_for_failure()
             if store.get(outcome) or time.monotonic() >= deadline:
                 break
-        given = store.gather(key)
-        decided = store.set_once(outcome, self._absence(store, given, what) if None in given else _ALL_CAME)
+        posts = store.gather(key)
+        decided = store.set_once(outcome, self._absence(store, posts, what) if None in posts else _ALL_CAME)
         if decided != _ALL_CAME:
             raise RankMismatchError(decided)
-        if None in given and None in (given := store.gather(key)):  # the last one came just now
+        if None in posts and None in (posts := store.gather(key)):  # the last one came just now
             raise RankFailureError(f"apexfx: {SILENT}")
-        return given
+        return posts
 
-    def _absence(self, store: RankStore, given: Sequence[Any], what: str) -> str:
+    def _absence(self, store: RankStore, posts: Sequence[Any], what: str) -> str:
         """Describe which ranks did not come."""
         if store.silent:
             return f"apexfx: after {self.timeout_s:g} s there is no agreement on the {what}: {SILENT}."
-        absent = ", ".join(str(rank) for rank, value in enumerate(given) if value is None)
-        return (f"apexfx: after {self.timeout_s:g} s, rank {absent} of {len(given)} has not arrived to agree on the {what}. It "
+        absent = ", ".join(str(rank) for rank, value in enumerate(posts) if value is None)
+        return (f"apexfx: after {self.timeout_s:g} s, rank {absent} of {len(posts)} has not arrived to agree on the {what}. It "
                 "failed, is still compiling, or runs another graph (a copy of a model trains on every rank or on none). Look at "
                 "its log; if it is only slow, raise BucketConfig(timeout_s=...).")
 
@@ -194,21 +194,21 @@ def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
     return {key: a[key] for key in apart}, {key: b[key] for key in apart}
 
 
-def _explain(given: list[list[str]]) -> str:
+def _explain(posts: list[list[str]]) -> str:
     """Say where the ranks part, in the same words on every rank."""
-    for rank, (what, _, payload) in enumerate(given):
+    for rank, (what, _, payload) in enumerate(posts):
         if what == _FAILED:
             return f"apexfx: rank {rank} failed before it communicated, and the others gave up what they ran with it: {payload}"
-    reference = json.loads(given[0][2])
-    lines = [f"apexfx: the ranks do not agree on the {given[0][0]}."]
-    for rank, (what, digest, payload) in enumerate(given):
-        if digest == given[0][1]:
+    reference = json.loads(posts[0][2])
+    lines = [f"apexfx: the ranks do not agree on the {posts[0][0]}."]
+    for rank, (what, digest, payload) in enumerate(posts):
+        if digest == posts[0][1]:
             continue
         items = json.loads(payload)
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
         first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
         lines.append(f"  first difference, at position {place}: rank 0 has {first[0]}, rank {rank} has {first[1]}"
-                     + (f" (there: the {what})" if what != given[0][0] else ""))
+                     + (f" (there: the {what})" if what != posts[0][0] else ""))
     lines.append("Every rank must build the same model with the same options and run the same graph.")
     return "\n".join(lines)

@@ -134,8 +134,8 @@ def inline(graph: fx.Graph, function: Callable[..., None], args: tuple[Any, ...]
     sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
     def of_tensors(*tensors: Any) -> None:
-        given = iter(tensors)
-        function(*tree_unflatten([next(given) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree))
+        remaining = iter(tensors)
+        function(*tree_unflatten([next(remaining) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree))
 
     with _fake_evaluation(mode or fake_mode(graph)):
         traced = make_fx(of_tensors)(*map(value, sources))

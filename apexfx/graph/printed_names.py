@@ -27,8 +27,8 @@ _TANGENT = re.compile(r"TangentAOTInput\(output=PlainAOTOutput\(idx=(\d+)\)\)")
 
 def identifier(name: str) -> str:
     """Return the user's `name`, "layer1.0.weight", as a Python name, "layer1_0_weight"."""
-    made = re.sub(r"\W+", "_", name).strip("_") or "_"
-    return f"_{made}" if made[0].isdigit() else made
+    replaced = re.sub(r"\W+", "_", name).strip("_") or "_"
+    return f"_{replaced}" if replaced[0].isdigit() else replaced
 
 
 def users_name(node: fx.Node) -> str:

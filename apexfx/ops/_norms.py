@@ -64,8 +64,8 @@ class Norm:
         if not (eps >= 0 and math.isfinite(eps)):
             raise ValueError(f"apexfx::{op}: eps={eps}; expected a finite number that is not negative")
         normalized_shape = x.shape[x.dim() - num_dims :]
-        given = {name: p for name, p in zip(self.parameter_names, parameters) if p is not None}
-        for name, parameter in given.items():
+        present = {name: p for name, p in zip(self.parameter_names, parameters) if p is not None}
+        for name, parameter in present.items():
             check_floating(op, name, parameter, x)
             if parameter.shape != normalized_shape:
                 raise ValueError(f"apexfx::{op}: {name} has shape {list(parameter.shape)}, "
@@ -73,10 +73,10 @@ class Norm:
             if (parameter.dtype == torch.float64) != (x.dtype == torch.float64):
                 raise TypeError(f"apexfx::{op}: {name} is {parameter.dtype} and x {x.dtype}; "
                                 "float64 mixes with no other dtype, cast one of them")
-        if len({parameter.dtype for parameter in given.values()}) > 1:
-            weight, bias = given.values()
+        if len({parameter.dtype for parameter in present.values()}) > 1:
+            weight, bias = present.values()
             raise TypeError(f"apexfx::{op}: weight is {weight.dtype} and bias {bias.dtype}; give both in one dtype")
-        allowed = {x.dtype, *(parameter.dtype for parameter in given.values())}
+        allowed = {x.dtype, *(parameter.dtype for parameter in present.values())}
         if dtype is not None and dtype not in allowed:
             raise TypeError(f"apexfx::{op}: dtype={dtype}; expected x's dtype or the parameters' "
                             f"({', '.join(sorted(map(str, allowed)))})")

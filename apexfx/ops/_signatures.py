@@ -15,10 +15,10 @@ _MARK = re.compile(rb"apexfx signatures:((?:\n[^\n\0]+)*)\n\0")
 
 def mismatch(library: bytes) -> str:
     """Return what keeps `library` from being used with the ops as they are registered, or "" where nothing does."""
-    found = _MARK.search(library)
-    if found is None:
+    mark = _MARK.search(library)
+    if mark is None:
         return "it does not say which ops it was built for"
-    for signature in found[1].decode().split("\n")[1:]:
+    for signature in mark[1].decode().split("\n")[1:]:
         name = signature.split("(")[0]
         op = getattr(torch.ops.apexfx, name, None)
         if op is None or _signature(op.default._schema) != signature:

@@ -74,11 +74,11 @@ def by_device(*lists: Sequence[Tensor]) -> dict[torch.device, tuple[list[Tensor]
     devices = {tensor.device for tensor in lists[0]}
     if len(devices) == 1:
         return {devices.pop(): tuple(map(list, lists))}
-    found: dict[torch.device, tuple[list[Tensor], ...]] = {}
+    grouped: dict[torch.device, tuple[list[Tensor], ...]] = {}
     for row in zip(*lists):
-        for on_device, tensor in zip(found.setdefault(row[0].device, tuple([] for _ in lists)), row):
+        for on_device, tensor in zip(grouped.setdefault(row[0].device, tuple([] for _ in lists)), row):
             on_device.append(tensor)
-    return found
+    return grouped
 
 
 def _written(tensors: Sequence[Tensor]) -> None:

@@ -143,8 +143,8 @@ class RecurrentLayer:
     def _differentiate(self, ctx: Any, grad_y, grad_hy, grad_cy, _: Any) -> tuple[Any, ...]:
         *output, x, batch_sizes = ctx.saved_tensors[:6]
         hx, params = ctx.saved_tensors[6:6 + ctx.num_states], ctx.saved_tensors[6 + ctx.num_states:]
-        found = iter(self.backward(grad_y, grad_hy, grad_cy, *output, x, batch_sizes, hx, params, *ctx.options))
-        grads = [next(found) if needed else None for needed in ctx.options[-1]]
+        computed = iter(self.backward(grad_y, grad_hy, grad_cy, *output, x, batch_sizes, hx, params, *ctx.options))
+        grads = [next(computed) if needed else None for needed in ctx.options[-1]]
         return grads[0], None, grads[1:1 + len(hx)], grads[1 + len(hx):], *(None for _ in ctx.options)
 
 

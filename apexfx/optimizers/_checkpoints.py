@@ -58,13 +58,13 @@ def _check(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor, inde
     if not isinstance(values, dict):
         raise ValueError(f"{what} it is {type(values).__name__}, expected a dict")
     names = optimizer._names(group)
-    found = [name for name, value in values.items() if value is not None and name != "step"]
-    missing = [name for name in names if name not in found]
-    if found and missing:
-        raise ValueError(f"{what} it has {', '.join(found)} and lacks {', '.join(missing)}; was it saved by another optimizer?")
-    for name in {*names, "master_param"}.intersection(found):
+    held = [name for name, value in values.items() if value is not None and name != "step"]
+    missing = [name for name in names if name not in held]
+    if held and missing:
+        raise ValueError(f"{what} it has {', '.join(held)} and lacks {', '.join(missing)}; was it saved by another optimizer?")
+    for name in {*names, "master_param"}.intersection(held):
         shape = tuple(getattr(values[name], "shape", ()))
         if not isinstance(values[name], Tensor) or shape != tuple(param.shape):
-            given = f"a tensor of {shape}" if isinstance(values[name], Tensor) else type(values[name]).__name__
-            raise ValueError(f"{what} its {name} is {given}, expected a tensor of {tuple(param.shape)}; was it saved for another "
-                             "list of parameters?")
+            actual = f"a tensor of {shape}" if isinstance(values[name], Tensor) else type(values[name]).__name__
+            raise ValueError(f"{what} its {name} is {actual}, expected a tensor of {tuple(param.shape)}; was it saved for "
+                             "another list of parameters?")

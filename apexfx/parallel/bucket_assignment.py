@@ -104,7 +104,7 @@ class BucketPlanner:
         """Return the assignment before any backward: in the module's order."""
         names, parameters = [n for n, _ in named], [p for _, p in named]
         specs = [self._spec(n, p) for n, p in named]
-        plan = given = given_plan(self.config)
+        plan = replayed = given_plan(self.config)
         if plan is not None:
             plan.check(specs, world_size=dist.get_world_size(self.group))
             plan = dataclasses.replace(plan, group_name=self.group.group_name)
@@ -112,7 +112,7 @@ class BucketPlanner:
             plan = self._grouped(specs, self._first_ddp_buckets(specs))
         else:
             plan = self._plan(specs)
-        fixed = given is not None or self.config.delay_allreduce or not specs
+        fixed = replayed is not None or self.config.delay_allreduce or not specs
         fixed |= self.config.layout == "ddp" and self.find_unused and not self.static  # nor does torch DDP rebuild these
         # On more than two ranks the length of a buffer decides where a ring allreduce cuts it, and so in which order it adds.
         bitwise = plan.layout == "ddp" and dist.get_world_size(self.group) > 2

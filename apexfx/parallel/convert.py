@@ -33,10 +33,10 @@ def convert_syncbn_model(
         ValueError: a batch norm with a forward of its own, which a change of class would drop, or one without shape
             yet. Nothing was converted then.
     """
-    found = [(path, m) for path, m in module.named_modules() if isinstance(m, BatchNorm)]
-    for path, batch_norm in found:
+    batch_norms = [(path, m) for path, m in module.named_modules() if isinstance(m, BatchNorm)]
+    for path, batch_norm in batch_norms:
         _check(path or type(module).__name__, batch_norm)
-    for _, batch_norm in found:
+    for _, batch_norm in batch_norms:
         _convert(batch_norm, process_group, channel_last)
     return module
 

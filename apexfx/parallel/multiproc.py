@@ -27,30 +27,30 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--log-dir", type=Path, default=None, metavar="DIR", help="where ranks 1... write; default: a new folder")
     parser.add_argument("script", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
-    given = parser.parse_args(argv)
-    if given.world_size < 1:
-        parser.error(f"--world-size {given.world_size} was given, expected at least 1")
-    if not Path(given.script).is_file():
-        parser.error(f"{given.script}: no such file")
-    return given
+    arguments = parser.parse_args(argv)
+    if arguments.world_size < 1:
+        parser.error(f"--world-size {arguments.world_size} was given, expected at least 1")
+    if not Path(arguments.script).is_file():
+        parser.error(f"{arguments.script}: no such file")
+    return arguments
 
 
-def command(given: argparse.Namespace, log_dir: Path) -> list[str]:
+def command(arguments: argparse.Namespace, log_dir: Path) -> list[str]:
     """Return torchrun's arguments."""
-    redirects = [f"{rank}:3" for rank in range(1, given.world_size)]  # 3: stdout and stderr
-    return ["--standalone", f"--nproc-per-node={given.world_size}", f"--log-dir={log_dir}",
-            *(["--redirects", ",".join(redirects)] if redirects else []), given.script, *given.args]
+    redirects = [f"{rank}:3" for rank in range(1, arguments.world_size)]  # 3: stdout and stderr
+    return ["--standalone", f"--nproc-per-node={arguments.world_size}", f"--log-dir={log_dir}",
+            *(["--redirects", ",".join(redirects)] if redirects else []), arguments.script, *arguments.args]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    given = parse(sys.argv[1:] if argv is None else argv)
-    log_dir = given.log_dir or Path(tempfile.mkdtemp(prefix="apexfx-logs-"))
+    arguments = parse(sys.argv[1:] if argv is None else argv)
+    log_dir = arguments.log_dir or Path(tempfile.mkdtemp(prefix="apexfx-logs-"))
     log_dir.mkdir(parents=True, exist_ok=True)
-    if given.world_size > 1:
-        others = "rank 1 writes" if given.world_size == 2 else f"ranks 1 to {given.world_size - 1} write"
+    if arguments.world_size > 1:
+        others = "rank 1 writes" if arguments.world_size == 2 else f"ranks 1 to {arguments.world_size - 1} write"
         print(f"multiproc: {others} to {log_dir}", file=sys.stderr, flush=True)
     try:
-        torchrun(command(given, log_dir))
+        torchrun(command(arguments, log_dir))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         _show_log(log_dir, rank)

@@ -131,8 +131,8 @@ class OverlappedReducer(Synchronizer):
         self._warned = False
         self._watchdog = Watchdog(planner.group, label, self.config.timeout_s, recovers=True)
         self._check = StepCheck(self._watchdog, label, self.config.timeout_s)
-        given = given_plan(self.config)
-        whole = given.averages_exactly if given is not None else (
+        plan = given_plan(self.config)
+        whole = plan.averages_exactly if plan is not None else (
             self.config.gradient_average and self.config.comm_dtype is None)
         self._reduced = None if whole else ReducedGradients()
 

@@ -45,11 +45,11 @@ class FuseBatchnorm(Pass):
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
         for body in bodies(gm):
-            found = [node for node in training_batch_norms(body.graph) if self._is_faster(value(argument(node, "input")))]
-            if not found:
+            batch_norms = [node for node in training_batch_norms(body.graph) if self._is_faster(value(argument(node, "input")))]
+            if not batch_norms:
                 continue
             modified = True
-            details = {rewrite(body.graph, node, ""): "" for node in found}
+            details = {rewrite(body.graph, node, ""): "" for node in batch_norms}
             fused = fuse_tails(body.graph, details)
             for node, detail in details.items():
                 new, taken = fused.get(node, (node, detail))

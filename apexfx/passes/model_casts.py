@@ -32,7 +32,7 @@ def cast_entries(
     touched = written_storages(gm)
     # Behind a node that switches gradients on, or the parameters would get none.
     first = next(n for n in gm.graph.nodes if n.op != "placeholder" and (n.target is not set_grad_enabled or not n.args[0]))
-    made: dict[fx.Node, fx.Node] = {}
+    originals: dict[fx.Node, fx.Node] = {}
     for placeholder in gm.graph.find_nodes(op="placeholder"):
         source = dtype_of(placeholder)
         target = _target(policy, source)
@@ -42,11 +42,11 @@ def cast_entries(
             continue
         kind = placeholder.meta.get("apexfx_kind", "input").replace("param", "parameter")
         cast = insert_cast(placeholder, target, before=first, like=placeholder, mode=mode)
-        made[cast] = placeholder
-        _move_users(placeholder, cast, policy, mode, made)
+        originals[cast] = placeholder
+        _move_users(placeholder, cast, policy, mode, originals)
         reason = "the model is half; one cast serves all uses" if policy.level.cast_model else "float32 throughout"
         record(cast, ledger_row(cast, placeholder, op=kind, rule="model", reason=reason))
-    return made
+    return originals
 
 
 def _target(policy: Policy, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -88,7 +88,7 @@ def _desired_by(tensor: fx.Node, user: fx.Node, policy: Policy) -> set[str]:
     return {CAST}
 
 
-def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, made: dict[fx.Node, fx.Node]) -> None:
+def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, originals: dict[fx.Node, fx.Node]) -> None:
     """Let the users of `tensor` that want it cast read `cast`; a view with users of both kinds is made twice."""
     for user in list(tensor.users):
         if user is cast:
@@ -100,5 +100,5 @@ def _move_users(tensor: fx.Node, cast: fx.Node, policy: Policy, mode: Any, made:
             with tensor.graph.inserting_after(user):
                 twin = tensor.graph.node_copy(user, lambda n: cast if n is tensor else n)
             set_value(twin, evaluate(twin, mode))
-            made[twin] = user
-            _move_users(user, twin, policy, mode, made)
+            originals[twin] = user
+            _move_users(user, twin, policy, mode, originals)

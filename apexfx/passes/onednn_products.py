@@ -43,15 +43,16 @@ class OnednnProducts(Pass):
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         graph, mode = gm.graph, fake_mode(gm.graph)
-        found = [node for node in graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default) if self._is_large(node)]
-        for node in found:
+        mms = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+        large = [node for node in mms if self._is_large(node)]
+        for node in large:
             with graph.inserting_before(node):
                 new = call(graph, torch.ops.apexfx.onednn_mm.default, node.args, like=node, mode=mode)
             node.replace_all_uses_with(new)
             graph.erase_node(node)
             shapes = [tuple(value(argument).shape) for argument in new.args]
             self.record(new, "{} times {}".format(*shapes))
-        return PassResult(gm, bool(found))
+        return PassResult(gm, bool(large))
 
     def _is_large(self, mm: fx.Node) -> bool:
         a, b = map(value, mm.args)

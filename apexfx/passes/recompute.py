@@ -147,8 +147,8 @@ class _Peak:
 
     def _late_readers(self, memory: int) -> list[tuple[fx.Node, fx.Node]]:
         """Return (reader, what it reads) behind the peak, in order."""
-        found = [(user, node) for node in self._in[memory] for user in node.users if self._place.get(user, -1) > self._at]
-        return sorted(found, key=lambda pair: self._place[pair[0]])
+        reads = [(user, node) for node in self._in[memory] for user in node.users if self._place.get(user, -1) > self._at]
+        return sorted(reads, key=lambda pair: self._place[pair[0]])
 
     def _add(self, node: fx.Node, at: int, chain: dict[fx.Node, None], most: int) -> bool:
         """Add to `chain` what has to be computed again for `node` to be there at the place `at`; return whether that can be.
@@ -168,9 +168,9 @@ class _Peak:
 
     def _is_there(self, node: fx.Node, at: int) -> bool:
         """Return whether a value is alive, and as it was, at the place `at`."""
-        made = self._place.get(node, -1)  # of an input
+        start = self._place.get(node, -1)  # of an input
         return all(memory not in self._again and self.graph.lives[memory][1] >= at
-                   and not any(made < place < at for place in self._writes.get(memory, ())) for memory in self.graph.of(node))
+                   and not any(start < place < at for place in self._writes.get(memory, ())) for memory in self.graph.of(node))
 
 
 def _is_cheap(node: fx.Node) -> bool:

@@ -68,10 +68,10 @@ def _refuse_conditional(gm: fx.GraphModule, pass_name: str) -> None:
     """Raise where a batch norm is in a body that this rank may skip or repeat: its peers would wait for ever."""
     plain = {id(body) for body in bodies(gm)}
     for body in graphs(gm):
-        if id(body) not in plain and (found := training_batch_norms(body.graph)):
+        if id(body) not in plain and (batch_norms := training_batch_norms(body.graph)):
             raise PassError(
                 pass_name,
                 "is inside a control flow or custom autograd operator, where not every rank may issue its collective; "
                 "move the batch norm out of it, or leave the pass out with skip=",
-                found[0],
+                batch_norms[0],
             )

@@ -56,8 +56,8 @@ class UpdateEarly(Pass):
             parts = [_Part(update, members) for members in _parts(update)]
             if len(parts) > 1 or parts[0].is_late():
                 for part in parts:
-                    made = part.put(placed)
-                    self.record(made, f"{len(part.members)} parameters behind {part.anchor.name}")
+                    early = part.put(placed)
+                    self.record(early, f"{len(part.members)} parameters behind {part.anchor.name}")
                 gm.graph.erase_node(update)
                 modified = True
         gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in _READS_COUNT)
@@ -85,8 +85,8 @@ def _read_again(count: fx.Node, mode: Any, placed: set[fx.Node]) -> fx.Node:
     if count.op == "placeholder":
         return count
     source = _read_again(count.args[0], mode, placed)
-    placed.add(made := call(count.graph, count.target, (source, *count.args[1:]), like=count, mode=mode))
-    return made
+    placed.add(read := call(count.graph, count.target, (source, *count.args[1:]), like=count, mode=mode))
+    return read
 
 
 def _places(graph: fx.Graph) -> _Places:
@@ -124,16 +124,16 @@ class _Part:
 
     def _come_from_waits(self) -> set[fx.Node]:
         """Return the waits that the gradients come from, and what lies between."""
-        found: dict[fx.Node, bool] = {}
+        from_wait: dict[fx.Node, bool] = {}
 
         def look(node: fx.Node) -> bool:
-            if node not in found:
-                found[node] = is_wait(node) or MARK in node.meta and any([look(source) for source in node.all_input_nodes])
-            return found[node]
+            if node not in from_wait:
+                from_wait[node] = is_wait(node) or MARK in node.meta and any([look(source) for source in node.all_input_nodes])
+            return from_wait[node]
 
         for i in self.members:
             look(self.update.args[1][i])
-        return {node for node, from_wait in found.items() if from_wait}
+        return {node for node, waits in from_wait.items() if waits}
 
     def _find_anchor(self) -> fx.Node:
         gradients = {self.update.args[1][i] for i in self.members}
@@ -142,7 +142,8 @@ class _Part:
             starts = [node for node in self._places if is_collective(node) and MARK in node.meta]
             place = self._places[wait.args[0]]
             behind.add(next((start for start in starts if self._places[start] > place), wait))
-        own = {given[i] for given in self.update.args if isinstance(given, (list, tuple)) and given for i in self.members}
+        lists = [argument for argument in self.update.args if isinstance(argument, (list, tuple)) and argument]
+        own = {tensors[i] for tensors in lists for i in self.members}
         for tensor in own.intersection(written(self.update)):
             behind.update(readers(tensor))
         behind.add(next(node for node in reversed(self._places) if node.op == "placeholder"))
@@ -170,13 +171,13 @@ class _Part:
                 behind.append(node)
                 placed.add(behind := node)
         update, names = self.update, _argument_names(self.update)
-        args = [[given[i] for i in self.members] if isinstance(given, (list, tuple)) and given else given
-                for given in update.args]
+        args = [[argument[i] for i in self.members] if isinstance(argument, (list, tuple)) and argument else argument
+                for argument in update.args]
         mode = fake_mode(update.graph)
         with update.graph.inserting_before(behind.next):
             if "step" in names:  # the op counts up in the copy that it is given
                 place = names.index("step")
                 args[place] = _read_again(args[place], mode, placed)
-            made = call(update.graph, update.target, tuple(args), dict(update.kwargs), like=update, mode=mode)
-        placed.add(made)
-        return made
+            early = call(update.graph, update.target, tuple(args), dict(update.kwargs), like=update, mode=mode)
+        placed.add(early)
+        return early

@@ -43,7 +43,7 @@ def asked_dtype(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> to
         return _CAST_METHODS[name]
     if name not in ("to", "type"):
         return None
-    return next((given for given in (*args[1:], *kwargs.values()) if isinstance(given, torch.dtype) and given in FLOATS), None)
+    return next((x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype) and x in FLOATS), None)
 
 
 def is_user_cast(name: str, was: torch.dtype | None, asked: torch.dtype | None) -> bool:
@@ -165,20 +165,20 @@ class Policy:
         self.level = level
         self.half = half
         marks = {name: Rule(kind, f"amp.{kind}_function") for name, kind in arguments.NAMES.items()}
-        self.rules = {**RULES, **marks, **{key: given for key, given in overrides.items() if isinstance(given, Rule)}}
-        self.overrides = {key: self._override(key, given) for key, given in overrides.items() if not isinstance(given, Rule)}
+        self.rules = {**RULES, **marks, **{key: rule for key, rule in overrides.items() if isinstance(rule, Rule)}}
+        self.overrides = {key: self._override(key, value) for key, value in overrides.items() if not isinstance(value, Rule)}
         self.used: set[str] = set()
 
-    def _override(self, key: Any, given: Any) -> Rule:
+    def _override(self, key: Any, value: Any) -> Rule:
         if not isinstance(key, str):
             raise TypeError(f"apexfx: precision={{{key!r}: ...}} was given, expected a module path, a pattern or an op "
                             "name as the key")
         reason = f"override precision[{key!r}]"
-        if given in ("promote", "passthrough"):
-            return Rule(given, reason)
-        dtype = self.half if given == "half" else _NAMED_DTYPES.get(given, given) if isinstance(given, str) else given
+        if value in ("promote", "passthrough"):
+            return Rule(value, reason)
+        dtype = self.half if value == "half" else _NAMED_DTYPES.get(value, value) if isinstance(value, str) else value
         if dtype not in (torch.float32, *HALVES):
-            raise ValueError(f"apexfx: precision={{{key!r}: {given!r}}} was given, expected torch.float32, "
+            raise ValueError(f"apexfx: precision={{{key!r}: {value!r}}} was given, expected torch.float32, "
                              "torch.float16, torch.bfloat16, their names, 'half', 'promote' or 'passthrough'")
         return Rule("dtype", reason, dtype=dtype)
 
@@ -200,13 +200,13 @@ class Policy:
         return self._override_of(node, name, lookup(name, self.rules)) is not None
 
     def _override_of(self, node: fx.Node, name: str, base: Rule) -> Rule | None:
-        found = None
+        override = None
         for key, rule in self.overrides.items():
             if self._covers(key, node, name.rstrip("_")):
                 self.used.add(key)
                 if base.family not in _NOTHING_TO_COMPUTE or rule.kind != "dtype":
-                    found = Rule(rule.kind, rule.reason, base.family, rule.dtype)
-        return found
+                    override = Rule(rule.kind, rule.reason, base.family, rule.dtype)
+        return override
 
     @staticmethod
     def _covers(key: str, node: fx.Node, op: str) -> bool:

@@ -31,9 +31,9 @@ def remove_cast(casts: list[Cast], graph: int, row: RemovedCast) -> Cast:
     """
     gone = Cast(graph=graph, **vars(row))
     named = [cast for cast in casts if cast.node == gone.node]
-    found = next((cast for cast in named if cast.tensor == gone.tensor), named[0] if named else None)
-    if found is not None:
-        casts.remove(found)
+    match = next((cast for cast in named if cast.tensor == gone.tensor), named[0] if named else None)
+    if match is not None:
+        casts.remove(match)
     return gone
 
 
@@ -93,9 +93,9 @@ class CastLedger(Sequence[Cast]):
     def kinds(self) -> list[CastKind]:
         """Return the casts by (op, rule, dtypes, reason), the most frequent first."""
         grouped = group(self.casts, lambda c: (c.op, c.rule, c.source_dtype, c.target_dtype, c.reason))
-        found = [CastKind(len(members), *key, sum(c.bytes for c in members), _where(members))
+        kinds = [CastKind(len(members), *key, sum(c.bytes for c in members), _where(members))
                  for key, members in grouped.items()]
-        return sorted(found, key=lambda kind: -kind.number)
+        return sorted(kinds, key=lambda kind: -kind.number)
 
     def __str__(self) -> str:
         if not self.casts:

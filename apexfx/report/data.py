@@ -70,14 +70,14 @@ class Report:
         """
         if stage not in ("forward", "backward", "step"):
             raise ValueError(f"apexfx: stage={stage!r} was given, expected 'forward', 'backward' or 'step'")
-        found = next((s for s in self._graph(graph).stages if s.stage == stage), None)
-        if found is None and stage == "step":
+        stage_report = next((s for s in self._graph(graph).stages if s.stage == stage), None)
+        if stage_report is None and stage == "step":
             raise RuntimeError(f"apexfx: graph {graph} is not that of a whole training step; its stages are forward and "
                                "backward")
-        if found is None:
+        if stage_report is None:
             raise RuntimeError(f"apexfx: graph {graph} has no {stage} stage yet; run a training step (loss.backward()) "
                                "once, or model.capture(*inputs)")
-        return found
+        return stage_report
 
     def code(self, *, stage: str = "forward", after: str | None = None, graph: int = 0) -> str:
         """Return a graph as runnable Python: after the pass named `after`, None for the last.

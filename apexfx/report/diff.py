@@ -18,18 +18,18 @@ _SMALL = 40_000  # product of lengths up to which difflib compares a stretch wit
 
 def opcodes(a: Sequence[str], b: Sequence[str]) -> list[Opcode]:
     """Return how to turn `a` into `b`, as `difflib.SequenceMatcher.get_opcodes` does."""
-    found: list[Opcode] = []
+    codes: list[Opcode] = []
     at_a = at_b = 0
     for i, j, size in [*_blocks(a, b, 0, len(a), 0, len(b)), (len(a), len(b), 0)]:
         if (i, j) != (at_a, at_b):
             kind = "replace" if i > at_a and j > at_b else "delete" if i > at_a else "insert"
-            found.append((kind, at_a, i, at_b, j))
-        if size and found and found[-1][0] == "equal":
-            found[-1] = ("equal", found[-1][1], i + size, found[-1][3], j + size)
+            codes.append((kind, at_a, i, at_b, j))
+        if size and codes and codes[-1][0] == "equal":
+            codes[-1] = ("equal", codes[-1][1], i + size, codes[-1][3], j + size)
         elif size:
-            found.append(("equal", i, i + size, j, j + size))
+            codes.append(("equal", i, i + size, j, j + size))
         at_a, at_b = i + size, j + size
-    return found
+    return codes
 
 
 def grouped_opcodes(a: Sequence[str], b: Sequence[str], context: int = 3) -> list[list[Opcode]]:

@@ -16,15 +16,15 @@ _PATH_NUMBER = re.compile(r"\d+(?!\w)")
 
 def pieces(text: str) -> list[str]:
     """Split `text` at its numbers: even positions are words, odd ones numbers."""
-    found, end = [], 0
+    parts, end = [], 0
     for token in _TOKEN.finditer(text):
         spans = [token.span()]
         if token[1] is not None:
             spans = [(token.start() + m.start(), token.start() + m.end()) for m in _PATH_NUMBER.finditer(token[1])]
         for start, stop in spans:
-            found += [text[end:start], text[start:stop]]
+            parts += [text[end:start], text[start:stop]]
             end = stop
-    return [*found, text[end:]]
+    return [*parts, text[end:]]
 
 
 def numbers(values: Iterable[int]) -> str:

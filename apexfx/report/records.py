@@ -52,7 +52,7 @@ class Artifacts:
 
     def to_json(self) -> dict[str, Any]:
         """Return the artifacts as JSON-able values; `from_json` is the inverse."""
-        kept = {name: given for name, given in vars(self).items() if given is not None and name != "own"}
+        kept = {name: artifact for name, artifact in vars(self).items() if artifact is not None and name != "own"}
         for name in {"casts", "removed_casts", "schedule"} & kept.keys():
             kept[name] = [asdict(row) for row in kept[name]]
         if self.plan is not None:
@@ -169,9 +169,9 @@ def unmatched(graphs: Iterable[GraphReport]) -> dict[str, str]:
 
 def uncovered(graphs: Iterable[GraphReport]) -> list[str]:
     """Return a sentence for each key of `precision=` that covers nothing in any graph."""
-    found = [entry.artifacts.uncovered or {} for graph in graphs for entry in graph.forward.passes
+    per_graph = [entry.artifacts.uncovered or {} for graph in graphs for entry in graph.forward.passes
              if entry.artifacts.casts is not None]
-    return [text for key, text in found[0].items() if all(key in others for others in found)] if found else []
+    return [text for key, text in per_graph[0].items() if all(key in others for others in per_graph)] if per_graph else []
 
 
 def stage_to_json(stage: StageReport) -> dict[str, Any]:

@@ -83,103 +83,105 @@ def _positive(kind: type) -> Any:
     return parse
 
 
-def text(given: argparse.Namespace) -> str:
+def text(options: argparse.Namespace) -> str:
     """Return what to print, and write the files asked for.
 
     Raises:
         ValueError: options that do not fit each other, or a model that cannot be found or run.
     """
-    network, where = _network(given)
+    network, where = _network(options)
     decided = {"device": "h100", "dtype": "bfloat16", "optimizer": "adam"}
-    asked = [f"--{name} {value}" for name in decided if (value := getattr(given, name)) is not None]
-    if given.measured and asked:
+    asked = [f"--{name} {value}" for name in decided if (value := getattr(options, name)) is not None]
+    if options.measured and asked:
         raise ValueError("apexfx: --measured runs the model here, on the CPU in float32 with SGD, and "
                          f"{', '.join(asked)} was given; leave one of them out")
-    given = argparse.Namespace(**{**vars(given), **{name: getattr(given, name) or default for name, default in decided.items()}})
-    if given.share >= 100:
-        raise ValueError(f"apexfx: --share {given.share:g} was given, expected a percentage below 100")
-    model, inputs = load(given.model, given.batch, device="cpu" if given.measured else "meta")
-    profile, costs = _profile(given, model, inputs)
+    decided = {name: getattr(options, name) or default for name, default in decided.items()}
+    options = argparse.Namespace(**{**vars(options), **decided})
+    if options.share >= 100:
+        raise ValueError(f"apexfx: --share {options.share:g} was given, expected a percentage below 100")
+    model, inputs = load(options.model, options.batch, device="cpu" if options.measured else "meta")
+    profile, costs = _profile(options, model, inputs)
     config = BucketConfig()
-    if given.bucket_mib is not None:
+    if options.bucket_mib is not None:
         itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
-        config = BucketConfig(message_size=max(1, round(given.bucket_mib * 2**20 / itemsize)))
-    predictions = _predict(given, profile, network, config, costs)
+        config = BucketConfig(message_size=max(1, round(options.bucket_mib * 2**20 / itemsize)))
+    predictions = _predict(options, profile, network, config, costs)
     choices = [best_bucket(profile, network, num_ranks, config, costs=costs)
-               for num_ranks in given.ranks]
-    micro_batches = [accumulation_break_even(made, profile, given.share / 100) for made in predictions]
-    if given.trace:
-        predictions[-1].timeline.to_chrome_trace(given.trace, name=f"{given.model} on {given.ranks[-1]} ranks")
-    if given.json:
-        _write(given, profile, predictions, choices, micro_batches)
+               for num_ranks in options.ranks]
+    micro_batches = [accumulation_break_even(prediction, profile, options.share / 100) for prediction in predictions]
+    if options.trace:
+        predictions[-1].timeline.to_chrome_trace(options.trace, name=f"{options.model} on {options.ranks[-1]} ranks")
+    if options.json:
+        _write(options, profile, predictions, choices, micro_batches)
     synchronizes = profile != profile.without_sync()
     rows = [_row(*row, synchronizes) for row in zip(predictions, choices, micro_batches)]
     headers = ("ranks", "step ms", "compute ms", "copies ms", "allreduce ms", "exposed ms", "exposed", "SyncBN tax ms",
                "efficiency", "best bucket MiB", "step there ms", "micro- batches")
-    title = (f"{given.model}: {profile.num_bytes / 2**20:.1f} MiB of gradients in {len(profile.gradients)}, "
+    title = (f"{options.model}: {profile.num_bytes / 2**20:.1f} MiB of gradients in {len(profile.gradients)}, "
              f"{len(predictions[0].buckets)} buckets; {profile.source}; {where}")
     table = tabulate(rows, headers=[header.replace(" ", "\n", 1) for header in headers], disable_numparse=True)
-    none = f"warning: --sync-bn was given, and {given.model} runs no batch norm: there is nothing to synchronize"
-    notes = [none] if given.sync_bn and not synchronizes else []
+    none = f"warning: --sync-bn was given, and {options.model} runs no batch norm: there is nothing to synchronize"
+    notes = [none] if options.sync_bn and not synchronizes else []
     explained = ("micro-batches: how many a step needs, all but the last inside no_sync(), so that exposed allreduces of "
-                 f"gradients take at most {given.share:g} % of it")
+                 f"gradients take at most {options.share:g} % of it")
     return "\n".join([title, *notes, "", table, "", explained, "", *_pictures(predictions)])
 
 
-def _network(given: argparse.Namespace) -> tuple[Network, str]:
-    if (given.latency_us is None) != (given.bandwidth is None):
+def _network(options: argparse.Namespace) -> tuple[Network, str]:
+    if (options.latency_us is None) != (options.bandwidth is None):
         raise ValueError("apexfx: one of --latency-us and --bandwidth was given; give both, or a preset by --network")
-    if given.latency_us is None:
-        if given.ranks_per_node is not None:
+    if options.latency_us is None:
+        if options.ranks_per_node is not None:
             raise ValueError("apexfx: --ranks-per-node was given without --latency-us and --bandwidth; a preset has its own")
-        return PRESETS[given.network], given.network
-    ranks_per_node = given.ranks_per_node or 1
-    network = flat(given.latency_us * 1e-6, given.bandwidth * 1e9, ranks_per_node=ranks_per_node)
-    return network, f"{given.latency_us:g} us, {given.bandwidth:g} GB/s, {ranks_per_node} to a node"
+        return PRESETS[options.network], options.network
+    ranks_per_node = options.ranks_per_node or 1
+    network = flat(options.latency_us * 1e-6, options.bandwidth * 1e9, ranks_per_node=ranks_per_node)
+    return network, f"{options.latency_us:g} us, {options.bandwidth:g} GB/s, {ranks_per_node} to a node"
 
 
-def _profile(given: argparse.Namespace, model: torch.nn.Module, inputs: Any) -> tuple[Profile, Costs]:
-    if given.measured:
-        return measured(model, inputs, sync_bn=given.sync_bn), Costs.on(DEVICES["cpu-core"])
-    device = DEVICES[given.device]
-    profile = analytic(model, inputs, device, dtype=getattr(torch, given.dtype), sync_bn=given.sync_bn,
-                       optimizer_passes=_OPTIMIZERS[given.optimizer])
+def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any) -> tuple[Profile, Costs]:
+    if options.measured:
+        return measured(model, inputs, sync_bn=options.sync_bn), Costs.on(DEVICES["cpu-core"])
+    device = DEVICES[options.device]
+    profile = analytic(model, inputs, device, dtype=getattr(torch, options.dtype), sync_bn=options.sync_bn,
+                       optimizer_passes=_OPTIMIZERS[options.optimizer])
     return profile, Costs.on(device)
 
 
-def _predict(given: argparse.Namespace, profile: Profile, network: Network, config: BucketConfig,
+def _predict(options: argparse.Namespace, profile: Profile, network: Network, config: BucketConfig,
              costs: Costs) -> list[Prediction]:
-    if not given.graph:
-        return [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in given.ranks]
+    if not options.graph:
+        return [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in options.ranks]
     device = profile.gradients[0].device
-    model, inputs = load(given.model, given.batch, device=device.type)
-    plan = graph_plan(model, inputs, config, max(given.ranks), device=device,
-                      dtype=torch.float32 if given.measured else getattr(torch, given.dtype))
+    model, inputs = load(options.model, options.batch, device=device.type)
+    plan = graph_plan(model, inputs, config, max(options.ranks), device=device,
+                      dtype=torch.float32 if options.measured else getattr(torch, options.dtype))
     return [simulate(profile, network, num_ranks, plan=plan.for_world_size(num_ranks), costs=costs)
-            for num_ranks in given.ranks]
+            for num_ranks in options.ranks]
 
 
-def _row(made: Prediction, choices: list[BucketChoice], micro_batches: int, synchronizes: bool) -> tuple[str, ...]:
+def _row(prediction: Prediction, choices: list[BucketChoice], micro_batches: int, synchronizes: bool) -> tuple[str, ...]:
     best = choices[0]
-    tax = f"{1e3 * made.sync_tax_s:.2f}" if synchronizes else "-"
-    return (f"{made.num_ranks}", *(f"{1e3 * s:.2f}" for s in (made.step_s, made.compute_s, made.bookkeeping_s,
-                                                             made.communication_s, made.exposed_s)),
-            f"{100 * made.exposed_s / made.step_s:.1f} %", tax, f"{100 * made.efficiency:.1f} %",
+    tax = f"{1e3 * prediction.sync_tax_s:.2f}" if synchronizes else "-"
+    times = (prediction.step_s, prediction.compute_s, prediction.bookkeeping_s, prediction.communication_s, prediction.exposed_s)
+    return (f"{prediction.num_ranks}", *(f"{1e3 * s:.2f}" for s in times),
+            f"{100 * prediction.exposed_s / prediction.step_s:.1f} %", tax, f"{100 * prediction.efficiency:.1f} %",
             f"{best.mib:.2f}", f"{1e3 * best.step_s:.2f}", f"{micro_batches}")
 
 
 def _pictures(predictions: list[Prediction]) -> list[str]:
-    longest = max(made.step_s for made in predictions)
+    longest = max(prediction.step_s for prediction in predictions)
     lines = []
-    for made in predictions:
-        lines += [f"{made.num_ranks} ranks, {1e3 * made.step_s:.2f} ms", made.timeline.picture(_WIDTH, longest), ""]
+    for prediction in predictions:
+        lines += [f"{prediction.num_ranks} ranks, {1e3 * prediction.step_s:.2f} ms",
+                  prediction.timeline.picture(_WIDTH, longest), ""]
     return [*lines, LEGEND]
 
 
-def _write(given: argparse.Namespace, profile: Profile, predictions: list[Prediction], choices: list[list[BucketChoice]],
+def _write(options: argparse.Namespace, profile: Profile, predictions: list[Prediction], choices: list[list[BucketChoice]],
            micro_batches: list[int]) -> None:
-    rows = [{**made.to_json(), "bucket_sizes": [asdict(choice) for choice in tried], "micro_batches": number}
-            for made, tried, number in zip(predictions, choices, micro_batches)]
-    data = {"model": given.model, "source": profile.source, "gradient_bytes": profile.num_bytes, "share": given.share / 100,
+    rows = [{**prediction.to_json(), "bucket_sizes": [asdict(choice) for choice in tried], "micro_batches": number}
+            for prediction, tried, number in zip(predictions, choices, micro_batches)]
+    data = {"model": options.model, "source": profile.source, "gradient_bytes": profile.num_bytes, "share": options.share / 100,
             "rows": rows}
-    Path(given.json).write_text(json.dumps(data, indent=1) + "\n")
+    Path(options.json).write_text(json.dumps(data, indent=1) + "\n")

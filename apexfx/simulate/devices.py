@@ -60,7 +60,7 @@ def op_cost(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int, torc
         return 0, 0, dtype
     formula = flop_registry.get(func.overloadpacket)
     num_flops = int(formula(*args, **kwargs, out_val=out)) if formula is not None else 0
-    written = [t for t in results if all(t is not given for given in read)]
+    written = [t for t in results if all(t is not tensor for tensor in read)]
     if func._schema.is_mutable:
         written += read[:1]  # an in-place op writes its first argument besides reading it
     return num_flops, sum(t.numel() * t.itemsize for t in (*read, *written)), dtype

@@ -148,8 +148,8 @@ def load(name: str, batch: int | None = None, *, device: str = "cpu") -> tuple[n
         entry = MODELS[name]
         with torch.device(device):
             return entry.build(), entry.inputs(batch or entry.batch)
-    module, found, function = name.partition(":")
-    if not found:
+    module, colon, function = name.partition(":")
+    if not colon:
         raise ValueError(f"apexfx: model {name!r} was given, expected one of {', '.join(MODELS)}, or "
                          "'package.module:function' of a function that returns (model, inputs)")
     if batch is not None:
@@ -158,8 +158,8 @@ def load(name: str, batch: int | None = None, *, device: str = "cpu") -> tuple[n
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"apexfx: model {name!r} was given, but {error}") from error
-    made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise ValueError(f"apexfx: {name} returned {type(made).__name__}, expected (model, inputs): a torch.nn.Module and a "
+    result = make()
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], nn.Module)):
+        raise ValueError(f"apexfx: {name} returned {type(result).__name__}, expected (model, inputs): a torch.nn.Module and a "
                          "tensor or a tuple of them")
-    return made
+    return result

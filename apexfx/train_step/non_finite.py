@@ -23,13 +23,13 @@ class _FirstNonFinite(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = ""
+        self.op = ""
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        computes = not self.found and "empty" not in str(func)
+        computes = not self.op and "empty" not in str(func)
         if computes and not _is_finite(result, masks=True) and _is_finite((args, kwargs), masks=True):
-            self.found = str(func)
+            self.op = str(func)
         return result
 
 
@@ -64,8 +64,8 @@ def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tup
         except Exception as error:  # whatever the model does: this is the text of a warning, and training goes on
             first_line = str(error).partition("\n")[0]
             return f"The forward cannot be run in eager to find the op ({type(error).__name__}: {first_line})"
-    if mode.found:
-        return f"In eager {mode.found} is the first op of the forward whose result is not finite"
+    if mode.op:
+        return f"In eager {mode.op} is the first op of the forward whose result is not finite"
     if not _is_finite(result):
         return "In eager the loss is minus infinity, and no op gives a NaN or plus infinity"
     return "The forward is finite in eager: what overflows is the half type, or the backward"

@@ -139,19 +139,19 @@ def _of(optimizer: int, groups: Collection[Group]) -> set[int]:
 
 
 def _structure(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> list[Any]:
-    found: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
-    found += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
+    facts: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
+    facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for place, group in enumerate(optimizer.param_groups):
         left_out = ("lr", "params", "initial_lr", *(_MAY_CHANGE if place in scheduled else ()))
-        found += id(group), place not in scheduled or bool(group.get("momentum", True))
-        found += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
+        facts += id(group), place not in scheduled or bool(group.get("momentum", True))
+        facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
                   if name not in left_out]
         for p in group["params"]:
-            found += (id(p), p.requires_grad, p.dtype, p.device, has_gradient_hooks(p))
+            facts += (id(p), p.requires_grad, p.dtype, p.device, has_gradient_hooks(p))
     for held in optimizer.state.values():
-        found.append(id(held))
-        found += map(id, held.values()) if isinstance(held, dict) else ()
-    return found
+        facts.append(id(held))
+        facts += map(id, held.values()) if isinstance(held, dict) else ()
+    return facts
 
 
 def _hyperparameter(group: dict[str, Any], name: str) -> Any:
