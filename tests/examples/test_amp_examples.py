@@ -25,6 +25,7 @@ def run(script, *arguments, processes=1):
     return done.stdout.splitlines()
 
 
+@pytest.mark.long
 def test_imagenet_trains_and_resumes(tmp_path):
     first = run("imagenet/main_amp.py", "--opt-level", "O2", "--epochs", 2, "--checkpoint", tmp_path / "c.pt", "--deterministic")
     assert any(line.startswith("epoch 1 accuracy") for line in first)
