@@ -65,7 +65,7 @@ def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, 
     return step
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_step_is_that_of_torch_ddp(rank, world_size):
     step = compare(rank)
     assert "all_reduce_" in step.report.code(stage="step") and len(step.report.graphs) == 1
