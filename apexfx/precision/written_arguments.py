@@ -34,34 +34,34 @@ class Cast:
         """Return whether it casts `tensor`."""
         return tensor.dtype != self.dtype and tensor.is_floating_point() and (self.only is None or tensor.dtype in self.only)
 
-    def copies(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
-        """Return a copy of each of `tensors` that it casts, by `id`; where tensors overlap in memory, the copies do."""
-        copies: dict[int, Tensor] = {}
+    def copies(self, tensors: Iterable[Tensor]) -> _Table:
+        """Return a copy of each of `tensors` that it casts; where tensors overlap in memory, the copies do."""
+        copies = _Table()
         for group in _overlapping(tensor for tensor in tensors if self.changes(tensor)):
             if len(group) > 1:
-                copies |= self._overlapping_copies(group)
+                copies.update(self._overlapping_copies(group))
             else:
-                copies[id(group[0])] = group[0].to(self.dtype)
+                copies[group[0]] = group[0].to(self.dtype)
         return copies
 
-    def _overlapping_copies(self, group: list[Tensor]) -> dict[int, Tensor]:
+    def _overlapping_copies(self, group: list[Tensor]) -> _Table:
         """Return copies that share memory: where one tensor is behind all gradients, views of its copy."""
         trained = [tensor for tensor in group if tensor.requires_grad]
         base = next(map(_base, trained), None)
         copied = base.to(self.dtype) if base is not None and all(_is_view(tensor, base) for tensor in trained) else None
         if copied is not None and copied.stride() == base.stride():
-            return {id(tensor): copied if tensor is base else _same_place(tensor, base, copied) if tensor.requires_grad else
-                    _same_place(tensor, base, copied.detach()) for tensor in group}
+            return _Table((tensor, copied if tensor is base else _same_place(tensor, base, copied) if tensor.requires_grad else
+                           _same_place(tensor, base, copied.detach())) for tensor in group)
         first = group[0].storage_offset()
         base = group[0].detach().as_strided((max(map(_end, group)) - first,), (1,), first)
-        copied, copies = base.to(self.dtype), {}
+        copied, copies = base.to(self.dtype), _Table()
         for tensor in group:
             view = _same_place(tensor, base, copied)
             if tensor.requires_grad:
-                copies[id(tensor)] = tensor.to(self.dtype)  # each with a history of its own
-                copies[id(tensor)].data = view
+                copies[tensor] = tensor.to(self.dtype)  # each with a history of its own
+                copies[tensor].data = view
             else:
-                copies[id(tensor)] = view
+                copies[tensor] = view
         return copies
 
 
@@ -102,8 +102,8 @@ class CastCall:
             copies = cast.copies(self.tensors)
         if not copies and dtype is None:
             return self.args, self.kwargs
-        originals = [tensor for tensor in self.tensors if id(tensor) in copies]
-        self._copies = [(tensor, copies[id(tensor)], tensor_version(copies[id(tensor)])) for tensor in originals]
+        originals = [tensor for tensor in self.tensors if tensor in copies]
+        self._copies = [(tensor, copies[tensor], tensor_version(copies[tensor])) for tensor in originals]
         walk = _Walk(copies, in_place=True, cast=cast, dtype=dtype)
         arguments = walk((self.args, self.kwargs))
         self._replaced = walk.replaced
@@ -129,31 +129,32 @@ class CastCall:
                 _write(tensor, copied)
         if cast is None and not self._copies and not self._replaced:
             return result
-        instead = {id(copied): tensor for tensor, copied, _ in self._copies} | {id(new): old for old, new in self._replaced}
+        instead = _Table((copied, tensor) for tensor, copied, _ in self._copies)
+        instead.update((new, old) for old, new in self._replaced)
         left, returned = _Walk(), _Walk()
         left(self._containers)
         returned(result)
-        instead |= self._views_of_arguments([t for t in (*left.tensors, *returned.tensors) if id(t) not in instead])
+        instead.update(self._views_of_arguments([t for t in (*left.tensors, *returned.tensors) if t not in instead]))
         if cast is not None:
             own = {_memory(tensor) for tensor in self.tensors}
-            new = [t for t in (*left.tensors, *returned.tensors) if id(t) not in instead and _memory(t) not in own]
-            instead |= cast.copies(new)
+            new = [t for t in (*left.tensors, *returned.tensors) if t not in instead and _memory(t) not in own]
+            instead.update(cast.copies(new))
         arguments = _Walk(instead, in_place=True)
         arguments(self._containers)
         walk = _Walk(instead, cast=cast, dtype=dtype)
-        walk.seen |= arguments.seen  # a container of the arguments is returned itself
+        walk.seen.update(arguments.seen)  # a container of the arguments is returned itself
         return walk(result)
 
-    def _views_of_arguments(self, tensors: Iterable[Tensor]) -> dict[int, Tensor]:
+    def _views_of_arguments(self, tensors: Iterable[Tensor]) -> _Table:
         """Return, for each of `tensors` that is a view of an argument's copy, the same view of the argument."""
         copies = {_memory(copied): (tensor, copied) for tensor, copied, _ in self._copies if tensor.stride() == copied.stride()}
-        views = {}
+        views = _Table()
         for view in tensors:
             tensor, copied = copies.get(_memory(view), (None, None))
             if tensor is not None and not view.requires_grad:
-                views[id(view)] = _same_place(view, copied, tensor).detach()
+                views[view] = _same_place(view, copied, tensor).detach()
             elif tensor is not None and _is_view(view, copied):
-                views[id(view)] = _same_place(view, copied, tensor)
+                views[view] = _same_place(view, copied, tensor)
         return views
 
 
@@ -191,6 +192,48 @@ def cast_values(value: Any, cast: Cast) -> Any:
     return _Walk(cast.copies(walk.tensors), cast=cast)(value)
 
 
+class _Table:
+    """What stands for objects, found by identity; it keeps them.
+
+    Where Dynamo traces, without `id`, since it compiles again for another object; and no tuple is found, which it does not compare.
+
+    Args:
+        rows: (object, what stands for it).
+    """
+
+    def __init__(self, rows: Iterable[tuple[Any, Any]] = ()) -> None:
+        self._by_id: dict[int, tuple[Any, Any]] = {}
+        self._traced: list[tuple[Any, Any]] = []
+        self.update(rows)
+
+    def update(self, rows: Iterable[tuple[Any, Any]]) -> None:
+        for key, value in rows:
+            self[key] = value
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if torch.compiler.is_compiling():
+            self._traced.insert(0, (key, value))
+        else:
+            self._by_id[id(key)] = key, value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._rows_of(key)[0][1]
+
+    def __contains__(self, key: Any) -> bool:
+        return len(self._rows_of(key)) > 0
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return iter([*self._by_id.values(), *self._traced])
+
+    def __len__(self) -> int:
+        return len(self._by_id) + len(self._traced)
+
+    def _rows_of(self, key: Any) -> list[tuple[Any, Any]]:
+        if torch.compiler.is_compiling():
+            return [row for row in self._traced if type(row[0]) is type(key) and not isinstance(key, tuple) and row[0] is key]
+        return [self._by_id[id(key)]] if id(key) in self._by_id else []
+
+
 class _Walk:
     """Goes through containers, and puts tensors and objects in the place of others; every container keeps its class.
 
@@ -198,22 +241,22 @@ class _Walk:
     tensors are cast as they come. Modules and opaque objects are left alone.
 
     Args:
-        instead: what comes in the place of what, by `id`.
+        instead: what comes in the place of what.
         in_place: containers that can be written are changed themselves; otherwise what changes is copied.
         cast: of the tensors that an iterator gives.
         dtype: given to `.to` of objects that have one and are no tensors.
 
     Attributes:
-        seen: id -> what was there, whether something else is now, and what is.
+        seen: what was there -> whether something else is now, and what is.
         tensors: in order, each once.
         containers: those that can be written.
         replaced: what was there and what is, where they differ.
     """
 
-    def __init__(self, instead: Mapping[int, Any] | None = None, *, in_place: bool = False, cast: Cast | None = None,
+    def __init__(self, instead: _Table | None = None, *, in_place: bool = False, cast: Cast | None = None,
                  dtype: torch.dtype | None = None) -> None:
-        self.instead, self.in_place, self.cast, self.dtype = instead or {}, in_place, cast, dtype
-        self.seen: dict[int, tuple[Any, bool, Any]] = {}
+        self.instead, self.in_place, self.cast, self.dtype = instead or _Table(), in_place, cast, dtype
+        self.seen = _Table()
         self.tensors: list[Tensor] = []
         self.containers: list[Any] = []
         self.replaced: list[tuple[Any, Any]] = []
@@ -225,18 +268,18 @@ class _Walk:
         """Return whether something comes in the place of `value`, and what stands there then."""
         if value is None or isinstance(value, _OPAQUE):
             return False, value
-        if id(value) in self.seen:
-            return self.seen[id(value)][1:]
-        self.seen[id(value)] = value, False, value  # until it is known, for a container that holds itself
-        if id(value) in self.instead:
-            changed, new = True, self.instead[id(value)]
+        if value in self.seen:
+            return self.seen[value]
+        self.seen[value] = False, value  # until it is known, for a container that holds itself
+        if value in self.instead:
+            changed, new = True, self.instead[value]
         elif isinstance(value, Tensor):
             self.tensors.append(value)
             return False, value
         else:
             changed, new = self._container(value)
         if changed:
-            self.seen[id(value)] = value, True, new
+            self.seen[value] = True, new
             self.replaced.append((value, new))
         return changed, new
 
@@ -313,7 +356,9 @@ def _memory(tensor: Tensor) -> Any:
 
     Nor has a tensor that Dynamo traces.
     """
-    if torch.compiler.is_compiling() or tensor.layout != torch.strided or below_functorch(tensor) is not tensor:
+    if torch.compiler.is_compiling():
+        return tensor
+    if tensor.layout != torch.strided or below_functorch(tensor) is not tensor:
         return id(tensor)
     return storage_address(tensor.untyped_storage()), tensor.dtype, tensor.device
 

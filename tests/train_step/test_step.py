@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import math
 import random
@@ -636,3 +637,25 @@ def test_a_pass_of_the_users_in_the_stage_step():
     assert [match.detail for match in step.report.matched("counts")] == ["an update"]
     with pytest.raises(ValueError, match="only the graph of apexfx.train_step\\(\\)"):
         apexfx.transform(net(), passes=[Counts()])
+
+
+@dataclasses.dataclass
+class Batch:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("of", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}, lambda x: {"x": [x]}, Batch],
+                         ids=["tensor", "tuple", "list", "dictionary", "nested", "dataclass"])
+def test_batches_of_new_objects_compile_nothing_at_half_inputs(of):
+    class Reads(nn.Linear):
+        def forward(self, x):
+            while not isinstance(x, torch.Tensor):
+                x = x.x if isinstance(x, Batch) else x["x"] if isinstance(x, dict) else x[0]
+            return super().forward(x)
+
+    model = Reads(4, 3)
+    step = apexfx.train_step(model, objective=lambda m, x, y: F.cross_entropy(m(x), y), optimizer=SGD(model.parameters(), lr=0.1),
+                             opt_level="O3", dtype="bfloat16", inner="eager")
+    for _ in range(3):
+        step(of(torch.randn(5, 4)), torch.randint(0, 3, (5,)))
+    assert len(step.report.graphs) == 1
