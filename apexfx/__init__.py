@@ -8,12 +8,14 @@ from typing import Any
 from .backend import last_report as last_report
 from .buckets.plan import BucketPlan as BucketPlan
 from .config import BucketConfig as BucketConfig
+from .errors import NonFiniteError as NonFiniteError
 from .errors import PassError as PassError
 from .errors import RankMismatchError as RankMismatchError
 from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
 from .passes.base import Match as Match
 from .passes.base import Pass as Pass
 from .report import Report as Report
+from .train_step import Safeguard as Safeguard
 from .train_step import TrainStep as TrainStep
 from .train_step import train_step as train_step
 from .transform import transform as transform

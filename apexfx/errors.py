@@ -15,6 +15,10 @@ class PassError(RuntimeError):
         self.node = node.name if node is not None else None
 
 
+class NonFiniteError(RuntimeError):
+    """Too many training steps in a row were skipped, since their gradients were not finite, or spikes."""
+
+
 class RankMismatchError(RuntimeError):
     """Ranks are about to issue different collectives, or a rank never arrived."""
 

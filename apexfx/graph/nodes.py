@@ -127,15 +127,17 @@ def call(
     return node
 
 
-def inline(graph: fx.Graph, function: Callable[..., None], args: tuple[Any, ...], *, like: fx.Node,
-           mode: FakeTensorMode | None = None) -> None:
-    """Insert, at the graph's insertion point, the ops that `function` runs on `args`; it returns nothing and writes in place."""
+def inline(graph: fx.Graph, function: Callable[..., Any], args: tuple[Any, ...], *, like: fx.Node,
+           mode: FakeTensorMode | None = None) -> fx.Node | None:
+    """Insert, at the graph's insertion point, the ops that `function` runs on `args`; return what stands for the tensor that it
+    returns, or None where it only writes in place.
+    """
     leaves, tree = tree_flatten(args)
     sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
 
-    def of_tensors(*tensors: Any) -> None:
-        remaining = iter(tensors)
-        function(*tree_unflatten([next(remaining) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree))
+    def of_tensors(*tensors: Any) -> Any:
+        following = iter(tensors)
+        return function(*tree_unflatten([next(following) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree))
 
     with _fake_evaluation(mode or fake_mode(graph)):
         traced = make_fx(of_tensors)(*map(value, sources))
@@ -145,6 +147,7 @@ def inline(graph: fx.Graph, function: Callable[..., None], args: tuple[Any, ...]
             new[node] = graph.node_copy(node, new.__getitem__)
             inherit(new[node], like)
             set_value(new[node], node.meta.get("val"))
+    return new.get(traced.graph.output_node().args[0])
 
 
 def signature(val: Any) -> Any:

@@ -50,6 +50,24 @@ class UpdateRow:
 
 
 @dataclass(frozen=True)
+class SafeguardRow:
+    """Which steps a plan skips besides those of a loss scale: what is not finite at any dtype, and spikes of the norm.
+
+    Attributes:
+        state: index among the scalars of a float64 vector of three: how many steps were judged, the running average of the norm,
+            and how many norms are in it.
+        log: index of a float64 matrix of which each row is a skipped step: see `optimizers/safeguard.py`.
+        window: how many norms the running average is over, and how many are needed before one is a spike.
+        spike_factor: a norm above so many times the average is a spike; None where none is.
+    """
+
+    state: int
+    log: int
+    window: int
+    spike_factor: float | None = None
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What a training step does with its gradients.
 
@@ -63,6 +81,7 @@ class StepPlan:
         clip_epsilon: added to the norm before it divides.
         skips: index of a vector of two, how many steps were skipped in all and how many in a row: a step with a gradient that is
             not finite changes nothing else. None where no step is skipped.
+        safeguard: which steps are skipped besides those of a loss scale, or None.
         keeps_gradients: whether the gradients leave the graph.
     """
 
@@ -76,12 +95,13 @@ class StepPlan:
     max_grad_norm: float | None = None
     clip_epsilon: float = 1e-6
     skips: int | None = None
+    safeguard: SafeguardRow | None = None
     keeps_gradients: bool = False
 
     def to_json(self) -> str:
         """Return the plan as the text that the node carries; `from_json` is its inverse. What has its default is left out."""
         defaults = StepPlan()
-        row = {k: v for k, v in dataclasses.asdict(self).items() if v != getattr(defaults, k)}
+        row = {k: v for k, v in dataclasses.asdict(self).items() if getattr(self, k) != getattr(defaults, k)}
         for group in row.get("groups", ()):
             for name in ("vectors", "scheduled"):
                 if not group[name]:
@@ -93,7 +113,8 @@ class StepPlan:
         row = json.loads(text)
         groups = tuple(UpdateRow(**{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()})
                        for group in row.pop("groups", ()))
-        return cls(groups=groups, **row)
+        safeguard = SafeguardRow(**row.pop("safeguard")) if "safeguard" in row else None
+        return cls(groups=groups, safeguard=safeguard, **row)
 
 
 def present_of(grads: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops._define import LIBRARY
 from ..ops.apply_gradients import StepPlan, UpdateRow, norm_dtype, present_of
-from . import compositions
+from . import compositions, safeguard
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -97,9 +97,9 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         call: runs an op, or a function that is composed of ops, on its arguments, or adds the nodes for it.
 
     Returns:
-        found_inf, float32, 0-d: 1 where a gradient is not finite, 0 where all are or nobody looked; the norm of the unscaled
-        gradients before clipping, float32, or float64 where a gradient is, nan where nobody asked; the unscaled and clipped
-        gradients that are not None, where the plan keeps them.
+        skip, float32, 0-d: 1 where the step is skipped, since a gradient is not finite or their norm is a spike, 0 where it
+        is not or nobody looked; the norm of the unscaled gradients before clipping, float32, or float64 where a gradient is,
+        nan where nobody asked; the unscaled and clipped gradients that are not None, where the plan keeps them.
 
     Raises:
         ValueError: no parameter has a gradient.
@@ -107,10 +107,14 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
     present = present_of(grads)
     scale = scalars[plan.scale] if plan.scale is not None else None
     inverse = inverse_of(scale, norm_dtype(list(map(_value, present))), call) if scale is not None else None
-    found_inf = norm = clip = None
+    found_inf = norm = clip = skip = None
     if plan.skips is not None or plan.max_grad_norm is not None:
-        norm, found_inf = _measured(present, inverse, call)
-        found_inf = found_inf if plan.skips is not None else None
+        norm, norms, found_inf = _measured(present, inverse, plan.safeguard is not None, call)
+        skip = found_inf = found_inf if plan.skips is not None else None
+    if plan.safeguard is not None:
+        row, members = plan.safeguard, [place for place, g in enumerate(grads) if g is not None]
+        skip = call(safeguard.judge, found_inf, norm, norms, members, scalars[plan.skips], scalars[row.state], scalars[row.log],
+                    row.window, row.spike_factor)
     if plan.max_grad_norm not in (None, math.inf):
         clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
     counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place
@@ -120,27 +124,24 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         if members:
             update = _composed if group.op in compositions.COMPOSITIONS else _update
             update(group, members, params[start:], grads[start:], states, scalars, call,
-                   {"grad_scale": scale, "found_inf": found_inf, "clip_coefficient": clip}, inverse)
+                   {"grad_scale": scale, "found_inf": skip, "clip_coefficient": clip}, inverse)
             if group.step is not None:
                 counted.setdefault(group.step, members)
         states = states[group.num_params * (group.num_states + group.masters):]
         start += group.num_params
     for index, members in counted.items():
-        more = 1.0 if found_inf is None else call(aten.add.Tensor, call(aten.mul.Tensor, found_inf, -1.0), 1.0)
+        more = 1.0 if skip is None else call(aten.add.Tensor, call(aten.mul.Tensor, skip, -1.0), 1.0)
         for count in _counts(scalars[index], members, call):
             call(aten.add_.Tensor, count, more)
     gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
     if plan.growth_tracker is not None:
-        call(aten._amp_update_scale_.default, scale, scalars[plan.growth_tracker], found_inf, plan.growth_factor,
-             plan.backoff_factor, plan.growth_interval)
-        if plan.max_scale is not None:
-            call(aten.copy_.default, scale, call(aten.clamp_max.default, scale, plan.max_scale))  # Inductor knows no clamp_max_
+        _adapt_scale(plan, scale, scalars[plan.growth_tracker], found_inf, skip, call)
     if plan.skips is not None:
         in_a_row = call(aten.select.int, scalars[plan.skips], 0, 1)
-        call(aten.add_.Tensor, scalars[plan.skips], found_inf)
-        call(aten.mul_.Tensor, in_a_row, found_inf)
+        call(aten.add_.Tensor, scalars[plan.skips], skip)
+        call(aten.mul_.Tensor, in_a_row, skip)
     full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
-    return (found_inf if found_inf is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+    return (skip if skip is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
 
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,16 +161,31 @@ def clip_coefficient(norm: Any, max_grad_norm: float, epsilon: float, call: Call
     return call(aten.clamp_max.default, call(aten.mul.Tensor, inverse_norm, max_grad_norm), 1.0)
 
 
-def _measured(grads: Sequence[Any], inverse: Any, call: Callable[..., Any]) -> tuple[Any, Any]:
-    """Return the norm of the unscaled gradients, and found_inf."""
+def _adapt_scale(plan: StepPlan, scale: Any, growth_tracker: Any, found_inf: Any, skip: Any, call: Callable[..., Any]) -> None:
+    """Let a dynamic scale grow or back off; a spike says nothing of it."""
+    may_be_spike = plan.safeguard is not None and plan.safeguard.spike_factor is not None
+    before = [(tensor, call(aten.clone.default, tensor)) for tensor in (scale, growth_tracker)] if may_be_spike else []
+    call(aten._amp_update_scale_.default, scale, growth_tracker, found_inf, plan.growth_factor, plan.backoff_factor,
+         plan.growth_interval)
+    if plan.max_scale is not None:
+        call(aten.copy_.default, scale, call(aten.clamp_max.default, scale, plan.max_scale))  # Inductor knows no clamp_max_
+    is_spike = call(aten.gt.Tensor, skip, found_inf) if before else None
+    for tensor, old in before:
+        call(aten.copy_.default, tensor, call(aten.where.self, is_spike, old, tensor))
+
+
+def _measured(grads: Sequence[Any], inverse: Any, of_each: bool, call: Callable[..., Any]) -> tuple[Any, Any, Any]:
+    """Return the norm of the unscaled gradients, those of each where `of_each` says so, and found_inf."""
     if norm_dtype(list(map(_value, grads))) == torch.float32:
-        measured = call(torch.ops.apexfx.multi_tensor_l2norm.default, grads, inverse)
-        return call(operator.getitem, measured, 0), call(operator.getitem, measured, 2)
+        measured = call(torch.ops.apexfx.multi_tensor_l2norm.default, grads, inverse, *([True] if of_each else []))
+        norm, found_inf = call(operator.getitem, measured, 0), call(operator.getitem, measured, 2)
+        return norm, call(operator.getitem, measured, 1) if of_each else None, found_inf
     # The op's norm is float32.
     found_inf = call(operator.getitem, call(torch.ops.apexfx.multi_tensor_l2norm.default, grads), 2)
-    norms = [call(aten.linalg_vector_norm.default, g, 2, None, False, dtype=torch.float64) for g in grads]
-    norm = call(aten.linalg_vector_norm.default, call(aten.stack.default, norms))
-    return norm if inverse is None else call(aten.mul.Tensor, norm, inverse), found_inf
+    each = [call(aten.linalg_vector_norm.default, g, 2, None, False, dtype=torch.float64) for g in grads]
+    norms = call(aten.cat.default, [call(aten.unsqueeze.default, norm, 0) for norm in each])
+    norm = call(aten.linalg_vector_norm.default, norms)
+    return norm if inverse is None else call(aten.mul.Tensor, norm, inverse), norms, found_inf
 
 
 def _update(group: UpdateRow, members: Sequence[int], params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any],

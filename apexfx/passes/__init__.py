@@ -24,6 +24,7 @@ from .onednn_products import OnednnProducts
 from .precision import Precision
 from .recompute import Recompute
 from .schedule_comm import ScheduleComm
+from .skip_writes import SkipWrites
 from .sync_batchnorm import SyncBatchnorm
 from .unscale_clip_update import UnscaleClipUpdate
 from .update_early import UpdateEarly
@@ -40,6 +41,7 @@ class Context:
         reduce_gradients: False in the variant for local gradient accumulation.
         whole_step: the graph is that of a whole training step.
         memory_budget: bytes alive at once in that graph that are enough, or None.
+        safeguard: a step that is skipped changes nothing at all.
     """
 
     placeholders: Sequence[Placeholder]
@@ -48,6 +50,7 @@ class Context:
     reduce_gradients: bool
     whole_step: bool = False
     memory_budget: int | None = None
+    safeguard: bool = False
 
     @property
     def devices(self) -> list[torch.device]:
@@ -117,6 +120,10 @@ def _unscale_clip_update(config: TransformConfig, context: Context) -> Pass | No
     return UnscaleClipUpdate() if context.whole_step else None
 
 
+def _skip_writes(config: TransformConfig, context: Context) -> Pass | None:
+    return SkipWrites() if context.safeguard else None
+
+
 def _update_early(config: TransformConfig, context: Context) -> Pass | None:
     return UpdateEarly() if context.whole_step else None
 
@@ -139,6 +146,7 @@ TABLE: tuple[Row, ...] = (
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
     Row(UnscaleClipUpdate, "train_step()", _unscale_clip_update),
+    Row(SkipWrites, "train_step(), safeguard=", _skip_writes),
     Row(UpdateEarly, "train_step() without clipping or a loss scale", _update_early),
     Row(Recompute, "train_step(), inner=\"inductor\" or memory_budget=", _recompute),
 )
@@ -172,6 +180,9 @@ def check_names(config: TransformConfig, *, whole_step: bool = False) -> None:
         if any(pass_.name == earlier.name for earlier in config.passes[:place]):
             raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "
                              "attribute `name` of its own")
+    if SkipWrites.name in config.skip:
+        raise ValueError(f"apexfx: skip names {SkipWrites.name!r}, without which safeguard= would keep what a skipped step has "
+                         "written; leave safeguard= out")
     if UnscaleClipUpdate.name in config.skip:
         raise ValueError(f"apexfx: skip names {UnscaleClipUpdate.name!r}, which updates the parameters; a training step without "
                          "it would train nothing")

@@ -17,6 +17,8 @@ from ..ops.apply_gradients import StepPlan
 from ..optimizers.update import apply
 from .base import Pass
 
+SKIP = "apexfx_skip"  # meta key of the node that says whether a step is skipped; False where none ever is
+
 
 class UnscaleClipUpdate(Pass):
     """Put the ops that finish a training step in the place of its `apply_gradients` node.
@@ -53,7 +55,8 @@ class UnscaleClipUpdate(Pass):
                     return inline(gm.graph, op, args, like=node, mode=mode)
                 return call(gm.graph, op, args, kwargs, like=node, mode=mode)
 
-            found_inf, norm, gradients = apply(plan, params, own, states, scalars, insert)
+            skip, norm, gradients = apply(plan, params, own, states, scalars, insert)
+        skip.meta[SKIP] = plan.skips is not None
         for user in list(node.users):
             place = user.args[1]
             if place == 2:
@@ -61,7 +64,7 @@ class UnscaleClipUpdate(Pass):
                     item.replace_all_uses_with(gradients[item.args[1]])
                     gm.graph.erase_node(item)
             else:
-                user.replace_all_uses_with((found_inf, norm)[place])
+                user.replace_all_uses_with((skip, norm)[place])
             gm.graph.erase_node(user)
         for group in plan.groups:
             self.record(node, f"{group.op} over {group.num_params} parameters")

@@ -4,7 +4,8 @@ Read `options`, `step` (what a user calls), `state` (what a step reads and write
 traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
 Beside them: `parameters`, `objective` and `other_leaves` (what is trained, and what gets gradients besides), `averages`,
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
-`loss_scale`; `errors`, `wrong_call` and `non_finite` (what a user is told).
+`loss_scale`, `safeguard` and `forward_writes` (which steps are skipped, and what they leave behind: nothing); `errors`,
+`wrong_call` and `non_finite` (what a user is told).
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from torch import nn
 
 from .function import SupervisedObjective
 from .options import StepOptions, check_what_is_trained
+from .safeguard import Event as Event
+from .safeguard import Safeguard as Safeguard
 from .step import TrainStep as TrainStep
 
 
@@ -24,7 +27,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, *,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
-               memory_budget: int | None = None, fallback: str | None = None, **options: Any) -> TrainStep:
+               memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
+               **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
 
     It shares parameters, buffers and submodules with the model, and the state with the optimizer: evaluate the model, save and
@@ -54,6 +58,9 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             are computed again in the backward. None: under Inductor wherever that lowers the peak, and never under "eager".
         fallback: "transform" runs a step that cannot be captured as one graph in pieces: the model as `apexfx.transform` would,
             the rest op by op; a warning and the report say so. None, the default, raises.
+        safeguard: True or an `apexfx.Safeguard`: skip a step whose gradients are not finite, or are a spike, at every dtype, and
+            leave nothing of it behind; `step.events` says which. Without it only a loss scale skips steps, and what the forward
+            wrote stays.
         options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,
             since a step is one graph.
 
@@ -64,5 +71,5 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
     """
     check_what_is_trained(loss_fn, optimizer, objective)
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
-           "memory_budget": memory_budget, "fallback": fallback}
+           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard}
     return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, StepOptions.from_arguments(own, options))

@@ -58,6 +58,7 @@ class StepCompiler:
         on_communication: called under inner="eager" before the first node that communicates.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
+        safeguard: whether a step that is skipped changes nothing at all.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
@@ -65,7 +66,7 @@ class StepCompiler:
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
-                 memory_budget: int | None = None, reduce_gradients: bool = True) -> None:
+                 memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -74,6 +75,7 @@ class StepCompiler:
         self.on_run, self.on_communication = on_run, on_communication
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
+        self.safeguard = safeguard
         self._captures_only = False
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
@@ -97,7 +99,7 @@ class StepCompiler:
         _check_no_backward(gm)
         leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
-                                 whole_step=True, memory_budget=self.memory_budget)
+                                 whole_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True)
         node = apply_node(gm)
         params, grads, updated = ((), (), ()) if node is None else (node.args[0], node.args[1],

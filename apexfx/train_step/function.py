@@ -93,7 +93,7 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     """Compute gradients, add those that earlier calls have gathered, and apply them.
 
     Returns:
-        The loss, what else the objective returned (a tuple of one, or of none), found_inf, the norm of the gradients, for each
+        The loss, what else the objective returned (a tuple of one, or of none), skip, the norm of the gradients, for each
         parameter whether it has a gradient, and the gradients that leave the graph.
     """
     _check_traced()
@@ -126,10 +126,10 @@ def add_gathered(inputs: StepInputs, grads: Sequence[Tensor | None]) -> list[Ten
 
 
 def apply_gradients(inputs: StepInputs, grads: list[Tensor | None]) -> tuple[Tensor, Tensor, list[bool], list[Tensor]]:
-    """Do what the plan says; return found_inf, the norm, which parameters have a gradient, and those that leave the step."""
-    found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(inputs.params, grads, inputs.states, inputs.scalars,
-                                                                          inputs.plan)
-    return found_inf, norm, [g is not None for g in grads], gradients
+    """Do what the plan says; return skip, the norm, which parameters have a gradient, and those that leave the step."""
+    skip, norm, gradients = torch.ops.apexfx.apply_gradients.default(inputs.params, grads, inputs.states, inputs.scalars,
+                                                                         inputs.plan)
+    return skip, norm, [g is not None for g in grads], gradients
 
 
 def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:

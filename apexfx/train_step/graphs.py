@@ -78,7 +78,7 @@ class StepGraphs:
         self.why_in_pieces = ""
         compiler = functools.partial(StepCompiler, options.config, report=report, groups=groups, agreement=agreement, index=index,
                                      on_run=state.note_change, on_communication=state.note_communication,
-                                     memory_budget=options.memory_budget)
+                                     memory_budget=options.memory_budget, safeguard=options.safeguard is not None)
         self._compiler, self._compiler_of_earlier = compiler(), compiler(reduce_gradients=False)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=options.config.dynamic)
         loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
@@ -124,6 +124,7 @@ class StepGraphs:
                               "fallback='transform', where it sees the model's backward as one function, or look for the op in "
                               "eager torch", reason)
         gradients = grad_versions(self._state.params)
+        self._state.keep_forward_writes(in_pieces=bool(self.why_in_pieces))
         with self._patched(), torch.no_grad(), capture_errors(), \
                 self._model.traceable(casts_inputs=not self.why_in_pieces) as model:
             inputs = StepInputs(model, self._objective, **self._state.inputs())

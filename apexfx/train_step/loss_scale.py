@@ -43,11 +43,6 @@ class LossScale:
         """The factor of the next loss; waits for the device."""
         return float(self.tensors[SCALE]) if self.mode is not None else 1.0
 
-    @property
-    def skipped(self) -> int:
-        """How many steps were skipped; waits for the device."""
-        return int(self.tensors[SKIPS][0]) if self.mode is not None else 0
-
     def forget(self) -> None:
         """Forget what the host has seen of earlier steps."""
         self._warn_at, self._copy = _WARN_AFTER_SKIPS, None

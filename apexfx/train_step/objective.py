@@ -68,6 +68,21 @@ class ObjectiveModules(nn.Module):
         return name
 
 
+def modules_of(objective: Any, model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that an objective refers to, but for the model and what is inside of it."""
+    todo, seen, modules = [(objective, 0)], set(map(id, model.modules())), []
+    for each, depth in todo:
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, nn.Module):
+            seen.update(map(id, each.modules()))
+            modules.append(each)
+        elif not isinstance(each, Tensor) and depth < _DEPTH:
+            todo += [(part, depth + 1) for _, part in _parts(each)]
+    return modules
+
+
 def _parts(each: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, what an object refers to); no name where it would be one of Python's."""
     if isinstance(each, nn.Module):

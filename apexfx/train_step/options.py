@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..config import TransformConfig
+from .safeguard import Safeguard
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,12 @@ class StepOptions:
     keep_grads: bool = False
     memory_budget: int | None = None
     fallback: str | None = None
+    safeguard: Safeguard | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
+        if self.safeguard is not None and not isinstance(self.safeguard, Safeguard):
+            raise TypeError(f"apexfx: safeguard={self.safeguard!r} was given, expected True, an apexfx.Safeguard, False or None")
         if self.fallback not in (None, "transform"):
             raise ValueError(f"apexfx: fallback={self.fallback!r} was given, expected 'transform' or None")
         if self.fallback is not None and self.config.fullgraph:
@@ -48,6 +52,8 @@ class StepOptions:
         if options.get("fullgraph") is False:
             raise ValueError("apexfx: fullgraph=False was given, and a training step is one graph or an error; leave it out, or "
                              "pass fallback='transform' to run in pieces what cannot be captured")
+        if isinstance(own["safeguard"], bool):
+            own = {**own, "safeguard": Safeguard() if own["safeguard"] else None}
         return cls(config, **own)
 
     def _check_numbers(self) -> None:

@@ -16,6 +16,7 @@ from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
+from .forward_writes import ForwardWrites
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -23,6 +24,7 @@ from .optimizer_state import Group, OptimizerState, cycled, momenta, structure
 from .options import StepOptions
 from .other_leaves import unshared
 from .parameters import missed_parameters, trained_parameters
+from .safeguard import SafeguardState
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ class TrainingState:
         objective_modules: what is trained of the objective.
         options: of the step.
         scale: the loss scale.
+        safeguard: of the step, or None.
+        forward_writes: what takes back what the forwards of a skipped step have written.
         report: where what the graph does not update is noted.
         index: is told the names of all that is here.
         device: of what is trained, when the step was made.
@@ -50,8 +54,10 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: OptimizerList, objective_modules: ObjectiveModules,
-                 options: StepOptions, scale: LossScale, report: Report, index: ModelIndex, device: torch.device) -> None:
+                 options: StepOptions, scale: LossScale, safeguard: SafeguardState | None, forward_writes: ForwardWrites,
+                 report: Report, index: ModelIndex, device: torch.device) -> None:
         self._model, self._optimizers, self._objective_modules = model, optimizers, objective_modules
+        self._safeguard, self._forward_writes = safeguard, forward_writes
         self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
         self._structure: list[Any] | None = None  # of the optimizer, which the lists follow from
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
@@ -111,12 +117,13 @@ class TrainingState:
         if self._options.accumulate > 1:
             self.buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
                             for p in self.params]
-        scalars = {**self._scale.tensors, **(state.scalars if state is not None else {})}
+        of_step = {**self._scale.tensors, **(self._safeguard.tensors if self._safeguard is not None else {})}
+        scalars = {**of_step, **(state.scalars if state is not None else {})}
         self._scalars, self._plan = list(scalars.values()), self._make_plan(list(scalars))
         of_objective, _ = self._objective_modules.named_tensors()
         self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
         self._index.add_parameters(of_objective)
-        self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **self._scale.tensors,
+        self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **of_step,
                                 **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)}})
         self._structure = self._structure_now()
 
@@ -134,8 +141,13 @@ class TrainingState:
             max_grad_norm=max_grad_norm,
             clip_epsilon=clip_epsilon,
             skips=scalars.index(SKIPS) if SKIPS in scalars else None,
+            safeguard=self._safeguard.row(scalars) if self._safeguard is not None else None,
             keeps_gradients=self._options.keep_grads or state is None,
         ).to_json()
+
+    def name_of(self, place: int) -> str | None:
+        """Return the name of one of `params`."""
+        return self.names.get(id(self.params[place])) if place < len(self.params) else None
 
     # ---- around a call ----------------------------------------------------------------------------------------------------
 
@@ -170,6 +182,8 @@ class TrainingState:
         try:
             yield
         except BaseException as error:
+            if not self.num_gathered_calls():
+                self._forward_writes.forget()
             if self.changed or self.communicated and not isinstance(error, RankMismatchError):
                 self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             elif before is not None:
@@ -181,20 +195,26 @@ class TrainingState:
 
     # ---- after a call -----------------------------------------------------------------------------------------------------
 
+    def keep_forward_writes(self, *, in_pieces: bool) -> None:
+        """Keep what the forward may write, where a step may be skipped that wrote it, and its graph does not take it back."""
+        if self._safeguard is not None:
+            self._forward_writes.keep(copies=in_pieces or self._options.accumulate > 1)
+
     def note_gathered(self, present: Sequence[bool]) -> None:
         """Note which parameters a call has gathered gradients of."""
         self.num_calls += 1
         self.gathered.update(id(p) for p, here in zip(self.params, present) if here)
 
-    def note_applied(self, found_inf: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
+    def note_applied(self, skip: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
         """Hand gradients out of the graph, and let an optimizer that is not in it do its step.
 
         Args:
-            found_inf: as of `apply_gradients`.
+            skip: whether the step is skipped, as of `optimizers.update.apply`.
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
         self.end_accumulation()
+        self._forward_writes.undo(skip)
         if self._options.keep_grads or self._optimizer_state is None:
             self._drop_gradients()  # what nobody computed now is not to be applied
             left = iter(unshared(gradients))
@@ -203,7 +223,7 @@ class TrainingState:
         if self._optimizer_state is not None:
             self._note_updated([p for p, here in zip(self.params, present) if here])
             return
-        if self._scale.mode is None or not found_inf.item():
+        if self._scale.mode is None and self._safeguard is None or not skip.item():
             self._optimizers.step()
         if not self._options.keep_grads:
             self._drop_gradients()
@@ -233,6 +253,7 @@ class TrainingState:
         for buffer in self.buffers:
             buffer.zero_()
         self.gathered.clear()
+        self._forward_writes.forget()
         self.num_calls, self._broken = 0, ""
 
 
@@ -263,9 +284,9 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     """
     max_grad_norm, _ = clipping(optimizers, options)
     complex_ones = [p for p in trained if p.is_complex()]
-    if complex_ones and (max_grad_norm is not None or scale_mode is not None):
+    if complex_ones and (max_grad_norm is not None or scale_mode is not None or options.safeguard is not None):
         raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
-                         "nor unscaled in the graph; leave out max_grad_norm and loss_scale")
+                         "nor unscaled in the graph, nor judged; leave out max_grad_norm, loss_scale and safeguard")
     outside = optimizers.why_outside(half)
     float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
     if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -16,17 +17,20 @@ from .. import passes
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups
+from ..errors import NonFiniteError
 from ..report.data import Report
 from .averages import averaged_copies
+from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
 from .graphs import StepGraphs
-from .loss_scale import LossScale
+from .loss_scale import SKIPS, LossScale
 from .model import StepModel, check_modules
 from .non_finite import first_non_finite
-from .objective import ObjectiveModules
+from .objective import ObjectiveModules, modules_of
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
+from .safeguard import Event, SafeguardState
 from .state import TrainingState, check_optimizer, clipping, note_what_is_outside
 from .wrong_call import WrongCall
 
@@ -60,17 +64,21 @@ class TrainStep:
         in_float16 = config.opt_level != "O0" and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         self._scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None,
                                 self._device)
+        self._safeguard = None if options.safeguard is None else SafeguardState(options.safeguard, self._device,
+                                                                                own_skips=self._scale.mode is None)
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
         note_what_is_outside(model, optimizers, outside, self.report)
         # From here on, things change.
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
         index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
-        self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self.report, index,
-                                    self._device)
+        of_objective = modules_of(objective, model)
+        writes = ForwardWrites(lambda: itertools.chain(model.modules(), *(m.modules() for m in of_objective)), self.report)
+        self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard, writes,
+                                    self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
-        self._found_inf: Tensor | None = None  # of the last call, where it applied gradients
+        self._skip: Tensor | None = None  # of the last call, where it applied gradients
         self._grad_norm: Tensor | None = None
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
@@ -99,7 +107,7 @@ class TrainStep:
                 raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                                  "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                                  "pass loss_scale='dynamic'")
-            self._found_inf = None
+            self._skip = None
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
             with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
                 run = self._graphs.run_earlier if gathers else self._graphs.run_last
@@ -108,14 +116,18 @@ class TrainStep:
                 self._state.note_gathered(*ran)
             else:
                 self._note_applied(*ran)
+        if not gathers and self._safeguard is not None and (skips := self._safeguard.too_many(self._skips())):
+            last = self.events[-1]
+            raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
+                                 f"{last}. {first_non_finite(self.model, self._objective, batch, named)}")
         if skips := self._scale.skips_to_tell():
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
                         skips, self.loss_scale, first_non_finite(self.model, self._objective, batch, named))
         return (loss, *rest) if rest else loss
 
-    def _note_applied(self, found_inf: Tensor, norm: Tensor, present: list[bool], gradients: list[Tensor]) -> None:
-        self._found_inf, self._grad_norm = found_inf, norm
-        self._state.note_applied(found_inf, present, gradients)
+    def _note_applied(self, skip: Tensor, norm: Tensor, present: list[bool], gradients: list[Tensor]) -> None:
+        self._skip, self._grad_norm = skip, norm
+        self._state.note_applied(skip, present, gradients)
 
     def flush(self) -> None:
         """Apply the average of what calls have gathered since the last update, where they are fewer than `accumulate`.
@@ -128,7 +140,7 @@ class TrainStep:
         """
         state, num_calls = self._state, self._state.num_gathered_calls()
         with state.all_or_nothing(), torch.no_grad():
-            self._found_inf = None
+            self._skip = None
             if self._agreement is not None and self._groups.gradients is not None:
                 self._agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
             if not num_calls:
@@ -174,7 +186,25 @@ class TrainStep:
     @property
     def skipped(self) -> int:
         """How many steps changed nothing because a gradient was not finite; waits for the device."""
-        return self._scale.skipped
+        return int(self._skips()[0]) if self._skips() is not None else 0
+
+    @property
+    def events(self) -> list[Event]:
+        """Which steps were skipped, and why, in order; waits for the device.
+
+        They are those since the step was made or loaded a state; where they are not asked for, the last 64 are kept.
+
+        Raises:
+            RuntimeError: the step has no safeguard.
+        """
+        if self._safeguard is None:
+            raise RuntimeError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
+        return self._safeguard.read(self._skips(), self._state.name_of)
+
+    def _skips(self) -> Tensor | None:
+        """Return how many steps were skipped, in all and in a row, where any may be."""
+        counters = [each.tensors[SKIPS] for each in (self._scale, self._safeguard) if each is not None and SKIPS in each.tensors]
+        return counters[0] if counters else None
 
     @property
     def grad_norm(self) -> Tensor:
@@ -183,15 +213,16 @@ class TrainStep:
         Raises:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
-        if clipping(self._optimizers, self._options)[0] is None and self._scale.mode is None:
-            raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped or a loss is scaled, and this "
-                               "step does neither; make it with max_grad_norm=float('inf'), which clips nothing")
+        if clipping(self._optimizers, self._options)[0] is None and self._scale.mode is None and self._safeguard is None:
+            raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
+                               "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
+                               "nothing")
         return self._grad_norm if self._grad_norm is not None else torch.full((), math.nan, device=self._device)
 
     @property
     def updated(self) -> Tensor:
         """Whether the last call, or `flush()`, updated the parameters, and neither gathered alone nor was skipped: 0-d, bool."""
-        return self._found_inf == 0 if self._found_inf is not None else torch.zeros((), dtype=torch.bool, device=self._device)
+        return self._skip == 0 if self._skip is not None else torch.zeros((), dtype=torch.bool, device=self._device)
 
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
         """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""
@@ -214,7 +245,8 @@ class TrainStep:
                                "accumulate gradients; save after the call that applies them, or call flush() before")
         of_objective = self._objective_modules.state_dict()
         return {"model": self.model.state_dict(), "optimizer": self._optimizers.state_dict(), "scaler": self._scale.state_dict(),
-                "num_ranks": self._num_ranks(), **({"objective": of_objective} if of_objective else {})}
+                "num_ranks": self._num_ranks(), **({"objective": of_objective} if of_objective else {}),
+                **({"safeguard": self._safeguard.state_dict()} if self._safeguard is not None else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.
@@ -224,7 +256,7 @@ class TrainStep:
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
         expected = {"model", "optimizer", "scaler", "num_ranks"}
-        if not isinstance(state, dict) or set(state) - {"objective"} != expected:
+        if not isinstance(state, dict) or set(state) - {"objective", "safeguard"} != expected:
             kind = sorted(state) if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: "
                              f"{sorted(expected)}")
@@ -245,8 +277,10 @@ class TrainStep:
             log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
                         "the right learning rate, may be another", state["num_ranks"], self._num_ranks())
         self._scale.load_state_dict(state["scaler"])
+        if self._safeguard is not None:
+            self._safeguard.load_state_dict(state.get("safeguard", {}))
         self._state.drop_gathered()
-        self._found_inf = self._grad_norm = None
+        self._skip = self._grad_norm = None
 
     def _num_ranks(self) -> int:
         return dist.get_world_size(self._groups.user) if self._groups.user is not None else 1

@@ -248,7 +248,8 @@ def test_a_model_of_the_default_dtype_trains(default_dtype):
 
 @pytest.mark.parametrize("options", [
     {"max_grad_norm": 0.1}, {"loss_scale": 3.0}, {"max_grad_norm": 0.1, "loss_scale": 3.0, **PIECES},
-], ids=["clip", "scale", "pieces"])  # fmt: skip
+    {"max_grad_norm": 0.1, "inner": "inductor"},
+], ids=["clip", "scale", "pieces", "inductor"])  # fmt: skip
 def test_float64_is_clipped_and_unscaled_in_float64(options):
     data = batches(5, torch.float64)
     step = make(model=net(torch.float64), **options)

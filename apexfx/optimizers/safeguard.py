@@ -1,0 +1,75 @@
+"""Which steps change nothing: the decision of a safeguard, on the device, and its log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+LOGGED = 64  # skipped steps that the log holds
+NOT_FINITE, SPIKE = 1.0, 0.0
+NOBODY = 2.0**31  # a place in the log where no gradient is to be named
+
+
+def new_state(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the state and the empty log of a safeguard, float64: see `SafeguardRow`.
+
+    A row of the log is a skipped step: which one, counted from 1; `NOT_FINITE` or `SPIKE`; the norm; the place among the
+    parameters of the first gradient that is not finite. Skip number i, counted from 0, is in the row i modulo `LOGGED`.
+    """
+    return torch.zeros(3, dtype=torch.float64, device=device), torch.zeros(LOGGED, 4, dtype=torch.float64, device=device)
+
+
+def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int], skips: Tensor, state: Tensor, log: Tensor,
+          window: int, spike_factor: float | None) -> Tensor:
+    """Return whether a step is to be skipped, 1 or 0, float32; note it in the log, or the norm in the running average.
+
+    Args:
+        found_inf: 1 where a gradient is not finite, float32, 0-d.
+        norm: of all gradients, 0-d.
+        norms: of each of them, not finite where it is not.
+        members: its place among the parameters.
+        skips: how many steps were skipped before, and how many in a row.
+        state, log: as of `new_state`; both are written.
+        window, spike_factor: as of `SafeguardRow`.
+    """
+    judged, average, averaged = state[0], state[1], state[2]
+    norm, skip = _to(norm, torch.float64), found_inf
+    if spike_factor is not None:
+        skip = torch.maximum(found_inf, _to((averaged >= window) & (norm > average * spike_factor), torch.float32))
+    skipped = skip > 0
+    places = torch.cat([_count(first, last, norms.device) for first, last in _runs(members)])
+    place = torch.where(norms.isfinite(), NOBODY, _to(places, torch.float64)).amin()
+    entry = _stack([judged + 1, _to(found_inf > 0, torch.float64), norm, place])
+    here = _count(0, LOGGED, log.device) == skips[0].remainder(LOGGED)
+    log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))
+    more = torch.clamp_max(averaged + 1, window)
+    state.copy_(_stack([judged + 1, torch.where(skipped, average, average + (norm - average) / more),
+                             torch.where(skipped, averaged, more)]))
+    return skip
+
+
+# Behind AOTAutograd's decompositions, where Inductor knows neither `to` nor `arange` nor `stack`.
+def _to(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.ops.prims.convert_element_type.default(tensor, dtype)
+
+
+
+def _stack(scalars: Sequence[Tensor]) -> Tensor:
+    return torch.cat([scalar.unsqueeze(0) for scalar in scalars])
+
+
+def _count(first: int, last: int, device: torch.device) -> Tensor:
+    return torch.ops.prims.iota.default(last - first, start=first, step=1, dtype=torch.int64, device=device, requires_grad=False)
+
+
+def _runs(members: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield the first and one behind the last of each run of consecutive numbers."""
+    first = last = members[0]
+    for member in members[1:]:
+        if member != last + 1:
+            yield first, last + 1
+            first = member
+        last = member
+    yield first, last + 1

@@ -1,0 +1,150 @@
+"""A safeguard: which steps change nothing, and what a user is told of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..host_copy import HostCopy
+from ..ops.apply_gradients import SafeguardRow
+from ..optimizers.safeguard import LOGGED, NOBODY, NOT_FINITE, new_state
+from .loss_scale import SKIPS
+
+STATE, LOG = "safeguard", "skipped_steps"
+
+
+@dataclass(frozen=True)
+class Safeguard:
+    """Have a training step skip what would ruin the model, and leave nothing of it behind.
+
+    A step is skipped where a gradient is not finite, at every dtype, and where the norm of all gradients is a spike. Parameters,
+    optimizer state and what the forward writes stay as they were, on every rank alike.
+
+    Args:
+        spike_factor: a norm above so many times its running average is a spike; None: none is.
+        window: over how many steps the average runs; before as many were made, nothing is a spike.
+        max_consecutive_skips: so many skips in a row raise `NonFiniteError` on every rank.
+    """
+
+    spike_factor: float | None = None
+    window: int = 200
+    max_consecutive_skips: int = 50
+
+    def __post_init__(self) -> None:
+        factor = self.spike_factor
+        if factor is not None and not (_is_number(factor) and factor > 1):
+            raise ValueError(f"apexfx: spike_factor={factor!r} was given, expected a number above 1, or None")
+        for name in ("window", "max_consecutive_skips"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ValueError(f"apexfx: {name}={count!r} was given, expected a whole number, 1 or more")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A step that was skipped.
+
+    Attributes:
+        call: which call of the step it was, counted from 1 (of those that apply gradients, where calls accumulate).
+        reason: "not finite" or "spike".
+        norm: of all gradients, averaged and unscaled, before clipping.
+        parameter: the first whose gradient is not finite; None for a spike.
+        where: the first op that made something that is not finite, and the line of the program it comes from; "" where nobody
+            looked: the last step alone can be looked into.
+    """
+
+    call: int
+    reason: str
+    norm: float
+    parameter: str | None = None
+    where: str = ""
+
+    def __str__(self) -> str:
+        parameter = f", gradient of {self.parameter}" if self.parameter else ""
+        return f"call {self.call}: {self.reason}, norm {self.norm:g}{parameter}{f': {self.where}' if self.where else ''}"
+
+
+class SafeguardState:
+    """The state of a safeguard: tensors that the graph reads and writes, and what the host has read of them.
+
+    Args:
+        options: what the user asked for.
+        device: of the tensors.
+        own_skips: whether no loss scale counts the skips.
+
+    Attributes:
+        tensors: those of the graph, by name.
+    """
+
+    def __init__(self, options: Safeguard, device: torch.device, *, own_skips: bool) -> None:
+        self._options = options
+        state, log = new_state(device)
+        self.tensors: dict[str, Tensor] = {STATE: state, LOG: log}
+        if own_skips:
+            self.tensors[SKIPS] = torch.zeros(2, dtype=torch.float32, device=device)
+        # Every rank looks after the same calls, so that all raise after the same one: late enough for the device to be done.
+        self._interval = 1 if device.type == "cpu" else min(10, options.max_consecutive_skips)
+        self.forget()
+
+    def row(self, scalars: list[str]) -> SafeguardRow:
+        """Return what a plan says of it; `scalars` are the names of all."""
+        return SafeguardRow(scalars.index(STATE), scalars.index(LOG), self._options.window, self._options.spike_factor)
+
+    def forget(self) -> None:
+        """Forget what the host has seen of earlier steps."""
+        self._calls, self._copy = 0, None
+        self._events: list[Event] = []
+        self._num_read: int | None = None  # skips that are in `_events`, or were before this step was made or loaded
+
+    def too_many(self, skips: Tensor) -> int:
+        """Return how many steps in a row were skipped where those are too many, else 0."""
+        self._calls += 1
+        if self._calls % self._interval:
+            return 0
+        copy, self._copy = self._copy, HostCopy(skips)
+        if self._interval == 1:
+            copy = self._copy
+        in_a_row = int(copy.get()[1]) if copy is not None else 0
+        return in_a_row if in_a_row >= self._options.max_consecutive_skips else 0
+
+    def read(self, skips: Tensor, name_of: Callable[[int], str | None]) -> list[Event]:
+        """Return the events so far, the last 64 at least; waits for the device.
+
+        Args:
+            skips: how many there were, as of `judge`.
+            name_of: of a parameter, by its place.
+        """
+        num_skips, log = int(skips[0]), self.tensors[LOG].tolist()
+        first = max(self._num_read or 0, num_skips - LOGGED)
+        self._events += [_event(log[number % LOGGED], name_of) for number in range(first, num_skips)]
+        self._num_read = num_skips
+        return list(self._events)
+
+    def explain_last(self, where: str) -> None:
+        """Write down where the last event comes from."""
+        last = self._events[-1]
+        self._events[-1] = Event(last.call, last.reason, last.norm, last.parameter, where)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return copies of the tensors."""
+        return {name: tensor.clone() for name, tensor in self.tensors.items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Load what `state_dict` returned."""
+        for name, tensor in self.tensors.items():
+            tensor.copy_(state[name]) if name in state else tensor.zero_()
+        self.forget()
+
+
+def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
+    call, reason, norm, place = row
+    return Event(int(call), "not finite" if reason == NOT_FINITE else "spike", norm,
+                 name_of(int(place)) if reason == NOT_FINITE and place != NOBODY else None)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -1,0 +1,277 @@
+"""safeguard=: steps that are skipped leave nothing behind, and are told of; against an automaton written down here."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.optimizers import FusedAdam
+from tests.own_optimizers import RMSprop
+
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+GOOD, NAN_INPUT, INFINITE, SPIKE = "good", "nan input", "infinite loss", "spike"
+
+
+class Net(nn.Module):
+    """Writes running statistics, a counter, a buffer in place, and tensors that it keeps in attributes."""
+
+    def __init__(self, breaks=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+        self.register_buffer("seen", torch.zeros(6))
+        self.average = torch.zeros(8)  # an attribute that is replaced
+        self.total = torch.zeros(8)  # an attribute that is written in place
+        self.breaks = breaks
+
+    def forward(self, x):
+        self.seen += x.detach().sum(0)
+        hidden = self.body(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        self.average = 0.9 * self.average + hidden.detach().float().mean(0)
+        self.total += hidden.detach().float().sum(0)
+        return self.head(hidden)
+
+
+def objective(model, x, y, factor):
+    return F.cross_entropy(model(x), y) * factor
+
+
+def batch(kind, generator):
+    x, y = torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+    if kind == NAN_INPUT:
+        x[2, 3] = math.nan
+    return x, y, torch.tensor({INFINITE: math.inf, SPIKE: 1e3}.get(kind, 1.0))
+
+
+def make(optimizer=AdamW, *, breaks=False, safeguard=True, **options):
+    model = Net(breaks)
+    options = {"opt_level": "O0", "inner": "eager", **options}
+    if breaks:
+        options["fallback"] = "transform"
+    return apexfx.train_step(model, objective=objective, optimizer=optimizer(model.parameters(), lr=0.01), safeguard=safeguard,
+                             **options)
+
+
+def everything(step):
+    """Return what a step may leave behind, but for the loss scale."""
+    model = step.model
+    optimizers = step.optimizer if isinstance(step.optimizer, list) else [step.optimizer]
+    return copy.deepcopy((model.state_dict(), model.average, model.total, [each.state_dict()["state"] for each in optimizers]))
+
+
+def assert_equal(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+class Automaton:
+    """Decides from kinds and norms alone which steps are skipped."""
+
+    def __init__(self, window, spike_factor):
+        self.window, self.spike_factor = window, spike_factor
+        self.norms, self.average, self.skips = 0, 0.0, []
+
+    def judge(self, call, kind, norm):
+        """Return whether the step is skipped."""
+        finite = kind not in (NAN_INPUT, INFINITE) and math.isfinite(norm)
+        spike = finite and self.spike_factor is not None and self.norms >= self.window and norm > self.spike_factor * self.average
+        if not finite or spike:
+            self.skips.append((call, "spike" if spike else "not finite"))
+            return True
+        self.norms = min(self.norms + 1, self.window)
+        self.average += (norm - self.average) / self.norms
+        return False
+
+
+STYLES = {
+    "one graph": {}, "clipped": {"max_grad_norm": 0.5}, "float16": {"opt_level": "O2", "dtype": torch.float16},
+    "bfloat16": {"opt_level": "O1", "dtype": torch.bfloat16}, "half parameters": {"opt_level": "O3", "dtype": torch.bfloat16},
+    "fused": {"optimizer": FusedAdam}, "composed": {"optimizer": torch.optim.NAdam}, "outside": {"optimizer": RMSprop},
+    "kept gradients": {"keep_grads": True}, "in pieces": {"breaks": True},
+    "in pieces, outside": {"breaks": True, "optimizer": RMSprop},
+    "accumulating": {"accumulate": 3}, "accumulating in pieces": {"accumulate": 2, "breaks": True},
+}
+
+
+def run(step, kinds, automaton, seed=0):
+    """Train, and compare each step with what the automaton says of it."""
+    generator, calls = torch.Generator().manual_seed(seed), step._options.accumulate
+    for number, kind in enumerate(kinds, 1):
+        before, bad = everything(step), number % calls
+        for place in range(calls):
+            step(*batch(kind if place == bad else GOOD, generator))
+        skipped = automaton.judge(number, kind, float(step.grad_norm))
+        assert bool(step.updated) is not skipped
+        after = everything(step)
+        if skipped:
+            assert_equal(after, before)
+        else:
+            assert not torch.equal(after[0]["head.weight"], before[0]["head.weight"])
+            assert all(t.isfinite().all() for t in (*after[0].values(), *after[1:3]))
+    assert [(event.call, event.reason) for event in step.events] == automaton.skips[-64:]
+
+
+def kinds_of(rng, count):
+    return [GOOD] * 4 + rng.choices([GOOD, NAN_INPUT, INFINITE, SPIKE], weights=[5, 1, 1, 1], k=count)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_skipped_step_leaves_nothing_behind(style):
+    options = dict(STYLES[style])
+    step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4), **options)
+    run(step, kinds_of(random.Random(style), 24), Automaton(4, 8.0))
+    assert step.skipped == len(step.events) > 0
+
+
+def test_under_inductor():
+    step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4), inner="inductor")
+    run(step, [GOOD] * 5 + [NAN_INPUT, SPIKE, GOOD, INFINITE, GOOD], Automaton(4, 8.0))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("seed", range(4))
+def test_many_random_sequences(style, seed):
+    rng = random.Random(seed)
+    window, factor = rng.choice([1, 3, 6]), rng.choice([None, 4.0, 20.0])
+    step = make(safeguard=apexfx.Safeguard(spike_factor=factor, window=window), **STYLES[style])
+    run(step, kinds_of(rng, 200), Automaton(window, factor), seed)
+
+
+def test_without_a_bad_step_it_is_the_same_training():
+    plain, safe = make(safeguard=None), make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4))
+    for step in (plain, safe):
+        torch.manual_seed(1)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(6):
+            step(*batch(GOOD, generator))
+    assert_equal(everything(safe), everything(plain))
+    assert safe.events == [] and safe.skipped == 0 and "skip_writes" not in str(plain.report)
+    with pytest.raises(RuntimeError, match="safeguard=True"):
+        plain.events  # noqa: B018
+
+
+def test_a_spike_leaves_the_loss_scale_alone_and_an_overflow_does_not():
+    step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=2), loss_scale="dynamic")
+    generator = torch.Generator().manual_seed(0)
+    for kind in (GOOD, GOOD, GOOD):
+        step(*batch(kind, generator))
+    before, tracker = step.loss_scale, step.state_dict()["scaler"]["growth_tracker"]
+    step(*batch(SPIKE, generator))
+    assert step.events[-1].reason == "spike" and step.loss_scale == before
+    assert torch.equal(step.state_dict()["scaler"]["growth_tracker"], tracker)
+    step(*batch(INFINITE, generator))
+    assert step.events[-1].reason == "not finite" and step.loss_scale == before / 2
+
+
+def test_an_event_names_the_parameter():
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * math.inf
+
+    def only_the_head_is_finite(model, x, y, factor):
+        hidden = model.body(x)
+        return F.cross_entropy(model.head(Own.apply(hidden) if factor.item() != 1 else hidden), y)
+
+    model = Net()
+    for p in model.body[0].parameters():
+        p.requires_grad_(False)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    step = apexfx.train_step(model, objective=only_the_head_is_finite, optimizer=SGD(trained, lr=0.1), opt_level="O0",
+                             inner="eager", safeguard=True, fallback="transform")
+    step(*batch(INFINITE, torch.Generator().manual_seed(0)))
+    event, = step.events
+    assert (event.call, event.reason, event.parameter) == (1, "not finite", "body.1.weight")
+    assert "call 1: not finite" in str(event) and "body.1.weight" in str(event)
+
+
+def test_too_many_in_a_row_raise():
+    step = make(safeguard=apexfx.Safeguard(max_consecutive_skips=3))
+    generator = torch.Generator().manual_seed(0)
+    for kind in (NAN_INPUT, NAN_INPUT, GOOD, INFINITE, INFINITE):
+        step(*batch(kind, generator))
+    before = everything(step)
+    with pytest.raises(apexfx.NonFiniteError, match="3 steps in a row were skipped.*call 6: not finite"):
+        step(*batch(NAN_INPUT, generator))
+    assert_equal(everything(step), before)
+    step(*batch(GOOD, generator))  # and it goes on where the user goes on
+    assert bool(step.updated)
+
+
+def test_flush_of_a_bad_batch_takes_everything_back():
+    step = make(accumulate=3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        step(*batch(GOOD, generator))
+    before = everything(step)
+    step(*batch(NAN_INPUT, generator))
+    step(*batch(GOOD, generator))
+    step.flush()
+    assert not bool(step.updated) and step.events[-1].call == 2
+    assert_equal(everything(step), before)
+
+
+def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
+    step, other = (make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4)) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for kind in (GOOD, GOOD, NAN_INPUT, GOOD, GOOD):
+        step(*batch(kind, generator))
+    other.load_state_dict(copy.deepcopy(step.state_dict()))
+    other.model.average, other.model.total = step.model.average.clone(), step.model.total.clone()
+    data = [batch(kind, generator) for kind in (SPIKE, GOOD)]
+    for each in (step, other):
+        torch.manual_seed(3)
+        for one in data:
+            each(*one)
+    assert_equal(everything(other), everything(step))
+    assert [(e.call, e.reason) for e in other.events] == [(3, "not finite"), (6, "spike")]
+    other.load_state_dict(copy.deepcopy(make(safeguard=None).state_dict()))
+    assert other.events == [] and other.skipped == 0
+
+
+def test_what_cannot_be_taken_back_is_said():
+    class Counts(nn.Linear):
+        num_calls = 0
+
+        def forward(self, x):
+            self.num_calls += 1
+            return super().forward(x)
+
+    model = Counts(6, 3)
+    model.num_calls = 0
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True)
+    x, y, _ = batch(GOOD, torch.Generator().manual_seed(0))
+    step(x, y)
+    step(x, y)
+    assert sum("Counts.num_calls" in note for note in step.report.notes) == 1
+
+
+@pytest.mark.parametrize("options, error, message", [
+    ({"safeguard": 3}, TypeError, "safeguard=3"),
+    ({"safeguard": True, "skip": ["skip_writes"]}, ValueError, "leave safeguard= out"),
+], ids=str)  # fmt: skip
+def test_what_is_refused(options, error, message):
+    with pytest.raises(error, match=message):
+        make(**options)
+
+
+@pytest.mark.parametrize("options", [{"spike_factor": 0.5}, {"spike_factor": True}, {"window": 0},
+                                     {"max_consecutive_skips": 1.5}], ids=str)
+def test_options_are_checked(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        apexfx.Safeguard(**options)
