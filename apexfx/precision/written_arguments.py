@@ -195,7 +195,8 @@ def cast_values(value: Any, cast: Cast) -> Any:
 class _Table:
     """What stands for objects, found by identity; it keeps them.
 
-    Where Dynamo traces, without `id`, since it compiles again for another object; and no tuple is found, which it does not compare.
+    Where Dynamo traces, without `id`, since it compiles again for another object; and no tuple is found there, which it does not
+    compare.
 
     Args:
         rows: (object, what stands for it).
