@@ -38,10 +38,17 @@ def test_one_op_gives_the_bits_of_its_pieces(shape, dtype, layout, device):
     check_same_bits(shape, dtype, layout, device)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layouts_are_those_of_the_cpu(layout, device):
+    """A move to a device would close the gaps of a strided tensor."""
+    here, there = draw((3, 5, 7, 9), torch.float32, layout), draw((3, 5, 7, 9), torch.float32, layout, device=device)
+    assert [t.stride() for t in here] == [t.stride() for t in there]
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_training_step_equals_float64(dtype, layout, device):
-    x, grad, residual, weight, bias = (t.to(device) for t in draw((8, 24, 17, 19), dtype, layout, offset=30.0))
+    x, grad, residual, weight, bias = draw((8, 24, 17, 19), dtype, layout, offset=30.0, device=device)
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias, residual)]
     running = torch.zeros_like(weight), torch.ones_like(weight)
     y = sync_batch_norm(*leaves[:3], *running, residual=leaves[3], relu=True)
@@ -75,7 +82,7 @@ def test_a_plane_longer_than_its_blocks(dtype, device):
 def test_no_host_sync(device):
     if device == "cpu":
         pytest.skip("the CPU has no queue to wait for")
-    x, grad, residual, weight, bias = (t.to(device) for t in draw((8, 24, 17, 19), torch.float16))
+    x, grad, residual, weight, bias = draw((8, 24, 17, 19), torch.float16, device=device)
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias, residual)]
     running, tracked = (torch.zeros_like(weight), torch.ones_like(weight)), torch.tensor(1, device=device)
     torch.cuda.set_sync_debug_mode("error")

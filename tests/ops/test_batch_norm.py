@@ -36,15 +36,15 @@ def lay_out(x, layout):
     return x.contiguous()
 
 
-def draw(shape, dtype, layout="contiguous", offset=0.0):
+def draw(shape, dtype, layout="contiguous", offset=0.0, device="cpu"):
     """x, grad_output, residual (in `layout`), weight, bias (float32, for half input too)."""
     generator = torch.Generator().manual_seed(0)
     parameters = torch.float64 if dtype == torch.float64 else torch.float32
     normal = [torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3)]
-    x, grad, residual = (lay_out(t.to(dtype), layout) for t in (normal[0] + offset, *normal[1:]))
+    x, grad, residual = (lay_out(t.to(device, dtype), layout) for t in (normal[0] + offset, *normal[1:]))  # a move closes gaps
     weight = torch.rand(shape[1], generator=generator, dtype=parameters) + 0.5
     bias = torch.randn(shape[1], generator=generator, dtype=parameters)
-    return x, grad, residual, weight, bias
+    return x, grad, residual, weight.to(device), bias.to(device)
 
 
 def statistics(x, eps=1e-5):
@@ -96,8 +96,7 @@ def test_pieces_equal_float64(shape, dtype, layout):
 
 def calls(shape, dtype, layout, device):
     """Yield (op, reference, arguments) on `device`."""
-    tensors = [t.to(device) for t in draw(shape, dtype, layout)]
-    x, grad, residual, weight, bias = tensors
+    x, grad, residual, weight, bias = draw(shape, dtype, layout, device=device)
     stats = batch_norm.bn_local_stats.reference(x)
     mean, invstd = batch_norm.bn_global_stats.reference(stats, 1e-5)
     half_weight, half_bias = weight.half(), bias.bfloat16()

@@ -47,7 +47,7 @@ def pieces_backward(grad, x, stats, weight, bias, relu):
 
 def check_same_bits(shape, dtype, layout, device):
     """Run the whole ops on `device`, with and without parameters, residual and ReLU: the bits of the pieces."""
-    x, grad, residual, weight, bias = (t.to(device) for t in draw(shape, dtype, layout, offset=3.0))
+    x, grad, residual, weight, bias = draw(shape, dtype, layout, offset=3.0, device=device)
     parameters = (weight, bias), (None, bias), (None, None), (weight.half(), bias.double())
     for relu, added, (w, b) in itertools.product((False, True), (None, residual), parameters):
         got = bn_forward(x, w, b, added, EPS, relu)
