@@ -84,8 +84,8 @@ class LargeCopy:
         self.target.copy_(self.source)
 
     def occupy(self, seconds: float) -> None:
-        """Keep the stream busy for `seconds`, but no longer than 20 copies take."""
-        for _ in range(min(20, 1 + int(seconds / self.seconds))):
+        """Keep the stream busy for `seconds`, but for no more copies than fit into its queue beside what is measured."""
+        for _ in range(min(500, 1 + int(seconds / self.seconds))):
             self.run()
 
 
