@@ -64,6 +64,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
     unset_fake_temporarily,
 )
+from torch.cuda import _get_nvml_device_index as nvml_index
 from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store
 from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group

@@ -20,6 +20,7 @@ ENVIRONMENT = {
     "APEXFX_EXT": "0: build no compiled op, and load none",
     "APEXFX_CUDA": "build the CUDA ops: auto (default), 0 never, 1 always",
     "APEXFX_STRICT": "1: a library that cannot be built is an error",
+    "TORCH_CUDA_ARCH_LIST": "what the CUDA ops are compiled for, as 8.0;9.0+PTX",
     "CXX": "the C++ compiler of the build",
     "CXXFLAGS": "more flags for it",
     "CUDA_HOME": "where the build looks for nvcc first",

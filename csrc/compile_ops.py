@@ -6,6 +6,7 @@ Python. `setup.py` calls this file; it can be run by itself too:
     python csrc/compile_ops.py                                            every .cpp, into apexfx/_C_cpu.so
     python csrc/compile_ops.py --only csrc/cpu/bucket.cpp --out out/a.so  one file, into a library of your own
     python csrc/compile_ops.py --headers torch-2.11 --out out/a.so        with the headers of another torch package
+    python csrc/compile_ops.py all --arch native                          both libraries, the CUDA one for this device
     python csrc/compile_ops.py check-cuda                                 every .cu with nvcc, no device needed; --write: also
                                                                           csrc/cuda/kernels.json, with which it is compared
 """
@@ -14,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import fcntl
 import json
 import os
 import re
@@ -30,7 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET_VERSION = "0x020b000000000000ULL"  # torch 2.11: the oldest release a library built here must load into
-ARCHITECTURES = ("80", "90", "100")  # A100, H100/H200, B200; the newest also carries PTX for what comes after
+ARCHITECTURES = ("80", "90", "100")  # A100, H100/H200, B200, where nvcc knows them; the newest also as PTX for what comes after
 
 # Value-preserving: no errno, no traps, and no contraction, so that every x86-64 machine computes the same bits.
 _CXX_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas",
@@ -84,6 +83,36 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def architectures(nvcc: str, choice: str | None = None) -> tuple[str, ...]:
+    """Return what to compile for, as 90 (machine code) or 90+PTX (intermediate code too).
+
+    Args:
+        choice: "native", or a list (8.0;9.0a 10.0+PTX, or without the dots); None: that of TORCH_CUDA_ARCH_LIST.
+    Raises:
+        BuildError: where this nvcc cannot compile for one of the list, or for none of ARCHITECTURES.
+    """
+    listed = subprocess.run([nvcc, "--list-gpu-arch"], capture_output=True, text=True, check=True).stdout
+    known = set(re.findall(r"compute_(\d+)", listed))
+    choice = choice or os.environ.get("TORCH_CUDA_ARCH_LIST", "").strip()
+    if not choice:
+        usual = [a for a in ARCHITECTURES if a in known]
+        if left_out := [a for a in ARCHITECTURES if a not in known]:
+            print(f"apexfx: this nvcc knows no sm_{', sm_'.join(left_out)}, so those are left out", file=sys.stderr)
+        if not usual:
+            raise BuildError(f"{nvcc} knows none of sm_{', sm_'.join(ARCHITECTURES)}: name others in TORCH_CUDA_ARCH_LIST")
+        return *usual[:-1], f"{usual[-1]}+PTX"
+    if choice == "native":
+        return (native_architecture(),)
+    names = tuple(name.replace(".", "") for name in re.split(r"[;,\s]+", choice))
+    for name in names:
+        number = re.fullmatch(r"(\d{2,3})[af]?(\+PTX)?", name)
+        if number is None:
+            raise BuildError(f"the architectures are {choice!r}; expected numbers such as 8.0;9.0+PTX")
+        if number[1] not in known:
+            raise BuildError(f"{nvcc} cannot compile for sm_{number[1]}; it knows {', '.join(sorted(known, key=int))}")
+    return names
+
+
 def native_architecture() -> str:
     """Return the architecture of this machine's device."""
     import torch
@@ -106,6 +135,8 @@ def plan(environment: dict[str, str]) -> tuple[list[str], list[str]]:
     """Decide what an install builds: (library names, one sentence for everything left out). Never raises ImportError."""
     if environment.get("APEXFX_EXT", "1") == "0":
         return [], ["APEXFX_EXT=0, so no op is compiled"]
+    if sys.platform != "linux":
+        return [], [f"the ops are compiled on Linux alone, so on {sys.platform} none is (pure-torch references are used)"]
     try:
         import torch
     except ImportError:
@@ -130,7 +161,7 @@ def _why_no_cuda(choice: str, torch_cuda: str | None) -> str | None:
         return "nvcc was not found, so the CUDA ops are left out and CUDA tensors use the pure-torch references"
     major = nvcc_version(nvcc)[0]
     if choice == "auto" and major != int(str(torch_cuda).split(".")[0]):
-        return f"nvcc is CUDA {major} but torch is CUDA {torch_cuda}, so the CUDA ops are left out (APEXFX_CUDA=1 builds them)"
+        return f"nvcc is CUDA {major} but torch is CUDA {torch_cuda}, so the CUDA ops are left out"
     return None
 
 
@@ -146,23 +177,25 @@ def cpu_units(build: Path, only: list[Path] | None = None, headers: Path | None 
     flags = [*_CXX_FLAGS, f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", *shlex.split(os.environ.get("CXXFLAGS", ""))]
     sources = only or sorted((ROOT / "csrc/cpu").glob("*.cpp"))
     command = (cxx, *flags, *_includes(headers))
-    return [*(_unit(build, source, command) for source in sources), _signature_unit(build, command)]
+    return [_unit(build, source, command) for source in [*sources, write_built_for(build)]]
 
 
-def cuda_units(build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only: list[Path] | None = None) -> list[Unit]:
-    """Return one unit for every csrc/cuda/*.cu (or for `only`), with code for every architecture."""
+def cuda_units(build: Path, choice: str | None = None, only: list[Path] | None = None) -> list[Unit]:
+    """Return one unit for every csrc/cuda/*.cu (or for `only`), with code for every one of `architectures`."""
     nvcc = find_nvcc()
     if nvcc is None:
         raise BuildError("nvcc was not found (put it on the path, or set CUDA_HOME)")
-    codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
-    codes.append(f"-gencode=arch=compute_{architectures[-1]},code=compute_{architectures[-1]}")
+    images = [f"{kind}_{name.removesuffix('+PTX')}" for name in architectures(nvcc, choice)
+              for kind in (("sm", "compute") if name.endswith("+PTX") else ("sm",))]  # fmt: skip
+    codes = [f"-gencode=arch=compute_{image.split('_')[1]},code={image}" for image in images]
     flags = [*_NVCC_FLAGS, f"-DTORCH_TARGET_VERSION={TARGET_VERSION}", *codes]
     host = find_cxx()
     if host is not None:
         flags += ["-ccbin", host]
     sources = only or sorted((ROOT / "csrc/cuda").glob("*.cu"))
     command = (nvcc, *flags, *_includes())
-    return [*(_unit(build, source, command) for source in sources), _signature_unit(build, command)]
+    built_for = write_built_for(build, f"apexfx CUDA {'.'.join(map(str, nvcc_version(nvcc)))}: {' '.join(images)}")
+    return [_unit(build, source, command) for source in [*sources, built_for]]
 
 
 def signatures() -> list[str]:
@@ -201,15 +234,15 @@ def _text(node: ast.expr, strings: dict[str, str]) -> str:
     return str(ast.literal_eval(node))
 
 
-def _signature_unit(build: Path, command: tuple[str, ...]) -> Unit:
-    """Return the unit that writes the signatures into a library, where apexfx/ops/_signatures.py looks for them."""
-    text = "".join(f"{line}\n" for line in ["apexfx signatures:", *signatures()])
-    source = build / "signatures.cpp"
+def write_built_for(build: Path, *lines: str) -> Path:
+    """Write the source of what apexfx/ops/_built_for.py looks for in a library: the ops' signatures, and `lines`."""
+    texts = ["".join(f"{line}\n" for line in ["apexfx signatures:", *signatures()]), *(f"{line}\n" for line in lines)]
+    source = build / "built_for.cpp"
     build.mkdir(parents=True, exist_ok=True)
-    code = f"__attribute__((used)) static const char signatures[] = {json.dumps(text)};\n"
+    code = "".join(f"__attribute__((used)) static const char text_{i}[] = {json.dumps(t)};\n" for i, t in enumerate(texts))
     if not source.exists() or source.read_text() != code:
         source.write_text(code)
-    return _unit(build, source, command)
+    return source
 
 
 def _unit(build: Path, source: Path, prefix: tuple[str, ...]) -> Unit:
@@ -281,13 +314,12 @@ def _cuda_link_flags(cxx: str, stub: Path) -> list[str]:
             "-lcudart_static", "-lrt", "-ldl", "-lpthread"]  # fmt: skip
 
 
-@contextlib.contextmanager
 def build_lock(build: Path):
-    """Hold the build folder: two builds at once would write the same objects."""
+    """Return a lock of the build folder: two builds at once would write the same objects."""
+    from filelock import FileLock  # torch depends on it, and without torch nothing is built
+
     build.mkdir(parents=True, exist_ok=True)
-    with open(build / ".lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
+    return FileLock(build / ".lock")
 
 
 def build_cpu(target: Path, build: Path, only: list[Path] | None = None, headers: Path | None = None) -> None:
@@ -299,11 +331,11 @@ def build_cpu(target: Path, build: Path, only: list[Path] | None = None, headers
 
 
 def build_cuda(
-    target: Path, build: Path, architectures: tuple[str, ...] = ARCHITECTURES, only: list[Path] | None = None, keep: bool = False
+    target: Path, build: Path, choice: str | None = None, only: list[Path] | None = None, keep: bool = False
 ) -> list[Unit]:
     """Build the CUDA library at `target`; return the units, whose logs hold ptxas' report. `keep`: also the machine code."""
     with build_lock(build):
-        units = cuda_units(build, architectures, only)
+        units = cuda_units(build, choice, only)
         if keep:
             units = [_kept(unit) if unit.source.suffix == ".cu" else unit for unit in units]
         compile_units(units)
@@ -322,34 +354,52 @@ def _kept(unit: Unit) -> Unit:
 def main() -> int:
     """Run from the command line; see the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", default="cpu", choices=("cpu", "cuda", "check-cuda"))
+    parser.add_argument("what", nargs="?", default="cpu", choices=("cpu", "cuda", "all", "check-cuda"))
     parser.add_argument("--only", nargs="*", type=Path, help="these sources, not all")
     parser.add_argument("--out", type=Path, help="the library to write")
     parser.add_argument("--headers", type=Path, help="a torch package to take the headers of (CPU)")
-    parser.add_argument("--arch", default=",".join(ARCHITECTURES), help="comma separated; native: the device's")
+    parser.add_argument("--arch", help="native: the device's; or as TORCH_CUDA_ARCH_LIST, which is used without it")
     parser.add_argument("--write", action="store_true", help="with check-cuda: make csrc/cuda/kernels.json anew")
     arguments = parser.parse_args()
     only = [path.resolve() for path in arguments.only] if arguments.only else None
+    if arguments.what == "all" and (only or arguments.out):
+        parser.error("--only and --out go with one library, not with all")
     build = ROOT / "build" / ("cpu" if arguments.what == "cpu" else "cuda")
     if arguments.out and (only or arguments.headers):
         build = arguments.out.resolve().parent / f"{arguments.out.stem}.build"  # never the shared objects
     try:
-        architectures = (native_architecture(),) if arguments.arch == "native" else tuple(arguments.arch.split(","))
         if arguments.what == "cpu":
             build_cpu((arguments.out or ROOT / "apexfx/_C_cpu.so").resolve(), build, only, arguments.headers)
         elif arguments.what == "cuda":
-            build_cuda((arguments.out or ROOT / "apexfx/_C_cuda.so").resolve(), build, architectures, only)
+            build_cuda((arguments.out or ROOT / "apexfx/_C_cuda.so").resolve(), build, arguments.arch, only)
+        elif arguments.what == "all":
+            build_all(arguments.arch)
         else:
-            return check_cuda(build, (arguments.out or build / "_C_cuda.so").resolve(), architectures, only, arguments.write)
+            return check_cuda(build, (arguments.out or build / "_C_cuda.so").resolve(), arguments.arch, only, arguments.write)
     except BuildError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def check_cuda(build: Path, target: Path, architectures: tuple[str, ...], only: list[Path] | None, write: bool) -> int:
+def build_all(choice: str | None) -> None:
+    """Build both libraries at once; one that fails leaves the other."""
+    with ThreadPoolExecutor() as pool:
+        builds = [pool.submit(build_cuda, ROOT / "apexfx/_C_cuda.so", ROOT / "build/cuda", choice),
+                  pool.submit(build_cpu, ROOT / "apexfx/_C_cpu.so", ROOT / "build/cpu")]  # fmt: skip
+    messages = []
+    for build in builds:
+        try:
+            build.result()
+        except BuildError as error:
+            messages.append(str(error))
+    if messages:
+        raise BuildError("\n".join(messages))
+
+
+def check_cuda(build: Path, target: Path, choice: str | None, only: list[Path] | None, write: bool) -> int:
     """Compile every .cu, link once, report warnings, compare the kernels with their table, audit the symbols; 0: clean."""
-    units = build_cuda(target, build, architectures, only, keep=True)
+    units = build_cuda(target, build, choice or ",".join(ARCHITECTURES) + "+PTX", only, keep=True)
     problems = [line for unit in units for text in unit.log for line in text.splitlines() if _is_problem(line)]
     for line in problems:
         print(line)
@@ -357,7 +407,8 @@ def check_cuda(build: Path, target: Path, architectures: tuple[str, ...], only: 
         if path.suffix != ".cubin":
             path.unlink()
     sources = sum(unit.source.suffix == ".cu" for unit in units)
-    print(f"{sources} CUDA sources compiled for sm_{', sm_'.join(architectures)}; {len(problems)} problems", flush=True)
+    codes = re.findall(r",code=(\w+)", " ".join(units[0].command))
+    print(f"{sources} CUDA sources compiled for {', '.join(codes)}; {len(problems)} problems", flush=True)
     commands = (["csrc/kernels.py", str(build), *(["--write"] if write else [])], ["csrc/audit.py", str(target)])
     checks = [subprocess.run([sys.executable, *command], cwd=ROOT) for command in commands]
     return 1 if problems or any(check.returncode for check in checks) else 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import ctypes
 import importlib.util
 import os
 import re
@@ -15,7 +17,8 @@ import pytest
 import torch
 
 from apexfx import doctor, ops
-from apexfx.ops._signatures import mismatch
+from apexfx.ops import _built_for
+from apexfx.ops._built_for import Machine, cuda_mismatch, mismatch
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = """
@@ -85,6 +88,143 @@ def test_the_signatures_in_a_library_are_those_of_the_registered_ops():
     assert "apexfx::flatten_bucket" in mismatch(text.replace(b"flatten_bucket(List[Tensor]", b"flatten_bucket(Tensor", 1))
     assert "does not say which ops" in mismatch(text.replace(b"signatures:", b"", 1))
     assert len(compile_ops.signatures()) >= 22
+
+
+BUILT_FOR = b"apexfx CUDA 12.8: sm_80 sm_90 compute_90\n\0"
+
+
+@pytest.mark.parametrize("mark,torch_cuda,driver,capabilities,reason", [
+    (BUILT_FOR, "12.9", (12, 4), [(8, 0), (9, 0)], ""),
+    (BUILT_FOR, "12.9", (13, 0), [(8, 9), (8, 6)], ""),  # the code of 8.0 runs on what has the same major number
+    (BUILT_FOR, "12.9", (12, 8), [(12, 0)], ""),  # the driver compiles the intermediate code
+    (BUILT_FOR, "12.9", (12, 4), [(12, 0)],
+     "it has sm_80, sm_90, compute_90, none of which a device of compute capability 12.0 runs"),
+    (BUILT_FOR, "12.9", (13, 0), [(9, 0), (7, 5)], "none of which a device of compute capability 7.5 runs"),
+    (BUILT_FOR, "12.9", (11, 4), [(8, 0)], "it was built by CUDA 12.8, and the driver supports CUDA 11.4 at most"),
+    (BUILT_FOR, "12.9", None, [], ""),
+    (BUILT_FOR, "12.9", (11, 4), [], ""),  # nothing to run on
+    (BUILT_FOR, "13.0", (13, 0), [(8, 0)], "it was built by CUDA 12.8, and this torch is of CUDA 13.0"),
+    (BUILT_FOR.replace(b"sm_90", b"sm_90a").replace(b" compute_90", b""), "12.9", (13, 0), [(9, 0)], ""),
+    (BUILT_FOR.replace(b"compute_90", b"compute_90a"), "12.9", (13, 0), [(10, 0)], "none of which"),
+    (b"", "12.9", (13, 0), [(8, 0)], "it does not say which CUDA it was built for"),
+])  # fmt: skip
+def test_a_cuda_library_is_loaded_where_it_can_run(mark, torch_cuda, driver, capabilities, reason):
+    there = Machine(driver, tuple(capabilities)) if driver else None
+    sentence = cuda_mismatch(b"ELF" + mark, torch_cuda, there)
+    assert reason in sentence and bool(reason) == bool(sentence)
+
+
+@needs_library
+def test_a_cuda_library_that_cannot_run_is_left_with_a_warning(tmp_path, monkeypatch, caplog):
+    (tmp_path / "apexfx").mkdir()
+    library = (ROOT / "apexfx/_C_cpu.so").read_bytes() + b"apexfx CUDA 13.0: sm_90\n\0"
+    (tmp_path / "apexfx/_C_cuda.so").write_bytes(library)
+    monkeypatch.setattr(ops, "__file__", str(tmp_path / "apexfx/ops/__init__.py"))
+    monkeypatch.setattr(ops, "machine", lambda: Machine((13, 0), ((8, 0),)))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    cuda = ops._load("cuda")
+    assert not cuda.loaded and "a device of compute capability 8.0" in cuda.reason and "--arch native" in cuda.reason
+    assert f"_C_cuda.so is not loaded, the pure-torch references are used: {cuda.reason}" in caplog.text
+
+
+class Nvml:
+    """NVML with two devices, of which CUDA_VISIBLE_DEVICES may hide one."""
+
+    def __init__(self, library):
+        assert library == "libnvidia-ml.so.1"
+
+    def __getattr__(self, name):
+        raise AttributeError(name)
+
+    def nvmlInit_v2(self):
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, version):
+        version._obj.value = 12080
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = 1 + index
+        return 0
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle, major, minor):
+        major._obj.value, minor._obj.value = {1: (7, 5), 2: (9, 0)}[handle.value]
+        return 0
+
+
+def test_the_devices_are_those_that_are_visible(monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", Nvml)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _built_for.machine() == Machine((12, 8), ((7, 5), (9, 0)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert _built_for.machine() == Machine((12, 8), ((9, 0),))
+    monkeypatch.delattr(Nvml, "nvmlDeviceGetCudaComputeCapability")
+    assert _built_for.machine() is None
+
+
+@pytest.fixture
+def nvcc(tmp_path, monkeypatch):
+    """An nvcc of CUDA 12.4, which says what it can compile for."""
+    program = tmp_path / "nvcc"
+    program.write_text("#!/bin/sh\nprintf 'compute_80\\ncompute_86\\ncompute_90\\n'\n")
+    program.chmod(0o755)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    return str(program)
+
+
+@pytest.mark.parametrize("choice,variable,expected", [
+    (None, "", ("80", "90+PTX")),
+    (None, "8.0;8.6+PTX 9.0a", ("80", "86+PTX", "90a")),
+    ("90", "8.0", ("90",)),
+    (None, "Hopper", "the architectures are 'Hopper'; expected numbers such as"),
+    (None, "8.0;10.0", "cannot compile for sm_100; it knows 80, 86, 90"),
+])  # fmt: skip
+def test_what_the_cuda_library_is_compiled_for(choice, variable, expected, nvcc, monkeypatch, capfd):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", variable)
+    if isinstance(expected, str):
+        with pytest.raises(compile_ops.BuildError, match=expected):
+            compile_ops.architectures(nvcc, choice)
+        return
+    assert compile_ops.architectures(nvcc, choice) == expected
+    assert ("knows no sm_100, so" in capfd.readouterr().err) == (choice is None and not variable)
+
+
+def test_a_compiler_that_knows_none_of_them_is_an_error(nvcc, monkeypatch):
+    monkeypatch.setattr(compile_ops, "ARCHITECTURES", ("100", "120"))
+    with pytest.raises(compile_ops.BuildError, match="knows none of sm_100, sm_120: name others in TORCH_CUDA_ARCH_LIST"):
+        compile_ops.architectures(nvcc)
+
+
+@pytest.mark.skipif(compile_ops.find_nvcc() is None, reason="needs nvcc")
+def test_a_library_says_what_it_was_compiled_for(tmp_path):
+    units = compile_ops.cuda_units(tmp_path, "8.0;9.0+PTX", [ROOT / "csrc/cuda/bucket.cu"])
+    assert re.search(r"apexfx CUDA \d+\.\d+: sm_80 sm_90 compute_90", (tmp_path / "built_for.cpp").read_text())
+    assert re.findall(r",code=(\w+)", " ".join(units[0].command)) == ["sm_80", "sm_90", "compute_90"]
+
+
+@pytest.mark.parametrize("platform", ["win32", "darwin"])
+def test_elsewhere_than_on_linux_the_package_is_pure_python(platform, monkeypatch):
+    monkeypatch.setattr(sys, "platform", platform)
+    assert compile_ops.plan({}) == ([], [f"the ops are compiled on Linux alone, so on {platform} none is "
+                                         "(pure-torch references are used)"])  # fmt: skip
+
+
+def test_an_install_without_torch_needs_no_module_of_unix():
+    code = ("import runpy, sys; sys.modules |= dict.fromkeys(['fcntl', 'resource', 'torch', 'filelock']); "
+            "sys.argv = ['setup.py', '--version']; runpy.run_path('setup.py')")  # fmt: skip
+    status, output = run([sys.executable, "-c", code])
+    assert status == 0 and "so no op is compiled" in output, output
+
+
+def test_the_package_imports_no_module_of_unix():
+    of_unix = {"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"}
+    for path in (ROOT / "apexfx").rglob("*.py"):
+        statements = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        names = {alias.name for node in statements if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in statements if isinstance(node, ast.ImportFrom) and not node.level}
+        assert not names & of_unix, path
 
 
 def test_apexfx_ext_0_loads_nothing():

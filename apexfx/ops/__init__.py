@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from ._signatures import mismatch
+from ._built_for import cuda_mismatch, machine, mismatch
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +41,11 @@ def _load(device: str) -> Library:
     reason = ""
     try:
         library = path.read_bytes()
-        if library[:4] == b"\x7fELF" and (reason := mismatch(library)):
-            reason += "; rebuild it with `make lib`, or by installing apexfx again"
+        if library[:4] == b"\x7fELF":  # the loader says what else it may be
+            reason = mismatch(library) or (cuda_mismatch(library, torch.version.cuda, machine()) if device == "cuda" else "")
+        if reason:
+            command = "make lib" if device == "cpu" else "python csrc/compile_ops.py cuda --arch native"
+            reason += f"; rebuild it with `{command}`, or by installing apexfx again"
         else:
             torch.ops.load_library(str(path))
     except OSError as error:

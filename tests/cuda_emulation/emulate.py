@@ -2,6 +2,7 @@
 
     python tests/cuda_emulation/emulate.py FOLDER all [argument of pytest ...]
     python tests/cuda_emulation/emulate.py FOLDER multi_tensor,bucket [argument of pytest ...]
+    python tests/cuda_emulation/emulate.py build apexfx/_C_cpu.so      in the place of the CPU's library; runs no test
 
 The sources are the real ones, compiled through `include/`; a launch `kernel<<<grid, threads, ...>>>(arguments)` becomes
 a call, and the kernels are registered for the CPU (whose own library is not loaded). This says whether the kernels' index
@@ -64,6 +65,7 @@ def build(folder: Path, names: str) -> Path:
     sources = folder / "csrc"
     shutil.rmtree(sources, ignore_errors=True)
     shutil.copytree(ROOT / "csrc", sources)
+    compile_ops.write_built_for(sources / "cuda")
     for file in (sources / "cuda").iterdir():
         file.with_suffix(".cpp" if file.suffix == ".cu" else file.suffix).write_text(translate(file.read_text()))
     torch_root, cxx = compile_ops.torch_root(), compile_ops.find_cxx()
@@ -76,8 +78,9 @@ def build(folder: Path, names: str) -> Path:
         return target
 
     library = folder / "emulated.so"
-    with ThreadPoolExecutor(2) as pool:
-        wanted = sorted(f for f in (sources / "cuda").glob("*.cpp") if names == "all" or f.stem in names.split(","))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        stems = {*names.split(","), "built_for"}
+        wanted = sorted(f for f in (sources / "cuda").glob("*.cpp") if names == "all" or f.stem in stems)
         objects = list(pool.map(compiled, wanted))
     link = [cxx, "-shared", *objects, "-o", str(library), f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
     subprocess.run(link, check=True)
@@ -87,6 +90,9 @@ def build(folder: Path, names: str) -> Path:
 def main() -> int:
     """Run from the command line; see the module's docstring."""
     folder, names, *arguments = sys.argv[1:]
+    if folder == "build":
+        shutil.copy(build(ROOT / "build/emulation", "all"), names)
+        return 0
     library = build(Path(folder).resolve(), names)
     os.environ |= {"APEXFX_EXT": "0", "APEXFX_TEST_DEVICE": "cpu"}
     sys.path.insert(0, str(ROOT))
