@@ -62,9 +62,9 @@ class Result:
 
 def load_rows(device: str, only: list[str]) -> Iterator[tuple[str, Row]]:
     """Yield (family, row) of the rows whose family or name holds a text of `only` (all where it is empty)."""
-    by_family = bool(only) and all(text.startswith("ops_") for text in only)
+    families = {text.split()[0] for text in only} if only and all(text.startswith("ops_") for text in only) else None
     for module in FAMILIES:
-        if by_family and module.__name__ not in only:
+        if families is not None and module.__name__ not in families:
             continue
         for row in module.rows(device):
             if not only or any(text in f"{module.__name__} {row.name}" for text in only):
@@ -106,7 +106,7 @@ def repeat(function: Callable[[], object], calls: int) -> Callable[[], None]:
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--only", nargs="*", default=[], help="rows whose family or name holds one of these")
+    parser.add_argument("--only", nargs="*", default=[], help="rows that hold one of these in 'family name'")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all rows together, roughly")
     parser.add_argument("--clock", default="wall", choices=("wall", "cpu"), help="cpu: for one thread on a shared machine")
     parser.add_argument("--json", type=Path)

@@ -1,18 +1,22 @@
 """`make gpu-check`: build, test, measure and sanitize on a machine with a CUDA device and no network, in nine minutes.
 
-    python3 tests/gpu/check.py [--results DIR] [--only STEP ...] [--skip-build] [--fresh] [--device cuda|cpu]
+    python3 tests/gpu/check.py [--results DIR] [--only STEP ...] [--skip-build] [--fresh] [--dry-run]
 
 Needs a python3 with torch and pytest, and nvcc. Whatever becomes of a step, the next one runs, but for the first ones: without
 every library and every CUDA kernel the rest would say nothing. Each has a share of the budget, and leaves what it does not need
-to those after it; what is past its time is killed with all of its children.
+to those after it. What is past its time is interrupted, so that pytest still prints what failed, and killed five seconds later
+with all of its children.
 
-Results are JSON files: gpu_check.json says how every step ended, the others grow row by row. They are written into DIR (default:
-out/gpu_check/cuda), and copied to benchmarks/results behind every step on a device. A later call, of the same sources on the
-same device, goes on where this one stopped: steps that ended by themselves stay as they are (`--only` repeats one, `--fresh`
-all), and tables get the rows they lack.
+Results are JSON files: gpu_check.json says how every step ended, the others grow row by row. They are written into DIR, and
+copied behind every step to out/gpu_check/cuda and, once there is a device, to benchmarks/results. A later call that finds them in
+one of the three goes on where this one stopped: a step that ended by itself stays as it is, unless a file that it reads has
+changed, another device is there, or `--only` or `--fresh` ask for it; tables get the rows they lack. So on a machine that is
+given back, copy DIR to benchmarks/results before the next call.
 
-`--device cpu` rehearses: the CPU kernels, and the CUDA sources emulated on the CPU, stand in, and the JSON says so; nothing is
-copied. Exit status 1 where a step failed or did not come to its end.
+`--dry-run` rehearses without a device, in three minutes: it runs the same commands in a copy of the sources, on the CUDA sources
+emulated on the CPU; the benchmarks, on the CPU's own kernels. Nothing of it is a measurement, and it copies nothing.
+
+Exit status 1 where a step failed, wrote no row, or did not come to its end; in a dry run, also where one was skipped.
 """
 
 from __future__ import annotations
@@ -38,8 +42,11 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMITTED, WORK = ROOT / "benchmarks/results", ROOT / "out/gpu_check"
 RECORD = "gpu_check.json"
 LEAST_S = 5.0  # with less time left no step is started
-STAND_IN = "no device: the CPU kernels, and the CUDA sources emulated on the CPU, in place of the CUDA kernels"
+GRACE_S = 5.0  # between an interrupt and the kill, and for the kill itself
+RESERVE_S = 200.0  # which a required step leaves to the others
+STAND_IN = "no device: the CUDA sources emulated on the CPU and, for the tables, the CPU's own kernels, in their place"
 SANITIZER_REFUSALS = ("Device not supported", "Unable to find injection library", "not started")
+KERNELS = ("csrc", "apexfx/ops", "apexfx/testing.py", "tests/gpu/conftest.py")
 # apexfx prints its tables with tabulate, which a machine without a network may lack: enough of it for the tests.
 _TABULATE = '''
 def tabulate(rows, headers=(), **options):
@@ -56,156 +63,205 @@ class Step:
 
     Attributes:
         share_s: its share of the budget; 0 for what runs in the time that others leave.
+        reads: the files and folders that decide what it does, besides its command.
         required: whether nothing runs once it failed; runs in every call.
         writes: the JSON file that it extends row by row.
         refusals: texts with which the machine, not the code, says no.
+        folder: where it runs.
     """
 
     name: str
     command: tuple[str, ...]
     share_s: float
+    reads: tuple[str, ...] = ()
     required: bool = False
     writes: str = ""
     refusals: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
+    folder: Path = ROOT
+
+    def sources(self) -> str:
+        """Return a hash of the command and of everything that it reads."""
+        digest = hashlib.sha256(" ".join(self.command[1:]).encode())
+        for name in self.reads:
+            path = ROOT / name
+            for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+                if file.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}:
+                    digest.update(str(file.relative_to(ROOT)).encode() + file.read_bytes())
+        return digest.hexdigest()[:16]
 
 
-def steps(device: str, folder: Path) -> list[Step]:
+def steps(results: Path, dry: bool = False) -> list[Step]:
     """List the steps in order of worth; the shares add up to the budget."""
+    device, emulated = ("cpu", WORK / "dry_run/sources") if dry else ("cuda", ROOT)
+    few = ("--every", "12") if dry else ()
 
     def script(path: str, *arguments: str) -> tuple[str, ...]:
         return (sys.executable, path, *arguments)
 
-    def table(name: str, share_s: float, path: str, file: str, *arguments: str) -> Step:
-        command = script(f"benchmarks/{path}.py", "--device", device, *arguments, "--json", str(folder / file))
-        return Step(name, command, share_s, writes=file)
+    def table(name: str, share_s: float, path: str, file: str, *arguments: str, reads: tuple[str, ...]) -> Step:
+        command = script(f"benchmarks/{path}.py", "--device", device, *arguments, "--json", str(results / file))
+        return Step(name, command, share_s, ("benchmarks/harness.py", f"benchmarks/{path}.py", *reads), writes=file)
 
-    def tests(name: str, share_s: float, path: str) -> Step:
-        options = ("-q", "-p", "no:cacheprovider", "--tb=short", "-rfs", "--maxfail=10", "-o", "faulthandler_timeout=30")
-        return Step(name, (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{path}.py"), share_s)
+    def tests(name: str, share_s: float, path: str, *reads: str) -> Step:
+        options = ("-q", "-p", "no:cacheprovider", "--tb=short", "-rfs", "--maxfail=10", "-o", "faulthandler_timeout=30", *few)
+        command = (sys.executable, "-m", "pytest", *options, f"tests/gpu/test_{path}.py")
+        return Step(name, command, share_s, (*KERNELS, f"tests/gpu/test_{path}.py", *reads), folder=emulated)
 
-    build, audit = [Step("build cpu", script("csrc/compile_ops.py", "cpu"), 40.0, required=True)], []
-    if device == "cuda":
-        build.insert(0, Step("build cuda", script("csrc/compile_ops.py", "cuda", "--arch", "native"), 80.0, required=True))
-        libraries, torch = ("apexfx/_C_cpu.so", "apexfx/_C_cuda.so"), Path(importlib.util.find_spec("torch").origin).parent
-        audit.append(Step("audit", script("csrc/audit.py", *libraries, "--torch", str(torch)), 10.0))
+    libraries, torch = ("apexfx/_C_cpu.so", "apexfx/_C_cuda.so"), Path(importlib.util.find_spec("torch").origin).parent
+    build = script("csrc/compile_ops.py", "all", "--arch", "native")
     rows: tuple[str, ...] = ("--seconds", "50")
-    models: tuple[str, ...] = ("resnet50", "bert")
-    if device == "cpu":
-        rows, models = ("--seconds", "5", "--only", "resnet50", "rms_norm"), ("mlp",)
+    norm_rows: tuple[str, ...] = ("--seconds", "0.2")
+    models: tuple[str, ...] = ("--rounds", "10", "--repeats", "5", "--models", "resnet50", "bert")
+    if dry:
+        libraries = libraries[:1]
+        build = script("tests/cuda_emulation/emulate.py", "build", *libraries)
+        rows = ("--seconds", "5", "--only", "ops_norm rms_norm float32 512")
+        norm_rows = ("--op", "layer_norm", "--shapes", "64x64")
+        models = ("--rounds", "2", "--repeats", "1", "--models", "mlp")
     return [
-        *build,
-        Step("load", script("tests/gpu/loaded.py", device), 20.0, required=True),
-        *audit,
-        tests("list ops", 40.0, "list_ops"),
+        Step("build", build, 60.0, ("csrc", "apexfx/ops"), required=True, folder=emulated),
+        Step("load", script("tests/gpu/loaded.py", device), 20.0, required=True, folder=emulated),
+        Step("audit", script("csrc/audit.py", *libraries, "--torch", str(torch)), 10.0, KERNELS, folder=emulated),
+        tests("list ops", 40.0, "list_ops", "tests/ops"),
         tests("norms", 30.0, "norm_kernels"),
-        tests("batch norms", 45.0, "batch_norm_kernels"),
-        tests("optimizers", 25.0, "optimizer_classes"),
-        table("op table", 100.0, "ops", f"ops_{device}.json", "--missing", *rows),
-        tests("compiled steps", 50.0, "compiled_steps"),
-        table("end to end", 40.0, "amp", f"amp_{device}.json", "--rounds", "10", "--repeats", "5", "--optimizers", "fused",
-              "--models", *models),
-        *sanitizers(device),
-        *(table(f"{inner} norm table", 0.0, "ops_norm", f"norms_{inner}_{device}.json", "--missing", "--inner", inner,
-                "--seconds", "0.2") for inner in ("eager", "inductor")),
+        tests("batch norms", 45.0, "batch_norm_kernels", "tests/ops"),
+        tests("optimizers", 20.0, "optimizer_classes", "apexfx/optimizers", "tests/optimizers"),
+        table("op table", 100.0, "ops", f"ops_{device}.json", "--missing", *rows,
+              reads=(*KERNELS, "apexfx/optimizers", *(f"benchmarks/op{name}.py" for name in
+                                                      ("_row", "s_norm", "s_batch_norm", "s_optimizers")))),
+        tests("compiled steps", 55.0, "compiled_steps", "apexfx"),
+        table("end to end", 30.0, "amp", f"amp_{device}.json", "--optimizers", "fused", *models, reads=("csrc", "apexfx")),
+        *sanitizers(device, emulated),
+        *(table(f"{inner} norm table", 0.0, "ops_norm", f"norms_{inner}_{device}.json", "--missing", "--inner", inner, *norm_rows,
+                reads=KERNELS) for inner in ("eager", "inductor")),
     ]  # fmt: skip
 
 
-def sanitizers(device: str) -> Iterator[Step]:
-    """Yield the steps that look for wrong accesses: compute-sanitizer, or its script and the emulation on the CPU."""
-    program = (sys.executable, "tests/gpu/sanitize.py", device)
-    if device == "cpu":
-        yield Step("sanitized script, without the tool", program, 25.0)
-        emulation = ("tests/cuda_emulation/emulate.py", str(WORK / "emulation"), "--every", "40")
-        yield Step("emulation", (sys.executable, *emulation), 115.0)
-        return
+def sanitizers(device: str, folder: Path) -> Iterator[Step]:
+    """Yield the steps that look for wrong accesses: compute-sanitizer, on the CPU its script alone."""
     tool = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    for name in ("memcheck", "racecheck"):
+    for name, share_s, families in (("memcheck", 120.0, ()), ("racecheck", 0.0, ("norms", "batch_norms", "reductions"))):
         options = ("--tool", name, "--error-exitcode", "9", "--kernel-regex", "kns=apexfx", "--report-api-errors", "no")
-        yield Step(name, (tool, *options, *program), 25.0, refusals=SANITIZER_REFUSALS,
-                   environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"})  # fmt: skip
+        program = (sys.executable, "tests/gpu/sanitize.py", device, *families)
+        yield Step(name, program if device == "cpu" else (tool, *options, *program), share_s,
+                   (*KERNELS, "tests/gpu", "tests/ops"), refusals=SANITIZER_REFUSALS,
+                   environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}, folder=folder)  # fmt: skip
 
 
 def run(step: Step, limit_s: float, environment: dict[str, str], log: Path) -> Record:
     """Run one step, with nothing of it left behind; return how it ended."""
     record: Record = {"step": step.name, "status": "running", "says": "", "seconds": 0.0, "command": list(step.command)}
-    begin = time.monotonic()
+    begin, late, code = time.monotonic(), False, 127
+    path = os.pathsep.join(filter(None, [str(step.folder), environment.get("PYTHONPATH")]))
     with log.open("wb") as output:
         try:
-            process = subprocess.Popen(step.command, cwd=ROOT, env=environment | step.environment, stdin=subprocess.DEVNULL,
-                                       stdout=output, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+            process = subprocess.Popen(step.command, cwd=step.folder, env=environment | step.environment | {"PYTHONPATH": path},
+                                       stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                                       start_new_session=True)  # fmt: skip
         except OSError as error:
             output.write(f"not started: {error}\n".encode())
-            code = 127
         else:
             try:
-                code = process.wait(limit_s)
+                process.wait(limit_s)
             except subprocess.TimeoutExpired:
-                code = None
+                late = True
+                signal_group(process, signal.SIGINT)
             finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                signal_group(process, signal.SIGKILL)
+            code = process.returncode
     text = log.read_text(errors="replace")
     last = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "nothing was printed")
-    if code is None:
-        record |= {"status": "timeout", "says": f"killed after {limit_s:.0f} s; the last line was: {last}"}
+    if late:
+        end = "it could not be killed" if code is None else f"stopped after {limit_s:.0f} s"
+        record |= {"status": "timeout", "says": f"{end}; the last line was: {last}"}
     elif code == 0:
         record |= {"status": "ok", "says": last}
     elif refusal := next((refusal for refusal in step.refusals if refusal in text), ""):
         record |= {"status": "skipped", "says": f"this machine refuses it: {refusal}"}
     else:
-        record |= {"status": "failed", "says": last}
+        record |= {"status": "failed", "says": f"{signal.Signals(-code).name}; the last line was: {last}" if code < 0 else last}
     return record | {"seconds": round(time.monotonic() - begin, 1), "output": text[-20_000:]}
 
 
-class Results:
-    """The record of a check and the tables beside it, in a folder and, once a step found out the machine, its copy."""
+def signal_group(process: subprocess.Popen, number: signal.Signals) -> None:
+    """Send a signal to a step and its children, and wait for the step, not for ever: a hung driver keeps even what is killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
 
-    def __init__(self, device: str, folder: Path, copy: Path, fresh: bool):
-        self.folder, self.copy = folder, copy
-        self.tables = {step.writes for step in steps(device, folder)} - {""}
-        folder.mkdir(parents=True, exist_ok=True)
-        copy.mkdir(parents=True, exist_ok=True)
-        self.record: Record = {"stands_in": STAND_IN if device == "cpu" else "", "sources": sources(), "commit": commit(),
-                               "machine": {}, "steps": []}  # fmt: skip
-        for earlier in (folder / RECORD, copy / RECORD):
-            found = json.loads(earlier.read_text()) if earlier.exists() and not fresh else {}
-            if all(found.get(key) == self.record[key] for key in ("stands_in", "sources")):
-                self.record |= {"machine": found["machine"], "steps": found["steps"]}
+
+def num_rows(table: Path) -> int:
+    """Return how many rows a table has, 0 where it cannot be read."""
+    try:
+        content = json.loads(table.read_text())
+        return len(content["rows"] if isinstance(content, dict) else content)
+    except (OSError, ValueError, KeyError):
+        return 0
+
+
+class Results:
+    """The record of a check and the tables beside it: in a folder, and copied to others."""
+
+    def __init__(self, planned: list[Step], folder: Path, copies: list[Path], stands_in: str, fresh: bool):
+        self.folder, self.copies = folder, [copy for copy in copies if copy != folder]
+        self.tables = {step.writes for step in planned} - {""}
+        self.sources = {step.name: step.sources() for step in planned}
+        for path in (folder, *self.copies):
+            path.mkdir(parents=True, exist_ok=True)
+        self.record: Record = {"stands_in": stands_in, "commit": commit(), "machine": {}, "steps": []}
+        for place in () if fresh else (folder, *self.copies):
+            earlier = read_record(place / RECORD)
+            if earlier.get("stands_in") == stands_in:
+                self.record |= {"machine": earlier["machine"], "steps": earlier["steps"]}
                 for table in self.tables:
-                    if (copy / table).exists() and not (folder / table).exists():
-                        shutil.copy(copy / table, folder / table)
-                return
-        self.forget_tables()
+                    if (place / table).exists() and place != folder:
+                        shutil.copy(place / table, folder / table)
+                break
+        by_name = {record["step"]: record for record in self.record["steps"]}
+        for step in planned:
+            if step.writes and by_name.get(step.name, {}).get("sources") != self.sources[step.name]:
+                self.forget(step.writes)
 
     def ended(self, step: Step) -> bool:
-        """Tell whether the step came to its end in this or an earlier call."""
-        return any(r["step"] == step.name and r["status"] in ("ok", "failed", "skipped") for r in self.record["steps"])
+        """Tell whether the step, as it is now, came to its end in this or an earlier call."""
+        return any(record["step"] == step.name and record["status"] in ("ok", "failed", "skipped")
+                   and record.get("sources") == self.sources[step.name] for record in self.record["steps"])  # fmt: skip
 
     def add(self, record: Record) -> None:
         """Put the record of a step in place of an earlier one, and write everything."""
+        record["sources"] = self.sources[record["step"]]
         others = [earlier for earlier in self.record["steps"] if earlier["step"] != record["step"]]
         self.record["steps"] = [*others, record]
         self.write()
 
     def write(self) -> None:
         write_whole(self.folder / RECORD, json.dumps(self.record, indent=1).encode())
-        if self.copy != self.folder and self.record["machine"]:
-            for name in (RECORD, *self.tables):
-                if (self.folder / name).exists():
-                    write_whole(self.copy / name, (self.folder / name).read_bytes())
+        for copy in self.copies:
+            if copy != COMMITTED or self.record["machine"]:
+                for name in (RECORD, *self.tables):
+                    if (self.folder / name).exists():
+                        write_whole(copy / name, (self.folder / name).read_bytes())
 
-    def forget_tables(self) -> None:
-        for table in self.tables:
-            (self.folder / table).unlink(missing_ok=True)
+    def forget(self, table: str) -> None:
+        (self.folder / table).unlink(missing_ok=True)
 
     def on(self, machine: Record) -> None:
         """Say which machine this is; what another one measured is left out from now on."""
         if self.record["machine"] not in ({}, machine):
-            self.record["steps"] = [step for step in self.record["steps"] if step["step"].startswith("build")]
-            self.forget_tables()
+            self.record["steps"] = [step for step in self.record["steps"] if step["step"] == "build"]
+            for table in self.tables:
+                self.forget(table)
         self.record["machine"] = machine
+
+
+def read_record(path: Path) -> Record:
+    """Return an earlier record, empty where there is none that can be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -213,16 +269,6 @@ def write_whole(path: Path, content: bytes) -> None:
     fresh = path.with_name(f".{path.name}")
     fresh.write_bytes(content)
     fresh.replace(path)
-
-
-def sources() -> str:
-    """Return a hash of everything that is built, tested or measured."""
-    digest = hashlib.sha256()
-    for folder in ("apexfx", "benchmarks", "csrc", "tests"):
-        for path in sorted((ROOT / folder).rglob("*")):
-            if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}:
-                digest.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def commit() -> str | None:
@@ -235,26 +281,38 @@ def commit() -> str | None:
 
 def environment_of(device: str) -> dict[str, str]:
     """Return the variables of every step."""
-    paths = [str(ROOT)]
+    environment = {**os.environ, "APEXFX_TEST_DEVICE": device, "PYTHONUNBUFFERED": "1"}
     if importlib.util.find_spec("tabulate") is None:
-        WORK.mkdir(parents=True, exist_ok=True)
-        (WORK / "tabulate.py").write_text(_TABULATE)
-        paths.append(str(WORK))
-    path = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    return {**os.environ, "APEXFX_TEST_DEVICE": device, "PYTHONUNBUFFERED": "1", "PYTHONPATH": path}
+        (WORK / "tabulate").mkdir(parents=True, exist_ok=True)
+        (WORK / "tabulate/tabulate.py").write_text(_TABULATE)
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(WORK / "tabulate"), os.environ.get("PYTHONPATH")]))
+    return environment
+
+
+def copy_sources(target: Path) -> None:
+    """Copy what a build and the tests need, without libraries: a dry run builds its own there."""
+    shutil.rmtree(target, ignore_errors=True)
+    for name in ("apexfx", "csrc", "tests"):
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("*.so"))
+    shutil.copy(ROOT / "pyproject.toml", target)
 
 
 def check(planned: list[Step], again: bool, results: Results, budget_s: float, environment: dict[str, str]) -> None:
     """Run the steps that have not ended (with `again` all of them) within the budget."""
-    total_s = sum(step.share_s for step in planned if again or step.required or not results.ended(step))
-    scale = min(1.0, budget_s / total_s) if total_s else 1.0
-    spare_s, stopped_by = max(0.0, budget_s - total_s), ""
-    for step in planned:
+
+    def due(step: Step) -> bool:
+        return again or step.required or not results.ended(step)
+
+    stopped_by = ""
+    for i, step in enumerate(planned):
         ended = results.ended(step)
-        if ended and not again and not step.required:
+        if not due(step):
             print(f"== {step.name}: ended in an earlier call", flush=True)
             continue
-        limit_s = min(scale * step.share_s + spare_s, BEGIN + budget_s - time.monotonic())
+        left_s, later_s = BEGIN + budget_s - time.monotonic(), sum(other.share_s for other in planned[i + 1:] if due(other))
+        limit_s = max(left_s - later_s, left_s * step.share_s / (step.share_s + later_s or 1.0))
+        if step.required:
+            limit_s = max(limit_s, left_s - RESERVE_S)
         why = f"{stopped_by} failed" if stopped_by else "no time left" if limit_s < LEAST_S else ""
         if why:
             if not ended:
@@ -262,11 +320,12 @@ def check(planned: list[Step], again: bool, results: Results, budget_s: float, e
                 print(f"== {step.name}: not run: {why}", flush=True)
             continue
         if ended and step.writes:
-            (results.folder / step.writes).unlink(missing_ok=True)
+            results.forget(step.writes)
         print(f"== {step.name}, at most {limit_s:.0f} s: {' '.join(step.command)}", flush=True)
         results.add({"step": step.name, "status": "running", "says": "cut short with the whole check", "seconds": 0.0})
         record = run(step, limit_s, environment, results.folder / "running.log")
-        spare_s = max(0.0, limit_s - record["seconds"])
+        if step.writes and record["status"] == "ok" and not num_rows(results.folder / step.writes):
+            record |= {"status": "failed", "says": f"it wrote no row into {step.writes}"}
         if step.name == "load" and record["status"] == "ok":
             lines = record["output"].splitlines()
             results.on(json.loads(next(line for line in reversed(lines) if line.startswith('{"device"'))))
@@ -284,30 +343,33 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="STEP", help="load, and these steps, whether they ended or not")
     parser.add_argument("--skip-build", action="store_true", help="take the libraries that are there")
     parser.add_argument("--fresh", action="store_true", help="forget earlier calls")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--budget-s", type=float, default=530.0)
-    given = parser.parse_args()
+    parser.add_argument("--dry-run", action="store_true", help="rehearse every step without a device; starts afresh")
+    parser.add_argument("--budget-s", type=float, help="530; of a dry run 1200, for a machine that others use")
+    arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step at work is killed too
-    folder = (given.results or WORK / given.device).resolve()
-    copy = COMMITTED if given.device == "cuda" else folder
-    planned = steps(given.device, folder)
+    dry = arguments.dry_run
+    folder = (arguments.results or WORK / ("dry_run/results" if dry else "cuda")).resolve()
+    every = planned = steps(folder, dry)
     names = [step.name for step in planned]
-    if unknown := set(given.only or ()) - set(names):
+    if unknown := set(arguments.only or ()) - set(names):
         parser.error(f"--only {', '.join(sorted(unknown))}: the steps are {', '.join(names)}")
-    if given.only:
-        planned = [step for step in planned if step.name == "load" or step.name in given.only]
-    elif given.skip_build:
-        planned = [step for step in planned if not step.name.startswith("build")]
-    results = Results(given.device, folder, copy, given.fresh)
-    check(planned, bool(given.only), results, given.budget_s, environment_of(given.device))
-    by_name = {record["step"]: record for record in results.record["steps"]}
-    ended = [by_name[step.name] for step in planned if step.name in by_name]
+    if arguments.only:
+        planned = [step for step in planned if step.name == "load" or step.name in arguments.only]
+    elif arguments.skip_build:
+        planned = [step for step in planned if step.name != "build"]
+    if dry and planned[0].name == "build":
+        copy_sources(planned[0].folder)
+    results = Results(every, folder, [] if dry else [WORK / "cuda", COMMITTED], STAND_IN if dry else "", arguments.fresh or dry)
+    budget_s = arguments.budget_s or (1200.0 if dry else 530.0)
+    check(planned, bool(arguments.only), results, budget_s, environment_of("cpu" if dry else "cuda"))
+    by_name = {record["step"]: record for record in read_record(folder / RECORD)["steps"]}
+    ended = [by_name[step.name] for step in planned]
     machine = results.record["machine"].get("device", "an unknown machine")
     print(f"\ngpu-check on {machine}; {results.record['stands_in'] or 'nothing stands in for the device'}")
     for record in ended:
-        print(f"{record['step']:36} {record['status']:8} {record['seconds']:6.1f} s  {record['says'][:150]}")
+        print(f"{record['step']:20} {record['status']:8} {record['seconds']:6.1f} s  {record['says'][:150]}")
     print(f"{time.monotonic() - BEGIN:.0f} s")
-    return 1 if any(record["status"] not in ("ok", "skipped") for record in ended) else 0
+    return 1 if any(record["status"] not in (("ok",) if dry else ("ok", "skipped")) for record in ended) else 0
 
 
 if __name__ == "__main__":

@@ -18,15 +18,24 @@ from apexfx import doctor, ops
 from apexfx.ops.multi_tensor import multi_tensor_l2norm
 
 
+def compiled_ops() -> list[str]:
+    """Return the ops of which csrc has kernels."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "csrc"))
+    import compile_ops
+
+    return [signature.split("(")[0] for signature in compile_ops.signatures()]
+
+
 def complaint(device: str) -> str:
     """Return why what follows would say nothing about `device`, "" where it would."""
     for library in ops.LIBRARIES:
         if not library.loaded and (device == "cuda" or library.device == device):
             return (f"{Path(library.path).name} is not loaded ({library.reason}), so the tests would compare the references "
                     "with themselves")  # fmt: skip
-    missing = [row.op for row in doctor.facts().ops if row.cpu and not row.cuda] if device == "cuda" else []
+    has = {row.op: getattr(row, device) for row in doctor.facts().ops}
+    missing = [op for op in compiled_ops() if not has[op]]
     if missing:
-        return f"no CUDA kernel of {', '.join(missing)}, so the tests would compare the references with themselves"
+        return f"no {device.upper()} kernel of {', '.join(missing)}, so the tests would compare the references with themselves"
     return ""
 
 
@@ -35,8 +44,8 @@ def main() -> None:
     [device] = sys.argv[1:]
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit(f"no CUDA device: torch {torch.__version__} sees none")
-    if found := complaint(device):
-        sys.exit(found)
+    if sentence := complaint(device):
+        sys.exit(sentence)
     norm = multi_tensor_l2norm([torch.ones(16, device=device)])[0]  # fails where the kernels are of another architecture
     assert norm.item() == 4.0
     print(doctor.report())
