@@ -82,7 +82,7 @@ class Step:
 
     def sources(self) -> str:
         """Return a hash of the command and of everything that it reads."""
-        digest = hashlib.sha256(" ".join(self.command[1:]).encode())
+        digest = hashlib.sha256(" ".join(Path(argument).name for argument in self.command[1:]).encode())  # wherever results lie
         for name in self.reads:
             path = ROOT / name
             for file in sorted(path.rglob("*")) if path.is_dir() else [path]:

@@ -237,6 +237,7 @@ def test_tabulate_is_not_needed(tmp_path, monkeypatch):
 
 def test_the_plan_is_of_files_that_are_there_and_fits_the_budget(tmp_path):
     real, dry = check.steps(tmp_path), check.steps(tmp_path, dry=True)
+    assert [one.sources() for one in real] == [one.sources() for one in check.steps(tmp_path / "elsewhere")]
     assert sum(one.share_s for one in real) <= 530 and [one.name for one in real] == [one.name for one in dry]
     for one in (*real, *dry):
         files = [argument for argument in one.command[1:] if argument.endswith(".py")]
