@@ -104,7 +104,7 @@ def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
         for _ in range(5):
             for step in steps.values():
                 step()
-        times = harness.interleave(steps, rounds=given.steps, before=dist.barrier)
+        times = harness.interleave(steps, rounds=given.steps, before=lambda _: dist.barrier())
         times = {label: harness.slowest(taken) for label, taken in times.items()}
         rows += [row(name, label, times) for label in times]
     return rows

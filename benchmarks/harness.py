@@ -28,7 +28,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 def interleave(candidates: dict[str, Callable[[], object]], *, rounds: int, seconds: float = 0.0, device: str = "cpu",
                clock: Callable[[], float] = time.perf_counter,
-               before: Callable[[], object] | None = None) -> dict[str, list[float]]:
+               before: Callable[[str], object] | None = None) -> dict[str, list[float]]:
     """Return the seconds of every candidate in every round: they take turns, so that a noisy machine is noisy for all.
 
     Args:
@@ -36,14 +36,14 @@ def interleave(candidates: dict[str, Callable[[], object]], *, rounds: int, seco
         rounds: at least; more where they take less than `seconds` together.
         device: "cuda" takes the device's own time.
         clock: `time.process_time` counts the processor's time alone: for one thread on a machine that others share.
-        before: called before each candidate, outside the clock.
+        before: called with a candidate's name before each, outside the clock.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     names, deadline, done = list(candidates), time.perf_counter() + seconds, 0
     while done < rounds or time.perf_counter() < deadline:
         for name in names[done % len(names):] + names[:done % len(names)]:
             if before is not None:
-                before()
+                before(name)
             times[name].append(time_once(candidates[name], device, clock))
         done += 1
     return times
@@ -76,7 +76,7 @@ class LargeCopy:
         self.source = torch.ones(num_bytes // 4, device=device)
         self.target = torch.empty_like(self.source)
         times = interleave({"copy": self.run}, rounds=12, device=device, clock=clock,
-                           before=self.run if device == "cuda" else None)  # fmt: skip
+                           before=(lambda _: self.run()) if device == "cuda" else None)  # fmt: skip
         self.seconds = statistics.median(times["copy"][2:])
         self.gigabytes_per_s = 2 * num_bytes / self.seconds / 1e9
 

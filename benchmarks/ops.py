@@ -19,7 +19,6 @@ On CUDA a time is the device's own: calls queue up behind large copies while the
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import math
 import platform
@@ -76,18 +75,23 @@ def load_rows(device: str, only: list[str]) -> Iterator[tuple[str, Row]]:
 def measure(family: str, row: Row, device: str, seconds: float, clock: Callable[[], float], copy: harness.LargeCopy) -> Result:
     """Time a row for about `seconds`."""
     candidates = {"ours": row.ours, **row.others}
-    calls, before = 1, None
+    calls, before = dict.fromkeys(candidates, 1), None
     for function in candidates.values():  # warm up twice: lazy state, kernels, pages
         function()
         function()
     if device == "cuda":
-        calls = max(1, math.ceil(DEVICE_SECONDS / harness.time_once(row.ours, device)))
-        host_s = calls * max(harness.time_once(function) for function in candidates.values())
+        calls = {name: max(1, math.ceil(DEVICE_SECONDS / harness.time_once(function, device)))
+                 for name, function in candidates.items()}  # fmt: skip
+        host_s = {name: calls[name] * harness.time_once(function) for name, function in candidates.items()}
         torch.cuda.synchronize()
-        before = functools.partial(copy.occupy, 1.5 * host_s)
-    repeated = {name: repeat(function, calls) for name, function in candidates.items()}
-    times = harness.interleave(repeated, rounds=5, seconds=seconds, device=device, clock=clock, before=before)
-    medians = {name: statistics.median(values) / calls for name, values in times.items()}
+
+        def before(name: str) -> None:
+            copy.occupy(1.5 * host_s[name])
+
+    repeated = {name: repeat(function, calls[name]) for name, function in candidates.items()}
+    taken = harness.interleave(repeated, rounds=5, seconds=seconds, device=device, clock=clock, before=before)
+    times = {name: [value / calls[name] for value in values] for name, values in taken.items()}
+    medians = {name: statistics.median(values) for name, values in times.items()}
     best = min(row.others, key=lambda name: medians[name])
     low, _, high = harness.ratios(times[best], times["ours"])
     rate = row.bytes_moved / medians["ours"] / 1e9

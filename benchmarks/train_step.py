@@ -166,7 +166,7 @@ def measure(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     candidates = {variant: lambda step=step, batch=batch: [step(*batch) for _ in range(steps)]
                   for variant, (step, batch) in made.items()}
     times = harness.interleave(candidates, rounds=given.rounds, device=given.device,
-                               before=dist.barrier if dist.is_initialized() else None)
+                               before=(lambda _: dist.barrier()) if dist.is_initialized() else None)
     if dist.is_initialized():
         times = {variant: harness.slowest(taken) for variant, taken in times.items()}
     rows = []

@@ -39,6 +39,26 @@ def test_rows_are_written_one_by_one_and_the_missing_ones_added(monkeypatch, tmp
     assert set(ran) == {"two"}
 
 
+def test_on_a_device_each_candidate_waits_for_its_own_launches(monkeypatch):
+    """The stream is kept busy while the host launches what follows: briefly for few launches, long for many."""
+    taken, occupied = [], []
+
+    def work(seconds):
+        return lambda: taken.append(seconds)
+
+    def time_once(function, *_):
+        taken.clear()
+        function()
+        return sum(taken)
+
+    monkeypatch.setattr(harness, "time_once", time_once)
+    monkeypatch.setattr(ops.torch.cuda, "synchronize", lambda: None)
+    copy = SimpleNamespace(gigabytes_per_s=1.0, occupy=occupied.append)
+    result = ops.measure("ops_a", Row("row", work(1e-3), {"slow": work(2e-2)}, 8), "cuda", 0.0, None, copy)
+    assert result.seconds == {"ours": pytest.approx(1e-3), "slow": pytest.approx(2e-2)} and result.ratio == pytest.approx(20)
+    assert occupied[:2] == [pytest.approx(1.5 * 3e-3), pytest.approx(1.5 * 2e-2)]  # three calls of ours, one of the slow one
+
+
 def test_rotate_takes_turns():
     called = []
     function = harness.rotate([lambda: called.append(0), lambda: called.append(1)])
