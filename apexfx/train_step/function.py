@@ -126,10 +126,12 @@ def add_gathered(inputs: StepInputs, grads: Sequence[Tensor | None]) -> list[Ten
 
 
 def apply_gradients(inputs: StepInputs, grads: list[Tensor | None]) -> tuple[Tensor, Tensor, list[bool], list[Tensor]]:
-    """Do what the plan says; return skip, the norm, which parameters have a gradient, and those that leave the step."""
-    skip, norm, gradients = torch.ops.apexfx.apply_gradients.default(inputs.params, grads, inputs.states, inputs.scalars,
-                                                                         inputs.plan)
-    return skip, norm, [g is not None for g in grads], gradients
+    """Do what the plan says; return whether the step is skipped, the norm, which parameters have a gradient, and those that leave
+    the step.
+    """
+    found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(inputs.params, grads, inputs.states, inputs.scalars,
+                                                                              inputs.plan)
+    return found_inf, norm, [g is not None for g in grads], gradients
 
 
 def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -151,8 +152,15 @@ def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer
 
 def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     """Return, as JSON-able rows, what replicas have to do alike with equal gradients."""
-    own = [[field.name, getattr(options, field.name)] for field in dataclasses.fields(options) if field.name != "config"]
+    own = [[name, _numbers(value)] for name, value in vars(options).items() if name != "config"]
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
     return [*own, ["optimizer", optimizers.name], ["own clipping", optimizers.own_clipping()], *groups]
+
+
+def _numbers(option: Any) -> Any:
+    """Return an option that has fields of its own, a safeguard, as those that are numbers: a folder may be each rank's own."""
+    if not dataclasses.is_dataclass(option):
+        return option
+    return {name: value for name, value in dataclasses.asdict(option).items() if not isinstance(value, (str, Path))}

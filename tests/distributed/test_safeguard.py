@@ -1,0 +1,66 @@
+"""safeguard= over ranks: what one rank's batch ruins all ranks skip, and none keeps anything of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import apexfx
+from tests.distributed.launch import on_ranks, run_ranks
+from tests.train_step.test_safeguard import GOOD, INFINITE, NAN_INPUT, Automaton, assert_equal, batch, everything, make
+
+STYLES = {
+    "synchronized": {"sync_bn": True}, "float16": {"opt_level": "O2", "dtype": torch.float16},
+    "accumulating": {"accumulate": 2, "sync_bn": True}, "in pieces": {"breaks": True}, "two buckets": {"message_size": 64},
+}
+
+
+def train(rank, world_size, style, count):
+    """Train with one poisoned rank now and then; each rank follows the automaton by what any rank's batch was."""
+    options = dict(STYLES[style])
+    buckets = apexfx.BucketConfig(message_size=options.pop("message_size")) if "message_size" in options else True
+    step = make(safeguard=apexfx.Safeguard(spike_factor=50.0, window=4), ddp=buckets, **options)
+    automaton, generator = Automaton(4, 50.0), torch.Generator().manual_seed(rank)
+    rng, calls = random.Random(style), options.get("accumulate", 1)  # the same on all ranks
+    for number in range(1, count + 1):
+        kinds = [GOOD, GOOD, GOOD, NAN_INPUT, INFINITE] if number > 1 else [GOOD]  # the first makes the optimizer's state
+        kind, poisoned = rng.choice(kinds), rng.randrange(world_size)
+        before, bad = everything(step), number % calls
+        for place in range(calls):
+            step(*batch(kind if place == bad and rank == poisoned else GOOD, generator))
+        skipped = automaton.judge(number, kind, float(step.grad_norm))
+        assert bool(step.updated) is not skipped
+        if skipped:
+            assert_equal(everything(step), before)
+    assert [(event.call, event.reason) for event in step.events] == automaton.skips and automaton.skips
+    parameters = torch.cat([p.detach().flatten() for p in step.model.parameters()])
+    others = [torch.empty_like(parameters) for _ in range(world_size)]
+    dist.all_gather(others, parameters)
+    assert all(torch.equal(parameters, other) for other in others)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_one_poisoned_rank_has_all_skip(style):
+    run_ranks(train, 2, style, 10)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_many_poisoned_steps(style, world_size):
+    run_ranks(train, world_size, style, 100)
+
+
+@on_ranks(2)
+def test_all_ranks_raise_after_the_same_call(rank, world_size):
+    step = make(safeguard=apexfx.Safeguard(max_consecutive_skips=2), ddp=True)
+    generator = torch.Generator().manual_seed(rank)
+    step(*batch(GOOD, generator))
+    step(*batch(NAN_INPUT if rank == 1 else GOOD, generator))
+    with pytest.raises(apexfx.NonFiniteError, match="2 steps in a row"):
+        step(*batch(INFINITE if rank == 0 else GOOD, generator))
+    step(*batch(GOOD, generator))
+    assert bool(step.updated)
