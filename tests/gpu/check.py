@@ -313,6 +313,8 @@ def check(planned: list[Step], again: bool, results: Results, budget_s: float, e
         limit_s = max(left_s - later_s, left_s * step.share_s / (step.share_s + later_s or 1.0))
         if step.required:
             limit_s = max(limit_s, left_s - RESERVE_S)
+        if step.share_s:  # a small share of too little time is rather the least than none
+            limit_s = max(limit_s, min(LEAST_S, left_s))
         why = f"{stopped_by} failed" if stopped_by else "no time left" if limit_s < LEAST_S else ""
         if why:
             if not ended:

@@ -141,6 +141,11 @@ def test_a_required_step_may_take_what_is_left_but_for_a_reserve(outcome, monkey
     assert limits == ["60", "70", "160"]  # 160 - 100; its share and what the build left; all there is
 
 
+def test_too_little_time_goes_to_the_first_steps(outcome):
+    endings = outcome(*(step(name, share_s=10.0) for name in "abc"), budget_s=14.0)
+    assert [status for status, _ in endings.values()] == ["ok"] * 3
+
+
 def alive(pid):
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"  # dead, if nobody asked for its status
