@@ -1,6 +1,7 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
 # make lint: ruff, and the contract of who imports whom (both in pyproject.toml).
 # make lib: rebuild the compiled ops only.
+# make wheel: dist/apexfx-*-manylinux_*.whl with the CPU ops, tried in an environment of its own.
 # make check-cuda: compile every .cu (nvcc, no device needed), and compare its kernels with csrc/cuda/kernels.json.
 # make gpu-check: build, test, sanitize and measure on a machine with a CUDA device (python3 with torch and pytest).
 PY    ?= python3
@@ -29,6 +30,16 @@ lint: | $(BIN)/python
 lib: $(VENV)/.built
 	$(BIN)/python csrc/compile_ops.py
 
+wheel: $(VENV)/.torch
+	$(BIN)/python -m pip install -q "pip>=25.1"
+	$(BIN)/python -m pip install -q --group wheel
+	rm -rf build/lib build/bdist.* build/wheel dist
+	APEXFX_CUDA=0 APEXFX_STRICT=1 $(BIN)/python -m pip wheel -q --no-build-isolation --no-deps -w build/wheel .
+	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude "libtorch*.so" -w dist build/wheel/apexfx-*.whl
+	$(PY) -m venv build/wheel/environment
+	build/wheel/environment/bin/python -m pip install -q "$(TORCH)" dist/apexfx-*.whl
+	build/wheel/environment/bin/python -I tests/check_wheel.py
+
 check-cuda: $(VENV)/.torch
 	$(BIN)/python csrc/compile_ops.py check-cuda
 
@@ -47,6 +58,6 @@ $(VENV)/.built: $(VENV)/.torch $(SRC)
 	touch $@
 
 clean:
-	rm -rf $(VENV) build out *.egg-info apexfx/*.so
+	rm -rf $(VENV) build dist out *.egg-info apexfx/*.so
 
-.PHONY: all demo test test-long lint lib check-cuda gpu-check clean
+.PHONY: all demo test test-long lint lib wheel check-cuda gpu-check clean
