@@ -37,4 +37,4 @@ def test_every_kernel_passes_the_tests_of_the_cpu(tmp_path):
 
 @pytest.mark.long
 def test_every_kernel_passes_the_tests_of_a_device(tmp_path):
-    assert run(tmp_path, "all", "tests/gpu") > 100
+    assert run(tmp_path, "all", "tests/gpu", "--ignore=tests/gpu/test_check.py") > 100  # which rehearses by itself
