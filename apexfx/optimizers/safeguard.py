@@ -44,9 +44,9 @@ def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int]
     entry = _stack([judged + 1, _to(found_inf > 0, torch.float64), norm, place])
     here = _count(0, LOGGED, log.device) == skips[0].remainder(LOGGED)
     log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))
-    more = torch.clamp_max(averaged + 1, window)
-    state.copy_(_stack([judged + 1, torch.where(skipped, average, average + (norm - average) / more),
-                             torch.where(skipped, averaged, more)]))
+    left_out, more = skipped | ~norm.isfinite(), torch.clamp_max(averaged + 1, window)  # finite ones may have an infinite norm
+    state.copy_(_stack([judged + 1, torch.where(left_out, average, average + (norm - average) / more),
+                        torch.where(left_out, averaged, more)]))
     return skip
 
 

@@ -56,12 +56,14 @@ class ForwardWrites:
         self._attributes = self._copies = None
 
     def undo(self, skip: Tensor) -> None:
-        """Take back what was written since `keep`, where `skip` is not 0, and forget."""
+        """Take back what was written since `keep`, where `skip` is not 0, and forget; without `keep` nothing happens."""
+        if self._attributes is None:
+            return
         skipped = skip > 0
         with torch.no_grad():
             for tensor, before in self._copies or ():
                 tensor.copy_(torch.where(skipped, before, tensor))
-            for module, attributes in self._attributes or ():
+            for module, attributes in self._attributes:
                 now = module.__dict__
                 for name, before in attributes.items():
                     if now.get(name) is not before and not _same_number(now.get(name), before):

@@ -107,7 +107,8 @@ class TrainingState:
                                f"{self._options.accumulate} calls that accumulate; change them after the call that applies the "
                                "gradients")
         outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode)
-        note_what_is_outside(self._model, self._optimizers, outside, self._report)
+        note_what_is_outside(self._model, self._optimizers, outside, self._report,
+                             skips=self._scale.mode is not None or self._safeguard is not None)
         before, self._momenta = self._momenta, momenta(self._optimizers)
         self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
         self._scheduled |= cycled(self._optimizers)
@@ -298,13 +299,26 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     return outside
 
 
-def note_what_is_outside(model: nn.Module, optimizers: OptimizerList, outside: str, report: Report) -> None:
-    """Say in the report which parameters the step does not update, and why its graph updates none, where `outside` says so."""
+def note_what_is_outside(model: nn.Module, optimizers: OptimizerList, outside: str, report: Report, *, skips: bool) -> None:
+    """Say in the report which parameters the step does not update, and why its graph updates none, where `outside` says so.
+
+    Args:
+        skips: whether a step may be skipped.
+    """
     if (missed := missed_parameters(model, optimizers)) and missed not in report.notes:
         report.note(missed)
         log.warning(missed)
     if outside:
-        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}")
+        waits = "; each step waits for the device, to know whether it is skipped" if skips else ""
+        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}")
+
+
+def note_what_waits(params: Sequence[Tensor], options: StepOptions, report: Report) -> None:
+    """Say in the report what a safeguard keeps alive where nothing else needs all gradients before the first update."""
+    if options.safeguard is not None and options.max_grad_norm is None and options.loss_scale is None:
+        mib = sum(p.numel() * p.element_size() for p in params) / 2**20
+        report.note(f"apexfx: safeguard= needs all gradients before the first update, {mib:.1f} MiB at once: update_early does "
+                    "not update the first while the backward goes on")
 
 
 def _warn_of_gathered(gathered: set[int]) -> None:

@@ -31,7 +31,7 @@ from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
 from .safeguard import Event, SafeguardState
-from .state import TrainingState, check_optimizer, clipping, note_what_is_outside
+from .state import TrainingState, check_optimizer, clipping, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,9 @@ class TrainStep:
         self._safeguard = None if options.safeguard is None else SafeguardState(options.safeguard, self._device,
                                                                                 own_skips=self._scale.mode is None)
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
-        note_what_is_outside(model, optimizers, outside, self.report)
+        note_what_is_outside(model, optimizers, outside, self.report,
+                             skips=self._scale.mode is not None or self._safeguard is not None)
+        note_what_waits(trained, options, self.report)
         # From here on, things change.
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)

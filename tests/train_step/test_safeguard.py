@@ -13,6 +13,7 @@ from torch import nn
 
 import apexfx
 from apexfx.optimizers import FusedAdam
+from apexfx.optimizers.safeguard import judge, new_state
 from tests.own_optimizers import RMSprop
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -275,3 +276,19 @@ def test_what_is_refused(options, error, message):
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         apexfx.Safeguard(**options)
+
+
+def test_an_infinite_norm_of_finite_gradients_does_not_end_the_average():
+    found_inf, skips, (state, log) = torch.zeros(()), torch.zeros(2), new_state(torch.device("cpu"))
+    for norm, skipped in ((1.0, 0), (math.inf, 0), (2.0, 0), (1.5, 0), (math.inf, 1), (1e3, 1), (1.4, 0)):
+        skip = judge(found_inf, torch.tensor(norm), torch.ones(1), [0], skips, state, log, 2, 10.0)
+        assert skip.item() == skipped
+        skips += skip
+    assert state.isfinite().all() and [row[:3] for row in log[:3].tolist()] == [[5, 0, math.inf], [6, 0, 1e3], [0, 0, 0]]
+
+
+def test_the_report_says_what_it_costs():
+    assert "needs all gradients before the first update, 0.0 MiB" in str(make().report)
+    assert "needs all gradients" not in str(make(max_grad_norm=1.0).report)
+    assert "each step waits for the device" in str(make(RMSprop).report)
+    assert "waits for the device" not in str(make(RMSprop, safeguard=None).report)
