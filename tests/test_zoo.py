@@ -36,6 +36,9 @@ def check(name, level, half, inner, **options):
     assert parameters == ({half} if level == "O3" else {torch.float32})
     casts = model.report.casts()
     assert bool(casts) == (level in ("O1", "O2")) or level == "O3"
+    ops = model.report.ops()
+    assert ops and all(op.rule and op.reason and op.dtype != "-" for op in ops)
+    assert all(str(model.report.explain(where)) for where in {op.where for op in ops})
     assert (len(model.report.graphs) > 2) == (name in BREAKS_GRAPHS)
 
 

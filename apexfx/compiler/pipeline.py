@@ -15,6 +15,7 @@ from ..errors import PassError
 from ..graph import invariants, order, printing
 from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
+from ..precision.op_rows import op_rows
 from ..report.data import Report
 from ..report.records import Artifacts, PassReport, StageReport
 from . import verification
@@ -56,6 +57,8 @@ class Pipeline:
         report = StageReport(stage, captured=printing.to_python(gm, header=f"{stage} graph as captured"))
         for pass_ in self.stage(stage):
             report.passes.append(self._run_pass(pass_, stage, gm, inputs))
+        if stage == "forward":
+            report.ops = op_rows(gm)
         if self.verify != "off":
             invariants.check(gm, stage=stage, thorough=True)
         return report

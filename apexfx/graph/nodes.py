@@ -33,9 +33,11 @@ from .._torch import (
 MODULE_PATHS, POSSIBLE_MODULES = "apexfx_module_paths", "apexfx_possible_modules"
 # Meta key of a training step's node that was traced in no module of the model.
 OUTSIDE_OF_MODEL = "apexfx_outside_of_model"
+# Meta key of a node on which the pass precision has decided: the rule's kind and family, and why it holds.
+RULE = "apexfx_rule"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODULES, OUTSIDE_OF_MODEL, "source_fn_stack",
-                   "seq_nr", "partitioner_tag")
+                   "seq_nr", "partitioner_tag", RULE)
 
 
 def value(node: Any) -> Any:

@@ -43,6 +43,13 @@ def short_dtype(dtype: torch.dtype) -> str:
     return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def size_text(number: int) -> str:
+    """Return a byte count as text: "512 B", "40.0 KiB", "1.25 MiB"."""
+    if number < 1024:
+        return f"{number} B"
+    return f"{number / 1024:.1f} KiB" if number < 2**20 else f"{number / 2**20:.2f} MiB"
+
+
 def describe_value(val: Any) -> str:
     """Return "f32[4,8]" for a tensor, "" for anything else."""
     if isinstance(val, torch.Tensor):

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from .._torch import HigherOrderOperator, below_functorch, free_unbacked_symbols, set_grad_enabled, tree_leaves, tree_map
 from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
-from ..graph.nodes import call, evaluate, op_name, set_value, signature, value
+from ..graph.nodes import RULE, call, evaluate, op_name, set_value, signature, value
 from ..graph.op_names import canonical_name
 from ..precision import arguments
 from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast
@@ -27,7 +27,7 @@ from ..precision.policy import (
     narrow,
     operand_dtypes,
 )
-from ..precision.rules import FLOATS, FOREIGN, HALVES, SAME_DATA_FAMILIES, Rule, decide
+from ..precision.rules import FLOATS, FOREIGN, HALVES, SAME_DATA_FAMILIES, Rule, decide, lookup
 
 _CAPTURED = "the dtypes it was captured with"
 
@@ -148,6 +148,7 @@ class CastInserter:
         name = canonical_name(node.target)
         rule = self._rule(node, name, casts_off=casts_off)
         self._follow(node, name, rule, cast_to)
+        node.meta.pop(RULE, None)  # what is inserted for the node is not to inherit it
         stale = any(source in self.changed for source in node.all_input_nodes)
         if is_inserted_cast(node):
             if stale:
@@ -165,6 +166,7 @@ class CastInserter:
             moved |= self._limit_numbers(node, name)
             if moved or stale:
                 self._evaluate(node, before)
+        node.meta.setdefault(RULE, (rule.kind, rule.family, rule.reason))
         self._record_casts()
 
     def _record_casts(self) -> None:
@@ -284,6 +286,7 @@ class CastInserter:
 
     def _as_captured(self, node: fx.Node, reason: str) -> bool:
         """Cast every argument of `node` back to the dtype it was captured with; return whether any moved."""
+        node.meta[RULE] = "captured", lookup(canonical_name(node.target), self.policy.rules).family, reason
         targets: list[torch.dtype | None] = []
         for leaf in tree_leaves((node.args, node.kwargs)):
             was = self.captured.get(leaf) if isinstance(leaf, fx.Node) else None

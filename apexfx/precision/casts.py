@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..graph.nodes import call, module_path, size_hint, source_line, value
+from ..graph.nodes import RULE, call, module_path, size_hint, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printed_names import users_name
 from ..graph.printing import short_dtype
@@ -93,8 +93,13 @@ def insert_cast(tensor: fx.Node, dtype: torch.dtype, *, before: fx.Node, like: f
 
 def insert_limits(tensor: fx.Node, half: torch.dtype, *, before: fx.Node, like: fx.Node, mode: Any) -> fx.Node:
     """Insert nodes that bring the finite values of `tensor` into the range of `half`, and return the last."""
+    def insert(op: Any, *args: Any) -> fx.Node:
+        node = call(tensor.graph, op, args, like=like, mode=mode)
+        node.meta[RULE] = "passthrough", "limits", f"brings {tensor.name} into the range of {short_dtype(half)}, before its cast"
+        return node
+
     with tensor.graph.inserting_before(before):
-        return saturated(tensor, half, lambda op, *args: call(tensor.graph, op, args, like=like, mode=mode))
+        return saturated(tensor, half, insert)
 
 
 def ledger_row(cast: fx.Node, tensor: fx.Node, *, op: str, rule: str, reason: str, body: str = "") -> CastRow:

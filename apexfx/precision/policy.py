@@ -26,8 +26,8 @@ _NAMED_DTYPES = {
     "torch.float32": torch.float32, "torch.float16": torch.float16, "torch.bfloat16": torch.bfloat16,
 }  # fmt: skip
 # Ops of these families compute nothing: an override of their module leaves them as they are.
-_NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place")
-_LEFT_OUTSIDE = (*_NOTHING_TO_COMPUTE, "autograd", "foreign")  # of a half model: other ops there compute in float32
+NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place")
+_LEFT_OUTSIDE = (*NOTHING_TO_COMPUTE, "autograd", "foreign")  # of a half model: other ops there compute in float32
 
 aten = torch.ops.aten
 _CAST_METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
@@ -204,7 +204,7 @@ class Policy:
         for key, rule in self.overrides.items():
             if self._covers(key, node, name.rstrip("_")):
                 self.used.add(key)
-                if base.family not in _NOTHING_TO_COMPUTE or rule.kind != "dtype":
+                if base.family not in NOTHING_TO_COMPUTE or rule.kind != "dtype":
                     override = Rule(rule.kind, rule.reason, base.family, rule.dtype)
         return override
 
@@ -228,7 +228,7 @@ class Policy:
             return []
         name = canonical_name(node.target).rstrip("_")
         possible = [*node.meta.get(POSSIBLE_MODULES, ()), *_owners_elsewhere(node)]
-        if not possible or lookup(name, self.rules).family in _NOTHING_TO_COMPUTE:
+        if not possible or lookup(name, self.rules).family in NOTHING_TO_COMPUTE:
             return []
         return [key for key in self.overrides if any(_is_under(paths, key) for paths in possible)
                 and not self._covers(key, node, name)]
@@ -240,7 +240,12 @@ class Policy:
 
 def _is_under(paths: Sequence[str], key: str) -> bool:
     """Return whether `key` is a pattern of one of a module's paths, or of one of a module above it."""
-    return any(path and fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(path, f"{key}.*") for path in paths)
+    return any(covers(key, path) for path in paths)
+
+
+def covers(key: str, path: str) -> bool:
+    """Return whether `key` is a pattern of a module's path, or of that of a module above it."""
+    return bool(path) and fnmatch.fnmatchcase(path, key) or fnmatch.fnmatchcase(path, f"{key}.*")
 
 
 def _owners_elsewhere(node: fx.Node) -> Iterator[tuple[str, ...]]:

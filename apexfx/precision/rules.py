@@ -40,6 +40,8 @@ class Rule:
     dtype: torch.dtype | None = None
 
 
+MIXED = "mixed arguments meet in the widest dtype"
+
 # (kind, family, reason, names)
 _TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("half", "convolution", "tensor cores multiply in half and accumulate in float32", """
@@ -89,7 +91,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("float", "statistics", "counting and ordering need values that half cannot tell apart", """
         quantile nanquantile histc histogram multinomial bincount"""),
     ("float", "transfer", "Apex: code that reads a value on the host expects float32", "cpu"),
-    ("promote", "arithmetic", "mixed arguments meet in the widest dtype", """
+    ("promote", "arithmetic", MIXED, """
         add sub mul div addcdiv addcmul atan2 cross bilinear dot vdot floor_divide remainder fmod maximum minimum fmax
         fmin lerp linalg_cross linalg_vecdot kron copysign nextafter heaviside"""),
     ("promote", "comparison", "mixed arguments are compared in the widest dtype", """
@@ -250,5 +252,5 @@ def consistent(rule: Rule, *, to_half: bool = True) -> Rule:
     if rule.kind == "half" and to_half:
         return Rule("half_if_mixed", rule.reason, rule.family)
     if rule.kind == "half" or (rule.kind == "float" and rule.family != "loss"):
-        return Rule("promote", "mixed arguments meet in the widest dtype", rule.family)
+        return Rule("promote", MIXED, rule.family)
     return rule

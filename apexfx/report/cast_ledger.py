@@ -8,6 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ..graph.printing import size_text
 from ..precision.casts import RemovedCast
 from .fold_repeats import fold, group
 
@@ -86,9 +87,9 @@ class CastLedger(Sequence[Cast]):
         """One line: how many casts, their bytes a step, and what removing others saved."""
         if not self.casts and not self.removed:
             return f"cast ledger at {self.level}: no casts"
-        saved = (f"; {_count(len(self.removed), 'cast')} more removed by cancel_casts, saving "
+        saved = (f"; {count_text(len(self.removed), 'cast')} more removed by cancel_casts, saving "
                  f"{size_text(self.saved_bytes)} a step") if self.removed else ""
-        return f"cast ledger at {self.level}: {_count(len(self), 'cast')}, {size_text(self.total_bytes)} a step{saved}"
+        return f"cast ledger at {self.level}: {count_text(len(self), 'cast')}, {size_text(self.total_bytes)} a step{saved}"
 
     def kinds(self) -> list[CastKind]:
         """Return the casts by (op, rule, dtypes, reason), the most frequent first."""
@@ -115,12 +116,6 @@ def _where(members: Sequence[Cast], most: int = 2) -> str:
     return ", ".join(kinds[:most]) + (f" and {len(kinds) - most} more" if len(kinds) > most else "")
 
 
-def _count(number: int, noun: str) -> str:
+def count_text(number: int, noun: str) -> str:
+    """Return "1 cast", "2 casts"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def size_text(number: int) -> str:
-    """Return a byte count as text: "512 B", "40.0 KiB", "1.25 MiB"."""
-    if number < 1024:
-        return f"{number} B"
-    return f"{number / 1024:.1f} KiB" if number < 2**20 else f"{number / 2**20:.2f} MiB"

@@ -15,6 +15,7 @@ from .cast_ledger import Cast, CastLedger, remove_cast
 from .diff import coloured, unified
 from .html import report_page
 from .memory import MemoryTimeline
+from .ops import Explanation, Op, OpTable, explain
 from .records import GraphReport, Match, PassReport, StageReport, runs, stage_to_json
 from .text import places, report_text
 
@@ -156,6 +157,32 @@ class Report:
                 removed += [remove_cast(rows, graph.index, row) for row in entry.artifacts.removed_casts or ()]
             kept += rows
         return CastLedger(kept, removed, self.config.get("opt_level", ""))
+
+    def ops(self, graph: int | None = None) -> OpTable:
+        """Return the ops of the forward graphs: which dtype each computes in and why. `print` it for a table.
+
+        The graph of a training step counts with its loss; what backward computes follows these dtypes.
+
+        Args:
+            graph: one of them alone.
+
+        Raises:
+            RuntimeError: before any graph exists.
+            ValueError: there is no such graph.
+        """
+        self._require_graphs()
+        chosen = self.graphs if graph is None else [self._graph(graph)]
+        return OpTable([Op(graph=record.index, **vars(row)) for record in chosen for row in record.forward.ops],
+                       self.config.get("opt_level", ""))
+
+    def explain(self, what: str, graph: int | None = None) -> Explanation:
+        """Return each op of a module (a path or pattern, as of `precision=`), or each op of a name. `print` it.
+
+        Raises:
+            RuntimeError: before any graph exists.
+            ValueError: nothing is called so.
+        """
+        return explain(self.ops(graph), what)
 
     def buckets(self, graph: int | None = None) -> BucketPlan:
         """Return the bucket plan of a graph's backward, by default the first that has one. `print` it for a table.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..buckets.plan import Bucket
-from ..graph.printing import comparable
-from .cast_ledger import Cast, CastLedger, size_text
+from ..graph.printing import comparable, size_text
+from .cast_ledger import Cast, CastLedger
 from .diff import grouped_opcodes
 from .memory import KINDS, MemoryTimeline
 from .records import GraphReport, PassReport, StageReport, runs

@@ -10,6 +10,7 @@ from typing import Any
 from ..buckets.plan import BucketPlan
 from ..buckets.windows import Window
 from ..precision.casts import CastRow, RemovedCast
+from ..precision.op_rows import OpRow
 from .memory import MemoryTimeline
 
 
@@ -113,6 +114,7 @@ class StageReport:
         lowered: the forward graph as AOTAutograd hands it to the inner compiler; empty when that came from a cache.
         from_cache: no pass ran in this process; the record was read from beside the compile cache's entry.
         memory: of the graph after the last pass, for the stage "step".
+        ops: of the graph after the last pass, for the stage "forward".
     """
 
     stage: str
@@ -121,6 +123,7 @@ class StageReport:
     from_cache: bool = False
     lowered: str = ""
     memory: MemoryTimeline | None = None
+    ops: list[OpRow] = field(default_factory=list)
 
 
 @dataclass
@@ -177,7 +180,7 @@ def uncovered(graphs: Iterable[GraphReport]) -> list[str]:
 def stage_to_json(stage: StageReport) -> dict[str, Any]:
     """Return a stage's record as JSON-able values; `stage_from_json` is its inverse."""
     return {"stage": stage.stage, "captured": stage.captured, "lowered": stage.lowered, "from_cache": stage.from_cache,
-            "memory": asdict(stage.memory) if stage.memory is not None else None,
+            "memory": asdict(stage.memory) if stage.memory is not None else None, "ops": [row.to_json() for row in stage.ops],
             "passes": [_pass_to_json(entry) for entry in stage.passes]}
 
 
@@ -193,4 +196,5 @@ def stage_from_json(row: dict[str, Any]) -> StageReport:
                             "matches": [Match(**match) for match in p["matches"]],
                             "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
     return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"],
-                       memory=MemoryTimeline(**row["memory"]) if row["memory"] is not None else None)
+                       memory=MemoryTimeline(**row["memory"]) if row["memory"] is not None else None,
+                       ops=list(map(OpRow.from_json, row["ops"])))

@@ -1,0 +1,184 @@
+"""One row for each op of a forward graph: the dtype it computes in, the rule that held, and what decided it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import tree_leaves
+from ..graph.mutation import bodies, body_of
+from ..graph.nodes import OUTSIDE_OF_MODEL, RULE, module_path, op_name, source_line, value
+from ..graph.op_names import canonical_name
+from ..graph.printing import short_dtype, size_text
+from .casts import CastRow, dtype_of, is_inserted_cast
+from .policy import NOTHING_TO_COMPUTE
+from .rules import MIXED, RULES, lookup
+
+_BY_RULE = ("half", "float", "banned", "dtype", "batch_norm", "captured")  # the rule alone says in which dtype the op computes
+FOLLOWS = "follows "  # how the reason of an op begins that has the dtype of its input
+_SKIPPED = "no rule was applied: the pass precision was left out, or another pass put the op there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operand:
+    """A floating argument of an op: its name, the dtype in which the op gets it, and the bytes of the cast made for that.
+
+    Attributes:
+        cast_from: the dtype it had before that cast; "" where there is none.
+    """
+
+    name: str
+    dtype: str
+    cast_from: str = ""
+    cast_bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.cast_from}{' -> ' if self.cast_from else ''}{self.dtype}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpRow:
+    """One op of a forward graph.
+
+    Attributes:
+        node: its name in the graph behind the forward passes; "wrap_body_0.name" in a nested graph.
+        op: as reports print it: "torch.linear".
+        name: as the rule table has it: "linear".
+        dtype: what it computes in: of its floating results, else of its widest floating argument, else of its result.
+        rule: the kind of the rule: "half", "float", "promote", ...; "" where `precision` did not run.
+        family: what the op is, in the rule table: "matmul", "norm", "view", ...
+        reason: what decided the dtype: the rule, an override, or the argument that it takes its dtype from.
+        promoted_by: the arguments for which the others were cast to a wider dtype.
+        operands: its floating arguments.
+        module, source: where it is in the model and in the user's code.
+        outside: whether it belongs to no module: the loss of a training step.
+    """
+
+    node: str
+    op: str
+    name: str
+    dtype: str
+    rule: str
+    family: str
+    reason: str
+    promoted_by: tuple[str, ...] = ()
+    operands: tuple[Operand, ...] = ()
+    module: str = ""
+    source: str = ""
+    outside: bool = False
+
+    @property
+    def computes(self) -> bool:
+        """Whether it computes, rather than moves or describes data as a view, a cast of the user's or a lookup does."""
+        return self.family == "in_place" or self.overridable
+
+    @property
+    def overridable(self) -> bool:
+        """Whether an override of its module changes its dtype; else that is its input's, or its own tensor's."""
+        return self.family not in NOTHING_TO_COMPUTE
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-able values; `from_json` reads them back."""
+        return {**vars(self), "operands": list(map(vars, self.operands)), "promoted_by": list(self.promoted_by)}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> OpRow:
+        """Read what `to_json` returned."""
+        operands = tuple(Operand(**operand) for operand in row["operands"])
+        return cls(**{**row, "operands": operands, "promoted_by": tuple(row["promoted_by"])})
+
+
+def op_rows(gm: fx.GraphModule) -> list[OpRow]:
+    """Return a row for each op of a forward graph that takes or makes a tensor, nested bodies included.
+
+    Left out are the casts that passes inserted, which the cast ledger has, and the calls of nested bodies.
+    """
+    names = {id(body_of(node)[0]): str(node.args[0].target) for body in bodies(gm) for node in body.graph.nodes if body_of(node)}
+    return [_row(node, f"{names[id(body)]}." if body is not gm else "")
+            for body in bodies(gm) for node in body.graph.nodes if _is_op(node)]
+
+
+def _is_op(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or is_inserted_cast(node) or body_of(node) is not None:
+        return False
+    results = tree_leaves(value(node))
+    if any(isinstance(result, Tensor) for result in results):
+        return True
+    return value(node) is None and any(isinstance(value(source), Tensor) for source in node.all_input_nodes)  # x[i] = y
+
+
+def _row(node: fx.Node, body: str) -> OpRow:
+    name = canonical_name(node.target)
+    kind, family, why = node.meta.get(RULE) or ("", lookup(name, RULES).family, _SKIPPED)
+    sources = [source for source in node.all_input_nodes if dtype_of(source) is not None]
+    operands = tuple(map(_operand, sources))
+    dtype = _dtype(node, sources)
+    promoted_by: tuple[str, ...] = ()
+    of_table = why in (lookup(name, RULES).reason, MIXED)
+    before = {operand.cast_from or operand.dtype for operand in operands}
+    if dtype is not None and kind and kind not in _BY_RULE and family not in ("in_place", "cast", "foreign", "limits"):
+        short, long = short_dtype(dtype), str(dtype).removeprefix("torch.")
+        cast = [operand for operand in operands if operand.cast_from]
+        if len(before) > 1 and kind != "match_self":
+            promoted_by = tuple(o.name for o in operands if not o.cast_from and o.dtype == short)
+            bytes_ = sum(operand.cast_bytes for operand in cast)
+            if promoted_by and of_table:
+                casts = f" ({size_text(bytes_)} of casts)" if cast else ""
+                why = f"promoted by {long} {', '.join(promoted_by[:2])}{', ...' if promoted_by[2:] else ''}{casts}"
+        elif sources and of_table and not cast and short in before:
+            why = f"{FOLLOWS}{_producer(next((s for s in sources if not _is_parameter(s)), sources[0]))}, {long}"
+    return OpRow(node=body + node.name, op=op_name(node), name=name, dtype=short_dtype(dtype) if dtype is not None else "-",
+                 rule=kind, family=family, reason=why, promoted_by=promoted_by, operands=operands, module=module_path(node),
+                 source=source_line(node), outside=bool(node.meta.get(OUTSIDE_OF_MODEL)))
+
+
+def _dtype(node: fx.Node, sources: list[fx.Node]) -> torch.dtype | None:
+    results = [leaf.dtype for leaf in tree_leaves(value(node)) if isinstance(leaf, Tensor)]
+    floating = [dtype for dtype in results if dtype.is_floating_point or dtype.is_complex]
+    if floating:
+        return floating[0]
+    return max((dtype_of(source) for source in sources), key=lambda dtype: dtype.itemsize,
+               default=results[0] if results else None)
+
+
+def _operand(source: fx.Node) -> Operand:
+    """Describe an argument, a cast that was made for its op alone as what was cast."""
+    row = _cast_row(source)
+    if row is None or row.rule == "model":  # cast where it enters the graph, for all ops
+        return Operand(name=_name(source.args[0] if row is not None else source), dtype=short_dtype(dtype_of(source)))
+    return Operand(name=_name(source.args[0]), dtype=row.target_dtype, cast_from=row.source_dtype, cast_bytes=row.bytes)
+
+
+def _cast_row(node: fx.Node) -> CastRow | None:
+    return node.meta.get("apexfx_cast") if is_inserted_cast(node) else None
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.meta.get("apexfx_name", node.name))
+
+
+def _is_parameter(node: fx.Node) -> bool:
+    source = node.args[0] if is_inserted_cast(node) else node
+    return source.meta.get("apexfx_kind") == "param"
+
+
+def _producer(node: fx.Node) -> str:
+    """Return what made a tensor, views aside: "layer_norm of blocks.0.norm", or the name of a parameter or input."""
+    *views, node = _back_through_views(node)
+    row = next((row for view in reversed(views) if (row := _cast_row(view)) is not None), None)
+    if node.op == "placeholder":
+        return _name(node) + (f" ({row.reason})" if row is not None and row.rule == "model" else "")
+    module = module_path(node)
+    return canonical_name(node.target) + (f" of {module}" if module else "") if node.op.startswith("call_") else _name(node)
+
+
+def _back_through_views(node: fx.Node) -> Iterator[fx.Node]:
+    while node is not None:
+        yield node
+        source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+        is_view = is_inserted_cast(node) or (node.meta.get(RULE) or ("", ""))[1] == "view"
+        node = source if is_view and source is not None else None

@@ -1,0 +1,156 @@
+"""The ops of the forward graphs: in which dtype each computes and why, as rows, as a table, and for one module."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from ..precision.op_rows import FOLLOWS, OpRow
+from ..precision.policy import covers
+from .cast_ledger import count_text
+from .fold_repeats import fold, group, pieces
+
+_FLOATS = ("f16", "bf16", "f32", "f64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Op(OpRow):
+    """One op of a report; `graph` is the index of the captured graph."""
+
+    graph: int
+
+    @property
+    def where(self) -> str:
+        """Its module, "model" for the model itself, "loss" for what is outside of it in a training step."""
+        return "loss" if self.outside else self.module or "model"
+
+
+@dataclass(frozen=True)
+class OpKind:
+    """Ops of one name, dtype and rule, in equal layers: "blocks.{0..11}.mlp.fc1"."""
+
+    number: int
+    op: str
+    dtype: str
+    rule: str
+    module: str
+    reason: str
+
+
+class OpTable(Sequence[Op]):
+    """The ops of all graphs, in graph order: iterate for one row an op, `print` for a table folded over equal layers.
+
+    Args:
+        ops: their rows.
+        level: the opt level, for the text.
+    """
+
+    def __init__(self, ops: Sequence[Op], level: str) -> None:
+        self.ops = tuple(ops)
+        self.level = level
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.ops[index]
+
+    def kinds(self) -> list[OpKind]:
+        """Return the ops that compute by op, dtype, rule and module, equal layers folded, in graph order."""
+        grouped = group(filter(lambda op: op.computes, self.ops), lambda op: (
+            op.op, op.dtype, op.rule, tuple(pieces(op.where)[::2]),
+            FOLLOWS if op.reason.startswith(FOLLOWS) else tuple(pieces(op.reason)[::2])))
+        return [OpKind(len(members), *key[:3], _merged(op.where for op in members), _merged(op.reason for op in members))
+                for key, members in grouped.items()]
+
+    @property
+    def summary(self) -> str:
+        """One line: how many ops compute in which dtype."""
+        dtypes = Counter(op.dtype for op in self.ops if op.computes)
+        computing, num_graphs = sum(dtypes.values()), len({op.graph for op in self.ops})
+        shares = ", ".join(f"{number} in {dtype}" for dtype, number in dtypes.most_common() if dtype in _FLOATS)
+        others = sum(number for dtype, number in dtypes.items() if dtype not in _FLOATS)
+        graphs = f" in {num_graphs} graphs" if num_graphs > 1 else ""
+        return (f"ops at {self.level}: {computing} compute{graphs}{': ' if shares else ''}{shares}"
+                + (f", {others} in no floating dtype" if others else "") + f"; {len(self) - computing} move or describe data")
+
+    def __str__(self) -> str:
+        rows = [(k.number, k.op, k.dtype, k.rule, k.module, k.reason) for k in self.kinds()]
+        headers = ("ops", "op", "dtype", "rule", "module", "why")
+        return self.summary + "\n" + tabulate(rows, headers=headers, disable_numparse=True, colalign=("right",),
+                                              maxcolwidths=[None, 34, None, None, 44, 60]) if rows else self.summary
+
+    __repr__ = __str__
+
+
+class Explanation(OpTable):
+    """The ops of one module, or of one name, and the `precision=` override that changes each. `print` it.
+
+    Args:
+        ops: their rows.
+        level: the opt level.
+        what: the module path, pattern or op name that was asked for.
+        model: all ops of the model, which say what else an override would reach.
+    """
+
+    def __init__(self, ops: Sequence[Op], level: str, what: str, model: OpTable) -> None:
+        super().__init__(ops, level)
+        self.what, self.model = what, model
+
+    def override(self, op: Op) -> dict[str, str]:
+        """Return the smallest `precision=` that changes the dtype of `op`; {} where it takes that of its input.
+
+        A module's path where the op is the only one below it that computes, else the op's name, which covers all of that name.
+        """
+        if not op.overridable:
+            return {}
+        alone = op.module and not op.outside and all(
+            other.name == op.name for other in self.model if other.computes and covers(op.module, other.module))
+        return {op.module if alone else op.name.rstrip("_"): "float32" if op.dtype in ("f16", "bf16") else "half"}
+
+    def __str__(self) -> str:
+        dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in Counter(op.dtype for op in self).most_common())
+        lines = [f"{self.what} at {self.level}: {count_text(len(self), 'op')}, {dtypes}"]
+        for op in self:
+            lines += ["", f"{op.op} in {op.dtype}, {op.where}" + (f" ({op.source})" if op.source else ""),
+                      f"    {op.rule}{': ' if op.rule else ''}{op.reason}"]
+            if op.operands:
+                lines.append("    of " + ", ".join(map(str, op.operands)))
+            if override := self.override(op):
+                lines.append(f"    precision={override} changes it")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def explain(table: OpTable, what: str) -> Explanation:
+    """Return the ops of the module, of those below it, or of the op that `what` names.
+
+    Raises:
+        ValueError: nothing is called so.
+    """
+    name = what.removeprefix("torch.").removeprefix("F.")
+    ops = [op for op in table if op.where == what or not op.outside and covers(what, op.module)
+           or any(fnmatch.fnmatchcase(own, pattern) for own in (op.op, op.name, op.node) for pattern in (what, name))]
+    if not ops:
+        known = {above for op in table for above in _and_above(op.where)} | {op.name for op in table} | {op.op for op in table}
+        near = difflib.get_close_matches(what, sorted(known), n=1)
+        raise ValueError(f"apexfx: explain({what!r}) was asked for, and no module, op or node of the graphs is called so"
+                         + (f"; did you mean {near[0]!r}?" if near else "") + " report.ops() lists them")
+    return Explanation(ops, table.level, what, table)
+
+
+def _and_above(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _merged(texts: Any) -> str:
+    (_, text), *others = fold(texts)
+    return FOLLOWS + "its input" if others else text
