@@ -10,6 +10,7 @@ from op_row import Row
 from torch import Tensor
 
 from apexfx.ops import bucket, multi_tensor
+from apexfx.ops.checksum import checksum
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, clip_grad_norm_
 
 
@@ -159,6 +160,8 @@ def _other_rows(model: str, shapes, device: str) -> Iterator[Row]:
     yield Row(f"axpby {model}", lambda: multi_tensor.multi_tensor_axpby(grads, outputs, more, found_inf, 0.5, 2.0),
               {"_foreach_add": lambda: torch._foreach_add(grads, outputs, alpha=2.0)}, _bytes(shapes, 3))  # fmt: skip
     yield Row(f"l2norm {model}", lambda: multi_tensor.multi_tensor_l2norm(grads),
+              {"_foreach_norm": lambda: torch.stack(torch._foreach_norm(grads)).norm()}, _bytes(shapes, 1))  # fmt: skip
+    yield Row(f"checksum {model}", lambda: checksum(grads),
               {"_foreach_norm": lambda: torch.stack(torch._foreach_norm(grads)).norm()}, _bytes(shapes, 1))  # fmt: skip
     yield Row(f"clip_grad_norm_ {model}", lambda: clip_grad_norm_(params, 1e6),
               {"torch": lambda: torch.nn.utils.clip_grad_norm_(others, 1e6)}, _bytes(shapes, 3))  # fmt: skip

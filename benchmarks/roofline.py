@@ -30,6 +30,7 @@ ROWS = (
     ("multi_tensor_scale", "scale gpt2"),
     ("multi_tensor_axpby", "axpby gpt2"),
     ("multi_tensor_l2norm", "l2norm gpt2"),
+    ("checksum", "checksum gpt2"),
     ("flatten_bucket", "flatten_bucket fp32 / 2"),
     ("flatten_bucket", "flatten_bucket bf16 / 2"),
     ("unflatten_bucket", "unflatten_bucket fp32"),

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from apexfx.ops import multi_tensor
 from apexfx.ops.bucket import flatten_bucket, unflatten_bucket
+from apexfx.ops.checksum import checksum
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
 from tests.gpu import test_norm_kernels as norms
 from tests.ops import multi_tensor_cases as lists
@@ -76,10 +77,11 @@ def run_optimizers(names: list[str], device: str) -> int:
 
 
 def run_reductions(device: str) -> int:
-    """Run the norms of lists, and the optimizers that take norms."""
+    """Run norms and checksums of lists, and the optimizers that take norms."""
     for i, (dtype, _) in enumerate(lists.DTYPES):
         multi_tensor.multi_tensor_l2norm(lists.random_list(dtype, LAYOUTS[i % len(LAYOUTS)], device), per_tensor=True)
-    return len(lists.DTYPES) + run_optimizers([name for name in OPS if name in NORM_TYPES], device)
+        checksum(lists.random_list(dtype, LAYOUTS[i % len(LAYOUTS)], device))
+    return 2 * len(lists.DTYPES) + run_optimizers([name for name in OPS if name in NORM_TYPES], device)
 
 
 def run_lists(device: str) -> int:

@@ -13,6 +13,8 @@ from apexfx.testing import assert_close
 from tests.ops import multi_tensor_cases as lists
 from tests.ops.optimizer_cases import BF16, COUNTS_STEPS, DTYPES, F16, F32, F64, LAYOUTS, OPS, SCALARS, check, make
 from tests.ops.test_bucket import CASTS, check_bitwise
+from tests.ops.test_checksum import DTYPES as CHECKSUM_DTYPES
+from tests.ops.test_checksum import check_checksum
 
 
 # Beside the CPU's: dtypes for which no kernel is compiled, so that they are looked at while it runs.
@@ -68,6 +70,12 @@ def test_multi_tensor(layout, device):
 @pytest.mark.parametrize("dtype", [F32, F16, BF16, F64])
 def test_flags(dtype, device):
     lists.check_flags(dtype, device)
+
+
+@pytest.mark.parametrize("dtype", CHECKSUM_DTYPES, ids=str)
+def test_checksum(dtype, device):
+    for layout in LAYOUTS:
+        check_checksum(dtype, layout, device)
 
 
 @pytest.mark.parametrize("source,target", CASTS)

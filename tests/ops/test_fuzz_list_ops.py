@@ -15,7 +15,7 @@ from tests.ops.fuzzing import run_campaign
 
 OPS = (
     "adam_", "lamb_", "sgd_", "adagrad_", "novograd_", "multi_tensor_scale", "multi_tensor_axpby", "multi_tensor_l2norm",
-    "flatten_bucket", "unflatten_bucket",
+    "flatten_bucket", "unflatten_bucket", "checksum",
 )  # fmt: skip
 NAMED = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 

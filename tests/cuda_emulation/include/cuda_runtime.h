@@ -154,6 +154,10 @@ template <typename T>
 void __stwb(T* p, T value) {
   *p = value;
 }
+template <typename T>
+void atomicAdd(T* p, T value) {
+  *p += value;
+}
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
 inline float rsqrt(float x) { return 1 / std::sqrt(x); }
