@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+_KIND = ("dtype", "reduce_dtype", "output_dtype", "device", "predivide", "postdivide", "start")
+_DTYPES = _KIND[:3]
 ALIGNMENT_BYTES = 16  # of every slot: what vectorized multi-tensor kernels load at once
 
 
@@ -105,7 +107,15 @@ class Bucket:
     @property
     def kind(self) -> tuple[Any, ...]:
         """What gradients must have in common to share a bucket."""
-        return (self.dtype, self.reduce_dtype, self.output_dtype, self.device, self.predivide, self.postdivide, self.start)
+        return tuple(getattr(self, name) for name in _KIND)
+
+    def difference(self, other: Bucket) -> str:
+        """Return the first field in which the kinds of two buckets differ: "dtype is bfloat16 and float32"."""
+        for name, mine, theirs in zip(_KIND, self.kind, other.kind):
+            if mine != theirs:
+                shown = [dtype_name(value) if isinstance(value, torch.dtype) else str(value) for value in (mine, theirs)]
+                return f"{name} is {shown[0]} and {shown[1]}"
+        return ""
 
     @property
     def _alignment(self) -> int:
@@ -136,11 +146,18 @@ class Bucket:
                 raise ValueError(f"{where} has {name}={divisor!r}, expected a positive number")
         if self.start not in ("ready", "end"):
             raise ValueError(f"{where} has start={self.start!r}, expected 'ready' or 'end'")
-        for name in ("dtype", "reduce_dtype", "output_dtype"):
+        for name in _DTYPES:
             if not isinstance(getattr(self, name), torch.dtype):
                 raise ValueError(f"{where} has {name}={getattr(self, name)!r}, expected the name of a dtype")
         if not self.slots:
             raise ValueError(f"{where} holds no gradient; leave it out")
+        try:
+            self._check_places(where)
+        except ValueError:
+            self._check_reduce_dtype(where)  # the likelier mistake, where it explains the other
+            raise
+
+    def _check_places(self, where: str) -> None:
         itemsize = self.reduce_dtype.itemsize
         advice = (f"; offset_bytes and total_bytes count elements of reduce_dtype={dtype_name(self.reduce_dtype)}, and "
                   "BucketConfig(comm_dtype=...) makes a plan that is reduced in another dtype")
@@ -163,6 +180,21 @@ class Bucket:
                              "set total_bytes to the end of the last slot and move the slots together, or use "
                              f"plan.regroup(...){advice}")
 
+    def _check_reduce_dtype(self, where: str) -> None:
+        """Raise where the offsets are those of elements of another size: then it was the dtype that was edited."""
+        def laid_out(dtype: torch.dtype, packed: bool) -> list[int]:
+            other = dataclasses.replace(self, reduce_dtype=dtype).with_slots(self.slots, packed=packed)
+            return [slot.offset_bytes for slot in other.slots] + [other.total_bytes]
+
+        if any(not isinstance(size, int) for slot in self.slots for size in slot.shape):
+            return
+        offsets, own = [slot.offset_bytes for slot in self.slots] + [self.total_bytes], self.reduce_dtype
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            if dtype.itemsize != own.itemsize and offsets in (laid_out(dtype, False), laid_out(dtype, True)):
+                raise ValueError(f"{where} has reduce_dtype={dtype_name(own)}, of {own.itemsize} bytes an element, and "
+                                 f"offset_bytes and total_bytes of elements of {dtype.itemsize} bytes; put the dtype back: "
+                                 "BucketConfig(comm_dtype=...) makes a plan that is reduced in another dtype") from None
+
     def dtypes(self) -> str:
         """Return "bfloat16 > float32": of the gradients, of the buffer that is reduced, of the results."""
         path = [dtype_name(self.dtype), dtype_name(self.reduce_dtype), dtype_name(self.output_dtype)]
@@ -171,13 +203,24 @@ class Bucket:
     def to_json(self) -> dict[str, Any]:
         """Return the bucket as JSON-able values."""
         row = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        row |= {name: dtype_name(row[name]) for name in ("dtype", "reduce_dtype", "output_dtype")}
+        row |= {name: dtype_name(row[name]) for name in _DTYPES}
         return row | {"slots": [dataclasses.asdict(slot) for slot in self.slots]}
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> Bucket:
-        """Read what `to_json` wrote."""
-        dtypes = {name: getattr(torch, row[name]) for name in ("dtype", "reduce_dtype", "output_dtype")}
+    def from_json(cls, row: dict[str, Any], index: int = 0) -> Bucket:
+        """Read what `to_json` wrote of bucket number `index`.
+
+        Raises:
+            ValueError: a field that is missing or unknown, or names no dtype.
+        """
+        fields = {f.name for f in dataclasses.fields(cls)}
+        for name in sorted(set(row) ^ fields):
+            raise ValueError(f"apexfx: bucket {index} of the plan " + (f"lacks {name!r}" if name in fields else
+                             f"has {name!r}, which is no field of one; they are {', '.join(sorted(fields))}"))
+        for name in _DTYPES:
+            if not isinstance(getattr(torch, str(row[name]), None), torch.dtype):
+                raise ValueError(f"apexfx: bucket {index} of the plan has {name}={row[name]!r}, expected the name of a dtype")
+        dtypes = {name: getattr(torch, row[name]) for name in _DTYPES}
         slots = tuple(Slot(s["parameter"], tuple(s["shape"]), s["offset_bytes"],
                            tuple(s["dim_order"]) if s.get("dim_order") else None, tuple(s.get("shared_with", ())))
                       for s in row["slots"])
