@@ -1,8 +1,9 @@
-"""The command line: `python -m apexfx demo | doctor | passes | simulate`."""
+"""The command line: `python -m apexfx demo | doctor | passes | simulate | compat | migrate`."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,11 @@ _EXIT_STATUS = "exit status: 0 success, 1 the result is not as required, 2 wrong
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv and argv[0] == "compat":  # what follows belongs to a script, options included
+        from .compat.__main__ import main as run_script
+
+        return run_script(list(argv[1:]))
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments)
@@ -42,6 +48,16 @@ def _parser() -> argparse.ArgumentParser:
     passes.add_argument("--markdown", action="store_true", help="print the page docs/passes.md")
     passes.set_defaults(run=_passes)
     _add_simulate(commands)
+    commands.add_parser("compat", help="run a script written for NVIDIA Apex, unchanged")
+    migrate = commands.add_parser(
+        "migrate", help="list what a script for Apex, or for torch's AMP and DDP, changes to use apexfx", epilog=_EXIT_STATUS,
+        description="List, line by line, what Python files change to use apexfx.train_step or apexfx.transform in place of "
+                    "Apex, or of torch's autocast, GradScaler and DistributedDataParallel. The files are parsed, not run, and "
+                    "stay as they are. docs/migrate.md has examples.",
+    )
+    migrate.add_argument("paths", nargs="+", metavar="PATH", help="a Python file, or a folder of them")
+    migrate.add_argument("--json", action="store_true", help="print a list of {path, line, code, instead}")
+    migrate.set_defaults(run=_migrate)
     return parser
 
 
@@ -94,9 +110,9 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from . import doctor
+    from . import demo, doctor
 
-    print(doctor.report())
+    print(doctor.report(of_demo=demo.NEEDS.values()))
     return 0
 
 
@@ -129,6 +145,20 @@ def _simulate(arguments: argparse.Namespace) -> int:
         print(f"apexfx: {error}" if isinstance(error, OSError) else error, file=sys.stderr)
         return 2
     print(text)
+    return 0
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    from .compat import migrate
+
+    try:
+        changes, unread = migrate.check(arguments.paths)
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(json.dumps(migrate.as_rows(changes), indent=1) if arguments.json else migrate.text(changes))
+    for sentence in unread:
+        print(f"apexfx migrate: {sentence}", file=sys.stderr)
     return 0
 
 

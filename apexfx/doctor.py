@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import re
 import shutil
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -89,8 +91,19 @@ def _nvcc() -> str | None:
     return f"{path} ({release[1]})" if release else path
 
 
-def report() -> str:
-    """Return the facts as text."""
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"not installed; pip install {package}"
+
+
+def report(of_demo: Iterable[str] = ()) -> str:
+    """Return the facts as text.
+
+    Args:
+        of_demo: the packages that the demo needs.
+    """
     known = facts()
     lines = [
         f"apexfx {known.apexfx}, Python {known.python}, torch {known.torch} "
@@ -104,6 +117,7 @@ def report() -> str:
     for library in known.libraries:
         lines.append(f"  {library.device}: {'loaded' if library.loaded else 'not loaded'}: "
                      f"{library.path if library.loaded else library.reason}")  # fmt: skip
+    lines += ["", "Packages that the demo needs", *(f"  {package}: {_version(package)}" for package in of_demo)]
     table = [[row.op, *("yes" if x else "-" for x in (row.reference, row.cpu, row.cuda))] for row in known.ops]
     lines += ["", tabulate(table, headers=["op", "reference", "cpu", "cuda"]), "", "Environment variables"]
     values = [[name, value if value is not None else "(not set)", ENVIRONMENT[name]] for name, value in known.environment.items()]

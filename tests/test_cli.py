@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import apexfx.compat
 from apexfx import passes
 from apexfx.__main__ import main
 
@@ -69,7 +71,7 @@ def test_wrong_arguments_are_refused(capsys, arguments, named):
     assert named in err
 
 
-@pytest.mark.parametrize("command", ["", "demo", "doctor", "passes", "simulate"])
+@pytest.mark.parametrize("command", ["", "demo", "doctor", "passes", "simulate", "migrate"])
 def test_help_says_what_it_does_and_what_the_exit_status_means(capsys, command):
     status, out, _ = run(capsys, *filter(None, (command, "--help")))
     assert status == 0
@@ -99,3 +101,22 @@ def test_demo_refuses_what_cannot_work_before_it_starts(capsys, tmp_path):
     assert status == 2 and "--batch-size 5000 is more than the 1258 training images" in err
     status, _, err = run(capsys, "demo", "--ranks", "99", "--batch-size", "990", "--inner", "cudagraphs", "--out", str(tmp_path))
     assert status == 2 and "needs a CUDA device for each of 99 ranks" in err
+
+
+def test_doctor_lists_what_the_demo_needs(capsys, monkeypatch):
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version(name if name != "matplotlib" else "no-such-package"))
+    status, out, _ = run(capsys, "doctor")
+    assert status == 0 and "scikit-learn: " in out and "  matplotlib: not installed; pip install matplotlib\n" in out
+
+
+def test_compat_hands_a_script_all_that_follows_it(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setenv("PYTHONPATH", "")
+    (tmp_path / "script.py").write_text("import sys, apex.amp; print(apex.amp.__name__, sys.argv[1:])")
+    try:
+        status, out, _ = run(capsys, "compat", str(tmp_path / "script.py"), "--help", "-m", "x")
+    finally:
+        apexfx.compat.uninstall()
+    assert status == 0 and out == "apexfx.amp ['--help', '-m', 'x']\n"

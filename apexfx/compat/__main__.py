@@ -1,4 +1,4 @@
-"""python -m apexfx.compat [-m MODULE | SCRIPT] [ARGS...]: run a script written for Apex."""
+"""python -m apexfx compat, or apexfx.compat, [-m MODULE | SCRIPT] [ARGS...]: run a script written for Apex."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from .names import resolve
 
 USAGE = "usage: python -m apexfx.compat [-m MODULE | SCRIPT] [ARGS...]"
 HELP = f"""{USAGE}
+       python -m apexfx compat [-m MODULE | SCRIPT] [ARGS...]
 
 Run a script written for NVIDIA Apex, unchanged: in it and in the processes it starts, `import apex`, `amp_C` and
 `apex_C` give apexfx's modules of those names. Where NVIDIA's Apex with amp is installed, that one is used; where it is

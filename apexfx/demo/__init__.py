@@ -4,3 +4,5 @@ Read order: `data.py`, `model.py`, `train.py` (one rank), `launch.py` (all of th
 """
 
 from __future__ import annotations
+
+NEEDS = {"sklearn": "scikit-learn", "matplotlib": "matplotlib"}  # module -> the package that has it

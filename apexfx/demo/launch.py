@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import show
+from . import NEEDS, show
 from .data import NUM_TRAIN
 from .train import Options, Result, train_float32
 
@@ -25,8 +25,7 @@ _GRACE_S = 20.0
 
 def run(options: Options) -> int:
     """Run the demo; return its exit status: 0 for accuracies as they should be, 1 for others, 2 for no start."""
-    missing = [name for module, name in (("sklearn", "scikit-learn"), ("matplotlib", "matplotlib"))
-               if importlib.util.find_spec(module) is None]
+    missing = [name for module, name in NEEDS.items() if importlib.util.find_spec(module) is None]
     if missing:
         return _refuse(f"the demo needs {' and '.join(missing)}; pip install {' '.join(missing)}")
     if options.global_batch == 0:
@@ -103,10 +102,11 @@ def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
     for result in (ranks, eager):
         print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}   "
               f"{result.seconds:5.1f} s")
-    print("  (what is shown is that the results agree: on so small a network two processes that share the cores,\n"
-          "  bfloat16 without hardware for it and the first call's capture make O2 the slower one here)")
+    print("  (seconds on processes that share the cores, capture included; docs/train_step.md has measurements)")
     print(f"\n{seconds:.0f} s in all; under {out}/: graphs, report.html, report.json, bucket_plan.json, casts.txt, "
           "loss.svg")
+    if ranks.step:
+        print(f"\n{ranks.step}; open {out}/report.html to read it pass by pass")
     if good and close:
         return 0
     problem = f"below {100 * REQUIRED_ACCURACY:.0f} %" if not good else "more than one point below float32"

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..graph.printing import comparable
 from ..report.data import Report
+from ..report.records import runs
 
 _WIDTH = 150
 _START = re.compile(r"(\w+): .*_c10d_functional\.all_reduce_\.default\(")
@@ -23,6 +24,16 @@ def passes(report: Report, log: Callable[[str], None]) -> None:
     log("\nthe graph of a step where it communicates:")
     log(excerpt(report.code(stage="step")))
     log(f"\n{str(report.memory()).splitlines()[0]}; report.html draws it")
+
+
+def in_short(report: Report) -> str:
+    """Return what a training step is now, in a sentence."""
+    graph = report.graphs[0]
+    num_norms = sum(len(entry.matches) for _, _, entry in runs([graph]) if entry.name == "sync_batchnorm")
+    [stage] = [stage for stage in graph.stages if stage.stage == "step"]
+    return (f"One step is one graph of {stage.passes[-1].nodes_after} nodes, from the forward to the update: "
+            f"{num_norms} batch norms over all ranks, {len(report.casts())} casts, and "
+            f"{len(report.buckets().buckets)} allreduces of gradients, each started inside of the backward")
 
 
 def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:

@@ -50,12 +50,13 @@ class Options:
 
 @dataclass
 class Result:
-    """How a training went: loss a sample by epoch, share of the test images classified correctly, seconds."""
+    """How a training went: loss a sample by epoch, share of the test images classified correctly, seconds, what a step is."""
 
     name: str
     losses: list[float] = field(default_factory=list)
     accuracy: float = 0.0
     seconds: float = 0.0
+    step: str = ""
 
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> the loss
@@ -145,6 +146,7 @@ def train_rank(options: Options) -> None:
         if rank == 0:
             show.passes(step.report, log)
             show.write(step.report, Path(options.out))
+            result.step = show.in_short(step.report)
             show.write_json(asdict(result), Path(options.out) / "ranks.json")
         dist.barrier()
     finally:

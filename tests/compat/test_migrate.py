@@ -1,0 +1,171 @@
+"""`python -m apexfx migrate` finds what changes and nothing else, and the scripts of docs/migrate.md train before and after."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import apexfx.compat
+from apexfx.__main__ import main
+from apexfx.compat.migrate import changes
+
+SCRIPTS = Path(__file__).parents[2] / "examples" / "migrate"
+PAIRS = ("apex_amp", "apex_ddp", "torch_amp", "torch_ddp")
+
+
+def instead_by_line(source):
+    rows = {}
+    for row in changes("script.py", source):
+        rows.setdefault(row.line, []).append(row.instead)
+    return rows
+
+
+def script_changes(name):
+    path = SCRIPTS / f"{name}.py"
+    return changes(str(path), path.read_text())
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_the_line_that_makes_the_step_is_the_one_that_was_written(name):
+    lines = [row.instead.removeprefix("keep it, and below: ") for row in script_changes(f"{name}_before")]
+    [suggested] = [ast.parse(line).body[0] for line in lines if line.startswith("step = ")]
+    after = ast.parse((SCRIPTS / f"{name}_after.py").read_text())
+    [written] = [node for node in after.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "step"]
+    written.value.keywords = [word for word in written.value.keywords if word.arg != "inner"]
+    assert ast.unparse(suggested) == ast.unparse(written)
+    [loss] = [line for line in lines if line.startswith("loss = ")]
+    assert loss in {ast.unparse(node) for node in ast.walk(after) if isinstance(node, ast.Assign)}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_nothing_is_left_to_change_afterwards(name):
+    assert script_changes(f"{name}_after") == []
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_every_other_line_of_the_script_stays(name):
+    before, after = ((SCRIPTS / f"{name}_{when}.py").read_text() for when in ("before", "after"))
+    stays = {line.strip() for line in after.splitlines()}
+    listed = {row.line for row in script_changes(f"{name}_before")}
+    others = [line.strip() for place, line in enumerate(before.splitlines(), 1) if place > 1 and place not in listed]
+    only_around = ("if last:", "last = ", "if torch.cuda", "import contextlib", "for place, batch")  # accumulation; SyncBatchNorm
+    assert [line for line in others if line not in stays and not line.startswith(only_around)] == []
+
+
+IMPORTS = """
+import torch, torch.nn as nn, torch.optim as optim
+from apex import amp
+import apex
+from torch.nn.parallel import DistributedDataParallel as DDP
+"""
+
+
+@pytest.mark.parametrize("code, instead", [
+    ("apex.amp.initialize(net, opt, opt_level=level)",
+     "apexfx.train_step(net, optimizer=opt, objective=objective, opt_level=level)"),
+    ("amp.initialize(net, opt, min_loss_scale=1)", "# without min_loss_scale"),
+    ("amp.load_state_dict(saved['amp'])", "step.load_state_dict(...)"),
+    ("self.net = DDP(self.net)", "delete: ddp=True"),
+    ("nn.SyncBatchNorm.convert_sync_batchnorm(net)", "delete: sync_bn=True"),
+    ("s = torch.cuda.amp.GradScaler(); s.update()", "delete: the step does it"),
+    ("nn.utils.clip_grad_norm_(net.parameters(), 1.0, norm_type=1)", "no counterpart: a step clips the 2-norm, not norm_type=1"),
+    ("nn.utils.clip_grad_value_(net.parameters(), 1.0)", "no counterpart in a step"),
+    ("net = torch.compile(net)", "delete: a step is compiled as a whole"),
+    ("net = nn.DataParallel(net)", "delete: start one process a device"),
+    ("from torch.distributed.fsdp import fully_shard; fully_shard(net)", "refused: parameters have to be whole"),
+    ("from apex.transformer import parallel_state", "not provided: use torch.distributed.tensor.parallel"),
+    ("from apex.contrib.clip_grad import clip_grad_norm_ as clip", "delete: clip_grad_norm_"),
+    ("import apex.normalization as norms", "import apexfx.normalization as norms"),
+    ("from apex.parallel import LARC", "from apexfx.parallel import LARC"),
+    ("with torch.cuda.amp.autocast(): pass", "delete: opt_level=\"O1\""),
+    ("try:\n    pass\nexcept Exception:\n    loss.backward()", "delete: the step does it"),
+    ("@torch.compile\ndef f(): pass", ""),
+    ("optimizer = optim.AdamW(net.parameters())\nwith torch.autocast('cuda', enabled=on): loss = f(net(x), y)\nloss.backward()",
+     "step = apexfx.train_step(net, f, optimizer, opt_level=\"O1\" if on else \"O0\")"),
+    ("opt = optim.SGD(net.parameters())\nnet = DDP(net)\nout = net(a, b)\nloss = crit(out, y) / n\nloss.backward()",
+     "loss = step((a, b), y)"),
+    ("opt = optim.SGD(net.parameters())\nloss = f(net(x), y)\nloss /= steps\nloss.backward()", "accumulate=steps"),
+])  # fmt: skip
+def test_what_changes(code, instead):
+    rows = instead_by_line(IMPORTS + code)
+    own = [text for line, texts in rows.items() if line > IMPORTS.count("\n") for text in texts]
+    assert any(instead in text for text in own) if instead else not own
+
+
+@pytest.mark.parametrize("code", [
+    "import torch\nmodel = torch.nn.Linear(2, 2)\nmodel(torch.ones(1, 2))",
+    "from .apex import amp\nmodel = amp.initialize(model)",  # a module of the script's own
+    "def autocast(): ...\nwith autocast(): pass\nclass GradScaler: ...\ns = GradScaler()\ns.update()",
+    "import gym\nenv = gym.make('x')\nenv.step(1)\nschedule.step()\nqueue.update()",
+    "import torch\nopt = torch.optim.SGD(model.parameters())\nfoo(opt)",  # the loop is elsewhere
+    "import torch, apexfx\nmodel = apexfx.transform(model)\nopt = torch.optim.SGD(model.parameters())\n"
+    "scaler = torch.amp.GradScaler()\nloss = f(model(x), y)\n"
+    "scaler.scale(loss).backward()\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1)\nopt.step()",
+    "",
+])  # fmt: skip
+def test_what_stays(code):
+    assert changes("script.py", code) == []
+
+
+def test_the_programs_of_this_project_need_no_change():
+    for path in (SCRIPTS.parent / "train.py", *SCRIPTS.parent.glob("step_*.py")):
+        assert changes(str(path), path.read_text()) == []
+
+
+def test_the_command_line(capsys, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "train.py").write_text("from apex import amp\n")
+    (tmp_path / "a" / "old.py").write_text("print 'python 2'\n")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv" / "apex.py").write_text("from apex import amp\n")
+    assert main(["migrate", str(tmp_path)]) == 0
+    said = capsys.readouterr()
+    assert said.out == f"{tmp_path}/a/train.py:1: from apex import amp\n    -> import apexfx\n1 change\n"
+    assert "old.py is not read as Python" in said.err
+    assert main(["migrate", "--json", str(tmp_path / "a" / "train.py")]) == 0
+    [row] = json.loads(capsys.readouterr().out)
+    assert row == {"path": f"{tmp_path}/a/train.py", "line": 1, "code": "from apex import amp", "instead": "import apexfx"}
+    assert main(["migrate", str(tmp_path / "none.py")]) == 2
+    assert "none.py is not there" in capsys.readouterr().err
+
+
+@pytest.fixture
+def accuracy_of(monkeypatch, tmp_path, capsys):
+    """Run a script of a pair in this process, as the only rank; return its test accuracy in percent."""
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(name):
+        assert main(["compat", str(SCRIPTS / f"{name}.py")]) == 0
+        return float(capsys.readouterr().out.split()[-2])
+
+    yield run
+    apexfx.compat.uninstall()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_it_trains_before_and_after(name, accuracy_of):
+    before, after = (accuracy_of(f"{name}_{when}") for when in ("before", "after"))
+    assert before > 85 and after > 85 and abs(before - after) < 3
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [f"{pair}_{when}" for pair in ("apex_ddp", "torch_ddp") for when in ("before", "after")])
+def test_it_trains_on_two_ranks(name, tmp_path):
+    command = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "apexfx.compat"]
+    done = subprocess.run([sys.executable, "-m", *command, str(SCRIPTS / f"{name}.py")], cwd=tmp_path, capture_output=True,
+                          text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout.split()[-2]) > 85
