@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from .. import passes
+from .. import ops, passes
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..report.data import Report
@@ -75,6 +76,8 @@ class RewrittenGraph:
         with traceable_rnn(self.gm):
             compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages)
         report.add(self.record)  # not before: what the inner compiler refuses never runs
+        for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
+            report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
         return compiled
 
 

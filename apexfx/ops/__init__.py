@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,14 @@ class Library:
     path: str
     loaded: bool
     reason: str  # "" when loaded; else one sentence, or the loader's own error
+
+
+def missing(devices: Iterable[str]) -> list[str]:
+    """Return a sentence for each of `devices` whose library is not loaded, unless APEXFX_EXT=0 asks for that."""
+    if os.environ.get("APEXFX_EXT", "1") == "0":
+        return []
+    return [f"the compiled ops for {library.device} are not loaded ({library.reason}), so the slower references in torch run"
+            for library in LIBRARIES if library.device in devices and not library.loaded]
 
 
 def _load(device: str) -> Library:

@@ -12,6 +12,8 @@ import torch
 from torch import fx, nn
 from torch.fx.passes.infra.pass_base import PassResult
 
+import apexfx
+from apexfx import ops
 from apexfx.buckets.plan import GradientSpec, plan_buckets
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.config import BucketConfig
@@ -292,3 +294,20 @@ def test_a_group_s_long_name_is_short_in_diffs_and_whole_in_the_graph(tmp_path):
     assert "group = &#39;4a2ad14&#39;" in diff and name not in diff
     assert f"group = &#39;{name}&#39;" in whole
     assert "+        group = '4a2ad14'" in str(report.diff(entry.name))
+
+
+def test_a_report_says_where_compiled_ops_are_missing(monkeypatch):
+    def notes():
+        model = apexfx.transform(nn.Linear(2, 2), opt_level="O0", inner="eager")
+        model(torch.ones(1, 2))
+        return model.report.notes
+
+    monkeypatch.delenv("APEXFX_EXT", raising=False)
+    monkeypatch.setattr(ops, "LIBRARIES", tuple(ops.Library(name, "", False, "not built") for name in ("cpu", "cuda")))
+    [note] = notes()
+    assert "compiled ops for cpu are not loaded (not built)" in note and "doctor" in note
+    monkeypatch.setenv("APEXFX_EXT", "0")  # asked for
+    assert not notes()
+    monkeypatch.undo()
+    monkeypatch.setattr(ops, "LIBRARIES", (ops.Library("cpu", "", True, ""), ops.Library("cuda", "", False, "not built")))
+    assert not notes()  # nothing of it is on such a device
