@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
@@ -20,7 +21,7 @@ def test_the_page_shows_what_its_programs_print(page):
     assert normalised(pages.made(page)) == normalised(text), f"run: python docs/pages.py {page}"
 
 
-@pytest.mark.parametrize("page", [*pages.PAGES, "examples/README.md"])
+@pytest.mark.parametrize("page", [*pages.PAGES, "examples/README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
 def test_what_the_page_links_to_is_there(page):
     text = (pages.ROOT / page).read_text()
     for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
@@ -39,3 +40,17 @@ def test_the_map_is_the_contract_that_lint_checks():
     [contract] = re.findall(r"^layers = \[\n(.*?)^\]", (pages.ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     [map_] = re.findall(r"## The map\n.*?```text\n(.*?)```", (pages.ROOT / "docs/architecture.md").read_text(), re.DOTALL)
     assert [re.split(r"  +", line)[0] for line in map_.splitlines()] == re.findall(r'"(.*?)"', contract)
+
+
+def test_the_ratios_of_the_pages_are_those_on_record():
+    def ratios(record):
+        rows = json.loads((pages.ROOT / "benchmarks/results" / record).read_text())["rows"]
+        return [f"{row['ratio']:.2f}" for row in rows if row["variant"] == "train_step"]
+
+    small, large, ranks = (ratios(f"train_step{what}.json") for what in ("", "_large", "_2_ranks"))
+    readme, page = ((pages.ROOT / name).read_text() for name in ("README.md", "docs/train_step.md"))
+    assert f"{min(small)} to {max(small)} times as fast" in readme
+    assert f"{min(large)} to {max(large)} times on ResNet-50" in readme
+    table = {cells[1].strip(): cells[2:] for line in page.splitlines() if len(cells := line.split("|")) > 2}
+    for name, row in (("one process", small + large), ("two gloo ranks", ranks)):
+        assert [cell.split()[0] for cell in table[name] if cell.strip()] == row
