@@ -4,7 +4,7 @@
 
 Thirty guarantee an order, an alias or a liveness: 1 to 20, and 38 to 47, which a reviewer of those drew. 21 to 34 are of what a
 training program may do at the edges of its model, which the random programs of `test_training_programs` find; 35 to 37 of updates
-that a step skips, and of the gradients that leave it.
+that a step skips, and of the gradients that leave it; 48 to 56 of steps that leave nothing behind.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step
 _PIECES = ("tests/train_step/test_in_pieces.py",)
 _OPTIMIZERS = ("tests/train_step/test_optimizers.py",)
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
+_SAFEGUARD = ("tests/train_step/test_safeguard.py",)
 
 FAULTS = (
     Fault("an update stays behind the last reader of its parameter", "passes/update_early.py",
@@ -172,6 +173,24 @@ FAULTS = (
           ("tests/passes/test_bucket_allreduce.py", "tests/passes/test_bucket_allreduce_models.py")),
     Fault("what is in memory depends on what it was computed from", "graph/order.py",
           "mask |= contents.get(m, 0) | self._bit", "mask |= self._bit", ("tests/graph/test_order.py",)),
+    Fault("what the forward of a skipped step writes is undone", "passes/skip_writes.py",
+          "        write.args = (target, kept)\n", "", _SAFEGUARD),
+    Fault("what the update writes is not touched", "passes/skip_writes.py",
+          "itertools.takewhile(lambda node: node is not skip, gm.graph.nodes)", "gm.graph.nodes", _SAFEGUARD),
+    Fault("gathered gradients are cleared in a skipped step too", "passes/skip_writes.py",
+          "if node.meta.get(\"apexfx_kind\") != \"state\"]", "]", _SAFEGUARD),
+    Fault("a spike leaves the loss scale alone", "optimizers/update.py",
+          "if may_be_spike else []", "if False else []", _SAFEGUARD),
+    Fault("a skipped norm is not in the average", "optimizers/safeguard.py",
+          "left_out, more = skipped | ~norm.isfinite(),", "left_out, more = ~norm.isfinite(),", _SAFEGUARD),
+    Fault("what an attribute held is put back", "train_step/forward_writes.py",
+          "            module.__dict__[name] = torch.where(skipped, before, now)\n", "", _SAFEGUARD),
+    Fault("what earlier calls of an accumulation wrote is taken back", "train_step/forward_writes.py",
+          "if copies and self._copies is None:", "if copies:", _SAFEGUARD),
+    Fault("what a call kept that did not run is forgotten", "train_step/state.py",
+          "self._forward_writes.forget()  # of a call that failed, or was captured alone", "pass", _SAFEGUARD),
+    Fault("an optimizer outside of the graph is skipped", "train_step/state.py",
+          "if self._scale.mode is None and self._safeguard is None or not skip.item():", "if True:", _SAFEGUARD),
 )
 
 

@@ -62,7 +62,7 @@ class ForwardWrites:
         skipped = skip > 0
         with torch.no_grad():
             for tensor, before in self._copies or ():
-                tensor.copy_(torch.where(skipped, before, tensor))
+                tensor.copy_(torch.where(skipped.to(tensor.device), before, tensor))
             for module, attributes in self._attributes:
                 now = module.__dict__
                 for name, before in attributes.items():

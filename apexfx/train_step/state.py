@@ -183,8 +183,6 @@ class TrainingState:
         try:
             yield
         except BaseException as error:
-            if not self.num_gathered_calls():
-                self._forward_writes.forget()
             if self.changed or self.communicated and not isinstance(error, RankMismatchError):
                 self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             elif before is not None:
@@ -199,6 +197,8 @@ class TrainingState:
     def keep_forward_writes(self, *, in_pieces: bool) -> None:
         """Keep what the forward may write, where a step may be skipped that wrote it, and its graph does not take it back."""
         if self._safeguard is not None:
+            if not self.num_gathered_calls():
+                self._forward_writes.forget()  # of a call that failed, or was captured alone
             self._forward_writes.keep(copies=in_pieces or self._options.accumulate > 1)
 
     def note_gathered(self, present: Sequence[bool]) -> None:

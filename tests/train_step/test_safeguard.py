@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
@@ -110,7 +111,9 @@ def run(step, kinds, automaton, seed=0):
         before, bad = everything(step), number % calls
         for place in range(calls):
             step(*batch(kind if place == bad else GOOD, generator))
-        skipped = automaton.judge(number, kind, float(step.grad_norm))
+        norm = float(step.grad_norm)
+        assert kind in (NAN_INPUT, INFINITE) or math.isfinite(norm) or step.loss_scale != 1.0  # a scaled loss may overflow
+        skipped = automaton.judge(number, kind, norm)
         assert bool(step.updated) is not skipped
         after = everything(step)
         if skipped:
@@ -276,6 +279,21 @@ def test_what_is_refused(options, error, message):
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):
         apexfx.Safeguard(**options)
+
+
+def test_what_a_call_kept_that_did_not_run_is_forgotten():
+    generator = torch.Generator().manual_seed(0)
+    step = make()
+    step(*batch(GOOD, generator))
+    for ends_early in (step.capture, step):
+        x, *rest = batch(GOOD, generator)
+        with contextlib.suppress(RuntimeError):  # a wrong call
+            ends_early(x if ends_early is not step else x[:, :5], *rest)
+        step.model.average = torch.full((8,), 3.0)  # the user's
+        before = everything(step)
+        step(*batch(NAN_INPUT, generator))
+        assert not bool(step.updated)
+        assert_equal(everything(step), before)
 
 
 def test_an_infinite_norm_of_finite_gradients_does_not_end_the_average():
