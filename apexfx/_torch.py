@@ -44,6 +44,7 @@ from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
 )
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor_ir
 from torch._inductor import lowering as inductor_lowering

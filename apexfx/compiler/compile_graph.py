@@ -23,7 +23,7 @@ from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
-from .inner_compilers import INNER, traceable_rnn
+from .inner_compilers import INNER, trace, traceable_rnn
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
@@ -79,6 +79,11 @@ class RewrittenGraph:
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
         return compiled
+
+    def trace(self, other_stages: BackwardPasses) -> Callable[..., Any]:
+        """Return what raises `inner_compilers.Traced` in place of running the graph; no report has it."""
+        with traceable_rnn(self.gm):
+            return trace(self.gm, self.example_inputs, other_stages)
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,

@@ -74,4 +74,32 @@ def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return boxed(call)
 
 
+class Traced(Exception):
+    """Raised in place of the run of a graph that was to be handed out.
+
+    Attributes:
+        gm: the graph behind all passes, its inputs named.
+        inputs: what it would have run on; some of them are the user's own tensors, which it may write.
+    """
+
+    def __init__(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
+        super().__init__("a graph that was to be traced has run")
+        self.gm, self.inputs = gm, inputs
+
+
+def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+    """Return what raises `Traced` when it is called, with the graph that "eager" would run."""
+    def compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+        graph.graph.eliminate_dead_code()
+        backward.run(graph)
+        graph.recompile()
+
+        def call(args: list[Any]) -> Any:
+            raise Traced(graph, list(args))
+
+        return boxed(call)
+
+    return aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(gm, list(example_inputs))
+
+
 INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}

@@ -10,15 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
-from .._torch import FakeTensor, OpOverload, resolve_process_group, tree_leaves, tree_map, unset_fake_temporarily
+from .._torch import FakeTensor, tree_leaves, tree_map, unset_fake_temporarily
 from ..errors import PassError
-from ..graph.collectives import is_collective, is_wait
 from ..graph.inputs import apply_node
 from ..graph.mutation import written
 from ..graph.nodes import graphs, size_hint
+from ..observe.interpreter import Interpreter
 from ..precision.rules import HALVES
 from ..testing import tolerance
 
@@ -53,7 +52,7 @@ def differ(before: fx.GraphModule, after: fx.GraphModule) -> bool:
     return [str(gm.graph) for gm in graphs(before)] != [str(gm.graph) for gm in graphs(after)]
 
 
-class _Local(fx.Interpreter):
+class _Local(Interpreter):
     """Evaluates a graph without talking to other ranks; keeps a copy of every tensor it produces.
 
     Attributes:
@@ -67,7 +66,7 @@ class _Local(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         try:
-            result = self._collective(n) if is_collective(n) or is_wait(n) else super().run_node(n)
+            result = super().run_node(n)
         except RuntimeError:
             # The graph of a half model need not run as it is: batch norm on the CPU refuses half parameters beside float32
             # statistics, and its fake kernel gives saved statistics another dtype than the real one.
@@ -88,32 +87,9 @@ class _Local(fx.Interpreter):
         if leaves and roots:
             self.gradients = torch.autograd.grad(roots, leaves, [torch.rand_like(root) for root in roots], allow_unused=True)
 
-    def _collective(self, n: fx.Node) -> Any:
-        args = self.fetch_args_kwargs_from_env(n)[0]
-        if is_wait(n):
-            return args[0]
-        world = _world_size(args[-1])
-        return tree_map(lambda t: t * world if isinstance(t, Tensor) else t, args[0])
-
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, OpOverload) and target.namespace == "apexfx":
-            # An op that would talk to its group computes over this rank alone when the group's name is empty.
-            names = [a.name for a in target._schema.arguments]
-            if "group_name" in names:
-                place = names.index("group_name")
-                if place < len(args):
-                    args = (*args[:place], "", *args[place + 1:])
-                else:
-                    kwargs = {**kwargs, "group_name": ""}
-        return super().call_function(target, args, kwargs)
-
 
 def _float32(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _world_size(group_name: Any) -> int:
-    return dist.get_world_size(resolve_process_group(group_name)) if isinstance(group_name, str) else group_name.size()
 
 
 def compare(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -38,6 +39,9 @@ RULE = "apexfx_rule"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODULES, OUTSIDE_OF_MODEL, "source_fn_stack",
                    "seq_nr", "partitioner_tag", RULE)
+
+
+_TORCH = f'"{os.path.dirname(torch.__file__)}{os.sep}'  # begins the name of a file of torch's, in a stack trace
 
 
 def value(node: Any) -> Any:
@@ -257,7 +261,7 @@ def source_line(node: fx.Node) -> str:
     """Return "file.py:12" for the user's line that made `node`, or "" when unknown."""
     trace = (node.meta.get("stack_trace") or "").strip().splitlines()
     for line in reversed(trace):
-        if line.lstrip().startswith("File "):
+        if line.lstrip().startswith("File ") and _TORCH not in line:
             path, _, rest = line.partition('"')[2].partition('", line ')
             return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return ""

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx.traceback import annotate
 
 from .. import passes
-from .._torch import set_grad_enabled, tensor_version
+from .._torch import keep_sequence_numbers, set_grad_enabled, tensor_version
 from ..compiler import cache, capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
 from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
@@ -27,6 +28,7 @@ from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written
 from ..graph.nodes import value
+from ..observe.non_finite import BACKWARD
 from ..precision.written_arguments import write_back
 from ..report.data import Report
 from ..report.memory import memory_timeline
@@ -59,6 +61,7 @@ class StepCompiler:
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
+        traces: raise `inner_compilers.Traced` in place of running a graph; its nodes say what they are the backward of.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
@@ -66,7 +69,8 @@ class StepCompiler:
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
-                 memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False) -> None:
+                 memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
+                 traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -76,6 +80,7 @@ class StepCompiler:
         self.memory_budget = memory_budget
         self.reduce_gradients = reduce_gradients
         self.safeguard = safeguard
+        self.traces = traces
         self._captures_only = False
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
@@ -115,7 +120,12 @@ class StepCompiler:
             collectives.insert(0, numeric_options(self.config))
             if self.reduce_gradients and node is not None:
                 collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(params, present) if here)])
-        compiled = graph.compile(StepPasses(graph, present, self.on_run, self.on_communication), self.report)
+        other_stages = StepPasses(graph, present, self.on_run, self.on_communication)
+        if self.traces:
+            gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _traced_gradients
+            gm.recompile()
+            return graph.trace(other_stages)
+        compiled = graph.compile(other_stages, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
         return self._guarded(compiled, graph.record, collectives, placeholders, places, leaves)
@@ -240,6 +250,13 @@ def _erase_unwritten(gm: fx.GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=write_back):
         if not tensor_version(value(node.args[1])):
             gm.graph.erase_node(node)
+
+
+def _traced_gradients(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Compute gradients by ops that carry a mark, and the number of the op of the forward which they are the backward of."""
+    keep_sequence_numbers([loss.grad_fn])
+    with annotate({BACKWARD: True}):
+        return torch.autograd.grad(loss, *args, **options)
 
 
 def _check_no_backward(gm: fx.GraphModule) -> None:

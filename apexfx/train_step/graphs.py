@@ -13,6 +13,7 @@ import torch
 
 from .._torch import dynamo_config, patched_dynamo
 from ..compiler.compile_graph import WeakBackend
+from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..distributed.agreement import Agreement
@@ -76,9 +77,10 @@ class StepGraphs:
         self._model, self._objective, self._state, self._options = model, objective, state, options
         self._report, self._groups, self._agreement = report, groups, agreement
         self.why_in_pieces = ""
-        compiler = functools.partial(StepCompiler, options.config, report=report, groups=groups, agreement=agreement, index=index,
-                                     on_run=state.note_change, on_communication=state.note_communication,
-                                     memory_budget=options.memory_budget, safeguard=options.safeguard is not None)
+        self._make_compiler = compiler = functools.partial(
+            StepCompiler, options.config, report=report, groups=groups, agreement=agreement, index=index,
+            on_run=state.note_change, on_communication=state.note_communication, memory_budget=options.memory_budget,
+            safeguard=options.safeguard is not None)
         self._compiler, self._compiler_of_earlier = compiler(), compiler(reduce_gradients=False)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=options.config.dynamic)
         loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
@@ -107,6 +109,26 @@ class StepGraphs:
                                f"captured as they run: {self.why_in_pieces}")
         with self._compiler.capturing():
             self._call("last", batch, named)
+
+    def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
+        """Return the graph that ends an accumulation behind all passes, for this batch alone, and its inputs; run nothing.
+
+        This rank talks to no other. The report does not have the graph.
+
+        Raises:
+            RuntimeError: the step runs in pieces.
+            Others: as a call.
+        """
+        if self.why_in_pieces:
+            raise RuntimeError(f"apexfx: the step runs in pieces, and has no graph of its own: {self.why_in_pieces}")
+        compiler = self._make_compiler(report=Report(self._report.config), agreement=None, traces=True)
+        function = torch.compile(compiled_separately(run_step), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
+        try:
+            with self._patched(), torch.no_grad(), capture_errors(), self._model.traceable() as model:
+                function(StepInputs(model, self._objective, **self._state.inputs()), batch, named)
+        except Traced as traced:
+            return traced.with_traceback(None)
+        raise AssertionError("a graph that was to be traced has run")
 
     def _run(self, function: str, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         try:

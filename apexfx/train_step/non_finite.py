@@ -1,8 +1,9 @@
-"""Where a step first computes something that is not finite: looked for once, in eager, when steps are skipped again and again."""
+"""Where a step that was skipped first computed what is not finite: its graph runs once more, or in eager its forward."""
 
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +13,64 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import OpOverload, TorchDispatchMode, tree_leaves
+from ..observe.interpreter import Interpreter
+from ..observe.non_finite import Finding, NonFinite
+from .graphs import StepGraphs
+from .last_call import LastCall
+from .loss_scale import SCALE
 from .objective import copy_objective
+
+log = logging.getLogger(__name__)
+
+
+def search(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> Finding | None:
+    """Run the graph of a call once more, op by op, on copies of its inputs, and return where what is not finite begins.
+
+    Every rank does so alone, with its own values in the place of what the others would send.
+
+    Args:
+        scale_factor: what the loss scale was then, divided by what it is now.
+
+    Returns:
+        None where all is finite.
+
+    Raises:
+        Exception: there is no such graph, or it cannot be run so.
+    """
+    traced = graphs.trace(call.batch, call.named)
+    inputs = [x.detach().clone() if isinstance(x, Tensor) else x for x in traced.inputs]
+    for node, copied in zip(traced.gm.graph.find_nodes(op="placeholder"), inputs):
+        if (node.meta.get("apexfx_kind"), node.meta.get("apexfx_name")) == ("state", SCALE):
+            copied.mul_(scale_factor)
+    observer = NonFinite(traced.gm.graph)
+    with call.random_state(), torch.no_grad():
+        Interpreter(traced.gm, [observer]).run(*inputs)
+    return observer.first()
+
+
+def explain(graphs: StepGraphs, call: LastCall, model: nn.Module, objective: Callable[..., Any], *, scale_factor: float,
+            gathers: bool) -> str:
+    """Say in a sentence where a call that was skipped first computed something that is not finite.
+
+    Args:
+        graphs, call, scale_factor: as of `search`.
+        model, objective: the step's.
+        gathers: whether earlier calls have gathered gradients for this one.
+    """
+    if call.batch_has_changed():
+        return "the batch was written since, and nobody looked for the op"
+    try:
+        finding = search(graphs, call, scale_factor=scale_factor)
+    except Exception as error:  # whatever the model does in another run, memory included: training goes on
+        log.debug("apexfx: the graph of a step that is not finite could not be run op by op", exc_info=error)
+        return first_non_finite(model, objective, call.batch, call.named)
+    if finding is not None:
+        return str(finding)
+    if gathers:
+        return "the last batch is finite; it was that of a call before, which gathered its gradients"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return "all is finite on this rank; it was the batch of another, which says more"
+    return "all is finite op by op; it was a kernel that fuses several"
 
 
 class _FirstNonFinite(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -124,10 +125,10 @@ class SafeguardState:
         self._num_read = num_skips
         return list(self._events)
 
-    def explain_last(self, where: str) -> None:
-        """Write down where the last event comes from."""
-        last = self._events[-1]
-        self._events[-1] = Event(last.call, last.reason, last.norm, last.parameter, where)
+    def explain_last(self, where: str) -> Event:
+        """Write down where the last event comes from, and return it."""
+        self._events[-1] = dataclasses.replace(self._events[-1], where=where)
+        return self._events[-1]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return copies of the tensors."""

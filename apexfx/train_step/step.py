@@ -18,14 +18,16 @@ from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups
 from ..errors import NonFiniteError
+from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from .averages import averaged_copies
 from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
 from .graphs import StepGraphs
+from .last_call import LastCall
 from .loss_scale import SKIPS, LossScale
 from .model import StepModel, check_modules
-from .non_finite import first_non_finite
+from .non_finite import explain
 from .objective import ObjectiveModules, modules_of
 from .optimizer_list import OptimizerList
 from .options import StepOptions
@@ -81,6 +83,7 @@ class TrainStep:
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
         self._skip: Tensor | None = None  # of the last call, where it applied gradients
+        self._last_call: LastCall | None = None  # where it may have been skipped
         self._grad_norm: Tensor | None = None
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
@@ -109,7 +112,8 @@ class TrainStep:
                 raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                                  "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                                  "pass loss_scale='dynamic'")
-            self._skip = None
+            self._skip = self._last_call = None
+            last_call = LastCall(batch, named, self._device) if self._skips() is not None else None
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
             with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
                 run = self._graphs.run_earlier if gathers else self._graphs.run_last
@@ -118,13 +122,15 @@ class TrainStep:
                 self._state.note_gathered(*ran)
             else:
                 self._note_applied(*ran)
+                if last_call is not None:
+                    last_call.end()
+                    self._last_call = last_call
         if not gathers and self._safeguard is not None and (skips := self._safeguard.too_many(self._skips())):
-            last = self.events[-1]
             raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
-                                 f"{last}. {first_non_finite(self.model, self._objective, batch, named)}")
+                                 f"{self.events[-1]}")
         if skips := self._scale.skips_to_tell():
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
-                        skips, self.loss_scale, first_non_finite(self.model, self._objective, batch, named))
+                        skips, self.loss_scale, self._where())
         return (loss, *rest) if rest else loss
 
     def _note_applied(self, skip: Tensor, norm: Tensor, present: list[bool], gradients: list[Tensor]) -> None:
@@ -142,7 +148,7 @@ class TrainStep:
         """
         state, num_calls = self._state, self._state.num_gathered_calls()
         with state.all_or_nothing(), torch.no_grad():
-            self._skip = None
+            self._skip = self._last_call = None
             if self._agreement is not None and self._groups.gradients is not None:
                 self._agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
             if not num_calls:
@@ -194,14 +200,27 @@ class TrainStep:
     def events(self) -> list[Event]:
         """Which steps were skipped, and why, in order; waits for the device.
 
-        They are those since the step was made or loaded a state; where they are not asked for, the last 64 are kept.
+        They are those since the step was made or loaded a state; where they are not asked for, the last 64 are kept. For that of
+        the last call, its graph runs once more on copies, op by op, to find where what is not finite begins.
 
         Raises:
             RuntimeError: the step has no safeguard.
         """
         if self._safeguard is None:
             raise RuntimeError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
-        return self._safeguard.read(self._skips(), self._state.name_of)
+        events = self._safeguard.read(self._skips(), self._state.name_of)
+        unexplained = events and events[-1].reason == "not finite" and not events[-1].where
+        if unexplained and self._last_call is not None and self._skip > 0:
+            events[-1] = self._safeguard.explain_last(self._where())
+        return events
+
+    def _where(self) -> str:
+        """Say where the last call first computed something that is not finite."""
+        if self._last_call is None:
+            return "That call gathered gradients"
+        halved = self._scale.mode == "dynamic" and self._skip > 0
+        return explain(self._graphs, self._last_call, self.model, self._objective, gathers=self._options.accumulate > 1,
+                       scale_factor=1 / StepPlan.backoff_factor if halved else 1.0)
 
     def _skips(self) -> Tensor | None:
         """Return how many steps were skipped, in all and in a row, where any may be."""
@@ -282,7 +301,7 @@ class TrainStep:
         if self._safeguard is not None:
             self._safeguard.load_state_dict(state.get("safeguard", {}))
         self._state.drop_gathered()
-        self._skip = self._grad_norm = None
+        self._skip = self._grad_norm = self._last_call = None
 
     def _num_ranks(self) -> int:
         return dist.get_world_size(self._groups.user) if self._groups.user is not None else 1

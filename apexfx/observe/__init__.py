@@ -1,0 +1,4 @@
+"""Looks at what a captured graph computes, node by node: `interpreter` runs it, and observers look at each node.
+
+`non_finite` is an observer: where something that is not finite begins.
+"""

@@ -1,0 +1,62 @@
+"""Runs a captured graph node by node, on one rank alone, and shows each result to observers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from .._torch import OpOverload, resolve_process_group, tree_map
+from ..graph.collectives import is_collective, is_wait
+
+Observer = Callable[[fx.Node, Any], None]
+
+
+class Interpreter(fx.Interpreter):
+    """Evaluates a graph without talking to other ranks, which are taken to hold what this one holds.
+
+    Args:
+        gm: the graph.
+        observers: called with each node and its result, once it has run; a result that is written later is seen as it was then.
+    """
+
+    def __init__(self, gm: fx.GraphModule, observers: Sequence[Observer] = ()) -> None:
+        super().__init__(gm)
+        self._observers = observers
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = self._collective(n) if is_collective(n) or is_wait(n) else super().run_node(n)
+        for observe in self._observers:
+            observe(n, result)
+        return result
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(target, OpOverload) and target.namespace == "apexfx":
+            # An op that would talk to its group computes over this rank alone when the group's name is empty.
+            names = [a.name for a in target._schema.arguments]
+            if "group_name" in names:
+                place = names.index("group_name")
+                if place < len(args):
+                    args = (*args[:place], "", *args[place + 1:])
+                else:
+                    kwargs = {**kwargs, "group_name": ""}
+        return super().call_function(target, args, kwargs)
+
+    def _collective(self, n: fx.Node) -> Any:
+        args = self.fetch_args_kwargs_from_env(n)[0]
+        if is_wait(n):
+            return args[0]
+        name, world = n.target._schema.name, _world_size(args[-1])
+        factor = world if args[1:2] == ("sum",) else 1
+        if "all_gather" in name:
+            return torch.cat([args[0]] * world)
+        if "reduce_scatter" in name:
+            return args[0].narrow(0, 0, args[0].shape[0] // world) * factor
+        return tree_map(lambda t: t * factor if isinstance(t, Tensor) else t, args[0])
+
+
+def _world_size(group_name: Any) -> int:
+    return dist.get_world_size(resolve_process_group(group_name)) if isinstance(group_name, str) else group_name.size()
