@@ -1,11 +1,13 @@
-"""Registers, spills, shared memory and 128-bit accesses of the hot CUDA kernels, compared with csrc/cuda/kernels.json.
+"""What the hot CUDA kernels take and have in flight, compared with csrc/cuda/kernels.json: see `Figures`.
 
     python csrc/kernels.py build/cuda            what `compile_ops.py check-cuda` compiled; 1 where a kernel is worse
     python csrc/kernels.py build/cuda --write    make the table anew
 
 A kernel is hot where it reads or writes 128 bits at once: the versions for packs, not those for single elements, nor those of
 double. The compiler's log has the first three figures; the accesses are counted in the machine code, whose instructions are 16
-bytes: the opcode is in the lowest 12 bits, the width of a global access in bits 73 to 75. (nvdisasm counts the same.)
+bytes: the opcode is in the lowest 12 bits, the width of a global access in bits 73 to 75. (nvdisasm counts the same.) A load names
+in bits 110 to 112 the barrier that its data releases, and whoever uses them waits for it in bits 116 to 121: the bytes that loads
+have asked for before an instruction waits for one of them say how much memory latency a thread hides by itself.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ TABLE = Path(__file__).resolve().parent / "cuda/kernels.json"
 _ACCESSES = {0x381, 0x981, 0x386, 0x986, 0x980, 0x985}  # LDG and STG, with a register or a descriptor; LD, ST
 _ACCESSES_256 = {0x97E, 0x97F}  # LDG, STG of 256 bits, from sm_100 on
 _ASYNC_COPY = 0xFAE  # LDGSTS; from sm_100 on its width is one bit higher
+_LOADS = {0x381, 0x981, 0x980}
 _128_BITS = 6
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 8, 6: 16}  # of an access, by its width's code
 _REPORT = re.compile(
     r"Compiling entry function '(\w+)' for 'sm_(\d+)'.*?(\d+) bytes spill stores.*?Used (\d+) registers([^\n]*)", re.DOTALL
 )
 
-Figures = list[int]  # registers, bytes spilled, bytes of static shared memory, percent of the accesses that have 128 bits or more
+# registers, bytes spilled, bytes of static shared memory, percent of the accesses that have 128 bits or more, bytes in flight
+Figures = list[int]
 Table = dict[str, dict[str, Figures]]  # "file kernel" -> architecture -> figures
 
 
@@ -38,24 +43,25 @@ def measured(build: Path) -> Table:
     """Return the figures of every hot kernel whose log and machine code are in a build folder."""
     found: Table = {}
     for log in sorted(build.glob("cuda_*.log")):
-        widths: dict[tuple[str, str], Counter[bool]] = {}
+        read: dict[tuple[str, str], tuple[Counter[bool], int]] = {}
         for cubin in log.with_suffix(".keep").glob("*.cubin"):
             architecture = cubin.stem.rpartition("_")[2]
-            widths |= {(symbol, architecture): counts for symbol, counts in accesses(cubin, int(architecture)).items()}
-        hot = {symbol for (symbol, _), counts in widths.items() if counts[True]}
+            for symbol, code in instructions(cubin).items():
+                read[symbol, architecture] = accesses(code, int(architecture)), bytes_in_flight(code)
+        hot = {symbol for (symbol, _), (counts, _) in read.items() if counts[True]}
         names = demangled(hot)
         for symbol, architecture, spilled, registers, rest in _REPORT.findall(log.read_text()):
             if symbol not in hot or re.search(r"\bdouble\b", names[symbol]):
                 continue
-            counts, shared = widths[symbol, architecture], re.search(r"(\d+) bytes smem", rest)
+            (counts, in_flight), shared = read[symbol, architecture], re.search(r"(\d+) bytes smem", rest)
             share = 100 * counts[True] // max(1, counts.total())
             row = found.setdefault(f"{log.stem.removeprefix('cuda_')} {names[symbol]}", {})
-            row[architecture] = [int(registers), int(spilled), int(shared[1]) if shared else 0, share]
+            row[architecture] = [int(registers), int(spilled), int(shared[1]) if shared else 0, share, in_flight]
     return dict(sorted(found.items()))
 
 
-def accesses(cubin: Path, architecture: int) -> dict[str, Counter[bool]]:
-    """Return, by kernel, how many accesses to global memory have 128 bits or more (True) and how many have fewer."""
+def instructions(cubin: Path) -> dict[str, list[tuple[int, int]]]:
+    """Return the machine code of every kernel: the lower and the upper 64 bits of each instruction."""
     code = cubin.read_bytes()
     start, (size, count, names_at) = struct.unpack_from("<Q", code, 40)[0], struct.unpack_from("<HHH", code, 58)
     sections = [struct.unpack_from("<IIQQQQ", code, start + i * size) for i in range(count)]
@@ -64,15 +70,35 @@ def accesses(cubin: Path, architecture: int) -> dict[str, Counter[bool]]:
         name_at += sections[names_at][4]
         name = code[name_at:code.index(b"\0", name_at)].decode()
         if name.startswith(".text."):
-            counts = found[name.removeprefix(".text.")] = Counter()
-            for low, high in struct.iter_unpack("<QQ", code[offset:offset + length]):
-                opcode = low & 0xFFF
-                if opcode in _ACCESSES or opcode == _ASYNC_COPY:
-                    width = high >> (10 if opcode == _ASYNC_COPY and architecture >= 100 else 9) & 7
-                    counts[width == _128_BITS] += 1
-                elif opcode in _ACCESSES_256:
-                    counts[True] += 1
+            found[name.removeprefix(".text.")] = list(struct.iter_unpack("<QQ", code[offset:offset + length]))
     return found
+
+
+def accesses(code: list[tuple[int, int]], architecture: int) -> Counter[bool]:
+    """Return how many accesses to global memory have 128 bits or more (True) and how many have fewer."""
+    counts: Counter[bool] = Counter()
+    for low, high in code:
+        opcode = low & 0xFFF
+        if opcode in _ACCESSES or opcode == _ASYNC_COPY:
+            width = high >> (10 if opcode == _ASYNC_COPY and architecture >= 100 else 9) & 7
+            counts[width == _128_BITS] += 1
+        elif opcode in _ACCESSES_256:
+            counts[True] += 1
+    return counts
+
+
+def bytes_in_flight(code: list[tuple[int, int]]) -> int:
+    """Return the most bytes that a thread's loads have asked for before one of them is waited for, in the order of the code."""
+    pending, most = Counter(), 0  # barrier -> bytes
+    for low, high in code:
+        for barrier in range(6):
+            if high >> 52 + barrier & 1:
+                pending[barrier] = 0
+        barrier = high >> 46 & 7
+        if low & 0xFFF in _LOADS | _ACCESSES_256 and barrier < 6:
+            pending[barrier] += 32 if low & 0xFFF in _ACCESSES_256 else _BYTES[high >> 9 & 7]
+            most = max(most, pending.total())
+    return most
 
 
 def demangled(symbols: set[str]) -> dict[str, str]:
@@ -92,11 +118,11 @@ def regressions(now: Table, table: Table) -> list[str]:
             lines.append(f"{name}: {'not in the table' if name in now else 'no longer there, or no longer of 128-bit accesses'}")
             continue
         for architecture in now[name].keys() & table[name].keys():
-            registers, spilled, shared, share = now[name][architecture]
+            registers, spilled, shared, share, in_flight = now[name][architecture]
             before = table[name][architecture]
             worse = {"registers": -(-registers // 8) > -(-before[0] // 8),  # which a warp gets eight at a time
                      "spilled bytes": spilled > before[1], "bytes of shared memory": shared > before[2],
-                     "% 128-bit accesses": share < before[3] - 2}  # fmt: skip
+                     "% 128-bit accesses": share < before[3] - 2, "bytes in flight": in_flight < before[4]}  # fmt: skip
             for i, what in enumerate(worse):
                 if worse[what]:
                     lines.append(f"{name} on sm_{architecture}: {now[name][architecture][i]} {what}, {before[i]} in the table")
@@ -104,13 +130,13 @@ def regressions(now: Table, table: Table) -> list[str]:
 
 
 def show(table: Table) -> None:
-    """Print a line a kernel: under each architecture registers, bytes spilled, bytes shared, 128-bit accesses."""
+    """Print a line a kernel: under each architecture the figures."""
     architectures = sorted({a for row in table.values() for a in row}, key=int)
     width = max(map(len, table), default=0)
-    print(f"{'registers, spilled B, shared B, 128-bit':{width}}  " + "  ".join(f"{f'sm_{a}':>20}" for a in architectures))
+    print(f"{'registers, spilled B, shared B, 128-bit, B in flight':{width}}  " + "  ".join(f"{f'sm_{a}':>24}" for a in architectures))
     for name, row in table.items():
-        cells = ("{:4} {:4} {:5} {:3}%".format(*row[a]) if a in row else "" for a in architectures)
-        print(f"{name:{width}}  " + "  ".join(f"{cell:>20}" for cell in cells))
+        cells = ("{:4} {:4} {:5} {:3}% {:3}".format(*row[a]) if a in row else "" for a in architectures)
+        print(f"{name:{width}}  " + "  ".join(f"{cell:>24}" for cell in cells))
 
 
 def write(table: Table, nvcc: str) -> None:

@@ -39,20 +39,6 @@ APEXFX_HD T recovered(T y, T weight, T bias, T eps) {
   return (y - bias) / clamp_by_magnitude(weight, eps);
 }
 
-// Count, mean and sum of squared deviations of some values, and the same of two sets together (Chan, Golub, LeVeque).
-template <typename T>
-struct Moments {
-  T count, mean, m2;
-};
-
-template <typename T>
-APEXFX_HD Moments<T> merged(const Moments<T>& a, const Moments<T>& b) {
-  const T count = a.count + b.count;
-  if (count == T(0)) return a;
-  const T delta = b.mean - a.mean, share = b.count / count;
-  return {count, a.mean + delta * share, a.m2 + b.m2 + delta * delta * a.count * share};
-}
-
 template <typename T>
 APEXFX_HD T input_gradient(T g, T h, T mean_g, T mean_gh, T rstd) {
   return (g - (mean_g + h * mean_gh)) * rstd;

@@ -342,6 +342,14 @@ __global__ void fetch(const float4* p, float* q) {
   __syncthreads();
   q[threadIdx.x] = s[31 - threadIdx.x].x;
 }
+template <bool kWaits> __global__ void add(const float4* p, const float4* q, float4* r) {  // loads three times; waits for two
+  float4 x = p[threadIdx.x], y = q[threadIdx.x];
+  if (kWaits) p += __float_as_int(x.x + y.x);
+  float4 z = p[threadIdx.x + 32];
+  r[threadIdx.x] = {x.x + y.x + z.x, x.y + y.y + z.y, x.z + y.z + z.z, x.w + y.w + z.w};
+}
+template __global__ void add<false>(const float4*, const float4*, float4*);
+template __global__ void add<true>(const float4*, const float4*, float4*);
 """
 
 
@@ -357,19 +365,21 @@ def test_wide_accesses_are_counted_in_the_machine_code(architecture, tmp_path):
     log.write_text(done.stderr)
     table = kernels.measured(tmp_path)
     share = {name: row[str(architecture)][2:] for name, row in table.items()}
-    assert share == {"a copy<float, float4>": [0, 100], "a copy_eight": [0, 100], "a fetch": [512, 50]}  # the others are not hot
+    assert share == {"a copy<float, float4>": [0, 100, 16], "a copy_eight": [0, 100, 32], "a fetch": [512, 50, 0],
+                     "a add<false>": [0, 100, 48], "a add<true>": [0, 100, 32]}  # the others are not hot
 
 
 def test_a_kernel_that_got_worse_is_named():
-    table = {"a f": {"90": [40, 0, 16, 60]}, "a g": {"90": [40, 0, 16, 60]}, "b h": {"90": [40, 0, 16, 60]}}
+    table = {name: {"90": [40, 0, 16, 60, 64]} for name in ("a f", "a g", "b h")}
     assert kernels.regressions(table, table) == []
-    same = {"a f": {"90": [33, 0, 0, 58]}, "a g": {"90": [40, 0, 16, 61]}}  # as many groups of eight registers; b not compiled
+    same = {"a f": {"90": [33, 0, 0, 58, 64]}, "a g": {"90": [40, 0, 16, 61, 80]}}  # as many groups of eight registers; b not compiled
     assert kernels.regressions(same, table) == []
-    assert kernels.regressions({"a f": {"90": [41, 8, 17, 57]}, "a i": {}}, table) == [
+    assert kernels.regressions({"a f": {"90": [41, 8, 17, 57, 32]}, "a i": {}}, table) == [
         "a f on sm_90: 41 registers, 40 in the table",
         "a f on sm_90: 8 spilled bytes, 0 in the table",
         "a f on sm_90: 17 bytes of shared memory, 16 in the table",
         "a f on sm_90: 57 % 128-bit accesses, 60 in the table",
+        "a f on sm_90: 32 bytes in flight, 64 in the table",
         "a g: no longer there, or no longer of 128-bit accesses",
         "a i: not in the table",
     ]

@@ -13,8 +13,8 @@ template <typename G, typename S, typename D, typename W>
 struct BackwardArguments {
   using A = Compute<S>;
   const G* grad;
-  const S* saved;  // x, or y where from_output
-  const A* mean;   // null for RMS norm, and where from_output
+  const S* saved;  // x, or y where the kernel is of the output
+  const A* mean;   // null for RMS norm, and of the output
   const A* rstd;
   const W* weight;
   const W* bias;
@@ -22,98 +22,116 @@ struct BackwardArguments {
   A* partial;  // [blocks, 2, n]: the sums for weight and bias; null where they are not wanted
   int64_t rows, n;
   A eps;
-  bool centered, from_output;
+  bool centered;
 };
 
-// h of a pack of `saved`.
-template <int N, typename A>
-__device__ __forceinline__ void to_normalized(A (&h)[N], const A (&weight)[N], const A (&bias)[N], A mean, A rstd,
-                                              A eps, bool from_output) {
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    h[i] = from_output ? recovered(h[i], weight[i], bias[i], eps) : normalized(h[i], mean, rstd);
-}
-
-// One pack's inputs: dy, h and g = dy * weight.
-template <typename Arguments, int N, typename A>
-__device__ __forceinline__ void load_gradient(const Arguments& a, int64_t row, int64_t column, A mean, A rstd,
-                                              A (&dy)[N], A (&h)[N], A (&weight)[N]) {
-  A bias[N];
-  load_pack(a.grad + row * a.n + column, dy);
-  load_pack(a.saved + row * a.n + column, h);
+// From dy and the saved value of a pack: h, and the row's weight.
+template <bool kFromOutput, typename Arguments, int N, typename A>
+__device__ __forceinline__ void to_normalized(const Arguments& a, int64_t column, A mean, A rstd, A (&h)[N],
+                                              A (&weight)[N]) {
   load_parameter(a.weight, column, A(1), weight);
-  load_parameter(a.from_output ? a.bias : nullptr, column, A(0), bias);
-  to_normalized(h, weight, bias, mean, rstd, a.eps, a.from_output);
+  if constexpr (kFromOutput) {
+    A bias[N];
+    load_parameter(a.bias, column, A(0), bias);
+#pragma unroll
+    for (int i = 0; i < N; ++i) h[i] = recovered(h[i], weight[i], bias[i], a.eps);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) h[i] = normalized(h[i], mean, rstd);
+  }
 }
 
-constexpr int kBlockThreads = 256;                // unless a single row takes more
+template <int N, typename A>
+__device__ __forceinline__ void add_to_sums(A (&sums)[2], const A (&g)[N], const A (&h)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    sums[0] += g[i];
+    sums[1] += g[i] * h[i];
+  }
+}
+
+// Writes dx of a pack from g = dy * weight and h; `means` are those of g and of g * h.
+template <typename D, int N, typename A>
+__device__ __forceinline__ void store_gradient(D* dx, A (&g)[N], const A (&h)[N], const A (&means)[2], A rstd) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) g[i] = input_gradient(g[i], h[i], means[0], means[1], rstd);
+  store_pack(dx, g);
+}
+
 constexpr int kSharedThreads = kBlockThreads / 2;  // of a row, at most, where a block has several
 
-template <typename G, typename S, typename D, typename W, int kPack, int kPacks, bool kParameters>
+// Rows that are kept: while one of x is computed, the next is read.
+template <typename G, typename S, typename D, typename W, int kPack, int kPacks, bool kFromOutput, bool kParameters>
 __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const BackwardArguments<G, S, D, W> a) {
   using A = Compute<S>;
-  static_assert(!kParameters || kPacks > 0, "the parameters' sums live in the registers of a kept row");
-  const int64_t step = static_cast<int64_t>(blockDim.x) * kPack, first = static_cast<int64_t>(threadIdx.x) * kPack;
-  constexpr int kKept = kPacks ? kPacks : 1, kSums = kParameters ? kPacks : 1;
+  const int n = static_cast<int>(a.n), step = blockDim.x * kPack, first = threadIdx.x * kPack;
+  const int64_t stride = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  constexpr int kSums = kParameters ? kPacks : 1;
   A dweight[kSums][kPack] = {}, dbias[kSums][kPack] = {};
-  for (int64_t base = static_cast<int64_t>(blockIdx.x) * blockDim.y; base < a.rows;
-       base += static_cast<int64_t>(gridDim.x) * blockDim.y) {  // the same number of turns for the whole block
-    const int64_t row = base + threadIdx.y, n = row < a.rows ? a.n : 0;
-    const A mean = a.mean && n ? a.mean[row] : A(0), rstd = n ? a.rstd[row] : A(0);
-    D* dx = a.dx + row * a.n;
-    A g[kKept][kPack], h[kKept][kPack], weight[kPack];
-    Pair<A> sums{0, 0};
-    const auto take = [&](A(&g_pack)[kPack], const A(&h_pack)[kPack]) {
+  unsigned turn = 0;
+
+  Pack<G, kPack> next_grad[kPacks];
+  Pack<S, kPack> next_saved[kPacks];
+  A next_mean = 0, next_rstd = 0;
+  const auto fetch = [&](int64_t row) {
+    if (row >= a.rows) return;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (first + p * step >= n) continue;
+      next_grad[p] = load_pack<kPack>(a.grad + row * a.n + first + p * step);
+      next_saved[p] = load_pack<kPack>(a.saved + row * a.n + first + p * step);
+    }
+    if (!kFromOutput && a.mean) next_mean = a.mean[row];
+    next_rstd = a.rstd[row];
+  };
+
+  int64_t base = static_cast<int64_t>(blockIdx.x) * blockDim.y;
+  fetch(base + threadIdx.y);
+  for (; base < a.rows; base += stride) {  // the same number of turns for the whole block
+    const int64_t row = base + threadIdx.y;
+    const int end = row < a.rows ? n : 0;
+    const A mean = next_mean, rstd = next_rstd;
+    A g[kPacks][kPack], h[kPacks][kPack], sums[2] = {0, 0};
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      widen(next_grad[p], g[p]);
+      widen(next_saved[p], h[p]);
+    }
+    if constexpr (!kFromOutput) fetch(row + stride);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (first + p * step >= end) continue;
+      A weight[kPack];
+      to_normalized<kFromOutput>(a, first + p * step, mean, rstd, h[p], weight);
 #pragma unroll
       for (int i = 0; i < kPack; ++i) {
-        g_pack[i] *= weight[i];
-        sums.first += g_pack[i];
-        sums.second += g_pack[i] * h_pack[i];
-      }
-    };
-    if constexpr (kPacks > 0) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        if (first + p * step >= n) continue;
-        load_gradient(a, row, first + p * step, mean, rstd, g[p], h[p], weight);
         if constexpr (kParameters) {
-#pragma unroll
-          for (int i = 0; i < kPack; ++i) {
-            dweight[p][i] += g[p][i] * h[p][i];
-            dbias[p][i] += g[p][i];
-          }
+          dweight[p][i] += g[p][i] * h[p][i];
+          dbias[p][i] += g[p][i];
         }
-        take(g[p], h[p]);
+        g[p][i] *= weight[i];
       }
-    } else {
-      for (int64_t column = first; column < n; column += step) {
-        load_gradient(a, row, column, mean, rstd, g[0], h[0], weight);
-        take(g[0], h[0]);
-      }
+      add_to_sums(sums, g[p], h[p]);
     }
-    sums = merged_over_row(sums);
-    const A columns = static_cast<A>(a.n);
-    const A mean_g = a.centered ? sums.first / columns : A(0), mean_gh = sums.second / columns;
-    const auto give = [&](A(&g_pack)[kPack], const A(&h_pack)[kPack], int64_t column) {
+    sum_over_row(sums, turn);
+    const A means[2] = {a.centered ? sums[0] / static_cast<A>(n) : A(0), sums[1] / static_cast<A>(n)};
 #pragma unroll
-      for (int i = 0; i < kPack; ++i) g_pack[i] = input_gradient(g_pack[i], h_pack[i], mean_g, mean_gh, rstd);
-      store_pack(dx + column, g_pack);
-    };
-    if constexpr (kPacks > 0) {
+    for (int p = 0; p < kPacks; ++p)
+      if (first + p * step < end) store_gradient(a.dx + row * a.n + first + p * step, g[p], h[p], means, rstd);
+    if constexpr (kFromOutput) fetch(row + stride);  // no earlier: the division leaves no registers for it
+  }
+
+  if constexpr (kParameters) {
+    // What the threads of one column summed: first those of a warp, then warp by warp in the order of threadIdx.y.
+    for (unsigned offset = blockDim.x; offset < 32; offset *= 2)
 #pragma unroll
       for (int p = 0; p < kPacks; ++p)
-        if (first + p * step < n) give(g[p], h[p], first + p * step);
-    } else {
-      for (int64_t column = first; column < n; column += step) {
-        load_gradient(a, row, column, mean, rstd, g[0], h[0], weight);
 #pragma unroll
-        for (int i = 0; i < kPack; ++i) g[0][i] *= weight[i];
-        give(g[0], h[0], column);
-      }
-    }
-  }
-  if constexpr (kParameters) {
-    // What the threads of one column summed over their rows is added up in the order of threadIdx.y.
+        for (int i = 0; i < kPack; ++i) {
+          dweight[p][i] += __shfl_xor_sync(0xffffffffu, dweight[p][i], offset);
+          dbias[p][i] += __shfl_xor_sync(0xffffffffu, dbias[p][i], offset);
+        }
+    const unsigned rows_per_warp = blockDim.x < 32 ? 32 / blockDim.x : 1;
     __shared__ A shared[2][kPacks * kPack][kSharedThreads];
     A* out = a.partial + static_cast<int64_t>(blockIdx.x) * 2 * a.n;
     const auto add_up = [&](A(&sums)[kPacks][kPack], A(&shared)[kPacks * kPack][kSharedThreads], A* out) {
@@ -122,12 +140,12 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const Backward
 #pragma unroll
         for (int i = 0; i < kPack; ++i) {
           if (threadIdx.y > 0) sums[p][i] += shared[p * kPack + i][threadIdx.x];
-          if (threadIdx.y + 1 < blockDim.y) shared[p * kPack + i][threadIdx.x] = sums[p][i];
+          if (threadIdx.y + rows_per_warp < blockDim.y) shared[p * kPack + i][threadIdx.x] = sums[p][i];
         }
-        if (threadIdx.y + 1 == blockDim.y && first + p * step < a.n) store_pack(out + first + p * step, sums[p]);
+        if (threadIdx.y + rows_per_warp == blockDim.y && first + p * step < n) store_pack(out + first + p * step, sums[p]);
       }
     };
-    for (unsigned y = 0; y < blockDim.y; ++y) {
+    for (unsigned y = 0; y < blockDim.y; y += rows_per_warp) {
       if (threadIdx.y == y) {
         add_up(dweight, shared[0], out);
         add_up(dbias, shared[1], out + a.n);
@@ -137,10 +155,40 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const Backward
   }
 }
 
+// Rows that are not: read twice, the second time from the cache.
+template <typename G, typename S, typename D, typename W, int kPack, bool kFromOutput>
+__global__ void __launch_bounds__(kMaxThreads, 2) wide_backward_kernel(const BackwardArguments<G, S, D, W> a) {
+  using A = Compute<S>;
+  const int64_t step = static_cast<int64_t>(blockDim.x) * kPack, first = static_cast<int64_t>(threadIdx.x) * kPack;
+  unsigned turn = 0;
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const A mean = !kFromOutput && a.mean ? a.mean[row] : A(0), rstd = a.rstd[row];
+    const auto for_each_pack = [&](auto&& f) {
+#pragma unroll 2
+      for (int64_t column = first; column < a.n; column += step) {
+        A g[kPack], h[kPack], weight[kPack];
+        widen(load_pack<kPack>(a.grad + row * a.n + column), g);
+        widen(load_pack<kPack>(a.saved + row * a.n + column), h);
+        to_normalized<kFromOutput>(a, column, mean, rstd, h, weight);
+#pragma unroll
+        for (int i = 0; i < kPack; ++i) g[i] *= weight[i];
+        f(g, h, column);
+      }
+    };
+    A sums[2] = {0, 0};
+    for_each_pack([&](A(&g)[kPack], A(&h)[kPack], int64_t) { add_to_sums(sums, g, h); });
+    sum_over_row(sums, turn);
+    const A means[2] = {a.centered ? sums[0] / static_cast<A>(a.n) : A(0), sums[1] / static_cast<A>(a.n)};
+    for_each_pack([&](A(&g)[kPack], A(&h)[kPack], int64_t column) {
+      store_gradient(a.dx + row * a.n + column, g, h, means, rstd);
+    });
+  }
+}
+
 // The parameters' sums by themselves, for rows that are not kept: block (x, y) sums 32 columns of its share of the rows.
 constexpr int kTileRows = 8;
 
-template <typename G, typename S, typename D, typename W>
+template <typename G, typename S, typename D, typename W, bool kFromOutput>
 __global__ void __launch_bounds__(32 * kTileRows, 1) parameters_kernel(const BackwardArguments<G, S, D, W> a) {
   using A = Compute<S>;
   __shared__ A tile[2][kTileRows][32];
@@ -148,14 +196,17 @@ __global__ void __launch_bounds__(32 * kTileRows, 1) parameters_kernel(const Bac
        tile_column += static_cast<int64_t>(gridDim.x) * 32) {
     const int64_t column = tile_column + threadIdx.x;
     A dweight = 0, dbias = 0;
-    if (column < a.n)
+    if (column < a.n) {
+#pragma unroll 4
       for (int64_t row = static_cast<int64_t>(blockIdx.y) * kTileRows + threadIdx.y; row < a.rows;
            row += static_cast<int64_t>(gridDim.y) * kTileRows) {
-        A dy[1], h[1], weight[1];
-        load_gradient(a, row, column, a.mean ? a.mean[row] : A(0), a.rstd[row], dy, h, weight);
-        dweight += dy[0] * h[0];
-        dbias += dy[0];
+        A h[1] = {static_cast<A>(a.saved[row * a.n + column])}, weight[1];
+        const A dy = static_cast<A>(a.grad[row * a.n + column]);
+        to_normalized<kFromOutput>(a, column, !kFromOutput && a.mean ? a.mean[row] : A(0), a.rstd[row], h, weight);
+        dweight += dy * h[0];
+        dbias += dy;
       }
+    }
     tile[0][threadIdx.y][threadIdx.x] = dweight;
     tile[1][threadIdx.y][threadIdx.x] = dbias;
     __syncthreads();

@@ -9,15 +9,20 @@
 namespace apexfx {
 namespace norm {
 
-// Columns a thread keeps: as many as registers hold without spilling. The backward keeps two values and two sums each.
+// Columns a thread keeps: as many as registers hold without spilling. The backward keeps two values and two sums each, and
+// the two values of the next row.
 template <typename T>
-constexpr int kForwardPacks = (sizeof(T) == 8 ? 16 : 32) / kPackSize<T>;
+constexpr int kForwardColumns = sizeof(T) == 8 ? 8 : 32;
 template <typename T>
-constexpr int kBackwardPacks = (sizeof(T) == 8 ? 8 : 16) / kPackSize<T>;
+constexpr int kBackwardColumns = sizeof(T) == 8 ? 4 : 16;
+constexpr int kSingleColumns = 16;  // of the forward, where a pack is one element
 
-// Threads for a row of n columns, whole warps; more than kMaxThreads where the row cannot be kept.
+// Threads for a row of n columns: a power of two of at least four, or whole warps. More than kMaxThreads where the row
+// cannot be kept.
 inline int64_t threads_for(int64_t n, int64_t columns_per_thread) {
-  return (n + columns_per_thread * 32 - 1) / (columns_per_thread * 32) * 32;
+  const int64_t least = (n + columns_per_thread - 1) / columns_per_thread;
+  if (least > 16) return (least + 31) / 32 * 32;
+  return least <= 4 ? 4 : least <= 8 ? 8 : 16;
 }
 
 inline dim3 block_for(int64_t threads) {
@@ -26,6 +31,14 @@ inline dim3 block_for(int64_t threads) {
 
 inline unsigned grid_for(int64_t rows, dim3 block) {
   return static_cast<unsigned>(std::min<int64_t>((rows + block.y - 1) / block.y, int64_t{1} << 30));
+}
+
+// Blocks of a kernel that fill the device.
+template <typename Kernel>
+int64_t blocks_of_a_wave(Kernel kernel, dim3 block) {
+  int per_multiprocessor = 0;
+  STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, block.x * block.y, 0));
+  return int64_t{multiprocessor_count()} * std::max(per_multiprocessor, 1);
 }
 
 template <typename T, int N>
@@ -49,15 +62,15 @@ void launch_forward(const ForwardTensors& t) {
                                     static_cast<A>(t.eps)};
   const bool packs = a.n % N == 0 && fits<X, N>(a.x) && fits<W, N>(a.weight) && fits<W, N>(a.bias) && fits<Y, N>(a.y);
   const cudaStream_t stream = current_stream(t.x);
-  const int64_t threads = threads_for(a.n, N * kForwardPacks<X>);
-  if (packs && threads <= kMaxThreads) {
-    const dim3 block = block_for(threads);
-    forward_kernel<X, W, Y, N, kForwardPacks<X>><<<grid_for(a.rows, block), block, 0, stream>>>(a);
-  } else if (packs) {
-    forward_kernel<X, W, Y, N, 0><<<grid_for(a.rows, dim3(kMaxThreads)), kMaxThreads, 0, stream>>>(a);
+  const int64_t threads = threads_for(a.n, packs ? kForwardColumns<X> : kSingleColumns);
+  const dim3 block = block_for(std::min<int64_t>(threads, kMaxThreads));
+  const unsigned grid = grid_for(a.rows, block);
+  if (threads > kMaxThreads) {
+    if (packs) forward_kernel<X, W, Y, N, 0><<<grid, block, 0, stream>>>(a);
+    else forward_kernel<X, W, Y, 1, 0><<<grid, block, 0, stream>>>(a);
   } else {
-    const dim3 block = block_for(std::min<int64_t>(kMaxThreads, threads_for(a.n, 8)));
-    forward_kernel<X, W, Y, 1, 0><<<grid_for(a.rows, block), block, 0, stream>>>(a);
+    if (packs) forward_kernel<X, W, Y, N, kForwardColumns<X> / N><<<grid, block, 0, stream>>>(a);
+    else forward_kernel<X, W, Y, 1, kSingleColumns><<<grid, block, 0, stream>>>(a);
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -78,53 +91,74 @@ void finish_parameters(const BackwardTensors& t, const Tensor& partial, int64_t 
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-template <typename G, typename S, typename D, typename W>
+// Rows that are kept. Enough blocks to fill the device; where there are partial sums, no more than leave each several rows,
+// so that they stay small.
+template <typename G, typename S, typename D, typename W, int kPack, bool kFromOutput, bool kParameters>
+void launch_kept_backward(const BackwardTensors& t, BackwardArguments<G, S, D, W> a, int64_t threads, cudaStream_t stream) {
+  using A = Compute<S>;
+  constexpr auto kernel = backward_kernel<G, S, D, W, kPack, kBackwardColumns<S> / kPack, kFromOutput, kParameters>;
+  const dim3 block = block_for(threads);
+  int64_t blocks = std::min((a.rows + block.y - 1) / block.y, blocks_of_a_wave(kernel, block));
+  Tensor partial;
+  if (kParameters) {
+    blocks = std::min(blocks, std::max<int64_t>(a.rows / 32, multiprocessor_count()));
+    partial = torch::stable::new_empty(t.inputs.rstd, std::vector<int64_t>{blocks, 2, a.n});
+    a.partial = static_cast<A*>(partial.mutable_data_ptr());
+  }
+  kernel<<<static_cast<unsigned>(blocks), block, 0, stream>>>(a);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  if (kParameters) finish_parameters<A>(t, partial, blocks, stream);
+}
+
+// Rows that are not, whose partial sums take a kernel of their own, by tiles of columns: blocks * n, and with it the
+// scratch, stays near what fills the device.
+template <typename G, typename S, typename D, typename W, int kPack, bool kFromOutput>
+void launch_wide_backward(const BackwardTensors& t, BackwardArguments<G, S, D, W> a, cudaStream_t stream) {
+  using A = Compute<S>;
+  const unsigned grid = grid_for(a.rows, dim3(kMaxThreads));
+  wide_backward_kernel<G, S, D, W, kPack, kFromOutput><<<grid, kMaxThreads, 0, stream>>>(a);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  if (!t.parameters) return;
+  const int64_t tiles = (a.n + 31) / 32, most = std::min<int64_t>(128, a.rows / (4 * kTileRows));
+  const int64_t parts = std::clamp<int64_t>(int64_t{multiprocessor_count()} * 16 / tiles, 1, std::max<int64_t>(most, 1));
+  const Tensor partial = torch::stable::new_empty(t.inputs.rstd, std::vector<int64_t>{parts, 2, a.n});
+  a.partial = static_cast<A*>(partial.mutable_data_ptr());
+  const dim3 tile_grid(static_cast<unsigned>(std::min<int64_t>(tiles, int64_t{1} << 20)), static_cast<unsigned>(parts));
+  parameters_kernel<G, S, D, W, kFromOutput><<<tile_grid, dim3(32, kTileRows), 0, stream>>>(a);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  finish_parameters<A>(t, partial, parts, stream);
+}
+
+template <typename G, typename S, typename D, typename W, bool kFromOutput>
 void launch_backward(const BackwardTensors& t) {
-  using Arguments = BackwardArguments<G, S, D, W>;
-  using A = typename Arguments::A;
-  constexpr int N = std::min(kPackSize<S>, kPackSize<G>), K = kBackwardPacks<S> * kPackSize<S> / N;
+  using A = Compute<S>;
+  constexpr int N = std::min(kPackSize<S>, kPackSize<G>);
   const Backward& in = t.inputs;
-  Arguments a{static_cast<const G*>(in.grad.const_data_ptr()), static_cast<const S*>(in.saved.const_data_ptr()),
-              t.centered && !in.from_output ? data_of<A>(in.mean) : nullptr,
-              static_cast<const A*>(in.rstd.const_data_ptr()), data_of<W>(in.weight), data_of<W>(in.bias),
-              static_cast<D*>(t.dx.mutable_data_ptr()), nullptr, t.rows.count, t.rows.columns,
-              static_cast<A>(in.eps), t.centered, in.from_output};
+  const BackwardArguments<G, S, D, W> a{
+      static_cast<const G*>(in.grad.const_data_ptr()), static_cast<const S*>(in.saved.const_data_ptr()),
+      t.centered && !kFromOutput ? data_of<A>(in.mean) : nullptr, static_cast<const A*>(in.rstd.const_data_ptr()),
+      data_of<W>(in.weight), data_of<W>(in.bias), static_cast<D*>(t.dx.mutable_data_ptr()), nullptr, t.rows.count,
+      t.rows.columns, static_cast<A>(in.eps), t.centered};
   const bool packs = a.n % N == 0 && fits<G, N>(a.grad) && fits<S, N>(a.saved) && fits<W, N>(a.weight) &&
                      fits<W, N>(a.bias) && fits<D, N>(a.dx);
   const cudaStream_t stream = current_stream(in.saved);
-  const int64_t threads = threads_for(a.n, N * K);
-  const bool kept = packs && threads <= kMaxThreads;
-  const dim3 block = block_for(kept ? threads : std::min<int64_t>(kMaxThreads, threads_for(a.n, 8)));
-  Tensor partial;
-  int64_t parts = 0;
-  if (t.parameters) {
-    // Enough blocks to fill the device; no more than leave each several rows, so that the partial sums stay small.
-    const int64_t processors = multiprocessor_count(), filling = processors * (1024 / (block.x * block.y));
-    parts = std::min(std::max(t.rows.count / 32, processors), std::max<int64_t>(filling, processors));
-    parts = std::max<int64_t>(1, std::min(parts, (t.rows.count + block.y - 1) / block.y));
-    // Rows that are not kept are summed by tiles of columns: parts * n, and with it the scratch, stays near what fills it.
-    const int64_t tiles = (a.n + 31) / 32, most = std::min<int64_t>(128, t.rows.count / (4 * kTileRows));
-    if (!kept) parts = std::clamp<int64_t>(processors * 16 / tiles, 1, std::max<int64_t>(most, 1));
-    const std::vector<int64_t> sizes{parts, 2, a.n};
-    partial = torch::stable::new_empty(in.rstd, sizes);
-    a.partial = static_cast<A*>(partial.mutable_data_ptr());
-  }
-  if (kept && t.parameters) {
-    backward_kernel<G, S, D, W, N, K, true><<<static_cast<unsigned>(parts), block, 0, stream>>>(a);
-  } else if (kept) {
-    backward_kernel<G, S, D, W, N, K, false><<<grid_for(a.rows, block), block, 0, stream>>>(a);
+  const int64_t threads = threads_for(a.n, kBackwardColumns<S>);
+  if (threads > kMaxThreads) {
+    if (packs) launch_wide_backward<G, S, D, W, N, kFromOutput>(t, a, stream);
+    else launch_wide_backward<G, S, D, W, 1, kFromOutput>(t, a, stream);
+  } else if (t.parameters) {
+    if (packs) launch_kept_backward<G, S, D, W, N, kFromOutput, true>(t, a, threads, stream);
+    else launch_kept_backward<G, S, D, W, 1, kFromOutput, true>(t, a, threads, stream);
   } else {
-    if (packs) backward_kernel<G, S, D, W, N, 0, false><<<grid_for(a.rows, block), block, 0, stream>>>(a);
-    else backward_kernel<G, S, D, W, 1, 0, false><<<grid_for(a.rows, block), block, 0, stream>>>(a);
-    STD_CUDA_KERNEL_LAUNCH_CHECK();
-    if (t.parameters) {
-      const dim3 grid(static_cast<unsigned>(std::min<int64_t>((a.n + 31) / 32, int64_t{1} << 20)),
-                      static_cast<unsigned>(parts));
-      parameters_kernel<<<grid, dim3(32, kTileRows), 0, stream>>>(a);
-    }
+    if (packs) launch_kept_backward<G, S, D, W, N, kFromOutput, false>(t, a, threads, stream);
+    else launch_kept_backward<G, S, D, W, 1, kFromOutput, false>(t, a, threads, stream);
   }
-  STD_CUDA_KERNEL_LAUNCH_CHECK();
-  if (t.parameters) finish_parameters<A>(t, partial, parts, stream);
+}
+
+template <typename G, typename S, typename D, typename W>
+void launch_backward(const BackwardTensors& t) {
+  if (t.inputs.from_output) launch_backward<G, S, D, W, true>(t);
+  else launch_backward<G, S, D, W, false>(t);
 }
 
 // The dtypes below are those that csrc/cuda/norm.cu converts to. Parameters of a 16-bit input are in its dtype or float32.

@@ -1,8 +1,9 @@
 // How the kernels of layer norm and RMS norm walk x: [rows, n]; the formulas are in csrc/norm.h.
 //
-// A row belongs to blockDim.x threads, a warp or several, and a block works on blockDim.y rows side by side. Thread t
-// owns the packs t, t + blockDim.x, ... of the row, a pack being kPack neighbours that move in one access; up to kPacks
-// of them stay in registers, so that memory is read once. Longer rows are read again from the cache (kPacks = 0).
+// A row belongs to blockDim.x threads: 4, 8, 16 or 32 lanes of a warp, or several warps. A block works on blockDim.y rows
+// side by side. Thread t owns the packs t, t + blockDim.x, ... of the row, a pack being kPack neighbours that move in one
+// access. kPacks of them stay in registers as they were stored, so that memory is read once and every read is on its way
+// before the first is used. Longer rows are read again from the cache (kPacks = 0).
 #pragma once
 
 #include "../norm.h"
@@ -11,11 +12,16 @@
 namespace apexfx {
 namespace norm {
 
-constexpr int kMaxThreads = 512;  // a row
+constexpr int kMaxThreads = 512;    // a row
+constexpr int kBlockThreads = 256;  // unless a single row takes more
+
+template <int N, typename T>
+__device__ __forceinline__ Pack<T, N> load_pack(const T* p) {
+  return *reinterpret_cast<const Pack<T, N>*>(p);
+}
 
 template <int N, typename T, typename A>
-__device__ __forceinline__ void load_pack(const T* p, A (&out)[N]) {
-  const Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(p);
+__device__ __forceinline__ void widen(const Pack<T, N>& pack, A (&out)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) out[i] = static_cast<A>(pack.value[i]);
 }
@@ -32,69 +38,35 @@ __device__ __forceinline__ void store_pack(T* p, const A (&in)[N]) {
 template <int N, typename T, typename A>
 __device__ __forceinline__ void load_parameter(const T* p, int64_t column, A absent, A (&out)[N]) {
   if (p) {
-    load_pack(p + column, out);
+    widen(load_pack<N>(p + column), out);
   } else {
 #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = absent;
   }
 }
 
-template <typename A>
-__device__ __forceinline__ A shuffled(A value, int offset) {
-  return __shfl_xor_sync(0xffffffffu, value, offset);
-}
-template <typename A>
-__device__ __forceinline__ Moments<A> shuffled(const Moments<A>& v, int offset) {
-  return {shuffled(v.count, offset), shuffled(v.mean, offset), shuffled(v.m2, offset)};
-}
-template <typename A>
-struct Pair {
-  A first, second;
-};
-template <typename A>
-__device__ __forceinline__ Pair<A> shuffled(const Pair<A>& v, int offset) {
-  return {shuffled(v.first, offset), shuffled(v.second, offset)};
-}
-template <typename A>
-__device__ __forceinline__ Pair<A> merged(const Pair<A>& a, const Pair<A>& b) {
-  return {a.first + b.first, a.second + b.second};
-}
-
-// Merges `value` over the row's threads; every thread gets the result. Both partners of a shuffle must compute the
-// same bits, so the lower lane's value is always the first operand.
-template <typename V>
-__device__ __forceinline__ V merged_over_row(V value) {
+// Adds up `values` over the row's threads; every thread gets the same bits (the partners of a shuffle add the same two
+// numbers). `turn` counts the calls: every other one has the same shared memory, so that one barrier each is enough.
+template <int N, typename A>
+__device__ __forceinline__ void sum_over_row(A (&values)[N], unsigned& turn) {
 #pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const V other = shuffled(value, offset);
-    value = threadIdx.x & offset ? merged(other, value) : merged(value, other);
+  for (unsigned offset = 1; offset < 32; offset *= 2) {
+    if (offset >= blockDim.x) break;
+#pragma unroll
+    for (int v = 0; v < N; ++v) values[v] += __shfl_xor_sync(0xffffffffu, values[v], offset);
   }
-  if (blockDim.x > 32) {
-    __shared__ V warps[kMaxThreads / 32];
-    const int per_row = blockDim.x / 32, first = threadIdx.y * per_row;
-    __syncthreads();  // the rows before may still be read
-    if (threadIdx.x % 32 == 0) warps[first + threadIdx.x / 32] = value;
-    __syncthreads();
-    value = warps[first];
-    for (int w = 1; w < per_row; ++w) value = merged(value, warps[first + w]);
-  }
-  return value;
-}
-
-// Moments of the first `count` packs: their mean (zero where it is not wanted), then the squared deviations from it.
-template <int N, int kPacks, typename A>
-__device__ __forceinline__ Moments<A> moments_of(const A (&x)[kPacks][N], int count, bool centered) {
-  A sum = 0, m2 = 0;
+  if (blockDim.x <= 32) return;
+  __shared__ A warps[2][kMaxThreads / 32][N];
+  const int per_row = blockDim.x / 32, first = threadIdx.y * per_row;
+  auto& mine = warps[turn++ % 2];
+  if (threadIdx.x % 32 == 0)
+    for (int v = 0; v < N; ++v) mine[first + threadIdx.x / 32][v] = values[v];
+  __syncthreads();
 #pragma unroll
-  for (int p = 0; p < kPacks; ++p)
+  for (int v = 0; v < N; ++v) values[v] = mine[first][v];
+  for (int w = 1; w < per_row; ++w)
 #pragma unroll
-    for (int i = 0; i < N; ++i) sum += p < count ? x[p][i] : A(0);
-  const A mean = centered && count ? sum / static_cast<A>(count * N) : A(0);
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p)
-#pragma unroll
-    for (int i = 0; i < N; ++i) m2 += p < count ? (x[p][i] - mean) * (x[p][i] - mean) : A(0);
-  return {static_cast<A>(count * N), mean, m2};
+    for (int v = 0; v < N; ++v) values[v] += mine[first + w][v];
 }
 
 }  // namespace norm

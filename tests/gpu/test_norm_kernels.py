@@ -10,8 +10,9 @@ from apexfx.ops import layer_norm, rms_norm
 from apexfx.testing import assert_close
 
 EPS = 1e-5
-# kept in a warp, in several; streamed in packs; scalar; several blocks of partial sums
-SIZES = [(300, 64), (70, 1536), (6, 4096), (3, 20000), (33, 129), (2500, 768), (1, 1)]
+# kept in a few lanes of a warp, in a warp, in several; streamed in packs; by single elements, kept and streamed; several
+# blocks of partial sums
+SIZES = [(300, 64), (1000, 128), (70, 1536), (6, 4096), (3, 20000), (33, 129), (5, 9001), (2500, 768), (1, 1)]
 DTYPES = [
     (x, parameters, output)
     for x in (torch.float32, torch.float16, torch.bfloat16)
