@@ -35,8 +35,8 @@ import torch.nn.functional as F
 from op_row import Row
 from torch import Tensor
 
-from apexfx.ops.layer_norm import layer_norm
-from apexfx.ops.rms_norm import rms_norm
+from apexfx.ops.layer_norm import add_layer_norm, layer_norm
+from apexfx.ops.rms_norm import add_rms_norm, rms_norm
 from apexfx.ops.sync_batch_norm import sync_batch_norm
 
 SHAPES = ((4096, 768), (8192, 1024), (512, 4096))
@@ -79,8 +79,18 @@ def batch_norm_block(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) 
     return F.relu(F.batch_norm(x, None, None, weight, bias, True, 0.1, EPS) + residual)
 
 
-# name -> (by the kernel, by torch), both of (x, *parameters)
-OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
+def residual_block(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a function that norms x + residual and passes the sum on, as a transformer layer does."""
+
+    def block(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return norm(total, *parameters), total
+
+    return block
+
+
+# name -> (by the kernel, by torch), both of (x, *parameters), or of (x, residual, *parameters)
+OPS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
     "layer_norm": (
         lambda x, weight, bias: layer_norm(x, weight, bias, 1, EPS)[0],
         lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS),
@@ -90,21 +100,22 @@ OPS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] = {
         lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS),
     ),
     "written_rms_norm": (lambda x, weight: rms_norm(x, weight, 1, EPS)[0], written_rms_norm),
+    "add_layer_norm": (
+        lambda x, residual, weight, bias: add_layer_norm(x, residual, weight, bias, 1, EPS)[:2],
+        residual_block(lambda x, weight, bias: F.layer_norm(x, weight.shape, weight, bias, EPS)),
+    ),
+    "add_rms_norm": (
+        lambda x, residual, weight: add_rms_norm(x, residual, weight, 1, EPS)[:2],
+        residual_block(lambda x, weight: F.rms_norm(x, weight.shape, weight, EPS)),
+    ),
+    "add_written_rms_norm": (
+        lambda x, residual, weight: add_rms_norm(x, residual, weight, 1, EPS)[:2], residual_block(written_rms_norm),
+    ),
     "batch_norm": (
         lambda x, residual, weight, bias: sync_batch_norm(x, weight, bias, eps=EPS, residual=residual, relu=True),
         batch_norm_block,
     ),
 }
-
-
-def residual_block(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Return a function that norms x + residual and passes the sum on, as a transformer layer does."""
-
-    def block(x: Tensor, residual: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-        total = x + residual
-        return norm(total, *parameters), total
-
-    return block
 
 
 def training_step(function: Callable[..., object], inputs: tuple[Tensor, ...]) -> Callable[[], None]:
@@ -121,21 +132,26 @@ def training_step(function: Callable[..., object], inputs: tuple[Tensor, ...]) -
 
 
 def rows(device: str) -> Iterator[Row]:
-    """Yield the rows of layer_norm and rms_norm, forward and backward; each builds its tensors when it is reached."""
-    for op in ("layer_norm", "rms_norm"):
+    """Yield the rows of the norms and of those of a sum, forward and backward; each builds its tensors when it is reached."""
+    for op in ("layer_norm", "rms_norm", "add_layer_norm", "add_rms_norm"):
         kernel, by_torch = OPS[op]
+        adds = op.startswith("add_")
         others = {"torch": by_torch, "written out": written_rms_norm} if op == "rms_norm" else {"torch": by_torch}
         for dtype in DTYPES[device]:
             for rows, columns in LARGE_SHAPES if device == "cuda" else SHAPES:
                 parameters = [torch.randn(columns, device=device, dtype=dtype).requires_grad_()
-                              for _ in range(1 if op == "rms_norm" else 2)]  # fmt: skip
+                              for _ in range(1 if "rms" in op else 2)]  # fmt: skip
                 several = [torch.randn(rows, columns, device=device, dtype=dtype).requires_grad_()
                            for _ in range(3 if device == "cuda" else 1)]  # fmt: skip
-                steps = {name: harness.rotate([training_step(function, (x, *parameters)) for x in several])
+                residual = [torch.randn_like(several[0]).requires_grad_()] if adds else []
+                if adds and device == "cpu":
+                    torch._dynamo.reset()
+                    others["Inductor"] = torch.compile(by_torch, dynamic=False)
+                steps = {name: harness.rotate([training_step(function, (x, *residual, *parameters)) for x in several])
                          for name, function in {"ours": kernel, **others}.items()}  # fmt: skip
-                # x read and y written; then grad and x read, dx written
+                # x read and y written; then grad and x read, dx written. With a sum: x, residual, y, sum; grad, sum, its grad, dx
                 yield Row(f"{op} {str(dtype).removeprefix('torch.')} {rows}x{columns}", steps.pop("ours"), steps,
-                          5 * several[0].nbytes, 1.0)  # fmt: skip
+                          (8 if adds else 5) * several[0].nbytes, 1.0)  # fmt: skip
 
 
 def measure(
@@ -154,8 +170,9 @@ def measure(
         images = [draw(*shape).detach().contiguous(memory_format=torch.channels_last).requires_grad_() for _ in range(2)]
         inputs = (*images, *(p.detach().float().requires_grad_() for p in parameters))
         functions = [torch.compile(f, fullgraph=True) for f in functions] if inner == "inductor" else functions
-    elif inner == "inductor":
-        functions = [torch.compile(residual_block(f), fullgraph=True) for f in functions]
+    elif inner == "inductor" or op.startswith("add_"):
+        functions = functions if op.startswith("add_") else [residual_block(f) for f in functions]
+        functions = [torch.compile(f, fullgraph=True) for f in functions] if inner == "inductor" else functions
         inputs = (draw(*shape), draw(*shape), *parameters)
     steps = {name: training_step(function, inputs) for name, function in zip(("kernel", "torch"), functions)}
     for step in [*steps.values()] * 3:

@@ -5,9 +5,9 @@
 
 A kernel is hot where it reads or writes 128 bits at once: the versions for packs, not those for single elements, nor those of
 double. The compiler's log has the first three figures; the accesses are counted in the machine code, whose instructions are 16
-bytes: the opcode is in the lowest 12 bits, the width of a global access in bits 73 to 75. (nvdisasm counts the same.) A load names
-in bits 110 to 112 the barrier that its data releases, and whoever uses them waits for it in bits 116 to 121: the bytes that loads
-have asked for before an instruction waits for one of them say how much memory latency a thread hides by itself.
+bytes: the opcode is in the lowest 12 bits, the width of a global access in bits 73 to 75. (nvdisasm counts the same.) A load
+names in bits 110 to 112 the barrier that its data releases, and whoever uses them waits for it in bits 116 to 121: the bytes
+that loads have asked for before an instruction waits for one of them say how much memory latency a thread hides by itself.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ def show(table: Table) -> None:
     """Print a line a kernel: under each architecture the figures."""
     architectures = sorted({a for row in table.values() for a in row}, key=int)
     width = max(map(len, table), default=0)
-    print(f"{'registers, spilled B, shared B, 128-bit, B in flight':{width}}  " + "  ".join(f"{f'sm_{a}':>24}" for a in architectures))
+    heads = "  ".join(f"{f'sm_{a}':>24}" for a in architectures)
+    print(f"{'registers, spilled B, shared B, 128-bit, B in flight':{width}}  {heads}")
     for name, row in table.items():
         cells = ("{:4} {:4} {:5} {:3}% {:3}".format(*row[a]) if a in row else "" for a in architectures)
         print(f"{name:{width}}  " + "  ".join(f"{cell:>24}" for cell in cells))

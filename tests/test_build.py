@@ -372,7 +372,8 @@ def test_wide_accesses_are_counted_in_the_machine_code(architecture, tmp_path):
 def test_a_kernel_that_got_worse_is_named():
     table = {name: {"90": [40, 0, 16, 60, 64]} for name in ("a f", "a g", "b h")}
     assert kernels.regressions(table, table) == []
-    same = {"a f": {"90": [33, 0, 0, 58, 64]}, "a g": {"90": [40, 0, 16, 61, 80]}}  # as many groups of eight registers; b not compiled
+    # as many groups of eight registers; b not compiled
+    same = {"a f": {"90": [33, 0, 0, 58, 64]}, "a g": {"90": [40, 0, 16, 61, 80]}}
     assert kernels.regressions(same, table) == []
     assert kernels.regressions({"a f": {"90": [41, 8, 17, 57, 32]}, "a i": {}}, table) == [
         "a f on sm_90: 41 registers, 40 in the table",

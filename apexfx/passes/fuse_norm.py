@@ -1,4 +1,5 @@
-"""Layer norm and RMS norm nodes, and RMS norm written out by hand, become one op where its kernel measured faster."""
+"""Layer norm and RMS norm nodes, and RMS norm written out by hand, become one op where its kernel measured faster; so does
+the residual add in front of one."""
 
 from __future__ import annotations
 
@@ -18,10 +19,7 @@ from ..precision.casts import RemovedCast
 from ..report.records import Artifacts
 from .base import Pass
 from .measured_speedups import FLOOR, LEAST_ELEMENTS, MARGIN, RATIO
-from .norm_matching import Norm, is_safe, norms, with_casts
-
-_LAYER_NORM = torch.ops.apexfx.layer_norm.default
-_RMS_NORM = torch.ops.apexfx.rms_norm.default
+from .norm_matching import Norm, is_safe, norms, with_casts, with_residual
 
 
 def is_faster(op: str, inner: str, x: Tensor) -> bool:
@@ -42,7 +40,8 @@ class FuseNorm(Pass):
 
     Besides the nodes of torch's own norms, RMS norm as Llama and T5 write it is found, with its casts: the op computes
     in float32 and rounds once, to the dtype the written form ends in. Casts that earlier passes put around a norm go into
-    the op, which widens and rounds by itself.
+    the op, which widens and rounds by itself. So does the residual add in front of a norm (apexfx.add_layer_norm,
+    apexfx.add_rms_norm, which return the sum too, for its other users).
 
     What was not measured to be faster (measured_speedups.py) for the op, device, inner compiler and dtype is left to the
     inner compiler. So is an input smaller than any that was measured: the kernel loses there. Against Inductor, float32, CPU,
@@ -80,9 +79,11 @@ class FuseNorm(Pass):
             changed = False
             for norm in norms(body.graph):
                 norm = with_casts(norm)
-                if self._is_faster(norm) and is_safe(norm):
-                    self._rewrite(norm)
-                    changed = True
+                for candidate in (with_residual(norm), norm):
+                    if candidate is not None and self._is_faster(candidate) and is_safe(candidate):
+                        self._rewrite(candidate)
+                        changed = True
+                        break
             if changed:
                 modified = True
                 if body is not gm:
@@ -90,23 +91,32 @@ class FuseNorm(Pass):
         return PassResult(gm, modified)
 
     def _is_faster(self, norm: Norm) -> bool:
-        op = "layer_norm" if norm.op == "layer_norm" else "rms_norm"
         x = value(norm.x)
-        return is_faster(norm.op, self.inner, x) and has_kernel(f"apexfx::{op}", x.device.type.upper())
+        return is_faster(norm.op, self.inner, x) and has_kernel(f"apexfx::{_op_name(norm)}", x.device.type.upper())
 
     def _rewrite(self, norm: Norm) -> None:
         graph, mode = norm.root.graph, fake_mode(norm.root.graph)
         tail = (norm.num_dims, norm.eps) if norm.dtype == value(norm.x).dtype else (norm.num_dims, norm.eps, norm.dtype)
-        target = _LAYER_NORM if norm.op == "layer_norm" else _RMS_NORM
-        parameters = (norm.weight, norm.bias) if norm.op == "layer_norm" else (norm.weight,)
+        target = getattr(torch.ops.apexfx, _op_name(norm)).default
+        inputs = (norm.x,) if norm.residual is None else (norm.x, norm.residual)
+        parameters = (norm.weight, norm.bias) if norm.is_centered else (norm.weight,)
         with graph.inserting_before(norm.root):
-            outputs = call(graph, target, (norm.x, *parameters, *tail), like=norm.root, mode=mode)
+            outputs = call(graph, target, (*inputs, *parameters, *tail), like=norm.root, mode=mode)
         with insert_after(outputs):
             y = call(graph, operator.getitem, (outputs, 0), like=norm.root, mode=mode)
         self.record(norm.root, f"{norm.op} -> {target} ({len(norm.nodes)} nodes)")
         norm.root.replace_all_uses_with(y)
+        if norm.residual is not None:
+            add = norm.nodes[0]
+            with insert_after(y):
+                total = call(graph, operator.getitem, (outputs, 1), like=add, mode=mode)
+            add.replace_all_uses_with(total, delete_user_cb=lambda user: user not in norm.nodes)
         for node in reversed(norm.nodes):
             if not node.users:
                 if "apexfx_cast" in node.meta:
                     self.removed.append(RemovedCast(**vars(node.meta["apexfx_cast"]), removed=f"inside {target}"))
                 graph.erase_node(node)
+
+
+def _op_name(norm: Norm) -> str:
+    return ("add_" if norm.residual is not None else "") + ("layer_norm" if norm.is_centered else "rms_norm")

@@ -27,8 +27,8 @@ class Norm:
 
     Attributes:
         root: the node whose value is the norm's output.
-        op: layer_norm, rms_norm, or written_rms_norm: the measured table's name.
-        x, weight, bias, num_dims, eps: the op's arguments.
+        op: layer_norm, rms_norm, or written_rms_norm, with add_ where a residual is added first: the measured table's name.
+        x, weight, bias, num_dims, eps, residual: the op's arguments.
         nodes: what one op can stand for, in graph order; the root among them.
         dtype: the dtype of the output.
     """
@@ -41,10 +41,15 @@ class Norm:
     num_dims: int
     eps: float
     nodes: tuple[fx.Node, ...]
+    residual: fx.Node | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         return value(self.root).dtype
+
+    @property
+    def is_centered(self) -> bool:
+        return self.op.endswith("layer_norm")
 
 
 def norms(graph: fx.Graph) -> Iterator[Norm]:
@@ -189,7 +194,7 @@ def _is_contiguous(t: Tensor) -> bool:
 
 def _undisturbed(norm: Norm) -> bool:
     """Return whether, from the first node to the root, gradients stay on or off and nothing writes what is read."""
-    read = [node for node in (norm.x, norm.weight, norm.bias, *norm.nodes) if node is not None]
+    read = [node for node in (norm.x, norm.residual, norm.weight, norm.bias, *norm.nodes) if node is not None]
     touched = {storage for node in read for storage in storages(value(node))}
     step = norm.nodes[0]
     while step is not norm.root:
@@ -216,6 +221,30 @@ def with_casts(norm: Norm) -> Norm:
         if is_safe(with_output):
             return with_output
     return grown if is_safe(grown) else norm
+
+
+def with_residual(norm: Norm) -> Norm | None:
+    """Take in the addition of two like tensors that makes what is normalized; None where there is none to take.
+
+    The op computes it at the norm, so that whoever else uses the sum has to come after it. It returns the sum, contiguous.
+    """
+    add, total = norm.x, value(norm.x)
+    if not _is(add, "add") or len(add.args) != 2 or add.kwargs or not _is_contiguous(total):
+        return None
+    for operand in add.args:
+        t = value(operand) if isinstance(operand, fx.Node) else None
+        if not isinstance(t, Tensor) or (t.dtype, t.device, t.layout) != (total.dtype, total.device, torch.strided):
+            return None
+        if t.dim() != total.dim() or not all(statically_known_true(a == b) for a, b in zip(t.shape, total.shape)):
+            return None
+    step = add.next
+    while step is not norm.root:
+        if step in add.users and step not in norm.nodes:
+            return None
+        step = step.next
+    x, residual = add.args
+    grown = dataclasses.replace(norm, op=f"add_{norm.op}", x=x, residual=residual, nodes=(add, *norm.nodes))
+    return grown if is_safe(grown) else None
 
 
 def _is_double(node: fx.Node) -> bool:

@@ -14,9 +14,10 @@ from apexfx.graph.nodes import graphs
 from apexfx.graph.printing import format_graph
 from apexfx.passes.fuse_norm import FuseNorm
 
+NORMS = ("layer_norm", "rms_norm", "written_rms_norm")
 EVERYWHERE = {
     (op, "cpu", "eager", dtype): (2.0, 2.0)
-    for op in ("batch_norm", "layer_norm", "rms_norm", "written_rms_norm")
+    for op in ("batch_norm", *NORMS, *(f"add_{name}" for name in NORMS))
     for dtype in ("float32", "bfloat16", "float16", "float64")
 }
 needs_kernel = pytest.mark.skipif(not has_kernel("apexfx::rms_norm", "CPU"), reason="the compiled CPU ops are not built")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 
 import pytest
 import torch
@@ -64,6 +65,134 @@ in   %b: f32[8]
 %1 = operator.getitem(%0, 0) -> f32[2,8]
 %2 = relu(%1) -> f32[2,8]
 out  [%2]""")
+
+
+    def test_a_residual_add_in_front(self):
+        def block(x, r, w):
+            total = x + r
+            return F.layer_norm(total, (8,), w), total * 2
+
+        _, gm, _ = rewrite(block, draw(2, 8), draw(2, 8), torch.ones(8))
+        self.assertExpectedInline(format_graph(gm), """\
+in   %x: f32[2,8]
+in   %r: f32[2,8]
+in   %w: f32[8]
+%0 = apexfx.add_layer_norm.default(%x, %r, %w, None, 1, 1e-05)
+%1 = operator.getitem(%0, 0) -> f32[2,8]
+%2 = operator.getitem(%0, 1) -> f32[2,8]
+%3 = operator.mul(%2, 2) -> f32[2,8]
+out  [%1, %3]""")
+
+
+def only_the_norm_uses_it(norm, x, r):
+    return norm(x + r)
+
+
+def used_after_it_too(norm, x, r):
+    total = torch.add(x, r)
+    return norm(total).sin() + total
+
+
+def added_twice(norm, x, r):  # the second norm reads the first one's sum
+    total = x + r
+    h = norm(total)
+    return norm(total + h) + total
+
+
+RESIDUAL_NORMS = {
+    "layer_norm": lambda x, w: F.layer_norm(x, (8,), w),
+    "rms_norm": lambda x, w: F.rms_norm(x, (8,), w, 1e-6),
+    "written_rms_norm": llama,
+}
+
+
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", RESIDUAL_NORMS)
+@pytest.mark.parametrize("block", [only_the_norm_uses_it, used_after_it_too, added_twice])
+def test_the_residual_add_goes_into_the_op_with_the_same_values_and_gradients(block, norm, dtype):
+    inputs = [t.requires_grad_() for t in (draw(3, 5, 8, dtype=dtype), draw(3, 5, 8, dtype=dtype).flip(0), draw(8, dtype=dtype))]
+
+    def function(x, r, w):
+        return block(lambda t: RESIDUAL_NORMS[norm](t, w), x, r)
+
+    pass_, gm, y = rewrite(function, *inputs)
+    op = f"apexfx.add_{norm.removeprefix('written_')}.default"
+    assert fused(gm) == [op] * (2 if block is added_twice else 1)
+    assert {match.detail.split()[0] for match in pass_.matches} == {f"add_{norm}"}
+    assert not any(n.target in (operator.add, torch.add) and n.args[0] is n.graph.find_nodes(op="placeholder")[0]
+                   for n in gm.graph.nodes)
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    expected, grad = function(*wide), draw(3, 5, 8)
+    scale = 1 if dtype is torch.float32 else 4  # the sum is rounded too
+    assert_close(y, expected, scale=scale)
+    got, want = torch.autograd.grad(y, inputs, grad.to(y.dtype)), torch.autograd.grad(expected, wide, grad.double())
+    for value, oracle in zip(got, want):
+        assert_close(value, oracle, scale=4 * scale)
+
+
+def used_before_the_norm(x, r, w):
+    total = x + r
+    h = total.sin()
+    return F.layer_norm(total, (8,), w * h.mean()), h
+
+
+def broadcast(x, r, w):
+    return F.layer_norm(x + r[:1], (8,), w)
+
+
+def two_dtypes(x, r, w):
+    return F.layer_norm(x + r.bfloat16(), (8,), w)
+
+
+def scaled(x, r, w):
+    return F.layer_norm(torch.add(x, r, alpha=2), (8,), w)
+
+
+def a_number(x, r, w):
+    return F.layer_norm(x + 1.0, (8,), w)
+
+
+def written_after_the_add(x, r, w):
+    x = x.clone()
+    total = x + r
+    x.mul_(2)
+    return F.layer_norm(total, (8,), w), x
+
+
+def added_without_gradient(x, r, w):
+    with torch.no_grad():
+        total = x + r
+    return F.layer_norm(total, (8,), w)
+
+
+def not_contiguous_sum(x, r, w):  # as a view of it relies on
+    total = x.t() + r.t()
+    return F.layer_norm(total, (8,), w), total.t().view(-1)
+
+
+@needs_kernel
+@pytest.mark.parametrize("function", [used_before_the_norm, broadcast, two_dtypes, scaled, a_number, written_after_the_add,
+                                      added_without_gradient, not_contiguous_sum])
+def test_an_add_that_is_not_the_ops_stays(function):
+    inputs = [draw(8, 8).requires_grad_(), draw(8, 8).flip(0).requires_grad_(), draw(8).requires_grad_()]
+    _, gm, got = rewrite(function, *inputs)
+    assert [name for name in fused(gm) if "add" in name] == []
+    want = function(*inputs)
+    for a, b in zip(*((o if isinstance(o, tuple) else (o,)) for o in (got, want))):
+        assert_close(a, b)
+    got, want = (torch.autograd.grad(sum(t.sum() for t in (o if isinstance(o, tuple) else (o,))), inputs, allow_unused=True)
+                 for o in (got, want))
+    for a, b in zip(got, want):
+        assert (a is None) == (b is None)
+        assert a is None or torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@needs_kernel
+def test_where_only_the_norm_was_measured_faster_the_add_stays():
+    ratios = {key: value for key, value in EVERYWHERE.items() if not key[0].startswith("add_")}
+    _, gm, _ = rewrite(lambda x, r: F.layer_norm(x + r, (8,)), draw(3, 8), draw(3, 8), ratios=ratios)
+    assert fused(gm) == ["apexfx.layer_norm.default"]
 
 
 @needs_kernel
@@ -279,6 +408,6 @@ def test_without_a_kernel_nothing_changes(monkeypatch):
 def test_the_table_is_well_formed():
     assert RATIO
     for (op, device, inner, dtype), (mean, smallest) in RATIO.items():
-        assert op in ("batch_norm", "layer_norm", "rms_norm", "written_rms_norm") and device in ("cpu", "cuda")
+        assert (op, "cpu", "eager", "float32") in EVERYWHERE and device in ("cpu", "cuda")
         assert inner in ("eager", "inductor") and isinstance(getattr(torch, dtype), torch.dtype)
         assert 0 < smallest <= mean and LEAST_ELEMENTS[op] > 0
