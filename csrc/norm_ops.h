@@ -94,6 +94,7 @@ inline Rows check_backward(const Backward& a, bool needs_mean) {
         "mean is None; only a backward from the output (from_output=True) needs none");
   check_statistic(a.op, "rstd", a.rstd, a.saved, a.num_dims);
   if (a.grad_sum.has_value()) {
+    check(!a.from_output, a.op, "grad_sum goes with a backward from the sum; expected from_output=False");
     check(same_device(*a.grad_sum, a.saved), a.op, "grad_sum is on another device than saved");
     check(same_sizes(*a.grad_sum, a.saved) && a.grad_sum->scalar_type() == a.input_dtype, a.op,
           "grad_sum has not the shape of saved and the dtype of dx");

@@ -122,6 +122,8 @@ class Norm:
                 raise ValueError(f"apexfx::{op}: {name} is {value.dtype}{list(value.shape)}, expected "
                                  f"{expected}{list(leading)} as the forward returned it")
         if grad_sum is not None:
+            if from_output:
+                raise ValueError(f"apexfx::{op}: grad_sum goes with a backward from the sum; expected from_output=False")
             check_floating(op, "grad_sum", grad_sum, saved, "saved")
             if grad_sum.shape != saved.shape or grad_sum.dtype != input_dtype:
                 raise ValueError(f"apexfx::{op}: grad_sum is {grad_sum.dtype}{list(grad_sum.shape)}, expected "

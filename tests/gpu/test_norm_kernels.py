@@ -53,10 +53,10 @@ def test_kernels_equal_references_and_themselves(memory_efficient, dtypes, size,
             assert_close(value, reference, scale=scale)
         dx = getattr(ops, f"{name}_backward_input")(*saved)
         assert_close(dx, module.NORM.reference_backward_input(*saved), scale=scale)
-        with_sum = (*saved, x.flip(0))
-        for value, reference in zip(getattr(ops, f"{name}_backward")(*with_sum), module.NORM.reference_backward(*with_sum)):
-            assert_close(value, reference, scale=scale)
         if not memory_efficient:
+            with_sum = (*saved, x.flip(0))
+            for value, reference in zip(getattr(ops, f"{name}_backward")(*with_sum), module.NORM.reference_backward(*with_sum)):
+                assert_close(value, reference, scale=scale)
             summed = (x, x.flip(0), *parameters, *options[:3])
             got, want = getattr(ops, f"add_{name}")(*summed), module.NORM.reference_add(*summed)
             assert torch.equal(got[1], want[1])
