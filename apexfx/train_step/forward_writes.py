@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +18,26 @@ from ..report.data import Report
 
 log = logging.getLogger(__name__)
 
-_Place = tuple[dict[str, Any], str]  # a module's attributes, and a name among them
 _OF_TORCH = frozenset({*nn.Module().__dict__, "_is_hf_initialized"})
+_MOST_ITEMS = 256  # of a list or dictionary that is looked into
+_Container = dict[Any, Any] | list[Any]
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What a container held: a module's attributes, or a list or dictionary among them.
+
+    Attributes:
+        owner: what messages call it.
+        container: itself.
+        items: the tensors, numbers and containers in it.
+        size: how many items it had; None of a module, which may get new attributes.
+    """
+
+    owner: str
+    container: _Container
+    items: dict[Any, Any]
+    size: int | None
 
 
 class ForwardWrites:
@@ -31,7 +50,7 @@ class ForwardWrites:
 
     def __init__(self, modules: Callable[[], Iterator[nn.Module]], report: Report) -> None:
         self._modules, self._report = modules, report
-        self._attributes: list[tuple[nn.Module, dict[str, Any]]] | None = None  # of the modules, as they were; None: not kept
+        self._attributes: list[_Held] | None = None
         self._copies: list[tuple[Tensor, Tensor]] | None = None  # what may be written, and what was in it
         self._noted: set[str] = set()
 
@@ -42,14 +61,12 @@ class ForwardWrites:
             copies: whether buffers are kept as well, and what is in tensors.
         """
         if self._attributes is None:
-            self._attributes = [(module, {name: held for name, held in module.__dict__.items()
-                                          if name not in _OF_TORCH and isinstance(held, (Tensor, int, float, type(None)))})
-                                for module in self._modules()]
+            self._attributes = [held for module in self._modules() for held in _held(type(module).__name__, module.__dict__)]
         if copies and self._copies is None:
-            tensors = {id(t): t for module, attributes in self._attributes
-                       for t in (*module.buffers(recurse=False), *attributes.values()) if isinstance(t, Tensor)}
+            tensors = [t for module in self._modules() for t in module.buffers(recurse=False)]
+            tensors += [t for held in self._attributes for t in held.items.values() if isinstance(t, Tensor)]
             with torch.no_grad():
-                self._copies = [(t, t.clone()) for t in tensors.values()]
+                self._copies = [(t, t.clone()) for t in {id(t): t for t in tensors}.values()]
 
     def forget(self) -> None:
         """Keep nothing: the update is over."""
@@ -63,20 +80,25 @@ class ForwardWrites:
         with torch.no_grad():
             for tensor, before in self._copies or ():
                 tensor.copy_(torch.where(skipped.to(tensor.device), before, tensor))
-            for module, attributes in self._attributes:
-                now = module.__dict__
-                for name, before in attributes.items():
-                    if now.get(name) is not before and not _same_number(now.get(name), before):
-                        self._undo(module, name, before, skipped)
+            for held in self._attributes:
+                self._undo(held, skipped)
         self.forget()
 
-    def _undo(self, module: nn.Module, name: str, before: Any, skipped: Tensor) -> None:
-        now = module.__dict__.get(name)
-        alike = isinstance(now, Tensor) and isinstance(before, Tensor) and (now.shape, now.dtype) == (before.shape, before.dtype)
-        if alike and now.device == before.device == skipped.device and not now.requires_grad:
-            module.__dict__[name] = torch.where(skipped, before, now)
-            return
-        what = f"{type(module).__name__}.{name}"
+    def _undo(self, held: _Held, skipped: Tensor) -> None:
+        now = dict(_items(held.container))
+        for key, before in held.items.items():
+            new = now.get(key)
+            if new is before or type(new) is type(before) in (int, float, bool) and new == before:
+                continue
+            tensors = isinstance(new, Tensor) and isinstance(before, Tensor) and not new.requires_grad
+            if tensors and (new.shape, new.dtype, new.device) == (before.shape, before.dtype, before.device):
+                held.container[key] = torch.where(skipped.to(new.device), before, new)
+            else:
+                self._note(f"{held.owner}.{key}")
+        if held.size is not None and held.size != len(now):
+            self._note(held.owner)
+
+    def _note(self, what: str) -> None:
         if what not in self._noted:
             self._noted.add(what)
             message = (f"apexfx: a step that is skipped does not undo what the forward does to {what}, since it is no tensor of "
@@ -85,5 +107,15 @@ class ForwardWrites:
             log.warning(message)
 
 
-def _same_number(now: Any, before: Any) -> bool:
-    return not isinstance(before, Tensor) and type(now) is type(before) and now == before
+def _items(container: _Container) -> Iterator[tuple[Any, Any]]:
+    return iter(container.items() if isinstance(container, dict) else enumerate(container))
+
+
+def _held(owner: str, container: _Container, depth: int = 3) -> Iterator[_Held]:
+    """Yield what a module's attributes are, and what is in the lists and dictionaries among them."""
+    kinds = (Tensor, int, float, list, dict, type(None))
+    items = {key: item for key, item in _items(container) if key not in _OF_TORCH and isinstance(item, kinds)}
+    yield _Held(owner, container, items, len(container) if depth < 3 else None)
+    for key, item in items.items():
+        if type(item) in (list, dict) and len(item) <= _MOST_ITEMS and depth:
+            yield from _held(f"{owner}.{key}", item, depth - 1)

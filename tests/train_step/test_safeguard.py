@@ -32,6 +32,7 @@ class Net(nn.Module):
         self.register_buffer("seen", torch.zeros(6))
         self.average = torch.zeros(8)  # an attribute that is replaced
         self.total = torch.zeros(8)  # an attribute that is written in place
+        self.kept = {"mean": torch.zeros(8), "last": [torch.zeros(8)]}
         self.breaks = breaks
 
     def forward(self, x):
@@ -41,6 +42,8 @@ class Net(nn.Module):
             torch._dynamo.graph_break()
         self.average = 0.9 * self.average + hidden.detach().float().mean(0)
         self.total += hidden.detach().float().sum(0)
+        self.kept["mean"] = self.average * 2
+        self.kept["last"][0] = self.average * 3
         return self.head(hidden)
 
 
@@ -68,7 +71,8 @@ def everything(step):
     """Return what a step may leave behind, but for the loss scale."""
     model = step.model
     optimizers = step.optimizer if isinstance(step.optimizer, list) else [step.optimizer]
-    return copy.deepcopy((model.state_dict(), model.average, model.total, [each.state_dict()["state"] for each in optimizers]))
+    states = [each.state_dict()["state"] for each in optimizers]
+    return copy.deepcopy((model.state_dict(), model.average, model.total, model.kept, states))
 
 
 def assert_equal(one, other):
@@ -247,22 +251,46 @@ def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
     assert other.events == [] and other.skipped == 0
 
 
-def test_what_cannot_be_taken_back_is_said():
-    class Counts(nn.Linear):
-        num_calls = 0
+class Writes(nn.Linear):
+    """Does something to an attribute that no one can take back later."""
 
-        def forward(self, x):
-            self.num_calls += 1
-            return super().forward(x)
+    def __init__(self, write):
+        super().__init__(6, 3)
+        self.write, self.num_calls, self.last, self.history, self.states = write, 0, None, [torch.zeros(3)], {"a": torch.zeros(3)}
 
-    model = Counts(6, 3)
-    model.num_calls = 0
+    def forward(self, x):
+        y = super().forward(x)
+        self.write(self, y.detach().mean(0))
+        return y
+
+
+def count(model, y):
+    model.num_calls += 1
+
+
+def begin(model, y):
+    model.last = y if model.last is None else model.last + y
+
+
+def append(model, y):
+    if len(model.history) < 3:
+        model.history.append(y)
+
+
+def replace(model, y):
+    model.states = {"a": y}
+
+
+@pytest.mark.parametrize("write, named", [(count, "num_calls"), (begin, "last"), (append, "history"), (replace, "states")])
+def test_what_cannot_be_taken_back_is_said(write, named, caplog):
+    model = Writes(write)
     step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
                              safeguard=True)
     x, y, _ = batch(GOOD, torch.Generator().manual_seed(0))
-    step(x, y)
-    step(x, y)
-    assert sum("Counts.num_calls" in note for note in step.report.notes) == 1
+    for _ in range(3):
+        step(x, y)
+    assert [f"Writes.{named}," in note for note in step.report.notes if "does not undo" in note] == [True]
+    assert caplog.text.count("does not undo") == 1
 
 
 @pytest.mark.parametrize("options, error, message", [
