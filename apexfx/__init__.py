@@ -15,6 +15,7 @@ from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
 from .passes.base import Match as Match
 from .passes.base import Pass as Pass
 from .report import Report as Report
+from .train_step import EMA as EMA
 from .train_step import Safeguard as Safeguard
 from .train_step import TrainStep as TrainStep
 from .train_step import train_step as train_step

@@ -90,8 +90,9 @@ def check(before: Sequence[Row], after: Sequence[Row], pass_name: str) -> None:
     versions = _Versions(written_memory)
     was, now = versions.depends(before), versions.depends(after)
     for row in after:
-        if row.node in was.masks and (new := now.masks[row.node] & ~was.masks[row.node]):
-            if memory := versions.conflict(was.masks[row.node], new):
+        for masks_were, masks in ((was.reads, now.reads), (was.masks, now.masks)) if row.node in was.masks else ():
+            new = masks[row.node] & ~masks_were[row.node]
+            if new and (memory := versions.conflict(masks_were[row.node], new)):
                 raise PassError(pass_name, f"depends on {_name(memory, before)!r} as it is on the other side of a write than "
                                            "before: the two have changed places", row.node)
         if isinstance(row.node.target, OpOverload) and row.node.target.namespace == "apexfx" and row.writes:
@@ -105,6 +106,7 @@ def check(before: Sequence[Row], after: Sequence[Row], pass_name: str) -> None:
 
 
 class _Depends(NamedTuple):
+    reads: Mapping[fx.Node, int]  # without what other nodes have read for it
     masks: Mapping[fx.Node, int]
     num_writes: Mapping[int, int]
 
@@ -123,6 +125,7 @@ class _Versions:
 
     def depends(self, graph: Sequence[Row]) -> _Depends:
         """Return the versions that each node depends on, and how often each memory is written."""
+        reads: dict[fx.Node, int] = {}
         masks: dict[fx.Node, int] = {}
         results: dict[fx.Node, int] = {}  # the same of its value: behind a write, not what the memory was before
         num_writes: dict[int, int] = defaultdict(int)
@@ -130,21 +133,21 @@ class _Versions:
         memory = {row.node: row.memory for row in graph}
         of_inputs = {m for row in graph if row.node.op == "placeholder" for m in row.memory}
         for row in graph:
-            mask = 0
+            mask = own = 0
             for source in row.inputs:
                 mask |= results[source]
                 # What is returned of an input's memory is as the graph leaves it: no write comes behind that.
                 read = self._memory.intersection(memory[source]).difference(of_inputs if row.node.op == "output" else ())
                 for m in read:
-                    mask |= contents.get(m, 0) | self._bit(m, num_writes[m])
-            masks[row.node] = mask
+                    mask |= contents.get(m, 0)
+                    own |= self._bit(m, num_writes[m])
+            reads[row.node] = own
+            masks[row.node] = results[row.node] = mask = mask | own
             for m in row.writes:
-                mask &= ~self._of_memory[m]
-            results[row.node] = mask
-            for m in row.writes:
+                results[row.node] &= ~self._of_memory[m]
                 num_writes[m] += 1
-                contents[m] = mask
-        return _Depends(masks, num_writes)
+                contents[m] = mask & ~self._of_memory[m]  # and still on what else it has written, as if each had been alone
+        return _Depends(reads, masks, num_writes)
 
     def conflict(self, was: int, new: int) -> int | None:
         """Return the memory of a version in `new` of which `was` has other versions alone, or None."""

@@ -68,6 +68,21 @@ class SafeguardRow:
 
 
 @dataclass(frozen=True)
+class EmaRow:
+    """Averages of the updated parameters, or of their masters: the last of a plan's states, in the order of the parameters.
+
+    Attributes:
+        counts: index among the scalars of an int64 vector: how many updates each average has followed.
+        decay: what remains of an average in an update.
+        left_out: places of the parameters that have no average.
+    """
+
+    counts: int
+    decay: float
+    left_out: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """What a training step does with its gradients.
 
@@ -82,6 +97,7 @@ class StepPlan:
         skips: index of a vector of two, how many steps were skipped in all and how many in a row: a step with a gradient that is
             not finite changes nothing else. None where no step is skipped.
         safeguard: which steps are skipped besides those of a loss scale, or None.
+        ema: averages that follow the update, or None.
         keeps_gradients: whether the gradients leave the graph.
     """
 
@@ -96,6 +112,7 @@ class StepPlan:
     clip_epsilon: float = 1e-6
     skips: int | None = None
     safeguard: SafeguardRow | None = None
+    ema: EmaRow | None = None
     keeps_gradients: bool = False
 
     def to_json(self) -> str:
@@ -111,10 +128,13 @@ class StepPlan:
     @classmethod
     def from_json(cls, text: str) -> StepPlan:
         row = json.loads(text)
-        groups = tuple(UpdateRow(**{k: tuple(v) if isinstance(v, list) else v for k, v in group.items()})
-                       for group in row.pop("groups", ()))
-        safeguard = SafeguardRow(**row.pop("safeguard")) if "safeguard" in row else None
-        return cls(groups=groups, safeguard=safeguard, **row)
+        groups = tuple(_row(UpdateRow, group) for group in row.pop("groups", ()))
+        rows = {name: _row(kind, row.pop(name)) for name, kind in (("safeguard", SafeguardRow), ("ema", EmaRow)) if name in row}
+        return cls(groups=groups, **rows, **row)
+
+
+def _row(kind: Any, values: dict[str, Any]) -> Any:
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 def present_of(grads: Sequence[Any]) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..ops._define import LIBRARY
 from ..ops.apply_gradients import StepPlan, UpdateRow, norm_dtype, present_of
-from . import compositions, safeguard
+from . import compositions, ema, safeguard
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -90,7 +90,7 @@ def counts_updates(name: str) -> bool:
 
 def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any], scalars: Sequence[Any],
           call: Callable[..., Any]) -> tuple[Any, Any, list[Any]]:
-    """Do what `plan` says, op by op: unscale, look for what is not finite, clip, update, and adapt the loss scale.
+    """Do what `plan` says, op by op: unscale, look for what is not finite, clip, update, average, and adapt the loss scale.
 
     Args:
         params, grads, states, scalars: tensors, or the nodes that stand for them; a gradient may be None.
@@ -112,12 +112,13 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         norm, norms, found_inf = _measured(present, inverse, plan.safeguard is not None, call)
         skip = found_inf = found_inf if plan.skips is not None else None
     if plan.safeguard is not None:
-        row, members = plan.safeguard, [place for place, g in enumerate(grads) if g is not None]
-        skip = call(safeguard.judge, found_inf, norm, norms, members, scalars[plan.skips], scalars[row.state], scalars[row.log],
-                    row.window, row.spike_factor)
+        judged, members = plan.safeguard, [place for place, g in enumerate(grads) if g is not None]
+        skip = call(safeguard.judge, found_inf, norm, norms, members, scalars[plan.skips], scalars[judged.state],
+                    scalars[judged.log], judged.window, judged.spike_factor)
     if plan.max_grad_norm not in (None, math.inf):
         clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
     counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place
+    updated: list[Any] = []  # the parameters, or their masters
     start = 0
     for group in plan.groups:
         members = [i for i in range(group.num_params) if grads[start + i] is not None]
@@ -127,12 +128,16 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
                    {"grad_scale": scale, "found_inf": skip, "clip_coefficient": clip}, inverse)
             if group.step is not None:
                 counted.setdefault(group.step, members)
-        states = states[group.num_params * (group.num_states + group.masters):]
-        start += group.num_params
+        num_states, end = group.num_params * group.num_states, start + group.num_params
+        updated += states[num_states:num_states + group.num_params] if group.masters else params[start:end]
+        states, start = states[num_states + group.num_params * group.masters:], end
     for index, members in counted.items():
         more = 1.0 if skip is None else call(aten.add.Tensor, call(aten.mul.Tensor, skip, -1.0), 1.0)
         for count in _counts(scalars[index], members, call):
             call(aten.add_.Tensor, count, more)
+    if (row := plan.ema) is not None:
+        values = [value for place, value in enumerate(updated) if place not in row.left_out]
+        call(ema.follow, states, values, scalars[row.counts], row.decay, skip)
     gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
     if plan.growth_tracker is not None:
         _adapt_scale(plan, scale, scalars[plan.growth_tracker], found_inf, skip, call)

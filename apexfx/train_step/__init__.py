@@ -5,7 +5,7 @@ traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured
 Beside them: `parameters`, `objective` and `other_leaves` (what is trained, and what gets gradients besides), `averages`,
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
 `loss_scale`, `safeguard` and `forward_writes` (which steps are skipped, and what they leave behind: nothing), `last_call` and
-`non_finite` (where that began); `errors` and `wrong_call` (what a user is told).
+`non_finite` (where that began); `ema` (averages of the parameters); `errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .ema import EMA as EMA
 from .function import SupervisedObjective
 from .options import StepOptions, check_what_is_trained
 from .safeguard import Event as Event
@@ -28,7 +29,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
                memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
-               **options: Any) -> TrainStep:
+               ema: EMA | None = None, **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
 
     It shares parameters, buffers and submodules with the model, and the state with the optimizer: evaluate the model, save and
@@ -61,6 +62,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         safeguard: True or an `apexfx.Safeguard`: skip a step whose gradients are not finite, or are a spike, at every dtype, and
             leave nothing of it behind; `step.events` says which. Without it only a loss scale skips steps, and what the forward
             wrote stays.
+        ema: an `apexfx.EMA`: average the model's parameters behind each update, in the same graph; `step.ema_model` is a model of
+            the averages.
         options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,
             since a step is one graph.
 
@@ -71,5 +74,5 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
     """
     check_what_is_trained(loss_fn, optimizer, objective)
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
-           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard}
+           "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "ema": ema}
     return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, StepOptions.from_arguments(own, options))

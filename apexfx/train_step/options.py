@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..config import TransformConfig
+from .ema import EMA
 from .safeguard import Safeguard
 
 
@@ -26,11 +27,14 @@ class StepOptions:
     memory_budget: int | None = None
     fallback: str | None = None
     safeguard: Safeguard | None = None
+    ema: EMA | None = None
 
     def __post_init__(self) -> None:
         self._check_numbers()
         if self.safeguard is not None and not isinstance(self.safeguard, Safeguard):
             raise TypeError(f"apexfx: safeguard={self.safeguard!r} was given, expected True, an apexfx.Safeguard, False or None")
+        if self.ema is not None and not isinstance(self.ema, EMA):
+            raise TypeError(f"apexfx: ema={self.ema!r} was given, expected an apexfx.EMA or None")
         if self.fallback not in (None, "transform"):
             raise ValueError(f"apexfx: fallback={self.fallback!r} was given, expected 'transform' or None")
         if self.fallback is not None and self.config.fullgraph:

@@ -16,6 +16,7 @@ from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
+from .ema import COUNTS, EmaState
 from .forward_writes import ForwardWrites
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
@@ -37,7 +38,7 @@ class TrainingState:
         objective_modules: what is trained of the objective.
         options: of the step.
         scale: the loss scale.
-        safeguard: of the step, or None.
+        safeguard, ema: of the step, or None.
         forward_writes: what takes back what the forwards of a skipped step have written.
         report: where what the graph does not update is noted.
         index: is told the names of all that is here.
@@ -54,10 +55,10 @@ class TrainingState:
     """
 
     def __init__(self, model: nn.Module, optimizers: OptimizerList, objective_modules: ObjectiveModules,
-                 options: StepOptions, scale: LossScale, safeguard: SafeguardState | None, forward_writes: ForwardWrites,
-                 report: Report, index: ModelIndex, device: torch.device) -> None:
+                 options: StepOptions, scale: LossScale, safeguard: SafeguardState | None, ema: EmaState | None,
+                 forward_writes: ForwardWrites, report: Report, index: ModelIndex, device: torch.device) -> None:
         self._model, self._optimizers, self._objective_modules = model, optimizers, objective_modules
-        self._safeguard, self._forward_writes = safeguard, forward_writes
+        self._safeguard, self._ema, self._forward_writes = safeguard, ema, forward_writes
         self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
         self._structure: list[Any] | None = None  # of the optimizer, which the lists follow from
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
@@ -66,6 +67,7 @@ class TrainingState:
         self._scheduled: set[Group] = set()  # where they have changed, or a scheduler says that it will change them
         self._scalars: list[Tensor] = []
         self._plan = ""
+        self._not_averaged: list[int] = []  # places of parameters, those of the objective
         self.params: list[Tensor] = []
         self.names: dict[int, str] = {}
         self.buffers: list[Tensor] = []
@@ -86,10 +88,10 @@ class TrainingState:
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
-        state = self._optimizer_state
+        state, averages = self._optimizer_state, self._ema.averages if self._ema is not None else []
         return {"params": self.params, "buffers": self.buffers,
                 "gathered": [id(p) in self.gathered for p in self.params] if self.buffers else [],
-                "states": state.states if state is not None else [], "scalars": self._scalars,
+                "states": [*state.states, *averages] if state is not None else [], "scalars": self._scalars,
                 "scale": self._scale.tensors.get(SCALE), "calls": self._options.accumulate, "plan": self._plan}
 
     def num_gathered_calls(self) -> int:
@@ -107,7 +109,7 @@ class TrainingState:
                                f"{self._options.accumulate} calls that accumulate; change them after the call that applies the "
                                "gradients")
         outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode)
-        note_what_is_outside(self._model, self._optimizers, outside, self._report,
+        note_what_is_outside(self._model, self._optimizers, outside, self._report, averages=self._ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
         before, self._momenta = self._momenta, momenta(self._optimizers)
         self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
@@ -118,15 +120,27 @@ class TrainingState:
         if self._options.accumulate > 1:
             self.buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
                             for p in self.params]
+        of_model = set(map(id, self._model.parameters()))
+        self._not_averaged = [place for place, p in enumerate(self.params) if id(p) not in of_model]
+        if self._ema is not None:
+            self._ema.hold(self._averaged())
         of_step = {**self._scale.tensors, **(self._safeguard.tensors if self._safeguard is not None else {})}
+        if self._ema is not None and state is not None:
+            of_step[COUNTS] = self._ema.counts
         scalars = {**of_step, **(state.scalars if state is not None else {})}
         self._scalars, self._plan = list(scalars.values()), self._make_plan(list(scalars))
         of_objective, _ = self._objective_modules.named_tensors()
         self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
         self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **of_step,
-                                **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)}})
+                                **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)},
+                                **({f"{self.names[id(p)]}.average": average for p, average in zip(self._averaged(),
+                                                                                                  self._ema.averages)}
+                                   if self._ema is not None else {})})
         self._structure = self._structure_now()
+
+    def _averaged(self) -> list[Tensor]:
+        return [p for place, p in enumerate(self.params) if place not in self._not_averaged]
 
     def _structure_now(self) -> list[Any]:
         return structure(self._optimizers, self._optimizer_state.scheduled if self._optimizer_state is not None else ())
@@ -143,6 +157,7 @@ class TrainingState:
             clip_epsilon=clip_epsilon,
             skips=scalars.index(SKIPS) if SKIPS in scalars else None,
             safeguard=self._safeguard.row(scalars) if self._safeguard is not None else None,
+            ema=self._ema.row(scalars, self._not_averaged) if self._ema is not None and state is not None else None,
             keeps_gradients=self._options.keep_grads or state is None,
         ).to_json()
 
@@ -226,6 +241,10 @@ class TrainingState:
             return
         if self._scale.mode is None and self._safeguard is None or not skip.item():
             self._optimizers.step()
+            if self._ema is not None:
+                masters = {id(p): held["master_param"] for each in self._optimizers for p, held in each.state.items()
+                           if "master_param" in held}
+                self._ema.follow([masters.get(id(p), p) for p in self._averaged()])
         if not self._options.keep_grads:
             self._drop_gradients()
 
@@ -299,18 +318,21 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     return outside
 
 
-def note_what_is_outside(model: nn.Module, optimizers: OptimizerList, outside: str, report: Report, *, skips: bool) -> None:
+def note_what_is_outside(model: nn.Module, optimizers: OptimizerList, outside: str, report: Report, *, skips: bool,
+                         averages: bool) -> None:
     """Say in the report which parameters the step does not update, and why its graph updates none, where `outside` says so.
 
     Args:
         skips: whether a step may be skipped.
+        averages: whether averages follow the update.
     """
     if (missed := missed_parameters(model, optimizers)) and missed not in report.notes:
         report.note(missed)
         log.warning(missed)
     if outside:
         waits = "; each step waits for the device, to know whether it is skipped" if skips else ""
-        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}")
+        follows = "; the averages of ema= follow it op by op" if averages else ""
+        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
 
 
 def note_what_waits(params: Sequence[Tensor], options: StepOptions, report: Report) -> None:

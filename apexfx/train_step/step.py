@@ -21,6 +21,7 @@ from ..errors import NonFiniteError
 from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from .averages import averaged_copies
+from .ema import EmaState
 from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
 from .graphs import StepGraphs
@@ -68,8 +69,9 @@ class TrainStep:
                                 self._device)
         self._safeguard = None if options.safeguard is None else SafeguardState(options.safeguard, self._device,
                                                                                 own_skips=self._scale.mode is None)
+        self._ema = EmaState(options.ema) if options.ema is not None else None
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
-        note_what_is_outside(model, optimizers, outside, self.report,
+        note_what_is_outside(model, optimizers, outside, self.report, averages=options.ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
         note_what_waits(trained, options, self.report)
         # From here on, things change.
@@ -78,8 +80,8 @@ class TrainStep:
         index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
         of_objective = modules_of(objective, model)
         writes = ForwardWrites(lambda: itertools.chain(model.modules(), *(m.modules() for m in of_objective)), self.report)
-        self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard, writes,
-                                    self.report, index, self._device)
+        self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard,
+                                    self._ema, writes, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
         self._skip: Tensor | None = None  # of the last call, where it applied gradients
@@ -245,6 +247,22 @@ class TrainStep:
         """Whether the last call, or `flush()`, updated the parameters, and neither gathered alone nor was skipped: 0-d, bool."""
         return self._skip == 0 if self._skip is not None else torch.zeros((), dtype=torch.bool, device=self._device)
 
+    @property
+    def ema_model(self) -> nn.Module:
+        """A new copy of the model, made now: averages in the place of the parameters (in their dtype), buffers as they are.
+
+        It is in the mode of the model. A parameter that no update was averaged of is the model's, and one that is not trained any
+        more stays what its average was. Parameters of the objective are not averaged.
+
+        Raises:
+            RuntimeError: the step averages nothing, or an earlier one has failed half-way.
+        """
+        if self._ema is None:
+            raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
+                               "ema=apexfx.EMA(decay=0.9999)")
+        self._state.check_whole()
+        return self._ema.module(self.model)
+
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
         """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""
         text = self.report.code(stage=stage, after=after, graph=graph)
@@ -255,7 +273,7 @@ class TrainStep:
     # ---- checkpoints ------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of model, optimizer and loss scale, and of what the optimizer holds of the objective.
+        """Return the state of model, optimizer, loss scale, safeguard and averages, and what is trained of the objective.
 
         Raises:
             RuntimeError: between the calls that accumulate: what they have gathered belongs to no checkpoint.
@@ -267,7 +285,8 @@ class TrainStep:
         of_objective = self._objective_modules.state_dict()
         return {"model": self.model.state_dict(), "optimizer": self._optimizers.state_dict(), "scaler": self._scale.state_dict(),
                 "num_ranks": self._num_ranks(), **({"objective": of_objective} if of_objective else {}),
-                **({"safeguard": self._safeguard.state_dict()} if self._safeguard is not None else {})}
+                **({"safeguard": self._safeguard.state_dict()} if self._safeguard is not None else {}),
+                **({"ema": self._ema.state_dict(self.model)} if self._ema is not None else {})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.
@@ -277,11 +296,17 @@ class TrainStep:
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
         expected = {"model", "optimizer", "scaler", "num_ranks"}
-        if not isinstance(state, dict) or set(state) - {"objective", "safeguard"} != expected:
+        if not isinstance(state, dict) or set(state) - {"objective", "safeguard", "ema"} != expected:
             kind = sorted(state) if isinstance(state, dict) else type(state).__name__
             raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: "
                              f"{sorted(expected)}")
         self._scale.check(state["scaler"])
+        if self._ema is not None and "ema" in state:
+            self._ema.check(state["ema"], self.model)
+        elif self._ema is not None:
+            log.warning("apexfx: the state has no averages of ema=, which begin anew")
+        elif "ema" in state:
+            log.warning("apexfx: the state has averages, which are dropped; make the step with ema= to go on with them")
         self._objective_modules.refresh(self._optimizers)
         holders = {"model": self.model, "optimizer": self._optimizers, "objective": self._objective_modules}
         if "objective" not in state and holders.pop("objective").state_dict():
@@ -300,6 +325,8 @@ class TrainStep:
         self._scale.load_state_dict(state["scaler"])
         if self._safeguard is not None:
             self._safeguard.load_state_dict(state.get("safeguard", {}))
+        if self._ema is not None:
+            self._ema.load_state_dict(state.get("ema", {"averages": {}, "counts": {}}), self.model)
         self._state.drop_gathered()
         self._skip = self._grad_norm = self._last_call = None
 

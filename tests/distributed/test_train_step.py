@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import apexfx
 from apexfx.distributed.agreement import Agreement
@@ -527,6 +528,24 @@ def test_an_overflow_of_one_rank_in_pieces_skips_the_step_of_all(rank, world_siz
     assert step.skipped == 1 and step.loss_scale == 2.0**15
     step(*data[2])
     assert step.skipped == 1 and same_on_all(world_size, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_averages_are_those_of_averaged_model_on_every_rank(rank, world_size):
+    model = net()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0", ddp=True,
+                             inner="eager", safeguard=True, ema=apexfx.EMA(0.8))
+    reference = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    for place, (inputs, targets) in enumerate(batches(rank, 4)):
+        step(inputs * float("nan") if place == rank else inputs, targets)
+        if bool(step.updated):
+            reference.update_parameters(model)
+    assert step.skipped == 2
+    torch.testing.assert_close(list(step.ema_model.parameters()), list(reference.module.parameters()), rtol=1e-5, atol=1e-6)
+    assert same_on_all(world_size, list(step.ema_model.parameters()))
+    with pytest.raises(apexfx.RankMismatchError, match="ema"):
+        apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
+                          ema=apexfx.EMA(0.8 + rank / 10))
 
 
 @on_ranks(2)

@@ -147,6 +147,24 @@ def kept_behind_the_write(gm):
     gm.graph.erase_node(first)
 
 
+def written_together(w, v, x):
+    y = w * x
+    aten._foreach_copy_.default([w, v], [x, y])
+    return aten._foreach_add.Scalar([w, v], 1.0)
+
+
+def read_in_front_of_the_write(gm):
+    move(node_of(gm, aten._foreach_add.Scalar), before=node_of(gm, aten._foreach_copy_.default))
+
+
+def written_apart(gm):
+    write = node_of(gm, aten._foreach_copy_.default)
+    for place in (1, 0):
+        with gm.graph.inserting_before(write):
+            call(gm.graph, aten.copy_.default, tuple(tensors[place] for tensors in write.args), like=write)
+    gm.graph.erase_node(write)
+
+
 CHANGED_PLACES = "the two have changed places"
 
 
@@ -160,6 +178,7 @@ CHANGED_PLACES = "the two have changed places"
     (two_writes, swapped_writes, CHANGED_PLACES),
     (fills_a_result, lost_write_to_a_result, CHANGED_PLACES),
     (kept_in_a_buffer, kept_behind_the_write, CHANGED_PLACES),
+    (written_together, read_in_front_of_the_write, CHANGED_PLACES),
 ], ids=lambda value: getattr(value, "__name__", None))
 def test_what_changes_the_meaning_is_an_error(function, edit, problem):
     gm = graph_of(function)
@@ -173,7 +192,7 @@ def test_what_changes_the_meaning_is_an_error(function, edit, problem):
 
 @pytest.mark.parametrize("function, edit", [
     (reads_then_writes, independent), (reads_then_writes, replaced_write), (cosines, computed_again_in_front_of_it),
-    (returns_a_view, late_write),
+    (returns_a_view, late_write), (written_together, written_apart),
 ], ids=lambda value: value.__name__)
 def test_what_keeps_it_is_none(function, edit):
     gm = graph_of(function)

@@ -1,0 +1,296 @@
+"""ema=: the averages are those of torch.optim.swa_utils.AveragedModel, in every style of a step, and survive what it survives."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import apexfx
+from apexfx.ops.apply_gradients import EmaRow, StepPlan
+from apexfx.optimizers import FusedAdam
+from tests.own_optimizers import RMSprop
+
+SGD, AdamW, NAdam = torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam
+
+
+class Net(nn.Module):
+    """Two heads, of which a call uses one: the other has no gradient, and is averaged all the same."""
+
+    def __init__(self, breaks=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
+        self.breaks = breaks
+
+    def forward(self, x, head=0):
+        hidden = self.body(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.heads[head](hidden)
+
+
+def objective(model, x, y, head):
+    return F.cross_entropy(model(x, head), y)
+
+
+def batches(count, seed=0, bad=(), turns=False):
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(count):
+        x, y = torch.randn(5, 6, generator=generator), torch.randint(0, 3, (5,), generator=generator)
+        yield x * math.inf if number in bad else x, y, number // 4 % 2 if turns else 0
+
+
+def make(optimizer=AdamW, *, breaks=False, decay=0.8, model=None, **options):
+    model = model if model is not None else Net(breaks)
+    options = {"opt_level": "O0", "inner": "eager", "fallback": "transform" if breaks else None, **options}
+    optimizer = optimizer(model.parameters())
+    return apexfx.train_step(model, objective=objective, optimizer=optimizer, ema=apexfx.EMA(decay), **options)
+
+
+def optimizers_of(step):
+    return step.optimizer if isinstance(step.optimizer, list) else [step.optimizer]
+
+
+class Reference:
+    """AveragedModel of a model whose parameters are the masters of a step, where it has them."""
+
+    def __init__(self, step, decay=0.8):
+        self.step, self.model = step, copy.deepcopy(step.model)
+        self.model = self.model.double() if next(step.model.parameters()).dtype == torch.float64 else self.model.float()
+        self.averaged = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def update(self):
+        states = {p: held for optimizer in optimizers_of(self.step) for p, held in optimizer.state.items()}
+        with torch.no_grad():
+            for own, p in zip(self.model.parameters(), self.step.model.parameters()):
+                own.copy_(states.get(p, {}).get("master_param", p))
+        self.averaged.update_parameters(self.model)
+
+    def compare(self):
+        model, now = self.step.model, self.step.ema_model
+        assert list(now.state_dict()) == list(model.state_dict()) and now.training is model.training
+        averages = self.step._ema.state_dict(model)["averages"]
+        for name, p in self.averaged.module.named_parameters():
+            torch.testing.assert_close(averages[name], p.detach(), rtol=1e-5, atol=1e-6)
+            in_model = now.get_parameter(name)
+            assert in_model.dtype == model.get_parameter(name).dtype and in_model.requires_grad
+            assert torch.equal(in_model, averages[name].to(in_model.dtype))
+        for name, buffer in model.named_buffers():
+            torch.testing.assert_close(now.get_buffer(name), buffer, rtol=0, atol=0, equal_nan=True)
+            assert now.get_buffer(name) is not buffer
+
+
+def averages_of(step):
+    return copy.deepcopy(step._ema.state_dict(step.model))
+
+
+def assert_equal(one, other):
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def adam_with_masters(params):
+    return FusedAdam(params, lr=0.01, master_weights=True)
+
+
+def hooked_adam_with_masters(params):
+    optimizer = adam_with_masters(params)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def muon_and_adam(params):
+    params = list(params)
+    return [torch.optim.Muon([p for p in params if p.dim() == 2], lr=0.01), AdamW([p for p in params if p.dim() != 2], lr=0.01)]
+
+
+STYLES = {
+    "heads take turns": {"turns": True}, "a small decay": {"optimizer": SGD, "decay": 0.3},
+    "several": {"optimizer": muon_and_adam}, "float16": {"opt_level": "O2", "dtype": torch.float16, "bad": (0, 5)},
+    "masters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": adam_with_masters},
+    "half parameters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": FusedAdam, "keep_grads": True},
+    "composed, safeguard": {"safeguard": True, "bad": (0, 3, 4), "optimizer": NAdam},
+    "accumulating": {"accumulate": 2, "safeguard": True, "bad": (4,)},
+    "in pieces": {"breaks": True, "safeguard": True, "bad": (4,)},
+    "outside": {"optimizer": RMSprop, "safeguard": True, "bad": (4,)},
+    "outside, masters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": hooked_adam_with_masters, "decay": 0.0},
+    "under Inductor": {"inner": "inductor", "safeguard": True, "bad": (0, 4)},
+}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_it_is_that_of_averaged_model(style):
+    options = dict(STYLES[style])
+    bad, turns = options.pop("bad", ()), options.pop("turns", False)
+    step = make(**options)
+    reference = Reference(step, options.get("decay", 0.8))
+    assert_equal(step.ema_model.state_dict(), step.model.state_dict())  # nothing is averaged yet
+    skips = 0
+    for number, batch in enumerate(batches(20, bad=bad, turns=turns)):
+        before = averages_of(step) if number else None
+        step(*batch)
+        if bool(step.updated):
+            reference.update()
+        elif before is not None:
+            assert_equal(averages_of(step), before)
+        skips += not bool(step.updated)
+    reference.compare()
+    assert skips == (10 + 1 if "accumulate" in options else len(bad))
+    outside = "the averages of ema= follow it op by op" in str(step.report)
+    assert outside is style.startswith("outside")
+
+
+def test_a_flush_averages_and_calls_that_gather_do_not():
+    step = make(accumulate=3)
+    reference = Reference(step)
+    for number, batch in enumerate(batches(4)):
+        step(*batch)
+        if number == 2:
+            reference.update()
+    step.flush()
+    reference.update()
+    reference.compare()
+
+
+def test_float64_parameters_have_averages_of_float64():
+    model = Net().double()
+    step = make(model=model)
+    reference = Reference(step)
+    for x, *rest in batches(3):
+        step(x.double(), *rest)
+        reference.update()
+    reference.compare()
+    assert {average.dtype for average in averages_of(step)["averages"].values()} == {torch.float64}
+
+
+def test_an_average_belongs_to_its_parameter():
+    model = Net()
+    head = list(model.heads.parameters())
+    optimizer = SGD(model.body.parameters(), lr=0.1)
+    step = apexfx.train_step(model, objective=objective, optimizer=optimizer, opt_level="O0", inner="eager", ema=apexfx.EMA(0.8))
+    data = iter(batches(8))
+
+    def averages_follow(frozen=()):
+        before, begun = averages_of(step)["averages"], dict(step._ema.state_dict(model)["averages"])
+        step(*next(data))
+        for name, average in step._ema.state_dict(model)["averages"].items():
+            p = model.get_parameter(name).detach()
+            expected = before[name] if name in frozen else before[name].lerp(p, 0.2) if name in begun else p
+            torch.testing.assert_close(average, expected)
+
+    step(*next(data))
+    assert torch.equal(step.ema_model.body[0].weight, model.body[0].weight)  # the first update copies
+    averages_follow()
+    optimizer.add_param_group({"params": head, "lr": 0.05})
+    averages_follow()  # those of the heads begin with a copy
+    assert torch.equal(step.ema_model.heads[0].weight, model.heads[0].weight)
+    averages_follow()
+    optimizer.param_groups[0]["params"], optimizer.param_groups[1]["params"] = head, list(model.body.parameters())
+    averages_follow()
+    model.body[0].weight.requires_grad_(False)
+    averages_follow(frozen=["body.0.weight"])
+    model.body[0].weight.requires_grad_(True)
+    averages_follow()
+
+
+def test_parameters_of_the_objective_are_not_averaged():
+    class Objective(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, model, *batch):
+            return objective(model, *batch) * self.scale
+
+    model, own = Net(), Objective()
+    optimizer = AdamW([own.scale, *model.parameters()])
+    step = apexfx.train_step(model, objective=own, optimizer=optimizer, opt_level="O0", inner="eager", ema=apexfx.EMA(0.8))
+    reference = Reference(step)
+    for batch in batches(3):
+        step(*batch)
+        reference.update()
+    reference.compare()
+    assert list(averages_of(step)["averages"]) == [name for name, _ in model.named_parameters()]
+    with pytest.raises(ValueError, match="trains none of them"):
+        apexfx.train_step(model, objective=own, optimizer=AdamW([own.scale]), opt_level="O0", inner="eager",
+                          ema=apexfx.EMA())(*next(batches(1)))
+
+
+def test_it_goes_on_from_a_checkpoint():
+    step, other = make(), make()
+    for batch in batches(3):
+        step(*batch)
+    state = copy.deepcopy(step.state_dict())
+    other.load_state_dict(state)
+    assert_equal(other.ema_model.state_dict(), step.ema_model.state_dict())
+    for batch in batches(3, seed=1):
+        step(*batch)
+        other(*batch)
+    assert_equal(other.state_dict()["ema"], step.state_dict()["ema"])
+    step.load_state_dict(state)  # a step that has run
+    assert_equal(step.state_dict()["ema"], state["ema"])
+    step.load_state_dict(step.state_dict())  # what it has itself
+    assert_equal(step.state_dict()["ema"], state["ema"])
+
+
+def test_a_checkpoint_without_averages_begins_anew_and_one_with_them_loads_everywhere(caplog):
+    step = make()
+    model = Net()
+    plain = apexfx.train_step(model, objective=objective, optimizer=AdamW(model.parameters()), opt_level="O0", inner="eager")
+    for batch in batches(2):
+        step(*batch)
+        plain(*batch)
+    with_averages, without = copy.deepcopy((step.state_dict(), plain.state_dict()))
+    assert "ema" not in without
+    step.load_state_dict(without)
+    assert "begin anew" in caplog.text
+    assert_equal(step.ema_model.state_dict(), step.model.state_dict())
+    step(*next(batches(1)))
+    assert_equal(step.ema_model.state_dict(), step.model.state_dict())
+    plain.load_state_dict(with_averages)
+    assert "which are dropped" in caplog.text
+    assert_equal(plain.model.state_dict(), with_averages["model"])
+
+
+def test_averages_of_another_model_are_refused_before_anything_is_loaded():
+    step = make()
+    step(*next(batches(1)))
+    before = copy.deepcopy(step.state_dict())
+    state = copy.deepcopy(before)
+    state["model"]["body.0.bias"].zero_()
+    state["ema"]["averages"]["body.0.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"average of 'body.0.weight' of shape \[3\], and in this model that is \[8, 6\]"):
+        step.load_state_dict(state)
+    assert_equal(step.state_dict(), before)
+
+
+def test_updates_go_early_all_the_same():
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(3)))
+    step = apexfx.train_step(model, F.mse_loss, AdamW(model.parameters()), opt_level="O0", inner="eager", ema=apexfx.EMA(0.8))
+    step(torch.randn(2, 512), torch.randn(2, 512))
+    code = step.report.code(stage="step")
+    assert len(re.findall("apexfx.adam_", code)) > 1 and code.index("apexfx.adam_") < code.rindex("aten.mm")
+
+
+def test_a_plan_has_it_where_it_is_asked_for():
+    plan = StepPlan(ema=EmaRow(3, 0.9, (1, 4)))
+    assert StepPlan.from_json(plan.to_json()) == plan and "ema" not in StepPlan().to_json()
+
+
+def test_what_is_refused():
+    for decay in (1, -0.1, math.nan, True, "0.9"):
+        with pytest.raises(ValueError, match="decay="):
+            apexfx.EMA(decay)
+    model = Net()
+    with pytest.raises(TypeError, match="ema=0.9 was given"):
+        apexfx.train_step(model, objective=objective, optimizer=AdamW(model.parameters()), ema=0.9)
+    step = apexfx.train_step(model, objective=objective, optimizer=AdamW(model.parameters()), opt_level="O0", inner="eager")
+    with pytest.raises(RuntimeError, match="ema=apexfx.EMA"):
+        step.ema_model  # noqa: B018
