@@ -23,15 +23,17 @@ class Finding:
 
     Attributes:
         what: "nan", "inf" or "-inf", or several: "nan, inf".
-        phase: "forward", "backward", "update" or, of what was not finite before anything was computed, "input".
-        node: the name of the node.
-        op: what it calls; of an input, which one it is: "parameter 'head.weight'".
-        dtype: of the result.
+        source: the input that was not finite before anything was computed: "parameter 'head.weight'"; "" where all were.
+        phase: "forward", "backward" or "update".
+        node: the name of the node; where there is a source, of the first that reads it and is not finite.
+        op: what it calls.
+        dtype: of what is not finite.
         module: the dotted path of the module that the op, or the one of the forward that it is the backward of, belongs to.
         line: "file.py:12", of the user's program, as `module`; "" where unknown.
     """
 
     what: str
+    source: str
     phase: str
     node: str
     op: str
@@ -40,9 +42,9 @@ class Finding:
     line: str
 
     def __str__(self) -> str:
-        if self.phase == "input":
-            return f"{self.op} is not finite ({self.what})"
         where = f"{f' in module {self.module!r}' if self.module else ''}{f' at {self.line}' if self.line else ''}"
+        if self.source:
+            return f"{self.source} is not finite ({self.what}), first read by {self.op}{where}"
         return f"{self.op} in the {self.phase} gives {self.what} ({self.dtype}){where}"
 
 
@@ -62,6 +64,7 @@ class NonFinite:
         backward = [place for node, place in self._place.items() if (node.meta.get("custom") or {}).get(BACKWARD)]
         self._backward = range(backward[0], backward[-1] + 1) if backward else range(0)
         self._origins: dict[fx.Node, fx.Node] = {}  # of what is not finite
+        self._readers: dict[fx.Node, fx.Node] = {}  # of an input: the first node that reads it and is not finite
         self._masks: dict[fx.Node, set[str]] = {}  # infinities that are meant
         self._what: dict[fx.Node, tuple[str, str]] = {}  # what began at a node, and its dtype
 
@@ -71,7 +74,8 @@ class NonFinite:
             return
         origins = [self._origins[source] for source in node.all_input_nodes if source in self._origins]
         if origins:
-            self._origins[node] = min(origins, key=self._place.__getitem__)
+            origin = self._origins[node] = min(origins, key=self._place.__getitem__)
+            self._readers.setdefault(origin, node)
             return
         meant = set(self._meant(node)) & kinds.keys()
         if meant:
@@ -89,7 +93,7 @@ class NonFinite:
         """
         begin = self._backward.start if self._backward else 0
         origins = [origin for node, origin in self._origins.items()
-                   if self._place[node] >= begin and origin.meta.get("apexfx_kind") != "state"]
+                   if node.op != "placeholder" and self._place[node] >= begin and origin.meta.get("apexfx_kind") != "state"]
         return self._finding(min(origins, key=self._place.__getitem__)) if origins else None
 
     def _meant(self, node: fx.Node) -> list[str]:
@@ -100,17 +104,18 @@ class NonFinite:
         return [*map(str, constants), *(kind for source in node.all_input_nodes for kind in self._masks.get(source, ()))]
 
     def _finding(self, node: fx.Node) -> Finding:
-        what, dtype = self._what[node]
+        (what, dtype), source = self._what[node], ""
         if node.op == "placeholder":
-            kind = _KINDS[node.meta.get("apexfx_kind", "input")]
-            return Finding(what, "input", node.name, f"{kind} {node.meta.get('apexfx_name', node.name)!r}", dtype, "", "")
+            source = f"{_KINDS[node.meta.get('apexfx_kind', 'input')]} {node.meta.get('apexfx_name', node.name)!r}"
+            node = self._readers[node]
         place, of = self._place[node], node  # and what it is the backward of
         phase = "forward" if not self._backward or place < self._backward.start \
             else "backward" if place in self._backward else "update"
         if phase == "backward":
             of = next((each for each, at in self._place.items() if at < self._backward.start and each.op == "call_function"
                        and "seq_nr" in each.meta and each.meta["seq_nr"] == node.meta.get("seq_nr")), node)
-        return Finding(what, phase, node.name, op_name(node), dtype, module_path(of), source_line(node) or source_line(of))
+        line = source_line(node) or source_line(of)
+        return Finding(what, source, phase, node.name, op_name(node), dtype, module_path(of), line)
 
 
 def _kinds(result: Any) -> dict[str, torch.dtype]:

@@ -87,7 +87,7 @@ class Net(nn.Module):
             h = h * 1e20 * 1e20  # overflow
         if what == "none":
             h = h * 2
-        return self.head(h)
+        return self.head(h)  # the head
 
 
 def loss_of(model, x, what):
@@ -176,7 +176,8 @@ def test_a_parameter_that_is_not_finite_is_named():
     with torch.no_grad():
         step.model.head.weight[0, 0] = -math.inf
     step(X, "none")
-    assert step.events[-1].where == "parameter 'head.weight' is not finite (-inf)"
+    expected = "parameter 'head.weight' is not finite (-inf), first read by aten.t.default in module 'head' at "
+    assert step.events[-1].where == expected + line_of("the head")
 
 
 def test_only_the_last_call_is_searched():
