@@ -38,7 +38,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
-from torch._dynamo.utils import count_calls, graph_break_reasons
+from torch._dynamo.utils import count_calls, get_metrics_context, graph_break_reasons
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -178,6 +178,13 @@ def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
               if each.user_stack and (each.user_stack[0].filename, each.user_stack[0].lineno) == place]
     around = before[-1:] + ([gm.compile_subgraph_reason] if ends_in_graph_break(gm) else [])
     return [_in_a_line(each.reason, each.user_stack[-1]) for each in around if each.user_stack]
+
+
+def recompile_reason() -> str:
+    """Return, in a line, the guard that failed where Dynamo is compiling a frame anew; "" for a frame's first graph."""
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason") or ""  # None for the first
+    reason = re.sub(r"^\d+/\d+: ", "", reason.strip().partition("\n")[0])
+    return re.sub(r"\bL\['(\w+)'\]", r"\1", reason).partition("  # ")[0].strip()
 
 
 def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:

@@ -17,8 +17,10 @@ import torch
 from torch import fx
 
 from .. import ops, passes
+from .._torch import graph_breaks_around, recompile_reason
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
+from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture
@@ -87,7 +89,7 @@ class RewrittenGraph:
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,
-            report: Report, *, trains: bool) -> RewrittenGraph:
+            report: Report, *, trains: bool, mode: str = "") -> RewrittenGraph:
     """Run the forward passes over a captured graph.
 
     Args:
@@ -96,18 +98,43 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         groups: what the graph communicates over.
         report: in which the graph is to have its place.
         trains: whether a backward follows.
+        mode: of the model, "train" or "eval".
     """
     placeholders, reduces = context.placeholders, context.reduce_gradients
     pipeline = Pipeline(passes.schedule(config, context), verify=config.verify, strict=config.fullgraph)
     forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
     record = GraphReport(len(report.graphs), trains, forward, local=not reduces,
-                         parameters=tuple(p.name for p in placeholders if p.kind == "param"))
+                         parameters=tuple(p.name for p in placeholders if p.kind == "param"), mode=mode,
+                         inputs=tuple(f"{p.name} {_shape(p)}" for p in placeholders if p.kind == "input"),
+                         breaks=tuple(graph_breaks_around(gm)))
+    record.recompiled = _why_compiled_again(record, report.graphs)
     uuid = cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "inputs": [[p.name, p.kind] for p in placeholders]})
     key = cache.graph_key(uuid, gm) if uuid is not None and config.inner != "eager" else None
     if key is not None:
         record.load_backward = functools.partial(cache.load_stage, key)
     return RewrittenGraph(gm, example_inputs, placeholders, config, pipeline, record, uuid, key)
+
+
+def _why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> str:
+    """Return the guard that failed, in a line; "" for the first graph of its code.
+
+    Dynamo tells that of the graph compiled last, which may be one of the other mode: then the inputs say more.
+    """
+    reason = recompile_reason()
+    alike = [graph for graph in earlier if all(
+        getattr(graph, name) == getattr(record, name) for name in ("mode", "training", "local", "parameters", "breaks"))]
+    if not reason or not alike or alike[-1] is earlier[-1]:
+        return reason
+    changed = [f"{new}, was {old.rpartition(' ')[2]} in graph {alike[-1].index}"
+               for old, new in zip(alike[-1].inputs, record.inputs) if old != new]
+    return "; ".join(changed) or reason
+
+
+def _shape(placeholder: Placeholder) -> str:
+    if placeholder.dtype is None or placeholder.shape is None:
+        return "without a shape"
+    return f"{short_dtype(placeholder.dtype)}[{','.join('?' if size < 0 else str(size) for size in placeholder.shape)}]"
 
 
 def numeric_options(config: TransformConfig) -> dict[str, Any]:

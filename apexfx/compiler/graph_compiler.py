@@ -86,7 +86,8 @@ class GraphCompiler:
         touched = written_storages(gm)
         written = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(value(node)) & touched]
         dependencies = Dependencies(gm, written) if records else None
-        graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=trains)
+        graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=trains,
+                        mode=self.index.mode())
         trainable = [p.index for p in placeholders if p.kind == "param" and p.requires_grad]
         uneven = averages and (dependencies.differ(trainable) or ends_in_graph_break(gm))
         collectives = self._collectives(gm, graph.pipeline.stage("backward") if trains else (), averages=averages, uneven=uneven)

@@ -92,6 +92,11 @@ class ModelIndex:
         """Return (name, parameter) of all that are registered, each once."""
         return [named for prefix, root in self._live_roots() for named in root.named_parameters(prefix) if named[1].is_leaf]
 
+    def mode(self) -> str:
+        """Return "train" or "eval", the mode of the model, or "" where none is known."""
+        modes = {"train" if root.training else "eval" for _, root in self._live_roots()}
+        return modes.pop() if len(modes) == 1 else ""
+
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield (path, module) of the models and all that is registered below them."""
         for prefix, root in self._live_roots():

@@ -11,15 +11,17 @@ from typing import Any
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
+from .bucket_use import BucketUse
 from .cast_ledger import Cast, CastLedger, remove_cast
+from .compare import Comparison, compare
 from .diff import coloured, unified
 from .html import report_page
 from .memory import MemoryTimeline
 from .ops import Explanation, Op, OpTable, explain
-from .records import GraphReport, Match, PassReport, StageReport, runs, stage_to_json
+from .records import GraphReport, Match, PassReport, StageReport, runs
 from .text import places, report_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NO_GRAPH = "apexfx: there is no graph yet; call the model once, or model.capture(*inputs)"
 
 
@@ -200,6 +202,20 @@ class Report:
         raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was "
                            "compiled; run a training step (loss.backward()) once, or model.capture(*inputs)")
 
+    def bucket_of(self, parameter: str, *, network: Any = None, device: Any = None, graph: int | None = None) -> BucketUse:
+        """Return which allreduce carries the gradient of a parameter, when it starts and what hides it. `print` it.
+
+        Args:
+            network, device: predict in microseconds: of `apexfx.simulate.network.PRESETS` and `apexfx.simulate.devices.DEVICES`,
+                or what has their `allreduce_seconds(num_bytes, num_ranks)` and `seconds(num_flops, num_bytes, dtype)`.
+
+        Raises:
+            RuntimeError: as of `buckets()`.
+            ValueError: no bucket holds the parameter.
+        """
+        plan = self.buckets(graph)
+        return BucketUse(parameter, plan.bucket_of(parameter), plan, network, device)
+
     def memory(self, graph: int = 0) -> MemoryTimeline:
         """Return how many bytes are alive along the graph of a training step, by kind. `print` it for a picture.
 
@@ -215,13 +231,46 @@ class Report:
         """Return everything as JSON-able values, and write it to `path` where one is given."""
         data = {
             "version": FORMAT_VERSION, "config": self.config, "notes": list(self.notes),
-            "graphs": [{"index": g.index, "training": g.training, "local": g.local,
-                        "parameters": list(g.parameters),
-                        "stages": [stage_to_json(stage) for stage in g.stages]} for g in self.graphs],
+            "graphs": [graph.to_json() for graph in self.graphs],
         }
         if path is not None:
             Path(path).write_text(json.dumps(data, indent=1, default=str) + "\n")
         return data
+
+    @classmethod
+    def load(cls, path: str | Path) -> Report:
+        """Read what `to_json(path)` wrote; everything a report answers, it answers again.
+
+        Raises:
+            ValueError: the file cannot be read, is of another version, or no report.
+        """
+        advice = "give the path of a file that report.to_json(path) wrote"
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise ValueError(f"apexfx: the report {str(path)!r} cannot be read ({error.strerror}); {advice}") from error
+        except ValueError as error:
+            raise ValueError(f"apexfx: {path} is not JSON ({error}); {advice}") from error
+        version = data.get("version") if isinstance(data, dict) else None
+        if version != FORMAT_VERSION:
+            by = "an older" if isinstance(version, int) and version < FORMAT_VERSION else "a newer"
+            what = f"a report of version {version}, which {by} apexfx wrote" if isinstance(version, int) else "no report"
+            raise ValueError(f"apexfx: {path} holds {what}, expected version {FORMAT_VERSION}; write it anew by "
+                             "report.to_json(path)")
+        try:
+            report = cls(data["config"])
+            report.notes = list(data["notes"])
+            report.graphs = [GraphReport.from_json(row) for row in data["graphs"]]
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(f"apexfx: {path} holds a malformed report ({type(error).__name__}: {error}); {advice}") from error
+        return report
+
+    def compare(self, other: Report) -> Comparison:
+        """Return what is different in `other`, another run, commit or level: options, graphs, ops, casts, buckets, memory.
+
+        Names of nodes and line numbers, which differ by accident, are left out. `print` it for a table.
+        """
+        return compare(self, other)
 
     def to_html(self, path: str | Path) -> None:
         """Write one self-contained HTML page: tables, a side-by-side diff of every pass, casts marked, bucket plans.

@@ -13,6 +13,8 @@ from ..precision.casts import CastRow, RemovedCast
 from ..precision.op_rows import OpRow
 from .memory import MemoryTimeline
 
+_MAX_INPUTS = 4  # shown
+
 
 @dataclass(frozen=True)
 class Match:
@@ -135,6 +137,10 @@ class GraphReport:
         parameters: names of the parameters that enter it.
         local: whether it is the variant without allreduce nodes, which runs inside `no_sync()`, or gathers the gradients of a
             step's earlier calls.
+        mode: "train" or "eval", the mode of the model; "" where that is not known.
+        inputs: of its inputs, those that are neither parameters, buffers nor state: "x f32[4,8]"; "?" for a dynamic size.
+        recompiled: the guard that failed, where it is not the first graph of its code.
+        breaks: the graph breaks that it begins behind and ends in, each with its reason and place.
         load_backward: reads the record of the second stage kept beside a compile cache entry, when no pass ran in this process.
     """
 
@@ -144,7 +150,34 @@ class GraphReport:
     backward: StageReport | None = None
     parameters: tuple[str, ...] = ()
     local: bool = False
+    mode: str = ""
+    inputs: tuple[str, ...] = ()
+    recompiled: str = ""
+    breaks: tuple[str, ...] = ()
     load_backward: Callable[[], StageReport | None] | None = None
+
+    @property
+    def identity(self) -> str:
+        """Which graph it is, in a line: "train, x f32[4,8]; compiled again: tensor 'x' size mismatch at index 0 ..."."""
+        what = [self.mode] if self.mode else []
+        what += [*([] if self.training else ["without gradients"]), *self.inputs[:_MAX_INPUTS]]
+        what += [f"{len(self.inputs) - _MAX_INPUTS} more inputs"] if len(self.inputs) > _MAX_INPUTS else []
+        why = [f"compiled again: {self.recompiled}"] if self.recompiled else []
+        return "; ".join([", ".join(what), *why, *(f"next to a graph break: {text}" for text in self.breaks)])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the record as JSON-able values; `from_json` reads them back."""
+        return {"index": self.index, "training": self.training, "local": self.local, "parameters": list(self.parameters),
+                "mode": self.mode, "inputs": list(self.inputs), "recompiled": self.recompiled, "breaks": list(self.breaks),
+                "stages": [stage_to_json(stage) for stage in self.stages]}
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> GraphReport:
+        """Read what `to_json` returned."""
+        stages = [stage_from_json(stage, from_cache=stage["from_cache"]) for stage in row["stages"]]
+        lists = {name: tuple(row[name]) for name in ("parameters", "inputs", "breaks")}
+        return cls(row["index"], row["training"], *stages, local=row["local"], mode=row["mode"],
+                   recompiled=row["recompiled"], **lists)
 
     @property
     def stages(self) -> list[StageReport]:
@@ -190,11 +223,11 @@ def _pass_to_json(entry: PassReport) -> dict[str, Any]:
             "matches": [asdict(match) for match in entry.matches], "artifacts": entry.artifacts.to_json()}
 
 
-def stage_from_json(row: dict[str, Any]) -> StageReport:
+def stage_from_json(row: dict[str, Any], *, from_cache: bool = True) -> StageReport:
     """Rebuild a stage's record from what `stage_to_json` returned."""
     passes = [PassReport(**{**p, "added": Counter(p["added"]), "removed": Counter(p["removed"]),
                             "matches": [Match(**match) for match in p["matches"]],
                             "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
-    return StageReport(row["stage"], row["captured"], passes, from_cache=True, lowered=row["lowered"],
+    return StageReport(row["stage"], row["captured"], passes, from_cache=from_cache, lowered=row["lowered"],
                        memory=MemoryTimeline(**row["memory"]) if row["memory"] is not None else None,
                        ops=list(map(OpRow.from_json, row["ops"])))

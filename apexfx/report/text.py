@@ -14,6 +14,7 @@ from .records import GraphReport, Match, runs, uncovered, unmatched
 
 _MAX_OPS = 4  # shown in a row
 _MAX_PLACES = 5  # lines for a pass
+_MAX_GRAPHS = 12  # whose identity is shown
 _MANY_GRAPHS = 4  # beyond this, rows in which nothing happened are left out
 
 
@@ -36,6 +37,9 @@ def report_text(config: dict[str, Any], graphs: Sequence[GraphReport], notes: Se
              f"{num_runs} pass runs, {ms:.1f} ms",
              tabulate(rows, headers=headers, disable_numparse=True,
                       colalign=("right", "left", "left", "right", "right", "left", "right"))]
+    lines += [f"graph {graph.index}: {graph.identity}" for graph in graphs[:_MAX_GRAPHS] if graph.identity]
+    if graphs[_MAX_GRAPHS:]:
+        lines.append(f"and {len(graphs) - _MAX_GRAPHS} more graphs: report.graphs, each with its `identity`")
     if left_out:
         lines.append(f"{left_out} rows in which a pass had nothing to do are left out.")
     return "\n".join([*lines, *_places_lines(graphs), *remarks(graphs, notes)])

@@ -105,7 +105,8 @@ class StepCompiler:
         leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
-        graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True)
+        graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
+                        mode=self.index.mode())
         node = apply_node(gm)
         params, grads, updated = ((), (), ()) if node is None else (node.args[0], node.args[1],
                                                                     {p.name for place in (0, 2, 3) for p in node.args[place]})

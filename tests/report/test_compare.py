@@ -1,0 +1,185 @@
+"""Which graph is which, reports written and read again, what is different between two, and the allreduce of a parameter."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from expecttest import assert_expected_inline
+from torch import nn
+
+import apexfx
+from apexfx.config import BucketConfig
+from apexfx.report import Report
+from apexfx.simulate.graph_plan import fake_process_group
+from tests.report.test_ops import net_report
+
+
+def text(printed):
+    return "\n".join(line.rstrip() for line in str(printed).splitlines())
+
+
+def step_report(width=32, opt_level="O2", **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), opt_level=opt_level,
+                             inner="eager", **options)
+    step(torch.randn(2, 8), torch.randint(4, (2,)))
+    return step.report
+
+
+def test_each_graph_says_which_it_is():
+    model = apexfx.transform(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), inner="eager")
+    model(torch.randn(4, 8)).sum().backward()
+    model(torch.randn(5, 8))
+    with torch.no_grad():
+        model.eval()(torch.randn(4, 8))
+    first, second, third = [graph.identity for graph in model.report.graphs]
+    assert first == "train, inputs[0] f32[4,8]"
+    assert second.startswith("train, inputs[0] f32[")
+    assert "; compiled again: tensor 'inputs[0]' size mismatch at index 0. expected 4, actual 5" in second
+    assert third.startswith("eval, without gradients, inputs[0] f32[") and "; compiled again: " in third
+    lines = str(model.report).splitlines()
+    assert [line for line in lines if line.startswith("graph ")][:3] == [f"graph {i}: {graph.identity}"
+                                                                         for i, graph in enumerate(model.report.graphs)]
+
+
+def test_the_reason_is_that_of_the_nearest_graph():
+    model = apexfx.transform(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1)), inner="eager", dynamic=False)
+    model(torch.randn(4, 8))
+    with torch.no_grad():
+        model.eval()(torch.randn(4, 8))
+    model.train()(torch.randn(5, 8))
+    assert model.report.graphs[2].recompiled == "inputs[0] f32[5,8], was f32[4,8] in graph 0"
+
+
+def test_a_graph_says_which_break_it_is_next_to():
+    class Broken(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.fc(x)
+            torch._dynamo.graph_break()
+            return x.relu()
+
+    model = apexfx.transform(Broken(), inner="eager")
+    model(torch.randn(2, 4))
+    first, second = [graph.identity for graph in model.report.graphs]
+    assert "next to a graph break: " in first and "test_compare.py:" in first
+    assert "test_compare.py:" in second and "compiled again" not in second
+
+
+def test_a_step_says_which_graph_it_is():
+    assert step_report().graphs[0].identity == "train, batch[0] f32[2,8], batch[1] i64[2]"
+
+
+def test_a_report_that_was_read_answers_as_the_one_that_was_written(tmp_path):
+    for report in (net_report(), step_report()):
+        report.to_json(tmp_path / "report.json")
+        again = Report.load(tmp_path / "report.json")
+        assert str(again) == str(report)
+        assert str(again.ops()) == str(report.ops()) and str(again.casts()) == str(report.casts())
+        assert again.code() == report.code() and len(report.compare(again)) == 0
+        assert json.dumps(again.to_json(), default=str) == json.dumps(report.to_json(), default=str)
+    assert again.memory().peak == report.memory().peak
+
+
+@pytest.mark.parametrize("content, message", [
+    ({"version": 1}, "holds a report of version 1, which an older apexfx wrote, expected version 2; write it anew"),
+    ({"version": 3}, "holds a report of version 3, which a newer apexfx wrote, expected version 2"),
+    ({}, "holds no report"), ([], "holds no report"), ({"version": 2}, r"malformed report \(KeyError: 'config'\)"),
+    ({"version": 2, "config": {}, "notes": [], "graphs": [{}]}, r"malformed report \(KeyError"),
+])
+def test_what_is_no_report_of_this_version_is_refused(content, message, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=message):
+        Report.load(path)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"none.json' cannot be read \(No such file or directory\); give the path"):
+        Report.load(tmp_path / "none.json")
+    (tmp_path / "report.json").write_text("{")
+    with pytest.raises(ValueError, match="report.json is not JSON"):
+        Report.load(tmp_path / "report.json")
+
+
+def test_two_levels():
+    assert_expected_inline(text(net_report().compare(net_report(opt_level="O2"))), """\
+20 differences: 1 option, 13 op, 6 casts
+        what                                          before                                 after
+------  --------------------------------------------  -------------------------------------  --------------------
+option  opt_level                                     O1                                     O2
+3 x op  train without gradients, blocks.{0..2}.norm:  f32                                    bf16
+        layer_norm
+3 x op  train without gradients,                      f32                                    bf16
+        blocks.{0..2}.mlp.1: gelu
+3 x op  train without gradients, blocks.{0..2}: mul   f32 (promoted by blocks.{0..2}.gamma)  bf16
+3 x op  train without gradients, blocks.{0..2}: add   f32                                    bf16
+op      train without gradients, model: mean          f32                                    bf16
+casts   train without gradients                       28, 132.5 KiB a step                   25, 100.8 KiB a step
+casts   train without gradients: f32 -> bf16 for      21, 109.9 KiB a step                   -
+        torch.linear
+casts   train without gradients: bf16 -> f32 for      3, 15.0 KiB a step                     -
+        torch.gelu
+casts   train without gradients: bf16 -> f32 for      3, 7.5 KiB a step                      -
+        operator.mul
+casts   train without gradients: f32 -> bf16 for      -                                      23, 99.5 KiB a step
+        parameter
+casts   train without gradients: f32 -> bf16 for      -                                      1, 1.2 KiB a step
+        input""")
+
+
+def test_two_widths_of_a_step():
+    assert_expected_inline(text(step_report().compare(step_report(64))), """\
+6 differences: 2 casts, 4 memory
+        what                              before           after
+------  --------------------------------  ---------------  -----------------
+casts   train                             6, 904 B a step  6, 1.7 KiB a step
+casts   train: f32 -> bf16 for parameter  4, 840 B a step  4, 1.6 KiB a step
+memory  train, peak                       3.9 KiB          7.6 KiB
+memory  train, parameters                 1.6 KiB          3.3 KiB
+memory  train, activations                1000 B           1.9 KiB
+memory  train, gradients                  1.6 KiB          3.3 KiB""")
+
+
+def test_equal_runs_do_not_differ():
+    assert str(step_report().compare(step_report())) == "the reports agree: options, graphs, ops, casts, buckets, memory"
+    assert len(Report({}).compare(Report({}))) == 0
+
+
+def test_another_bucket_plan_is_a_change():
+    def report(message_size):
+        model = apexfx.transform(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), opt_level="O0", inner="eager",
+                                 ddp=BucketConfig(message_size=message_size))
+        model.capture(torch.randn(2, 8))
+        return model.report
+
+    with fake_process_group(2):
+        whole, halves = report(1000), report(1)
+    assert [change.what for change in whole.compare(halves) if change.kind == "bucket"] == [
+        f"train, bucket {index}" for index in range(len(halves.buckets().buckets))]
+    use = halves.bucket_of("0.weight")
+    assert use.bucket.parameters == ("0.weight",) and use.index == halves.buckets().bucket_of("0.weight")
+    assert str(use).splitlines()[0] == f"0.weight: bucket {use.index} of 4, 256 B float32, with 0 other gradients"
+    assert str(use).splitlines()[2] == "give network= and device= for microseconds"
+
+    class Network:
+        def allreduce_seconds(self, num_bytes, num_ranks):
+            return 1e-6 * num_bytes / num_ranks
+
+    class Device:
+        def seconds(self, num_flops, num_bytes, dtype):
+            return 2e-6
+
+    predicted = str(halves.bucket_of("0.weight", network=Network(), device=Device())).splitlines()[2]
+    assert predicted == ("predicted on 2 ranks: 128.0 us of communication, at most 2.0 us of it hidden, 126.0 us exposed")
+    with pytest.raises(ValueError, match=r"holds no parameter '0.wieght'; did you mean '0.weight'\?"):
+        halves.bucket_of("0.wieght")
+
+
