@@ -2,6 +2,7 @@
 # make lint: ruff, and the contract of who imports whom (both in pyproject.toml).
 # make lib: rebuild the compiled ops only.
 # make wheel: dist/apexfx-*-manylinux_*.whl with the CPU ops, tried in an environment of its own.
+# make bench: every benchmark in its short form, compared with the committed results.
 # make check-cuda: compile every .cu (nvcc, no device needed), and compare its kernels with csrc/cuda/kernels.json.
 # make gpu-check: build, test, sanitize and measure on a machine with a CUDA device (python3 with torch and pytest).
 PY    ?= python3
@@ -40,6 +41,9 @@ wheel: $(VENV)/.torch
 	build/wheel/environment/bin/python -m pip install -q "$(TORCH)" dist/apexfx-*.whl
 	build/wheel/environment/bin/python -I tests/check_wheel.py
 
+bench: $(VENV)/.built
+	$(BIN)/python benchmarks/run_all.py
+
 check-cuda: $(VENV)/.torch
 	$(BIN)/python csrc/compile_ops.py check-cuda
 
@@ -60,4 +64,4 @@ $(VENV)/.built: $(VENV)/.torch $(SRC)
 clean:
 	rm -rf $(VENV) build dist out *.egg-info apexfx/*.so
 
-.PHONY: all demo test test-long lint lib wheel check-cuda gpu-check clean
+.PHONY: all demo test test-long lint lib wheel bench check-cuda gpu-check clean
