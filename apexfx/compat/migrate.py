@@ -69,6 +69,7 @@ METHODS = {
 _TOP_MODULES = ("amp_C", "apex_C")
 _OPTIONS = ("opt_level", "dtype", "keep_batchnorm_fp32", "loss_scale", "max_grad_norm", "accumulate", "sync_bn", "ddp")
 _OF_TRANSFORM = ("opt_level", "dtype", "keep_batchnorm_fp32", "sync_bn", "ddp")
+_READING = ("item", "detach", "cpu", "clone", "float")  # what a loss is made to be logged by
 _CONVERTERS = ("apex.parallel.convert_syncbn_model", "torch.nn.SyncBatchNorm.convert_sync_batchnorm")
 _WRAPPERS = ("apex.parallel.DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.DataParallel")
 
@@ -139,25 +140,29 @@ class _Script:
         imported: a name -> the full name of what was imported under it.
         kinds: a variable, as written -> "model", "optimizer" or "scaler".
         options: of train_step, as the script's calls ask for them: keyword -> source text.
-        outputs: a variable -> the call of the model that it holds.
-        losses: the variables that a backward starts from.
+        scopes: a statement -> the function, or the block without gradients, that it stands in: an evaluation is not a step.
+        outputs: (scope, variable) -> the call of the model that it holds.
+        losses: (scope, variable) that a backward starts from.
         new_steps: where a model and its optimizer are both there -> their names as written, and what is left out.
     """
 
     def __init__(self, tree: ast.Module) -> None:
-        self.statements = list(_statements(tree))
+        self.scopes = {statement: scope for scope, _, statement in _statements(tree, tree)}
+        self.statements = [(expressions, statement) for _, expressions, statement in _statements(tree, tree)]
         self.imported: dict[str, str] = {}
         self.kinds: dict[str, str] = {}
         self.options: dict[str, str] = {}
-        self.outputs: dict[str, ast.Call] = {}
+        self.outputs: dict[tuple[ast.AST, str], ast.Call] = {}
         self.new_steps: dict[ast.stmt, tuple[str, str, str]] = {}
         for _, statement in self.statements:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 self._import(statement)
         calls = [call for expressions, _ in self.statements for call in _calls(expressions)]
-        self.losses = set(filter(None, map(self._loss_of, calls)))
+        self.losses = {(self.scopes[statement], self._loss_of(call)) for expressions, statement in self.statements
+                       for call in _calls(expressions)}  # fmt: skip
         called = {self._full_name(call.func) for call in calls}
         self.is_changed = bool(called & {"apexfx.train_step", "apexfx.transform"})
+        self.has_backward = any(getattr(call.func, "attr", "") == "backward" for call in calls)
         self.has_initialize = "apex.amp.initialize" in called
         for expressions, statement in self.statements:
             for call in _calls(expressions):
@@ -202,8 +207,7 @@ class _Script:
         """Return the variable that `loss.backward()`, `scaler.scale(loss)` or `amp.scale_loss(loss, ...)` names."""
         method = call.func.attr if isinstance(call.func, ast.Attribute) else ""
         if method == "backward":
-            value = call.func.value
-            return _dotted(value.left if isinstance(value, ast.BinOp) else value)
+            return _dotted(_dividend(call.func.value))
         return _dotted(call.args[0]) if call.args and method in ("scale", "scale_loss") else ""
 
     def _read(self, call: ast.Call, statement: ast.stmt) -> None:
@@ -225,7 +229,7 @@ class _Script:
             self._name("optimizer", *targets)
             model = _owner_of_parameters(call)
             self._name("model", model)
-            if not self.has_initialize and not self.is_changed and self.losses:
+            if not self.has_initialize and not self.is_changed and self.has_backward:
                 self.new_steps[statement] = (model or "model", targets[0], "")
 
     def _read_initialize(self, call: ast.Call, statement: ast.stmt) -> None:
@@ -253,8 +257,8 @@ class _Script:
         """Note where an output of the model is kept, and by what a loss is divided to accumulate."""
         targets, value = _targets(statement), getattr(statement, "value", None)
         if isinstance(value, ast.Call) and self.kinds.get(_dotted(value.func)) == "model":
-            self.outputs |= dict.fromkeys(targets, value)
-        divided = _divisor(statement) if self.losses.intersection(targets) else None
+            self.outputs |= {(self.scopes[statement], name): value for name in targets}
+        divided = _divisor(statement) if self._is_loss(statement) else None
         for node in ast.walk(value) if isinstance(statement, ast.Expr) else ():
             if isinstance(node, ast.Attribute) and node.attr == "backward" and isinstance(node.value, ast.BinOp):
                 divided = node.value.right
@@ -304,29 +308,48 @@ class _Script:
         targets, value = _targets(statement), getattr(statement, "value", None)
         if value is None or self.is_changed or not targets:
             return ""
-        if self.losses.intersection(targets):
-            computed = _dividend(value)
-            if isinstance(computed, ast.Call) and (batch := self._batch(computed)):
-                return f"{targets[0]} = step({', '.join(batch)})"
-            if any(self.kinds.get(_dotted(call.func)) == "model" for call in _calls([value])):
-                return f"{targets[0]} = step(*batch), of objective(model, *batch), a function that returns this loss"
-            return f"{DELETE}accumulate= averages so many calls" if _divisor(statement) is not None else ""
-        feeds = any(self.outputs.get(name) is value for name in targets)
-        if feeds and any(name in targets for call in self._loss_calls() for name in map(_dotted, call.args[:1])):
+        if self._is_loss(statement):
+            return self._instead_of_loss(statement, targets[0], value)
+        scope = self.scopes[statement]
+        losses = [other for other in self.scopes if self.scopes[other] is scope and self._is_loss(other)]
+        read = {_dotted(node) for other in losses for node in ast.walk(other.value)}
+        if read.intersection(targets) and any(self.outputs.get((scope, name)) is value for name in targets):
             return f"{DELETE}{_STEP}; where the output is read elsewhere, give objective= in place of the loss function"
         return ""
 
-    def _loss_calls(self) -> list[ast.Call]:
-        """Return the calls `loss_fn(model(inputs), targets)` whose value a backward starts from."""
-        values = [(_targets(statement), getattr(statement, "value", None)) for _, statement in self.statements]
-        calls = [_dividend(value) for targets, value in values if self.losses.intersection(targets) and value is not None]
-        return [call for call in calls if isinstance(call, ast.Call) and self._batch(call)]
+    def _is_loss(self, statement: ast.stmt) -> bool:
+        """Whether a statement assigns what a backward starts from."""
+        is_assigned = getattr(statement, "value", None) is not None
+        return is_assigned and any((self.scopes[statement], name) in self.losses for name in _targets(statement))
 
-    def _batch(self, call: ast.Call) -> list[str]:
-        """Return the inputs and targets of `loss_fn(model(inputs), targets)`, [] for another call."""
-        first = call.args[0] if call.args else call
-        forward = first if isinstance(first, ast.Call) else self.outputs.get(_dotted(first))
-        if forward is None or self.kinds.get(_dotted(forward.func)) != "model":
+    def _instead_of_loss(self, statement: ast.stmt, name: str, value: ast.expr) -> str:
+        computed, divisor = _dividend(value), _divisor(statement)
+        is_read = isinstance(computed, ast.Call) and getattr(computed.func, "attr", "") in _READING
+        if isinstance(computed, ast.Constant) or is_read:
+            return ""
+        note = "" if divisor is None else f"accumulate={ast.unparse(divisor)} averages so many calls"
+        if batch := self._batch(computed, self.scopes[statement]):
+            return f"{name} = step({', '.join(batch)})" + (note and f"  # {note}")
+        if divisor is not None and _dotted(computed) in ("", name):
+            return f"{DELETE}{note}; where it is no number of batches, divide in an objective"
+        return f"{name} = step(*batch), with this in objective(model, *batch), a function that returns the loss"
+
+    def _loss_calls(self) -> list[ast.Call]:
+        """Return the calls `loss_fn(model(inputs), targets)` from which a backward starts; none where a loss is anything else."""
+        losses = [(statement, _dividend(statement.value)) for _, statement in self.statements if self._is_loss(statement)]
+        if any("objective(" in self._instead_of_loss(statement, "", value) for statement, value in losses):
+            return []
+        return [value for statement, value in losses if self._batch(value, self.scopes[statement])]
+
+    def _batch(self, call: ast.expr, scope: ast.AST) -> list[str]:
+        """Return the inputs and targets of `loss_fn(model(inputs), targets)`, [] for anything else: keyword arguments, too."""
+        if not isinstance(call, ast.Call) or not call.args:
+            return []
+        first = call.args[0]
+        forward = first if isinstance(first, ast.Call) else self.outputs.get((scope, _dotted(first)))
+        if forward is None or self.kinds.get(_dotted(forward.func)) != "model" or not forward.args:
+            return []
+        if call.keywords or forward.keywords or any(isinstance(x, ast.Starred) for x in (*call.args, *forward.args)):
             return []
         inputs = [ast.unparse(argument) for argument in forward.args]
         return [inputs[0] if len(inputs) == 1 else f"({', '.join(inputs)})", *map(ast.unparse, call.args[1:])]
@@ -349,11 +372,19 @@ def _call(function: str, arguments: Sequence[str], options: dict[str, str]) -> s
     return f"{function}({', '.join([*arguments, *(f'{name}={value}' for name, value in options.items())])})"
 
 
-def _statements(tree: ast.AST) -> Iterator[tuple[list[ast.expr], ast.stmt]]:
-    for statement in ast.iter_child_nodes(tree):
-        if isinstance(statement, ast.stmt):
-            yield [node for node in ast.iter_child_nodes(statement) if not isinstance(node, ast.stmt)], statement
-        yield from _statements(statement)
+def _statements(tree: ast.AST, scope: ast.AST) -> Iterator[tuple[ast.AST, list[ast.AST], ast.stmt]]:
+    """Yield (scope, the statement's own expressions, statement) in order."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.stmt):
+            yield scope, [part for part in ast.iter_child_nodes(node) if not isinstance(part, ast.stmt)], node
+        yield from _statements(node, node if _opens_scope(node) else scope)
+
+
+def _opens_scope(node: ast.AST) -> bool:
+    if isinstance(node, ast.With):
+        called = [item.context_expr.func for item in node.items if isinstance(item.context_expr, ast.Call)]
+        return any(_dotted(function).rpartition(".")[2] in ("no_grad", "inference_mode") for function in called)
+    return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
 
 
 def _calls(expressions: Sequence[ast.AST]) -> Iterator[ast.Call]:

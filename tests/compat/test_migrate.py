@@ -92,6 +92,14 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("opt = optim.SGD(net.parameters())\nnet = DDP(net)\nout = net(a, b)\nloss = crit(out, y) / n\nloss.backward()",
      "loss = step((a, b), y)"),
     ("opt = optim.SGD(net.parameters())\nloss = f(net(x), y)\nloss /= steps\nloss.backward()", "accumulate=steps"),
+    # What a step would compute otherwise, were it called with the inputs and the targets alone.
+    ("net = DDP(net)\nloss = f(net(x), y, label_smoothing=0.1)\nloss.backward()", "with this in objective(model, *batch)"),
+    ("net = DDP(net)\nloss = f(net(x, mask=m), y)\nloss.backward()", "with this in objective(model, *batch)"),
+    ("net = DDP(net)\nloss = f(net(*xs), y)\nloss.backward()", "with this in objective(model, *batch)"),
+    ("net = DDP(net)\nout = net(x)\nloss = f(out, y) + g(out)\nloss.backward()", "with this in objective(model, *batch)"),
+    ("opt = optim.SGD(net.parameters())\nloss = f(net(x), y)\nloss = loss + aux\nloss.backward()",
+     "train_step(net, optimizer=opt, objective=objective"),
+    ("opt = optim.SGD(net.parameters())\n(f(net(x), y) + aux).backward()", "train_step(net, optimizer=opt, objective=objective"),
 ])  # fmt: skip
 def test_what_changes(code, instead):
     rows = instead_by_line(IMPORTS + code)
@@ -112,6 +120,15 @@ def test_what_changes(code, instead):
 ])  # fmt: skip
 def test_what_stays(code):
     assert changes("script.py", code) == []
+
+
+@pytest.mark.parametrize("evaluation", ["def validate(net, x, y):", "with torch.no_grad():", "with torch.inference_mode():"])
+def test_an_evaluation_is_not_made_a_step(evaluation):
+    loop = "out = net(x)\nloss = f(out, y)\n"
+    train = "def train():\n    net = DDP(network)\n    " + loop.replace("\n", "\n    ") + "loss.backward()\n"
+    rows = instead_by_line(IMPORTS + train + f"{evaluation}\n    " + loop.replace("\n", "\n    ") + "print(loss)\n")
+    last = IMPORTS.count("\n") + train.count("\n")
+    assert any("loss = step(x, y)" in texts for texts in rows.values()) and max(rows) <= last
 
 
 def test_the_programs_of_this_project_need_no_change():
