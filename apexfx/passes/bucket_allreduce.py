@@ -97,8 +97,8 @@ class BucketAllreduce(Pass):
     def collectives(self) -> list[Any]:
         """Return everything that the bucket plan follows from: the options (a replayed plan whole), then each parameter."""
         options = {**self.config.describe(), "plan": self.replayed.to_json() if self.replayed else None, "timeout_s": None}
-        return [options, *([p.name, list(p.shape or ()), str(p.dtype)] for p in self.placeholders
-                           if p.kind == "param" and p.requires_grad)]
+        return [options, *([p.name, list(p.shape or ()), str(p.dtype), dim_order(p.shape, p.stride) if p.stride else None]
+                           for p in self.placeholders if p.kind == "param" and p.requires_grad)]
 
     def artifacts(self) -> Artifacts:
         return Artifacts(plan=self.plan)

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import apexfx
 from apexfx.distributed.agreement import Agreement
 from apexfx.distributed.watchdog import watched
-from apexfx.errors import RankFailureError
+from apexfx.errors import RankFailureError, RankMismatchError
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.parallel import convert_syncbn_model
 from tests.distributed.launch import on_ranks
@@ -605,3 +605,15 @@ def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other
     model.breaks = rank == 1
     with pytest.raises(apexfx.RankMismatchError, match="in pieces, since it cannot be captured as one graph"):
         step(*data[1])
+
+
+@on_ranks(2)
+def test_ranks_with_other_memory_formats_are_refused(rank, world_size):
+    model = net()
+    if rank == 1:
+        model.to(memory_format=torch.channels_last)
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", ddp=True,
+                             inner="eager")
+    [batch] = batches(rank, 1)
+    with pytest.raises(RankMismatchError, match="0.weight"):
+        step(*batch)
