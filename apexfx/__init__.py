@@ -11,6 +11,7 @@ from .config import BucketConfig as BucketConfig
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PassError as PassError
 from .errors import RankMismatchError as RankMismatchError
+from .errors import ReplicaMismatchError as ReplicaMismatchError
 from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
 from .passes.base import Match as Match
 from .passes.base import Pass as Pass

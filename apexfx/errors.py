@@ -23,6 +23,22 @@ class RankMismatchError(RuntimeError):
     """Ranks are about to issue different collectives, or a rank never arrived."""
 
 
+class ReplicaMismatchError(RuntimeError):
+    """Parameters or optimizer state differ between ranks that should train the same model.
+
+    Attributes:
+        ranks: those that differ from most; () where no majority agrees.
+        parameters: the names of those that differ, or whose optimizer state does.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...], parameters: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.ranks, self.parameters = ranks, parameters
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[int, ...], tuple[str, ...]]]:
+        return type(self), (str(self), self.ranks, self.parameters)
+
+
 class RankFailureError(RuntimeError):
     """A rank died, stopped communicating, or failed in a backward."""
 

@@ -29,18 +29,23 @@ class Safeguard:
         spike_factor: a norm above so many times its running average is a spike; None: none is.
         window: over how many steps the average runs; before as many were made, nothing is a spike.
         max_consecutive_skips: so many skips in a row raise `NonFiniteError` on every rank.
+        replica_check_interval: every so many updates compare parameters and optimizer state over the ranks; where a bit differs,
+            the next call raises `ReplicaMismatchError` on every rank. None: never.
     """
 
     spike_factor: float | None = None
     window: int = 200
     max_consecutive_skips: int = 50
+    replica_check_interval: int | None = None
 
     def __post_init__(self) -> None:
         factor = self.spike_factor
         if factor is not None and not (_is_number(factor) and factor > 1):
             raise ValueError(f"apexfx: spike_factor={factor!r} was given, expected a number above 1, or None")
-        for name in ("window", "max_consecutive_skips"):
+        for name in ("window", "max_consecutive_skips", "replica_check_interval"):
             count = getattr(self, name)
+            if name == "replica_check_interval" and count is None:
+                continue
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise ValueError(f"apexfx: {name}={count!r} was given, expected a whole number, 1 or more")
 

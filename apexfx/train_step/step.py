@@ -33,6 +33,7 @@ from .objective import ObjectiveModules, modules_of
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
+from .replicas import ReplicaCheck
 from .safeguard import Event, SafeguardState
 from .state import TrainingState, check_optimizer, clipping, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
@@ -84,6 +85,7 @@ class TrainStep:
                                     self._ema, writes, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
+        self._replicas = _replica_check(options, self._groups, self.report)
         self._skip: Tensor | None = None  # of the last call, where it applied gradients
         self._last_call: LastCall | None = None  # where it may have been skipped
         self._grad_norm: Tensor | None = None
@@ -103,6 +105,7 @@ class TrainStep:
             TypeError, ValueError, RuntimeError, ...: what the model or the loss raises in eager for such a batch; the message
                 says how the step was called.
             RankMismatchError: the ranks run different graphs, or it could be captured on some of them only.
+            ReplicaMismatchError: the ranks' parameters or optimizer state differed after an update before.
             RankFailureError: another rank did not come.
         """
         if torch.is_inference_mode_enabled():
@@ -127,6 +130,7 @@ class TrainStep:
                 if last_call is not None:
                     last_call.end()
                     self._last_call = last_call
+        self._check_replicas(updated=not gathers)
         if not gathers and self._safeguard is not None and (skips := self._safeguard.too_many(self._skips())):
             raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
                                  f"{self.events[-1]}")
@@ -168,6 +172,13 @@ class TrainStep:
             for buffer in state.buffers:
                 buffer.zero_()
             self._note_applied(*applied)
+        self._check_replicas(updated=True)
+
+    def _check_replicas(self, *, updated: bool) -> None:
+        if self._replicas is not None:
+            self._replicas.finish()
+            if updated:
+                self._replicas.note_update(self._state.names, self._state.params, self._optimizers)
 
     def capture(self, /, *batch: Any, **named: Any) -> Report:
         """Compile the graph that a batch like this one needs, and run nothing: for its report, memory included.
@@ -277,8 +288,11 @@ class TrainStep:
 
         Raises:
             RuntimeError: between the calls that accumulate: what they have gathered belongs to no checkpoint.
+            ReplicaMismatchError: as a call.
         """
         self._state.check_whole()
+        if self._replicas is not None:
+            self._replicas.finish()
         if num_calls := self._state.num_gathered_calls():
             raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {self._options.accumulate} calls that "
                                "accumulate gradients; save after the call that applies them, or call flush() before")
@@ -327,11 +341,24 @@ class TrainStep:
             self._safeguard.load_state_dict(state.get("safeguard", {}))
         if self._ema is not None:
             self._ema.load_state_dict(state.get("ema", {"averages": {}, "counts": {}}), self.model)
+        if self._replicas is not None:
+            self._replicas.forget()
         self._state.drop_gathered()
         self._skip = self._grad_norm = self._last_call = None
 
     def _num_ranks(self) -> int:
         return dist.get_world_size(self._groups.user) if self._groups.user is not None else 1
+
+
+def _replica_check(options: StepOptions, groups: Groups, report: Report) -> ReplicaCheck | None:
+    """Return what compares the replicas where that was asked for and there are several."""
+    interval = options.safeguard.replica_check_interval if options.safeguard is not None else None
+    if interval is None:
+        return None
+    if groups.gradients is None or dist.get_world_size(groups.user) == 1 or dist.get_backend(groups.user) == "fake":
+        report.note(f"apexfx: replica_check_interval={interval} compares nothing: gradients are averaged over no other rank")
+        return None
+    return ReplicaCheck(interval, groups.gradients)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -1,0 +1,104 @@
+"""Whether all ranks still train the same model: checksums of what the updates write, compared every so many updates."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import ReplicaMismatchError
+from ..host_copy import HostCopy
+from ..ops.checksum import checksum
+
+_MOST_NAMED = 5
+
+
+class ReplicaCheck:
+    """Compares parameters and their optimizer state over the ranks; nobody waits in the step that begins a comparison.
+
+    Each rank adds a row, one `checksum` a parameter with its state, to a matrix, which one allreduce sums: all ranks then
+    know which differ, and where. Buffers are left out: running statistics differ by design without `sync_bn`.
+
+    Args:
+        interval: every so many updates.
+        group: the ranks.
+    """
+
+    def __init__(self, interval: int, group: dist.ProcessGroup) -> None:
+        self._interval, self._group = interval, group
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop a comparison that has begun, and count updates anew: a state was loaded."""
+        self._num_updates = 0
+        self._under_way: tuple[list[str], dist.Work, Tensor, HostCopy | None] | None = None
+
+    def note_update(self, names: dict[int, str], params: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Begin a comparison where the update that was made is one to look at.
+
+        Args:
+            names: of the parameters, by id.
+            params: those that were updated.
+            optimizers: whose state belongs to them.
+        """
+        self._num_updates += 1
+        if self._num_updates % self._interval:
+            return
+        named = sorted({names.get(id(p), f"{place}"): p for place, p in enumerate(params)}.items(), key=operator.itemgetter(0))
+        held = [(row, tensor) for row, (_, p) in enumerate(named) for tensor in _with_state(p, optimizers)]
+        device = params[0].device
+        rows = torch.tensor([row for row, _ in held]).to(device, non_blocking=True)
+        sums = torch.zeros(self._group.size(), len(named), dtype=torch.int64, device=device)
+        sums[self._group.rank()].index_add_(0, rows, checksum([tensor for _, tensor in held]))
+        work, copy = self._group.allreduce([sums]), None
+        if device.type == "cuda":
+            work.wait()  # the stream, not the host
+            copy = HostCopy(sums)
+        self._under_way = [name for name, _ in named], work, sums, copy
+
+    def finish(self) -> None:
+        """Wait for the comparison that the update before began, if it did.
+
+        Raises:
+            ReplicaMismatchError: ranks differ; on every rank that calls this.
+        """
+        if self._under_way is None:
+            return
+        (names, work, sums, copy), self._under_way = self._under_way, None
+        if copy is None:
+            work.wait()
+        columns = (copy.get() if copy is not None else sums).t().tolist()
+        if differing := {name: column for name, column in zip(names, columns) if len(set(column)) > 1}:
+            raise ReplicaMismatchError(_message(differing, len(names), self._num_updates), _alone(differing.values()),
+                                       tuple(differing))
+
+
+def _with_state(param: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
+    """Return a parameter and the tensors of its state on its device: a count that torch keeps on the host is left out."""
+    state = [value for each in optimizers if param in each.state for value in each.state[param].values()]
+    return [param, *(value for value in state if isinstance(value, Tensor) and value.device == param.device)]
+
+
+def _alone(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Return the ranks that have other checksums than most ranks have; () where no majority agrees."""
+    alone: set[int] = set()
+    for column in columns:
+        [(most, count)] = Counter(column).most_common(1)
+        if 2 * count <= len(column):
+            return ()
+        alone.update(rank for rank, value in enumerate(column) if value != most)
+    return tuple(sorted(alone))
+
+
+def _message(differing: dict[str, Sequence[int]], num_params: int, update: int) -> str:
+    alone, num_ranks = _alone(differing.values()), len(next(iter(differing.values())))
+    who = (f"rank{'s'[:len(alone) > 1]} {', '.join(map(str, alone))} of {num_ranks} differ{'s'[:len(alone) == 1]} from the others"
+           if alone else f"the {num_ranks} ranks differ, and no majority agrees,")
+    names = f"{', '.join([*differing][:_MOST_NAMED])}{', ...' if len(differing) > _MOST_NAMED else ''}"
+    return (f"apexfx: the replicas are no longer equal: after update {update} {who} in {len(differing)} of {num_params} "
+            f"parameters or their optimizer state: {names}. A rank has changed them by itself, or its memory or processor is "
+            "faulty; load a checkpoint on every rank")

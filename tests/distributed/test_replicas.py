@@ -1,0 +1,151 @@
+"""replica_check_interval: each flipped bit is found at the next check, on all ranks alike, and nothing else is."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx import ReplicaMismatchError
+from tests.distributed.launch import on_ranks
+from tests.distributed.test_train_step import batches
+from tests.own_optimizers import RMSprop
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3))
+
+
+def make(interval, optimizer=torch.optim.AdamW, **options):
+    model = net()
+    options = {"opt_level": "O0", "ddp": True, "inner": "eager", **options}
+    step = apexfx.train_step(model, F.cross_entropy, optimizer(model.parameters(), lr=0.01),
+                             safeguard=apexfx.Safeguard(replica_check_interval=interval), **options)
+    return model, step
+
+
+def tensors(model, step):
+    """Return (name of its parameter, tensor) of what the update writes."""
+    state = step.optimizer.state
+    return [(name, t) for name, p in model.named_parameters() for t in (p, *state[p].values()) if t.dim()]
+
+
+def flip(tensor, rng):
+    """Flip one bit, at a random place."""
+    flat = tensor.detach().view(torch.uint8).view(-1)
+    flat[rng.randrange(flat.numel())] ^= 1 << rng.randrange(8)
+
+
+def differs(model, step, world_size):
+    """Whether a bit differs between the ranks, by comparing all of them."""
+    everywhere = [None] * world_size
+    dist.all_gather_object(everywhere, [t.detach().numpy().tobytes() for _, t in tensors(model, step)])
+    return any(each != everywhere[0] for each in everywhere)
+
+
+@on_ranks(2, 3)
+def test_each_flipped_bit_is_found_at_the_next_check(rank, world_size):
+    model, step = make(2)
+    [batch] = batches(rank, 1)
+    step(*batch)
+    step(*batch)
+    saved = copy.deepcopy(step.state_dict())
+    rng, num_found = random.Random(world_size), 0
+    while num_found < 20:
+        step.load_state_dict(copy.deepcopy(saved))  # torch's optimizers keep what they are given
+        step(*batch)
+        target, (name, tensor), seed = rng.randrange(world_size), rng.choice(tensors(model, step)), rng.random()
+        if rank == target:
+            flip(tensor, random.Random(seed))
+        step(*batch)  # compares, and does not wait
+        if not differs(model, step, world_size):  # the update has rounded it off a moment
+            step(*batch)
+            continue
+        with pytest.raises(ReplicaMismatchError, match="after update 2 ") as raised:
+            step(*batch)
+        error, num_found = raised.value, num_found + 1
+        assert name in error.parameters and error.ranks == ((target,) if world_size > 2 else ())
+        assert world_size == 2 or f"rank {target} of 3 differs from the others" in str(error)
+    texts = [None] * world_size
+    dist.all_gather_object(texts, str(error))
+    assert len(set(texts)) == 1
+
+
+@on_ranks(2)
+def test_a_checkpoint_is_not_saved_of_different_replicas(rank, world_size):
+    model, step = make(1)
+    [batch] = batches(rank, 1)
+    step(*batch)
+    step.state_dict()
+    if rank == 1:
+        with torch.no_grad():
+            model[0].weight[0] += 1
+    step(*batch)
+    with pytest.raises(ReplicaMismatchError):
+        step.state_dict()
+
+
+@on_ranks(2)
+def test_equal_replicas_agree(rank, world_size):
+    for options in (
+        {},  # running statistics differ
+        {"optimizer": RMSprop},
+        {"accumulate": 3, "opt_level": "O2"},
+        {"optimizer": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9)},
+    ):
+        _, step = make(1, **options)
+        for batch in batches(rank, 8):
+            step(*batch)
+        step.flush()
+        saved = step.state_dict()
+        step.load_state_dict(saved)
+        for batch in batches(rank, 3):
+            step(*batch)
+        step.state_dict()
+
+
+@on_ranks(2)
+def test_a_skipped_step_is_compared(rank, world_size):
+    _, step = make(1)
+    for number, (inputs, targets) in enumerate(batches(rank, 4)):
+        if number == 1 and rank == 0:
+            inputs[0, 0, 0, 0] = torch.nan
+        step(inputs, targets)
+    assert step.skipped == 1
+    step.state_dict()
+
+
+def test_one_rank_has_nobody_to_compare_with():
+    _, step = make(1, ddp=False)
+    for batch in batches(0, 2):
+        step(*batch)
+    assert any("replica_check_interval=1 compares nothing" in note for note in step.report.notes)
+
+
+@pytest.mark.parametrize("interval", [0, -1, 1.5, True, "often"])
+def test_what_is_no_interval(interval):
+    with pytest.raises(ValueError, match="replica_check_interval"):
+        apexfx.Safeguard(replica_check_interval=interval)
+
+
+def test_the_error_is_pickled_with_what_it_knows():
+    error = pickle.loads(pickle.dumps(ReplicaMismatchError("text", (2,), ("a",))))
+    assert (str(error), error.ranks, error.parameters) == ("text", (2,), ("a",))
+
+
+@pytest.mark.long
+@on_ranks(2, timeout=3000.0)
+def test_no_false_alarm_in_ten_thousand_steps(rank, world_size):
+    _, step = make(1)
+    for _ in range(100):
+        for batch in batches(rank, 100):
+            step(*batch)
+    step.state_dict()
