@@ -32,7 +32,7 @@ MASK = torch.eye(3, 4, dtype=torch.bool)
     (lambda x: x + 1, [X * math.nan], "input 'x_1' is not finite (nan)"),
     (lambda x: (x.abs() + math.inf) * 0, [X.to(torch.float8_e4m3fn).float()], "aten.mul.Tensor in the forward gives nan"),
     (lambda x: torch.complex(x, x / 0), [X], "aten.div.Tensor in the forward gives"),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_the_first_origin_is_found(function, inputs, sentence):
     gm = make_fx(function)(*inputs)
     observer = NonFinite(gm.graph)
