@@ -1,4 +1,4 @@
-"""The command line: `python -m apexfx demo | doctor | passes | simulate | compat | migrate`."""
+"""The command line: `python -m apexfx demo | doctor | passes | replay | simulate | compat | migrate`."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     passes.add_argument("name", nargs="?", help="a pass to explain")
     passes.add_argument("--markdown", action="store_true", help="print the page docs/passes.md")
     passes.set_defaults(run=_passes)
+    _add_replay(commands)
     _add_simulate(commands)
     commands.add_parser("compat", help="run a script written for NVIDIA Apex, unchanged")
     migrate = commands.add_parser(
@@ -79,6 +80,19 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
                       help="images a step, all ranks together")
     demo.add_argument("--out", default="out", metavar="DIR", help="where graphs, JSON and the loss curve go")
     demo.set_defaults(run=_demo)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    replay = commands.add_parser(
+        "replay", help="run a recorded training step again", epilog=_EXIT_STATUS,
+        description="Run the graph of a bundle that a training step has recorded, op by op on this machine alone, and say which "
+                    "op first gave what is not finite, and whether all nodes have the bits that were recorded. Nothing of a "
+                    "bundle is executed but registered ops of torch and apexfx. docs/guard.md explains bundles.",
+    )
+    replay.add_argument("bundle", metavar="BUNDLE", help="the folder")
+    replay.add_argument("--until", metavar="NODE", help="stop behind this node, and print what it gives")
+    replay.add_argument("--to", choices=["float64"], help="compute forward and backward in this dtype instead")
+    replay.set_defaults(run=_replay)
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -134,6 +148,18 @@ def _passes(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from .observe.replay import replay
+
+    try:
+        text, as_recorded = replay(arguments.bundle, until=arguments.until, to=arguments.to)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text)
+    return 0 if as_recorded else 1
 
 
 def _simulate(arguments: argparse.Namespace) -> int:

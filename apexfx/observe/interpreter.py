@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from .._torch import OpOverload, resolve_process_group, tree_map
 from ..graph.collectives import is_collective, is_wait
@@ -19,16 +19,22 @@ class Interpreter(fx.Interpreter):
     """Evaluates a graph without talking to other ranks, which are taken to hold what this one holds.
 
     Args:
-        gm: the graph.
+        module: the graph, or what holds the tensors of `graph`.
         observers: called with each node and its result, once it has run; a result that is written later is seen as it was then.
+        graph: the graph, where `module` is none.
+        received: what collectives give, by the name of their node; computed for those that are not there.
     """
 
-    def __init__(self, gm: fx.GraphModule, observers: Sequence[Observer] = ()) -> None:
-        super().__init__(gm)
-        self._observers = observers
+    def __init__(self, module: nn.Module, observers: Sequence[Observer] = (), *, graph: fx.Graph | None = None,
+                 received: Mapping[str, Any] | None = None) -> None:
+        super().__init__(module, graph=graph)
+        self._observers, self._received = observers, received or {}
 
     def run_node(self, n: fx.Node) -> Any:
-        result = self._collective(n) if is_collective(n) or is_wait(n) else super().run_node(n)
+        if n.name in self._received and is_collective(n):
+            result = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, self._received[n.name])
+        else:
+            result = self._collective(n) if is_collective(n) or is_wait(n) else super().run_node(n)
         for observe in self._observers:
             observe(n, result)
         return result

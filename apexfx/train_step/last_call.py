@@ -21,13 +21,16 @@ class LastCall:
 
     Attributes:
         batch, named: the same tensors, in containers of its own.
+        recorded: whether it was looked at for a bundle.
+        random, random_of_device: states of the random number generators before the call; None on the CPU.
     """
 
     def __init__(self, batch: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> None:
         self.batch, self.named = tree_map(lambda leaf: leaf, (batch, named))
         self._device = device
-        self._random = torch.get_rng_state()
-        self._random_of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.recorded = False
+        self.random = torch.get_rng_state()
+        self.random_of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self.end()
 
     def end(self) -> None:
@@ -41,10 +44,10 @@ class LastCall:
     @contextlib.contextmanager
     def random_state(self) -> Iterator[None]:
         """Have random numbers be those of the call, in this context."""
-        with torch.random.fork_rng([self._device] if self._random_of_device is not None else []):
-            torch.set_rng_state(self._random)
-            if self._random_of_device is not None:
-                torch.cuda.set_rng_state(self._random_of_device, self._device)
+        with torch.random.fork_rng([self._device] if self.random_of_device is not None else []):
+            torch.set_rng_state(self.random)
+            if self.random_of_device is not None:
+                torch.cuda.set_rng_state(self.random_of_device, self._device)
             yield
 
     def _versions_now(self) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,18 +32,25 @@ class Safeguard:
         max_consecutive_skips: so many skips in a row raise `NonFiniteError` on every rank.
         replica_check_interval: every so many updates compare parameters and optimizer state over the ranks; where a bit differs,
             the next call raises `ReplicaMismatchError` on every rank. None: never.
+        record_dir: a folder in which each skipped step leaves a bundle for `python -m apexfx replay`, one a rank. A call then
+            waits for the device, to know whether the one before was skipped. None: nothing is written, and nothing waits.
+        max_records: so many bundles of a rank are enough; those that are in the folder count.
     """
 
     spike_factor: float | None = None
     window: int = 200
     max_consecutive_skips: int = 50
     replica_check_interval: int | None = None
+    record_dir: str | Path | None = None
+    max_records: int = 5
 
     def __post_init__(self) -> None:
         factor = self.spike_factor
         if factor is not None and not (_is_number(factor) and factor > 1):
             raise ValueError(f"apexfx: spike_factor={factor!r} was given, expected a number above 1, or None")
-        for name in ("window", "max_consecutive_skips", "replica_check_interval"):
+        if not isinstance(self.record_dir, (str, Path, type(None))):
+            raise TypeError(f"apexfx: record_dir={self.record_dir!r} was given, expected a path, or None")
+        for name in ("window", "max_consecutive_skips", "max_records", "replica_check_interval"):
             count = getattr(self, name)
             if name == "replica_check_interval" and count is None:
                 continue

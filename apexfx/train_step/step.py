@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,8 +34,9 @@ from .objective import ObjectiveModules, modules_of
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
+from .record import free_record, write_record
 from .replicas import ReplicaCheck
-from .safeguard import Event, SafeguardState
+from .safeguard import STATE, Event, SafeguardState
 from .state import TrainingState, check_optimizer, clipping, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
 
@@ -111,6 +113,7 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
         call = WrongCall(self.model, self._objective, batch, named)
+        self._record_where_skipped()
         with self._state.all_or_nothing():
             self._state.prepare()
             if self._scale.mode is None and _autocast_dtype(self._device) == torch.float16:
@@ -132,6 +135,7 @@ class TrainStep:
                     self._last_call = last_call
         self._check_replicas(updated=not gathers)
         if not gathers and self._safeguard is not None and (skips := self._safeguard.too_many(self._skips())):
+            self._record_where_skipped()
             raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
                                  f"{self.events[-1]}")
         if skips := self._scale.skips_to_tell():
@@ -231,9 +235,53 @@ class TrainStep:
         """Say where the last call first computed something that is not finite."""
         if self._last_call is None:
             return "That call gathered gradients"
-        halved = self._scale.mode == "dynamic" and self._skip > 0
         return explain(self._graphs, self._last_call, self.model, self._objective, gathers=self._options.accumulate > 1,
-                       scale_factor=1 / StepPlan.backoff_factor if halved else 1.0)
+                       scale_factor=self._scale_factor())
+
+    def _scale_factor(self) -> float:
+        """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
+        overflowed = self._scale.mode == "dynamic" and self._skip > 0 and not self._grad_norm.isfinite()
+        return 1 / StepPlan.backoff_factor if overflowed else 1.0
+
+    def record(self, path: str | Path) -> None:
+        """Write a bundle of the last call, for `python -m apexfx replay`: its graph, and all that the graph runs on.
+
+        A call that was skipped has changed nothing, and is recorded as it was, but for counters. Of any other, the bundle has
+        what a call with the same batch and random numbers would compute now. Each rank records what is its own.
+
+        Args:
+            path: of a folder that is not there.
+
+        Raises:
+            RuntimeError: there is no such call, its batch was written since, or it ran in pieces.
+            ValueError: the graph holds what a bundle cannot.
+            OSError: it cannot be written.
+        """
+        call, event = self._last_call, None
+        if call is None or call.batch_has_changed():
+            why = "the batch of the last call was written since" if call is not None else \
+                "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
+            raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
+        if self._safeguard is not None and self._skip > 0 and self.events:
+            event = str(self.events[-1])
+        write_record(Path(path), self._graphs, call, scale_factor=self._scale_factor(), device=self._device,
+                     about={"event": event, "options": {name: str(value) for name, value in self.report.config.items()}})
+
+    def _record_where_skipped(self) -> None:
+        """Write a bundle of the last call, if it was skipped, where the safeguard says so; waits for the device."""
+        options = self._options.safeguard
+        if options is None or options.record_dir is None or self._last_call is None or self._last_call.recorded:
+            return
+        self._last_call.recorded = True  # at most once
+        if not self._skip > 0:
+            return
+        try:
+            path = free_record(options.record_dir, options.max_records, int(self._safeguard.tensors[STATE][0]))
+            if path is not None:
+                self.record(path)
+                log.warning("apexfx: %s; python -m apexfx replay %s runs it again", self.events[-1], path)
+        except Exception as error:  # a full disk, no permission, an op that no bundle holds: training goes on
+            log.warning("apexfx: a skipped step could not be recorded in %s: %s", options.record_dir, error)
 
     def _skips(self) -> Tensor | None:
         """Return how many steps were skipped, in all and in a row, where any may be."""

@@ -1,0 +1,184 @@
+"""A bundle: a folder that holds a graph, what it runs on and digests of what it computed, for another process to compare.
+
+`bundle.json` has the graph, the event and the machine; `tensors.pt` the inputs, random states and what collectives gave;
+`graph.py` the graph as Python, for people: nothing reads it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .._torch import tree_leaves, tree_map
+from ..graph import printing
+from ..graph.collectives import is_collective
+from .graph_data import from_data, to_data
+from .interpreter import Interpreter
+
+FORMAT = 1
+_JSON, _TENSORS, _PYTHON = "bundle.json", "tensors.pt", "graph.py"
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A recorded run of a graph.
+
+    Attributes:
+        data: of `bundle.json`.
+        tensors: of `tensors.pt`: "inputs", "constants", "random", "random_of_device", "received".
+    """
+
+    data: dict[str, Any]
+    tensors: dict[str, Any]
+
+    def graph(self, dtypes: Mapping[torch.dtype, torch.dtype] | None = None) -> tuple[nn.Module, fx.Graph]:
+        """Return the graph, as of `from_data`."""
+        return from_data(self.data["graph"], self.tensors["constants"], dtypes=dtypes)
+
+    def inputs(self) -> list[Any]:
+        """Return copies of what the graph runs on."""
+        return [exact_copy(x) if isinstance(x, Tensor) else x for x in self.tensors["inputs"]]
+
+    @contextlib.contextmanager
+    def random_state(self) -> Iterator[None]:
+        """Have random numbers be those of the recorded run, in this context."""
+        of_device = self.tensors["random_of_device"]
+        device = torch.device(self.data["machine"]["device"])
+        with torch.random.fork_rng([device] if of_device is not None else []):
+            torch.set_rng_state(self.tensors["random"])
+            if of_device is not None:
+                torch.cuda.set_rng_state(of_device, device)
+            yield
+
+
+class Digests:
+    """Observer: a digest of the bits of each result; none of what `empty` returns."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    def __call__(self, node: fx.Node, result: Any) -> None:
+        if node.op in ("call_function", "placeholder") and "empty" not in str(node.target):
+            self.digests[node.name] = digest(result)
+
+
+class Received:
+    """Observer: what collectives give."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {}
+
+    def __call__(self, node: fx.Node, result: Any) -> None:
+        if is_collective(node):
+            self.results[node.name] = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, result)
+
+
+def digest(result: Any) -> str:
+    """Return a digest of dtype, shape and bits of all that is in a result."""
+    sha = hashlib.sha256()
+    for leaf in tree_leaves(result):
+        if not isinstance(leaf, Tensor):
+            sha.update(repr(leaf).encode())
+            continue
+        sha.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
+        dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
+        sha.update(dense.resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def exact_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of the same sizes and strides, of the memory between its first and last element alone."""
+    if tensor.layout != torch.strided or not tensor.numel():
+        return tensor.detach().clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    memory = tensor.detach().as_strided((extent,), (1,), tensor.storage_offset()).clone()
+    return memory.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return what the bits of a result depend on besides the graph and its inputs."""
+    return {"torch": torch.__version__, "python": platform.python_version(), "processor": _processor(),
+            "capability": torch.backends.cpu.get_cpu_capability(), "threads": torch.get_num_threads(), "device": str(device),
+            "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None}
+
+
+def write(path: Path, gm: fx.GraphModule, inputs: Sequence[Any], *, random: Tensor, random_of_device: Tensor | None,
+          device: torch.device, about: Mapping[str, Any]) -> None:
+    """Run a graph on copies of its inputs, and write a bundle of that; the folder is there whole, or not at all.
+
+    Args:
+        path: of a folder that is not there.
+        random, random_of_device: the states of the generators before the run; None on the CPU.
+        about: what else is to be kept, JSON-able.
+
+    Raises:
+        ValueError: the graph holds what a bundle cannot.
+        OSError, RuntimeError: it cannot be written.
+    """
+    if path.exists():
+        raise FileExistsError(f"apexfx: {path} is there already; a bundle is a new folder")
+    graph, constants = to_data(gm)
+    tensors = {"inputs": [exact_copy(x) if isinstance(x, Tensor) else x for x in inputs], "received": {},
+               "constants": {name: exact_copy(t) for name, t in constants.items()}, "random": random,
+               "random_of_device": random_of_device}
+    data = {"format": FORMAT, "machine": machine(device), **about, "graph": graph}
+    bundle, digests, received = Bundle(data, tensors), Digests(), Received()
+    with bundle.random_state(), torch.no_grad():
+        Interpreter(gm, [digests, received]).run(*bundle.inputs())
+    data["digests"], tensors["received"] = digests.digests, received.results
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.mkdir()
+        torch.save(tensors, unfinished / _TENSORS)
+        (unfinished / _PYTHON).write_text(printing.to_python(gm, header="the graph of a recorded step"))
+        (unfinished / _JSON).write_text(json.dumps(data))
+        os.replace(unfinished, path)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def load(path: Path) -> Bundle:
+    """Read a bundle. Nothing of it is executed.
+
+    Raises:
+        ValueError: it is no bundle, is damaged, or of another format, or holds what only pickle could read.
+    """
+    if not (path / _JSON).is_file():
+        raise ValueError(f"apexfx: {path} is no bundle: it has no {_JSON}")
+    try:
+        data = json.loads((path / _JSON).read_text())
+    except (ValueError, OSError, RecursionError) as error:
+        raise ValueError(f"apexfx: {path / _JSON} is damaged ({type(error).__name__}: {error})") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"apexfx: {path} is a bundle of format {found}, and this apexfx reads format {FORMAT}")
+    try:
+        tensors = torch.load(path / _TENSORS, map_location=None if torch.cuda.is_available() else "cpu", weights_only=True)
+    except Exception as error:  # whatever is in the file
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(f"apexfx: {path / _TENSORS} is damaged, or holds more than tensors, which is not loaded "
+                         f"({type(error).__name__}: {first_line})") from error
+    expected = {"inputs", "constants", "random", "random_of_device", "received"}
+    if not isinstance(tensors, dict) or set(tensors) != expected or not {"machine", "graph", "digests"} <= data.keys():
+        raise ValueError(f"apexfx: {path} lacks a part of a bundle")
+    return Bundle(data, tensors)
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return model or platform.processor() or platform.machine()

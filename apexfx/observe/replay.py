@@ -1,0 +1,124 @@
+"""Run a bundle again, and say what it computes: the same bits, or the first node that differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import tree_leaves, tree_map
+from ..graph.nodes import op_name, source_line
+from . import bundle as bundles
+from .interpreter import Interpreter
+from .non_finite import BACKWARD, NonFinite
+
+_MAY_DIFFER = ("python",)
+_HALVES_AND_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def replay(path: str, *, until: str | None = None, to: str | None = None) -> tuple[str, bool]:
+    """Run a bundle again, on this rank alone.
+
+    Args:
+        path: of the folder.
+        until: stop at the node of this name, and say what it gives.
+        to: "float64": compute in that dtype, from the same inputs.
+
+    Returns:
+        What to print; whether the bits are the same, or need not be.
+
+    Raises:
+        ValueError: it is no bundle that can be replayed, or has no such node.
+    """
+    bundle = bundles.load(Path(path))
+    lines = _about(bundle)
+    dtypes = dict.fromkeys(_HALVES_AND_FLOATS, torch.float64) if to == "float64" else {}
+    try:
+        module, graph = bundle.graph(dtypes)
+    except (KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+        raise ValueError(f"apexfx: the graph of {path} is damaged ({type(error).__name__}: {error})") from error
+    nodes = list(graph.nodes)
+    if until is not None and until not in {node.name for node in nodes}:
+        raise ValueError(f"apexfx: the graph has no node {until!r}; graph.py beside it has all")
+    stop = until or (_last_of_backward(nodes) if dtypes else None)
+    observers = digests, non_finite, last = bundles.Digests(), NonFinite(graph), _Until(stop)
+    received = tree_map(lambda x: _in(x, dtypes), bundle.tensors["received"])
+    try:
+        with bundle.random_state(), torch.no_grad():
+            Interpreter(module, observers, graph=graph, received=received).run(*(_in(x, dtypes) for x in bundle.inputs()))
+    except _Stop:
+        pass
+    except Exception as error:
+        raise ValueError(f"apexfx: {path} cannot be run here: {str(error).strip()}") from error
+    finding = non_finite.first()
+    lines.append(f"not finite: {finding}" if finding is not None else "not finite: nothing, up to where it ran")
+    if until is not None:
+        lines.append(f"{until}: {_shown(last.result)}")
+    if dtypes:
+        return "\n".join([*lines, "computed in float64: no bits are compared"]), True
+    recorded = bundle.data["digests"]
+    compared = [node for node in nodes if node.name in recorded and node.name in digests.digests]
+    different = [node for node in compared if recorded[node.name] != digests.digests[node.name]]
+    changes = _changes(bundle)
+    lines += [f"another machine than it was recorded on, so the bits may differ: {', '.join(changes)}"] if changes else []
+    if not different:
+        return "\n".join([*lines, f"the same bits in all of {len(compared)} nodes"]), True
+    first = different[0]
+    where = f" at {source_line(first)}" if source_line(first) else ""
+    lines.append(f"other bits in {len(different)} of {len(compared)} nodes; the first is {first.name}: {op_name(first)}{where}")
+    return "\n".join(lines), bool(changes)
+
+
+class _Stop(Exception):
+    """Raised behind the last node that is to run."""
+
+
+class _Until:
+    """Observer: keeps the result of a node, and ends the run there."""
+
+    def __init__(self, name: str | None) -> None:
+        self._name, self.result = name, None
+
+    def __call__(self, node: fx.Node, result: Any) -> None:
+        if node.name == self._name:
+            self.result = result
+            raise _Stop
+
+
+def _about(bundle: bundles.Bundle) -> list[str]:
+    data = bundle.data
+    recorded = ", ".join(f"{name} {value}" for name, value in data["machine"].items() if value is not None)
+    return [*(f"{name}: {data[name]}" for name in ("event", "options") if data.get(name)), f"recorded: {recorded}"]
+
+
+def _changes(bundle: bundles.Bundle) -> list[str]:
+    device = torch.device(bundle.data["machine"]["device"])
+    here = bundles.machine(device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu"))
+    return [f"{name} {then} -> {here[name]}" for name, then in bundle.data["machine"].items()
+            if name not in _MAY_DIFFER and here.get(name) != then]
+
+
+def _last_of_backward(nodes: list[fx.Node]) -> str | None:
+    marked = [node.name for node in nodes if (node.meta.get("custom") or {}).get(BACKWARD)]
+    return marked[-1] if marked else None
+
+
+def _in(x: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
+    return x.to(dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
+
+
+def _shown(result: Any) -> str:
+    return "; ".join(_describe(leaf) for leaf in tree_leaves(result))
+
+
+def _describe(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return repr(leaf)
+    text = f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    if not leaf.is_floating_point() or not leaf.numel():
+        return text
+    finite = leaf[leaf.isfinite()].double()
+    span = f", from {float(finite.min()):g} to {float(finite.max()):g}" if finite.numel() else ""
+    return f"{text}{span}, {leaf.numel() - finite.numel()} not finite"
