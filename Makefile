@@ -17,7 +17,7 @@ demo: $(VENV)/.built
 	$(BIN)/python -m apexfx demo
 
 test: $(VENV)/.built
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations=10 tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 3 --dist worksteal --durations=10 tests
 
 test-long: $(VENV)/.built
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "long or not long" tests

@@ -346,7 +346,7 @@ def campaign(seeds: Sequence[int]) -> list[Case]:
 
 
 def test_training_programs(tmp_path):
-    cases = campaign(range(3))
+    cases = campaign(range(2))
     check(outcomes(cases, tmp_path / "journal"), errors_at_most=0.05)
 
 

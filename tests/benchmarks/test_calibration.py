@@ -21,6 +21,7 @@ from calibration import SIZES, Calibration, MeasuredNetwork, fit_line, slowest_p
 from harness import interleave, ratios, slowest
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_two_ranks_calibrate_and_predict(rank, world_size):
     assert slowest([rank, -rank], dist.group.WORLD) == [1.0, 0.0]

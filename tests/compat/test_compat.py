@@ -268,6 +268,7 @@ def test_an_unmodified_classifier_script(level):
     assert float(out.splitlines()[-1].split()[-1]) > 0.8
 
 
+@pytest.mark.long
 def test_an_unmodified_finetuning_script(tmp_path):
     out = run_script(SCRIPTS / "finetune.py", "--fp16", "--output", tmp_path / "checkpoint.pt")
     assert "resumed at the same loss" in out

@@ -282,7 +282,8 @@ def test_a_rank_raises(executor, where, table):
     assert len(list(table.iterdir())) == 3
 
 
-@pytest.mark.parametrize("executor", ["inner=eager", *(pytest.param(e, marks=pytest.mark.long) for e in EXECUTORS[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize("executor", EXECUTORS)
 def test_faults_that_ranks_survive(executor, table):
     run_ranks(_survived, 3, executor, str(table), timeout=240)
     for n in (5, 20, 60):

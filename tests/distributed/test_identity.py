@@ -412,6 +412,7 @@ def test_what_is_not_averaged_is_said():
         unfrozen_in_eager, sums_and_local_gradients, an_argument_that_holds_tensors, an_optimizer_in_backward)), 2)
 
 
+@pytest.mark.long
 def test_what_reaches_a_parameter_another_way():
     run_ranks(functools.partial(_each, (
         written_in_place, asked_for_with_autograd_grad, others_in_the_place_of_parameters, the_source_after_the_model,

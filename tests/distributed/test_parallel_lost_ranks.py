@@ -100,7 +100,7 @@ def forward_alone(rank, world_size, executor):
     os._exit(0)  # the group is broken: no barrier
 
 
-@pytest.mark.parametrize("executor", ["graph", "eager DDP"])
+@pytest.mark.parametrize("executor", ["graph", pytest.param("eager DDP", marks=pytest.mark.long)])
 def test_a_training_forward_on_one_rank_alone(executor):
     run_ranks(forward_alone, 2, executor)
 

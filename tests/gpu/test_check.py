@@ -81,6 +81,7 @@ def test_nothing_runs_once_a_required_step_failed(outcome):
     assert endings == {"build": ("failed", "no compiler"), "tests": ("not run", "not run: build failed")}
 
 
+@pytest.mark.long
 def test_a_later_call_goes_on_where_the_first_stopped(outcome, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "LEAST_S", 0.2)
     hang = noting("a", "time.sleep(60)", share_s=2.0, writes="a.json")
@@ -254,6 +255,7 @@ def test_the_plan_is_of_files_that_are_there_and_fits_the_budget(tmp_path):
     assert here <= {one.command[-1] for one in real}
 
 
+@pytest.mark.long
 def test_a_dry_run_takes_the_real_steps(dry_run, tmp_path):
     """With the CPU's own library in the place of the emulation, which takes a minute to build."""
     if not (check.ROOT / "apexfx/_C_cpu.so").exists():
