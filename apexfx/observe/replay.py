@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +53,14 @@ def replay(path: str, *, until: str | None = None, to: str | None = None) -> tup
         pass
     except Exception as error:
         raise ValueError(f"apexfx: {path} cannot be run here: {str(error).strip()}") from error
-    finding = non_finite.first()
-    lines.append(f"not finite: {finding}" if finding is not None else "not finite: nothing, up to where it ran")
     if until is not None:
-        lines.append(f"{until}: {_shown(last.result)}")
+        node = next(node for node in nodes if node.name == until)
+        where = f" at {source_line(node)}" if source_line(node) else ""
+        lines.append(f"{until}: {op_name(node)}{where}: {_shown(last.result)}")
+    else:
+        finding = non_finite.first()
+        nothing = "nothing in forward and backward: what was not, went beyond the range of a dtype" if dtypes else "nothing"
+        lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else f"not finite: {nothing}")
     if dtypes:
         return "\n".join([*lines, "computed in float64: no bits are compared"]), True
     recorded = bundle.data["digests"]
@@ -90,7 +95,8 @@ class _Until:
 def _about(bundle: bundles.Bundle) -> list[str]:
     data = bundle.data
     recorded = ", ".join(f"{name} {value}" for name, value in data["machine"].items() if value is not None)
-    return [*(f"{name}: {data[name]}" for name in ("event", "options") if data.get(name)), f"recorded: {recorded}"]
+    rows = {"recorded event": data.get("event"), "options": data.get("options"), "recorded on": recorded}
+    return [f"{name}: {value}" for name, value in rows.items() if value]
 
 
 def _changes(bundle: bundles.Bundle) -> list[str]:
@@ -120,5 +126,7 @@ def _describe(leaf: Any) -> str:
     if not leaf.is_floating_point() or not leaf.numel():
         return text
     finite = leaf[leaf.isfinite()].double()
-    span = f", from {float(finite.min()):g} to {float(finite.max()):g}" if finite.numel() else ""
-    return f"{text}{span}, {leaf.numel() - finite.numel()} not finite"
+    span = f", finite from {float(finite.min()):g} to {float(finite.max()):g}" if finite.numel() else ""
+    counts = {"nan": leaf.isnan().sum(), "inf": (leaf == math.inf).sum(), "-inf": (leaf == -math.inf).sum()}
+    others = ", ".join(f"{int(count)} {name}" for name, count in counts.items() if count)
+    return f"{text}{span}{f', {others}' if others else ''}"
