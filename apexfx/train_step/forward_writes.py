@@ -7,6 +7,7 @@ is written by calls that gather gradients, or by a step in pieces, before anythi
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._torch import tree_leaves
 from ..report.data import Report
 
 log = logging.getLogger(__name__)
 
 _OF_TORCH = frozenset({*nn.Module().__dict__, "_is_hf_initialized"})
 _MOST_ITEMS = 256  # of a list or dictionary that is looked into
-_Container = dict[Any, Any] | list[Any]
+_PLAIN = (int, float, bool, str)
+_Container = dict[Any, Any] | list[Any] | deque[Any]
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class _Held:
     Attributes:
         owner: what messages call it.
         container: itself.
-        items: the tensors, numbers and containers in it.
+        items: the tensors, numbers, tuples and containers in it.
         size: how many items it had; None of a module, which may get new attributes.
     """
 
@@ -64,7 +67,8 @@ class ForwardWrites:
             self._attributes = [held for module in self._modules() for held in _held(type(module).__name__, module.__dict__)]
         if copies and self._copies is None:
             tensors = [t for module in self._modules() for t in module.buffers(recurse=False)]
-            tensors += [t for held in self._attributes for t in held.items.values() if isinstance(t, Tensor)]
+            tensors += [t for held in self._attributes for item in held.items.values()
+                        for t in (tree_leaves(item) if isinstance(item, tuple) else [item]) if isinstance(t, Tensor)]
             with torch.no_grad():
                 self._copies = [(t, t.clone()) for t in {id(t): t for t in tensors}.values()]
 
@@ -88,15 +92,26 @@ class ForwardWrites:
         now = dict(_items(held.container))
         for key, before in held.items.items():
             new = now.get(key)
-            if new is before or type(new) is type(before) in (int, float, bool) and new == before:
-                continue
-            tensors = isinstance(new, Tensor) and isinstance(before, Tensor) and not new.requires_grad
-            if tensors and (new.shape, new.dtype, new.device) == (before.shape, before.dtype, before.device):
-                held.container[key] = torch.where(skipped.to(new.device), before, new)
-            else:
-                self._note(f"{held.owner}.{key}")
+            kept = self._kept(f"{held.owner}.{key}", before, new, skipped)
+            if kept is not new:
+                held.container[key] = kept
         if held.size is not None and held.size != len(now):
             self._note(held.owner)
+
+    def _kept(self, what: str, before: Any, new: Any, skipped: Tensor) -> Any:
+        """Return what is to be in the place of `new`, which was `before`: itself, and noted, where that cannot be taken back."""
+        if new is before or type(new) is type(before) in _PLAIN and new == before:
+            return new
+        if isinstance(new, tuple) and type(new) is type(before) and len(new) == len(before):
+            items = [self._kept(f"{what}[{i}]", *pair, skipped) for i, pair in enumerate(zip(before, new))]
+            if all(item is own for item, own in zip(items, new)):
+                return new
+            return type(new)(*items) if hasattr(new, "_fields") else type(new)(items)
+        tensors = isinstance(new, Tensor) and isinstance(before, Tensor) and not new.requires_grad
+        if tensors and (new.shape, new.dtype, new.device) == (before.shape, before.dtype, before.device):
+            return torch.where(skipped.to(new.device), before, new)
+        self._note(what)
+        return new
 
     def _note(self, what: str) -> None:
         if what not in self._noted:
@@ -113,9 +128,10 @@ def _items(container: _Container) -> Iterator[tuple[Any, Any]]:
 
 def _held(owner: str, container: _Container, depth: int = 3) -> Iterator[_Held]:
     """Yield what a module's attributes are, and what is in the lists and dictionaries among them."""
-    kinds = (Tensor, int, float, list, dict, type(None))
+    containers = (list, dict, deque)
+    kinds = (Tensor, int, float, tuple, *containers, type(None))
     items = {key: item for key, item in _items(container) if key not in _OF_TORCH and isinstance(item, kinds)}
     yield _Held(owner, container, items, len(container) if depth < 3 else None)
     for key, item in items.items():
-        if type(item) in (list, dict) and len(item) <= _MOST_ITEMS and depth:
+        if isinstance(item, containers) and len(item) <= _MOST_ITEMS and depth:
             yield from _held(f"{owner}.{key}", item, depth - 1)

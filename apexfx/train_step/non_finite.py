@@ -77,7 +77,7 @@ def explain(graphs: StepGraphs, call: LastCall, model: nn.Module, objective: Cal
         return "the last batch is finite; it was that of a call before, which gathered its gradients"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "all is finite on this rank; it was the batch of another, which says more"
-    return "all is finite op by op; it was a kernel that fuses several"
+    return "all is finite op by op: it was a kernel that fuses several, or the model has changed since"
 
 
 class _FirstNonFinite(TorchDispatchMode):

@@ -134,7 +134,8 @@ class SafeguardState:
         """
         num_skips, log = int(skips[0]), self.tensors[LOG].tolist()
         first = max(self._num_read or 0, num_skips - LOGGED)
-        self._events += [_event(log[number % LOGGED], name_of) for number in range(first, num_skips)]
+        self._events += [_event(log[number % LOGGED], name_of) for number in range(first, num_skips)
+                         if log[number % LOGGED][0]]  # no call: a loss scale had skipped it before there was a safeguard
         self._num_read = num_skips
         return list(self._events)
 

@@ -217,8 +217,8 @@ class TrainStep:
     def events(self) -> list[Event]:
         """Which steps were skipped, and why, in order; waits for the device.
 
-        They are those since the step was made or loaded a state; where they are not asked for, the last 64 are kept. For that of
-        the last call, its graph runs once more on copies, op by op, to find where what is not finite begins.
+        They are those since the step was made, and those of a state that it has loaded; where they are not asked for, the last 64
+        are kept. For that of the last call, its graph runs once more on copies, op by op, to find where it stops being finite.
 
         Raises:
             RuntimeError: the step has no safeguard.

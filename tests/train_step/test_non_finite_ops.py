@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -36,3 +37,17 @@ def test_parameter_op_and_line_of_a_planted_fault(row):
 @pytest.mark.parametrize("row", FINITE, ids=lambda row: row.name)
 def test_what_is_finite_is_no_event(row):
     assert run(row, row.batch) == []
+
+
+def test_a_model_in_another_mode_is_not_blamed_on_a_kernel():
+    class InTraining(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return (y * math.inf if self.training else y).square().mean()
+
+    model = InTraining(4, 2)
+    step = apexfx.train_step(model, objective=lambda model, x: model(x), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                             opt_level="O0", inner="eager", safeguard=True)
+    step(torch.randn(3, 4))
+    model.eval()
+    assert step.events[-1].where.endswith("or the model has changed since")

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 import random
+from collections import OrderedDict, deque
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ class Net(nn.Module):
         self.average = torch.zeros(8)  # an attribute that is replaced
         self.total = torch.zeros(8)  # an attribute that is written in place
         self.kept = {"mean": torch.zeros(8), "last": [torch.zeros(8)]}
+        self.state = torch.zeros(8), (torch.zeros(8), 2)  # as that of a recurrent layer
+        self.ordered, self.queue = OrderedDict(last=torch.zeros(8)), deque([torch.zeros(8)], maxlen=1)
         self.breaks = breaks
 
     def forward(self, x):
@@ -44,6 +47,9 @@ class Net(nn.Module):
         self.total += hidden.detach().float().sum(0)
         self.kept["mean"] = self.average * 2
         self.kept["last"][0] = self.average * 3
+        self.state = self.average * 4, (self.state[1][0] + 1, 2)
+        self.ordered["last"] = self.average * 5
+        self.queue.append(self.average * 6)
         return self.head(hidden)
 
 
@@ -72,7 +78,8 @@ def everything(step):
     model = step.model
     optimizers = step.optimizer if isinstance(step.optimizer, list) else [step.optimizer]
     states = [each.state_dict()["state"] for each in optimizers]
-    return copy.deepcopy((model.state_dict(), model.average, model.total, model.kept, states))
+    containers = model.kept, model.state, model.ordered, list(model.queue)
+    return copy.deepcopy((model.state_dict(), model.average, model.total, containers, states))
 
 
 def assert_equal(one, other):
@@ -240,6 +247,7 @@ def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
         step(*batch(kind, generator))
     other.load_state_dict(copy.deepcopy(step.state_dict()))
     other.model.average, other.model.total = step.model.average.clone(), step.model.total.clone()
+    other.model.state = copy.deepcopy(step.model.state)
     data = [batch(kind, generator) for kind in (SPIKE, GOOD)]
     for each in (step, other):
         torch.manual_seed(3)
@@ -249,6 +257,16 @@ def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
     assert [(e.call, e.reason) for e in other.events] == [(3, "not finite"), (6, "spike")]
     other.load_state_dict(copy.deepcopy(make(safeguard=None).state_dict()))
     assert other.events == [] and other.skipped == 0
+
+
+def test_skips_from_before_there_was_a_safeguard_are_no_events():
+    generator = torch.Generator().manual_seed(0)
+    before, step = (make(safeguard=guarded, loss_scale="dynamic") for guarded in (None, True))
+    before(*batch(NAN_INPUT, generator))
+    step.load_state_dict(copy.deepcopy(before.state_dict()))
+    assert step.skipped == 1 and step.events == []
+    step(*batch(NAN_INPUT, generator))
+    assert step.skipped == 2 and [e.reason for e in step.events] == ["not finite"]
 
 
 class Writes(nn.Linear):
