@@ -6,9 +6,10 @@ is written by calls that gather gradients, or by a step in pieces, before anythi
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,12 @@ class ForwardWrites:
 
     Args:
         modules: returns those of model and objective, each once.
+        objects: other objects of the objective.
         report: where what cannot be taken back is noted.
     """
 
-    def __init__(self, modules: Callable[[], Iterator[nn.Module]], report: Report) -> None:
-        self._modules, self._report = modules, report
+    def __init__(self, modules: Callable[[], Iterator[nn.Module]], objects: Sequence[Any], report: Report) -> None:
+        self._modules, self._objects, self._report = modules, objects, report
         self._attributes: list[_Held] | None = None
         self._copies: list[tuple[Tensor, Tensor]] | None = None  # what may be written, and what was in it
         self._noted: set[str] = set()
@@ -64,7 +66,8 @@ class ForwardWrites:
             copies: whether buffers are kept as well, and what is in tensors.
         """
         if self._attributes is None:
-            self._attributes = [held for module in self._modules() for held in _held(type(module).__name__, module.__dict__)]
+            owners = itertools.chain(self._modules(), self._objects)
+            self._attributes = [held for owner in owners for held in _held(type(owner).__name__, owner.__dict__)]
         if copies and self._copies is None:
             tensors = [t for module in self._modules() for t in module.buffers(recurse=False)]
             tensors += [t for held in self._attributes for item in held.items.values()

@@ -30,7 +30,7 @@ from .last_call import LastCall
 from .loss_scale import SKIPS, LossScale
 from .model import StepModel, check_modules
 from .non_finite import explain
-from .objective import ObjectiveModules, modules_of
+from .objective import ObjectiveModules, owners_of
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
@@ -81,8 +81,9 @@ class TrainStep:
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
         index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
-        of_objective = modules_of(objective, model)
-        writes = ForwardWrites(lambda: itertools.chain(model.modules(), *(m.modules() for m in of_objective)), self.report)
+        own_modules, objects = owners_of(objective, model)
+        modules = (model, *own_modules)
+        writes = ForwardWrites(lambda: itertools.chain(*(m.modules() for m in modules)), objects, self.report)
         self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard,
                                     self._ema, writes, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,

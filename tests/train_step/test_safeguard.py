@@ -342,6 +342,26 @@ def test_what_a_call_kept_that_did_not_run_is_forgotten():
         assert_equal(everything(step), before)
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)
+def test_what_an_object_of_the_objective_keeps_is_taken_back(options):
+    class Normalized:
+        def __init__(self):
+            self.average = torch.ones(())
+
+        def loss(self, model, x, y, factor):
+            loss = F.cross_entropy(model(x), y) * factor
+            self.average = 0.9 * self.average + 0.1 * loss.detach()
+            return loss / self.average
+
+    task, model = Normalized(), Net()
+    step = apexfx.train_step(model, objective=task.loss, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True, **options)
+    generator = torch.Generator().manual_seed(0)
+    for kind in (GOOD, GOOD, NAN_INPUT, GOOD, INFINITE, GOOD, GOOD, GOOD):
+        step(*batch(kind, generator))
+    assert step.skipped == 2 and task.average.isfinite()
+
+
 def test_an_infinite_norm_of_finite_gradients_does_not_end_the_average():
     found_inf, skips, (state, log) = torch.zeros(()), torch.zeros(2), new_state(torch.device("cpu"))
     for norm, skipped in ((1.0, 0), (math.inf, 0), (2.0, 0), (1.5, 0), (math.inf, 1), (1e3, 1), (1.4, 0)):
