@@ -184,7 +184,7 @@ FAULTS = (
     Fault("a skipped norm is not in the average", "optimizers/safeguard.py",
           "left_out, more = skipped | ~norm.isfinite(),", "left_out, more = ~norm.isfinite(),", _SAFEGUARD),
     Fault("what an attribute held is put back", "train_step/forward_writes.py",
-          "held.container[key] = torch.where(skipped.to(new.device), before, new)", "pass", _SAFEGUARD),
+          "return torch.where(skipped.to(new.device), before, new)", "return new", _SAFEGUARD),
     Fault("what earlier calls of an accumulation wrote is taken back", "train_step/forward_writes.py",
           "if copies and self._copies is None:", "if copies:", _SAFEGUARD),
     Fault("what a call kept that did not run is forgotten", "train_step/state.py",
