@@ -129,7 +129,7 @@ class BucketConfig:
         _one_of("layout", self.layout, LAYOUTS)
         for name in ("bucket_cap_mb", "gradient_predivide_factor", "timeout_s"):
             number = getattr(self, name)
-            _expect(name, number, _is_number(number) and number > 0, "a positive number")
+            _expect(name, number, is_number(number) and number > 0, "a positive number")
         for name in ("delay_allreduce", "allreduce_always_fp32", "gradient_average"):
             _expect(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _expect("trigger_params", self.trigger_params, isinstance(self.trigger_params, (list, tuple))
@@ -303,7 +303,8 @@ class TransformConfig:
         return row
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether an option is a number, and neither True nor False."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..config import is_number
 from ..host_copy import HostCopy
 
 
@@ -41,7 +42,7 @@ class PredicatedStep:
             parameter: {key: _frozen(value) for key, value in optimizer.state.get(parameter, {}).items()}
             for parameter in _parameters(optimizer)
         }
-        self._host_groups = [{k: v for k, v in group.items() if _is_number(v)} for group in optimizer.param_groups]
+        self._host_groups = [{k: v for k, v in group.items() if is_number(v)} for group in optimizer.param_groups]
 
     @torch.no_grad()
     def after(self, optimizer: torch.optim.Optimizer, found_inf: Tensor) -> None:
@@ -134,7 +135,3 @@ def _same(now: Any, before: Any) -> bool:
     if isinstance(now, (list, tuple)) and isinstance(before, (list, tuple)):
         return len(now) == len(before) and all(map(_same, now, before))
     return not isinstance(now, Tensor) and not isinstance(before, Tensor) and bool(now == before)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -142,7 +142,7 @@ def explain(table: OpTable, what: str) -> Explanation:
         known = {above for op in table for above in _and_above(op.where)} | {op.name for op in table} | {op.op for op in table}
         near = difflib.get_close_matches(what, sorted(known), n=1)
         raise ValueError(f"apexfx: explain({what!r}) was asked for, and no module, op or node of the graphs is called so"
-                         + (f"; did you mean {near[0]!r}?" if near else "") + " report.ops() lists them")
+                         + (f"; did you mean {near[0]!r}?" if near else ".") + " report.ops() lists them")
     return Explanation(ops, table.level, what, table)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..config import is_number
 from ..ops.apply_gradients import EmaRow
 from ..optimizers import ema
 
@@ -30,7 +31,7 @@ class EMA:
     decay: float = 0.9999
 
     def __post_init__(self) -> None:
-        if not isinstance(self.decay, (int, float)) or isinstance(self.decay, bool) or not 0 <= self.decay < 1:
+        if not is_number(self.decay) or not 0 <= self.decay < 1:
             raise ValueError(f"apexfx: decay={self.decay!r} was given, expected a number from 0 up to but not 1")
 
 

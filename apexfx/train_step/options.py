@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..config import TransformConfig
+from ..config import TransformConfig, is_number
 from .ema import EMA
 from .safeguard import Safeguard
 
@@ -62,9 +62,9 @@ class StepOptions:
 
     def _check_numbers(self) -> None:
         scale, norm, accumulate, budget = self.loss_scale, self.max_grad_norm, self.accumulate, self.memory_budget
-        if scale not in (None, "dynamic") and not (_is_number(scale) and math.isfinite(scale) and scale > 0):
+        if scale not in (None, "dynamic") and not (is_number(scale) and math.isfinite(scale) and scale > 0):
             raise ValueError(f"apexfx: loss_scale={scale!r} was given, expected 'dynamic', a positive number or None")
-        if norm is not None and not (_is_number(norm) and norm > 0):
+        if norm is not None and not (is_number(norm) and norm > 0):
             raise ValueError(f"apexfx: max_grad_norm={norm!r} was given, expected a positive number or None")
         if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
             raise ValueError(f"apexfx: accumulate={accumulate!r} was given, expected a whole number of calls, 1 or more")
@@ -97,7 +97,3 @@ def _check_optimizer(optimizer: Any) -> None:
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise TypeError(f"apexfx: {type(optimizer).__name__} calls a closure to compute the loss several times a step, and "
                         "train_step() computes it once; train with apexfx.transform() and the optimizer's own step()")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..config import is_number
 from ..host_copy import HostCopy
 from ..ops.apply_gradients import SafeguardRow
 from ..optimizers.safeguard import LOGGED, NOBODY, NOT_FINITE, new_state
@@ -46,8 +47,8 @@ class Safeguard:
 
     def __post_init__(self) -> None:
         factor = self.spike_factor
-        if factor is not None and not (_is_number(factor) and factor > 1):
-            raise ValueError(f"apexfx: spike_factor={factor!r} was given, expected a number above 1, or None")
+        if factor is not None and not (is_number(factor) and 1 < factor < math.inf):
+            raise ValueError(f"apexfx: spike_factor={factor!r} was given, expected a finite number above 1, or None")
         if not isinstance(self.record_dir, (str, Path, type(None))):
             raise TypeError(f"apexfx: record_dir={self.record_dir!r} was given, expected a path, or None")
         for name in ("window", "max_consecutive_skips", "max_records", "replica_check_interval"):
@@ -159,7 +160,3 @@ def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
     call, reason, norm, place = row
     return Event(int(call), "not finite" if reason == NOT_FINITE else "spike", norm,
                  name_of(int(place)) if reason == NOT_FINITE and place != NOBODY else None)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

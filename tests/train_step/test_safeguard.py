@@ -320,7 +320,7 @@ def test_what_is_refused(options, error, message):
         make(**options)
 
 
-@pytest.mark.parametrize("options", [{"spike_factor": 0.5}, {"spike_factor": True}, {"window": 0},
+@pytest.mark.parametrize("options", [{"spike_factor": 0.5}, {"spike_factor": True}, {"spike_factor": math.inf}, {"window": 0},
                                      {"max_consecutive_skips": 1.5}], ids=str)
 def test_options_are_checked(options):
     with pytest.raises(ValueError, match=next(iter(options))):
