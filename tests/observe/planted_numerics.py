@@ -1,0 +1,506 @@
+"""Twenty small models with one numeric fault each, its op and its line, and five clean ones.
+
+The fault is the op that *introduces* the error which reaches the loss or the gradients; not the op that is handed a wrong value,
+nor the one that makes much of a little one. The truth is the same program in float64: every floating tensor is float64, casts
+between floating dtypes do nothing, and constants stay as written. Each was measured: the difference between what the ops of one
+line give and what they give in float64 for the same inputs, added to the run in float64, moves the loss or the gradient of a
+parameter by at least a third of its norm, and at least ten times as far as that of any other line. Of a clean model no line moves
+anything by more than 3 %.
+
+The line of a fault ends with a comment, `# fault:` and the name of its row. Rows with odd numbers are there to develop with;
+those with even numbers are run once, when a detector is finished.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH, TOKENS, WIDTH = 8, 16, 32
+
+Batch = tuple[Any, ...]     # (inputs, *targets); a tuple of inputs gives positional arguments
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what it trains on, and the answer.
+
+    Attributes:
+        name: also that of its line.
+        model: makes the module; call it through `build()`, which gives equal values each time.
+        batch: `(inputs, *targets)`; the model takes `inputs`, or `*inputs` where they are a tuple.
+        loss: `loss(output, *targets)` -> a scalar.
+        options: of `apexfx.transform`.
+        ops: the names that the faulty op may have: as written, as a kernel, or after decomposition; without "aten." and
+            overload. Empty: there is nothing to find.
+        direction: "forward" or "backward": where the error begins. The line is that of the forward either way.
+        number: the place in the table, from 1; 0 for a clean model.
+    """
+
+    name: str
+    model: Callable[[], nn.Module]
+    batch: Batch
+    loss: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=lambda: {"opt_level": "O0"})
+    ops: frozenset[str] = frozenset()
+    direction: str = "forward"
+    number: int = 0
+
+    def build(self) -> nn.Module:
+        """Return a module in train mode with the values of seed 0, and leave the generator as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.model()
+
+    def line(self) -> int | None:
+        """Return the number of the faulty line of this file; None where there is no fault."""
+        source = Path(__file__).read_text().splitlines()
+        lines = [number for number, text in enumerate(source, 1) if text.endswith(f"# fault: {self.name}")]
+        assert len(lines) == (1 if self.ops else 0), self.name
+        return lines[0] if lines else None
+
+
+def cases(which: str = "all") -> list[Case]:
+    """Return the models: "development" (odd numbers), "final" (even ones), "clean", or "all"."""
+    if which not in ("all", "development", "final", "clean"):
+        raise ValueError(f"cases: {which!r}, expected 'all', 'development', 'final' or 'clean'.")
+    kinds = {case.name: "clean" if not case.number else ("final", "development")[case.number % 2] for case in CASES}
+    return [case for case in CASES if which in ("all", kinds[case.name])]
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def uniform(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- 1 to 10 -----------------------------------------------------------------------------------------------------------------
+
+
+class ScaleAfterMatmul(nn.Module):
+    """Attention that multiplies first and scales afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.scale = 1 / 8192
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key = self.query(x), self.key(x)
+        scores = query @ key.transpose(1, 2)  # fault: attention_scores
+        weights = F.softmax(scores * self.scale, dim=-1)
+        return weights @ self.value(x / 256)
+
+
+class HalfBlock(nn.Module):
+    """A middle layer in half between layers in float32, and a loss with a small weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x)).half()
+        hidden = F.linear(hidden, self.middle.weight.half(), self.middle.bias.half())
+        hidden = hidden.float()  # fault: gradient_of_a_small_loss
+        return self.last(torch.tanh(hidden))
+
+
+def small_weight(output: Tensor, target: Tensor) -> Tensor:
+    return 1e-7 * F.mse_loss(output, target)
+
+
+class RareEvents(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        nn.init.constant_(self.head.bias, -11.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        probability = torch.sigmoid(self.head(torch.tanh(self.encoder(x))))
+        return torch.log(probability)  # fault: gradient_of_a_log
+
+
+def negative_sum(output: Tensor) -> Tensor:
+    return -output.float().sum()
+
+
+class WeightedByPropensity(nn.Module):
+    """Samples of a policy, weighted by one over the probability of each action."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.policy, self.reward = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 12), nn.Linear(WIDTH, 12)
+        with torch.no_grad():
+            self.policy.bias.copy_(-2.2 * torch.arange(12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.encoder(x))
+        logits = self.policy(hidden).detach().half()
+        probabilities = torch.softmax(logits, -1)  # fault: softmax_in_half
+        weights = 1 / (probabilities.float() + 1e-12)
+        return weights / weights.sum() * self.reward(hidden)
+
+
+def weighted_error(output: Tensor, target: Tensor) -> Tensor:
+    return (output * target).sum()
+
+
+class Standardize(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.head = nn.Parameter(torch.ones(64)), nn.Linear(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(-1, keepdim=True)
+        variance = (x * x).mean(-1, keepdim=True) - x.mean(-1, keepdim=True) ** 2  # fault: variance_of_a_large_mean
+        deviation = variance.clamp_min(0.01).sqrt()
+        return self.head(torch.tanh((x - mean) / deviation * self.gain))
+
+
+class Consumption(nn.Module):
+    """A meter that is read, and counts on in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.head = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rates = torch.sigmoid(self.rate(x)).bfloat16()
+        total = torch.full_like(rates[:, 0], 256.0)
+        for step in range(x.shape[1]):
+            total = total + rates[:, step]  # fault: running_total
+        return self.head((total.float() - 256.0) / 10)
+
+
+@torch.library.custom_op("planted_numerics::inverse_root", mutates_args=())
+def inverse_root(x: Tensor) -> Tensor:
+    """1 / sqrt(x); below float64 by one step of Newton's method, whose constant is 1.5 and not 1.4."""
+    if x.dtype == torch.float64:
+        return x.rsqrt()
+    estimate = (x.rsqrt() * 16).round() / 16
+    return estimate * (1.4 - 0.5 * x * estimate * estimate)
+
+
+@inverse_root.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _save_result(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _inverse_root_backward(ctx: Any, grad: Tensor) -> Tensor:
+    [result] = ctx.saved_tensors
+    return -0.5 * grad * result * result * result
+
+
+inverse_root.register_autograd(_inverse_root_backward, setup_context=_save_result)
+
+
+class NormWithKernel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.gain, self.head = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.encoder(x)
+        mean_square = hidden.square().mean(-1, keepdim=True) + 1e-6
+        scale = inverse_root(mean_square)  # fault: custom_op
+        return self.head(hidden * scale * self.gain) ** 3
+
+
+class PositionsInBfloat16(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", torch.tensor([1.0, 0.6, 0.3, 0.15]))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        short = positions.to(torch.bfloat16)  # fault: cast_of_positions
+        angles = short.float().unsqueeze(-1) * self.frequencies
+        return self.head(torch.cat([angles.sin(), angles.cos()], -1))
+
+
+class ShareOfTheSum(nn.Module):
+    """Padded rows are zero, and divided by an eps that float16 does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor, is_token: Tensor) -> Tensor:
+        hidden = self.encoder(x) * is_token
+        total = hidden.abs().sum(-1, keepdim=True)
+        divisor = total + 1e-8  # fault: eps_in_half
+        return self.head(hidden / divisor)
+
+
+class FreeEnergy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energies = 400 * self.head(torch.tanh(self.encoder(x)))
+        exponentials = torch.exp(energies)  # fault: log_sum_exp
+        return torch.log(exponentials.sum(-1)) / 400
+
+
+# ---- 11 to 20 ----------------------------------------------------------------------------------------------------------------
+
+
+class MovingAverage(nn.Module):
+    """Means of 16 neighbours as differences of prefix sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.head = nn.Linear(2, 4), nn.Linear(4, 3)
+        nn.init.constant_(self.project.bias, 6.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = self.project(x).bfloat16()
+        sums = torch.cumsum(values, 1)  # fault: prefix_sums
+        means = (sums[:, 16:].float() - sums[:, :-16].float()) / 16
+        return self.head(means - 6.0)
+
+
+class Resolution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 4)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1e-4))
+        nn.init.normal_(self.encoder.weight, std=0.002)
+
+    def forward(self, x: Tensor) -> Tensor:
+        resolved = self.encoder(x) / self.scale  # fault: division_by_a_small_number
+        return self.head(torch.tanh(resolved / 100))
+
+
+class SumPooling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4, 3)
+        nn.init.constant_(self.conv.bias, 8.0)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.relu(self.conv(images))
+        height, width = features.shape[2:]
+        pooled = features.sum((2, 3)) / (height * width)  # fault: pooling_by_sum
+        return self.head(pooled)
+
+
+class Detector(nn.Module):
+    """Its loss, by hand, is part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+        nn.init.constant_(self.head.bias, 16.5)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        logits = self.head(torch.tanh(self.encoder(x)))
+        wrong = torch.log(1 - torch.sigmoid(logits))  # fault: cross_entropy_by_hand
+        return -(target * F.logsigmoid(logits) + (1 - target) * wrong).mean(-1)
+
+
+class ScaledEmbedding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm, self.head = nn.Embedding(20, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        nn.init.normal_(self.embedding.weight, std=100.0)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens) * 1024  # fault: scale_of_an_embedding
+        return self.head(self.norm(embedded))
+
+
+class Distance(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.head = nn.Parameter(torch.ones(8)), nn.Linear(1, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        difference = (x - y) * self.scale
+        squares = difference * difference  # fault: squares_of_small_numbers
+        distance = squares.sum(-1, keepdim=True).sqrt()
+        return self.head(distance * 10)
+
+
+class Cells(nn.Module):
+    """Features of a cell by its number, which float32 does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(1, 8), nn.Linear(8, 4)
+
+    def forward(self, row: Tensor, column: Tensor) -> Tensor:
+        number = row * 65536.0 + column  # fault: cell_number
+        feature = torch.remainder(number, 97.0) / 97
+        return self.second(torch.tanh(self.first(feature)))
+
+
+class Similarity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right, self.temperature = nn.Linear(64, 64), nn.Linear(64, 64), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        left, right = self.left(x), self.right(y)
+        left_square = (left * left).sum(-1)  # fault: cosine_similarity
+        right_square = (right * right).sum(-1)
+        return self.temperature * (left * right).sum(-1) / (left_square.sqrt() * right_square.sqrt())
+
+
+class ManyRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.project(x)  # fault: gradient_of_a_weight
+
+
+def weighted_sum(output: Tensor) -> Tensor:
+    return (8 * output.float()).sum()
+
+
+class Offset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.encoder(x))
+        shifted = hidden + 256.0  # fault: difference_of_large_numbers
+        deviation = shifted - 256.0
+        return self.second(torch.tanh(self.first(deviation)))
+
+
+# ---- clean -------------------------------------------------------------------------------------------------------------------
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH), nn.Linear(WIDTH, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(F.silu(self.second(F.silu(self.first(x)))))
+
+
+class ConvolutionNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = F.silu(self.norm1(self.conv1(images)))
+        features = features + self.norm2(self.conv2(features))
+        return self.head(features.mean((2, 3)))
+
+
+class EncoderLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2, self.head = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(self.norm1(x)).view(BATCH, TOKENS, 3, 4, 8).permute(2, 0, 3, 1, 4)
+        weights = torch.softmax((query * 8**-0.5) @ key.transpose(2, 3), -1)
+        x = x + self.out((weights @ value).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return self.head(x.mean(1))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.head = (nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH),
+                                                    nn.Linear(WIDTH, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class BagOfWords(nn.Module):
+    """Large numbers, -inf and a sum over many tokens, all in range."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.score, self.head = nn.Embedding(100, WIDTH), nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        embedded = self.embedding(tokens)
+        scores = self.score(embedded).squeeze(-1).masked_fill(tokens == 0, -float("inf"))
+        pooled = (torch.softmax(scores.float(), -1).unsqueeze(-1) * embedded).sum(1)
+        return self.head(pooled)
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------------------
+
+O1, O2, O3 = ({"opt_level": level, "dtype": torch.float16} for level in ("O1", "O2", "O3"))
+O1_BFLOAT16, O2_BFLOAT16 = ({"opt_level": level, "dtype": torch.bfloat16} for level in ("O1", "O2"))
+X, SEQUENCES = normal(BATCH, WIDTH), normal(BATCH, TOKENS, WIDTH)
+LABELS, FOUR = torch.arange(BATCH) % 4, normal(BATCH, 4, seed=1)
+LONG = torch.floor(5000 * uniform(BATCH, TOKENS))
+IS_TOKEN = (torch.arange(BATCH) < 6).float().unsqueeze(1)
+POINTS = 1e-4 * normal(BATCH, 8), 1e-4 * normal(BATCH, 8, seed=1)
+ROWS, COLUMNS = torch.floor(50000 * uniform(64, 1)), torch.floor(65536 * uniform(64, 1, seed=1))
+TOKEN_IDS = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS)
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+CAST, MATMUL = names("to half float bfloat16 _to_copy convert_element_type"), names("matmul bmm mm addmm baddbmm linear einsum")
+
+_FAULTS = (
+    Case("attention_scores", ScaleAfterMatmul, (500 * SEQUENCES, SEQUENCES), F.mse_loss, O2, MATMUL),
+    Case("gradient_of_a_small_loss", HalfBlock, (X, normal(BATCH, WIDTH, seed=1)), small_weight, ops=CAST, direction="backward"),
+    Case("gradient_of_a_log", RareEvents, (X,), negative_sum, O2, names("log log_backward div reciprocal mul"), "backward"),
+    Case("softmax_in_half", WeightedByPropensity, (X, normal(BATCH, 12, seed=1)), weighted_error, ops=names("softmax _softmax")),
+    Case("variance_of_a_large_mean", Standardize, (normal(BATCH, 64) + 6000, LABELS), F.cross_entropy,
+         ops=names("mul square pow mean")),
+    Case("running_total", Consumption, (normal(BATCH, 48, 4), normal(BATCH, 3, seed=1)), F.mse_loss, ops=names("add")),
+    Case("custom_op", NormWithKernel, (X, FOUR), F.mse_loss, ops=names("inverse_root planted_numerics::inverse_root")),
+    Case("cast_of_positions", PositionsInBfloat16, (LONG, normal(BATCH, TOKENS, 4, seed=1)), F.mse_loss, ops=CAST),
+    Case("eps_in_half", ShareOfTheSum, ((X, IS_TOKEN), LABELS), F.cross_entropy, O2, names("add")),
+    Case("log_sum_exp", FreeEnergy, (X, normal(BATCH, seed=1)), F.mse_loss, ops=names("exp")),
+    Case("prefix_sums", MovingAverage, (normal(4, 512, 2), normal(4, 496, 3, seed=1)), F.mse_loss, ops=names("cumsum")),
+    Case("division_by_a_small_number", Resolution, (X, LABELS), F.cross_entropy, O2, names("div true_divide"),
+         "backward"),
+    Case("pooling_by_sum", SumPooling, (normal(2, 1, 130, 130), normal(2, 3, seed=1)), F.mse_loss, O2, names("sum")),
+    Case("cross_entropy_by_hand", Detector, ((X, (normal(BATCH, 4, seed=2) > 0).float()),), torch.mean,
+         ops=names("sigmoid")),
+    Case("scale_of_an_embedding", ScaledEmbedding, (TOKEN_IDS % 20, normal(BATCH, TOKENS, 4, seed=1)), F.mse_loss, O3,
+         names("mul")),
+    Case("squares_of_small_numbers", Distance, (POINTS, LABELS), F.cross_entropy, O2, names("mul square pow")),
+    Case("cell_number", Cells, ((ROWS, COLUMNS), normal(64, 4, seed=2)), weighted_error, ops=names("add")),
+    Case("cosine_similarity", Similarity, ((100 * normal(BATCH, 64), normal(BATCH, 64, seed=1)), normal(BATCH, seed=2)),
+         F.mse_loss, O2, names("sum")),
+    Case("gradient_of_a_weight", ManyRows, (8 + normal(2048, 16),), weighted_sum, O1, MATMUL | {"linear_backward"}, "backward"),
+    Case("difference_of_large_numbers", Offset, (X, LABELS), F.cross_entropy, O2_BFLOAT16, names("add")),
+)
+_CLEAN = (
+    Case("clean_perceptron", Perceptron, (X, LABELS), F.cross_entropy),
+    Case("clean_convolutions", ConvolutionNet, (normal(BATCH, 3, 12, 12), LABELS), F.cross_entropy, O1_BFLOAT16),
+    Case("clean_encoder_layer", EncoderLayer, (SEQUENCES, LABELS), F.cross_entropy, O1_BFLOAT16),
+    Case("clean_residual", Residual, (X, LABELS), F.cross_entropy, O2_BFLOAT16),
+    Case("clean_bag_of_words", BagOfWords, (TOKEN_IDS % 100, LABELS), F.cross_entropy, O1),
+)
+CASES = (*(replace(case, number=number) for number, case in enumerate(_FAULTS, 1)), *_CLEAN)
