@@ -10,9 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..compiler.process_groups import Groups
 from ..errors import ReplicaMismatchError
 from ..host_copy import HostCopy
 from ..ops.checksum import checksum
+from ..report.data import Report
+from .safeguard import Safeguard
 
 _MOST_NAMED = 5
 
@@ -75,6 +78,17 @@ class ReplicaCheck:
         if differing := {name: column for name, column in zip(names, columns) if len(set(column)) > 1}:
             raise ReplicaMismatchError(_message(differing, len(names), self._num_updates), _alone(differing.values()),
                                        tuple(differing))
+
+
+def replica_check(options: Safeguard | None, groups: Groups, report: Report) -> ReplicaCheck | None:
+    """Return what compares the replicas where that was asked for and there are several."""
+    interval = options.replica_check_interval if options is not None else None
+    if interval is None:
+        return None
+    if groups.gradients is None or dist.get_world_size(groups.user) == 1 or dist.get_backend(groups.user) == "fake":
+        report.note(f"apexfx: replica_check_interval={interval} compares nothing: gradients are averaged over no other rank")
+        return None
+    return ReplicaCheck(interval, groups.gradients)
 
 
 def _with_state(param: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:

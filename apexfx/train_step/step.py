@@ -19,24 +19,22 @@ from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups
 from ..errors import NonFiniteError
-from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from .averages import averaged_copies
 from .ema import EmaState
 from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
 from .graphs import StepGraphs
-from .last_call import LastCall
-from .loss_scale import SKIPS, LossScale
+from .loss_scale import LossScale
 from .model import StepModel, check_modules
-from .non_finite import explain
 from .objective import ObjectiveModules, owners_of
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
-from .record import free_record, write_record
-from .replicas import ReplicaCheck
-from .safeguard import STATE, Event, SafeguardState
+from .record import Recorder
+from .replicas import replica_check
+from .safeguard import Event, SafeguardState
+from .skipped_steps import SkippedSteps
 from .state import TrainingState, check_optimizer, clipping, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
 
@@ -88,10 +86,11 @@ class TrainStep:
                                     self._ema, writes, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
-        self._replicas = _replica_check(options, self._groups, self.report)
-        self._skip: Tensor | None = None  # of the last call, where it applied gradients
-        self._last_call: LastCall | None = None  # where it may have been skipped
-        self._grad_norm: Tensor | None = None
+        self._replicas = replica_check(options.safeguard, self._groups, self.report)
+        self._skipped = SkippedSteps(model, objective, self._graphs, scale=self._scale, safeguard=self._safeguard,
+                                     name_of=self._state.name_of, accumulates=options.accumulate > 1, device=self._device)
+        self._recorder = Recorder(self._graphs, self._skipped, self._safeguard, options.safeguard, self.report.config,
+                                  self._device)
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -114,15 +113,14 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
         call = WrongCall(self.model, self._objective, batch, named)
-        self._record_where_skipped()
+        self._recorder.record_where_skipped()
         with self._state.all_or_nothing():
             self._state.prepare()
             if self._scale.mode is None and _autocast_dtype(self._device) == torch.float16:
                 raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                                  "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                                  "pass loss_scale='dynamic'")
-            self._skip = self._last_call = None
-            last_call = LastCall(batch, named, self._device) if self._skips() is not None else None
+            self._skipped.begin(batch, named)
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
             with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
                 run = self._graphs.run_earlier if gathers else self._graphs.run_last
@@ -131,22 +129,19 @@ class TrainStep:
                 self._state.note_gathered(*ran)
             else:
                 self._note_applied(*ran)
-                if last_call is not None:
-                    last_call.end()
-                    self._last_call = last_call
         self._check_replicas(updated=not gathers)
-        if not gathers and self._safeguard is not None and (skips := self._safeguard.too_many(self._skips())):
-            self._record_where_skipped()
+        if not gathers and (skips := self._skipped.too_many()):
+            self._recorder.record_where_skipped()
             raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
                                  f"{self.events[-1]}")
         if skips := self._scale.skips_to_tell():
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
-                        skips, self.loss_scale, self._where())
+                        skips, self.loss_scale, self._skipped.where())
         return (loss, *rest) if rest else loss
 
     def _note_applied(self, skip: Tensor, norm: Tensor, present: list[bool], gradients: list[Tensor]) -> None:
-        self._skip, self._grad_norm = skip, norm
         self._state.note_applied(skip, present, gradients)
+        self._skipped.end(skip, norm)
 
     def flush(self) -> None:
         """Apply the average of what calls have gathered since the last update, where they are fewer than `accumulate`.
@@ -159,7 +154,7 @@ class TrainStep:
         """
         state, num_calls = self._state, self._state.num_gathered_calls()
         with state.all_or_nothing(), torch.no_grad():
-            self._skip = self._last_call = None
+            self._skipped.forget_call()
             if self._agreement is not None and self._groups.gradients is not None:
                 self._agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
             if not num_calls:
@@ -212,7 +207,7 @@ class TrainStep:
     @property
     def skipped(self) -> int:
         """How many steps changed nothing because a gradient was not finite; waits for the device."""
-        return int(self._skips()[0]) if self._skips() is not None else 0
+        return int(self._skipped.counts[0]) if self._skipped.counts is not None else 0
 
     @property
     def events(self) -> list[Event]:
@@ -226,23 +221,7 @@ class TrainStep:
         """
         if self._safeguard is None:
             raise RuntimeError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
-        events = self._safeguard.read(self._skips(), self._state.name_of)
-        unexplained = events and events[-1].reason == "not finite" and not events[-1].where
-        if unexplained and self._last_call is not None and self._skip > 0:
-            events[-1] = self._safeguard.explain_last(self._where())
-        return events
-
-    def _where(self) -> str:
-        """Say where the last call first computed something that is not finite."""
-        if self._last_call is None:
-            return "That call gathered gradients"
-        return explain(self._graphs, self._last_call, self.model, self._objective, gathers=self._options.accumulate > 1,
-                       scale_factor=self._scale_factor())
-
-    def _scale_factor(self) -> float:
-        """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
-        overflowed = self._scale.mode == "dynamic" and self._skip > 0 and not self._grad_norm.isfinite()
-        return 1 / StepPlan.backoff_factor if overflowed else 1.0
+        return self._skipped.events()
 
     def record(self, path: str | Path) -> None:
         """Write a bundle of the last call, for `python -m apexfx replay`: its graph, and all that the graph runs on.
@@ -258,36 +237,7 @@ class TrainStep:
             ValueError: the graph holds what a bundle cannot.
             OSError: it cannot be written.
         """
-        call, event = self._last_call, None
-        if call is None or call.batch_has_changed():
-            why = "the batch of the last call was written since" if call is not None else \
-                "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
-            raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
-        if self._safeguard is not None and self._skip > 0 and self.events:
-            event = str(self.events[-1])
-        write_record(Path(path), self._graphs, call, scale_factor=self._scale_factor(), device=self._device,
-                     about={"event": event, "options": {name: str(value) for name, value in self.report.config.items()}})
-
-    def _record_where_skipped(self) -> None:
-        """Write a bundle of the last call, if it was skipped, where the safeguard says so; waits for the device."""
-        options = self._options.safeguard
-        if options is None or options.record_dir is None or self._last_call is None or self._last_call.recorded:
-            return
-        self._last_call.recorded = True  # at most once
-        if not self._skip > 0:
-            return
-        try:
-            path = free_record(options.record_dir, options.max_records, int(self._safeguard.tensors[STATE][0]))
-            if path is not None:
-                self.record(path)
-                log.warning("apexfx: %s; python -m apexfx replay %s runs it again", self.events[-1], path)
-        except Exception as error:  # a full disk, no permission, an op that no bundle holds: training goes on
-            log.warning("apexfx: a skipped step could not be recorded in %s: %s", options.record_dir, error)
-
-    def _skips(self) -> Tensor | None:
-        """Return how many steps were skipped, in all and in a row, where any may be."""
-        counters = [each.tensors[SKIPS] for each in (self._scale, self._safeguard) if each is not None and SKIPS in each.tensors]
-        return counters[0] if counters else None
+        self._recorder.record(Path(path))
 
     @property
     def grad_norm(self) -> Tensor:
@@ -300,12 +250,13 @@ class TrainStep:
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")
-        return self._grad_norm if self._grad_norm is not None else torch.full((), math.nan, device=self._device)
+        return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=self._device)
 
     @property
     def updated(self) -> Tensor:
         """Whether the last call, or `flush()`, updated the parameters, and neither gathered alone nor was skipped: 0-d, bool."""
-        return self._skip == 0 if self._skip is not None else torch.zeros((), dtype=torch.bool, device=self._device)
+        skip = self._skipped.skip
+        return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._device)
 
     @property
     def ema_model(self) -> nn.Module:
@@ -393,21 +344,11 @@ class TrainStep:
         if self._replicas is not None:
             self._replicas.forget()
         self._state.drop_gathered()
-        self._skip = self._grad_norm = self._last_call = None
+        self._skipped.forget_call()
+        self._skipped.norm = None
 
     def _num_ranks(self) -> int:
         return dist.get_world_size(self._groups.user) if self._groups.user is not None else 1
-
-
-def _replica_check(options: StepOptions, groups: Groups, report: Report) -> ReplicaCheck | None:
-    """Return what compares the replicas where that was asked for and there are several."""
-    interval = options.safeguard.replica_check_interval if options.safeguard is not None else None
-    if interval is None:
-        return None
-    if groups.gradients is None or dist.get_world_size(groups.user) == 1 or dist.get_backend(groups.user) == "fake":
-        report.note(f"apexfx: replica_check_interval={interval} compares nothing: gradients are averaged over no other rank")
-        return None
-    return ReplicaCheck(interval, groups.gradients)
 
 
 def _autocast_dtype(device: torch.device) -> torch.dtype | None:
