@@ -1,0 +1,118 @@
+"""What `diagnose` is to say of the ten programs under cases/: five that lose time, and five that do not.
+
+The first five are rebuilt from descriptions of what was found in published code, with models that a CPU trains in a second; the
+other five are written well, each in another style. Rows with odd numbers are there to develop with; those with even numbers are
+run once, when the tool is finished.
+
+A line that is to be named ends with a comment, `# expected:` and kinds of findings, with semicolons between them. Where several
+lines carry the same kind, any of them is right: they are one finding. What a clean program does is no finding of any kind.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent / "cases"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training program and the answer.
+
+    Attributes:
+        file: under cases/.
+        number: the place in the table, from 1.
+        num_ranks: how many processes torchrun starts. 1: `python FILE`.
+        source: where it was published, and what of it is here.
+        also: what else is true of the program, in words: no finding that is asked for, and none that is invented.
+        fixes: by kind, texts of the file and what takes their place: so changed, the program does the same without that loss.
+    """
+
+    file: str
+    number: int
+    num_ranks: int = 1
+    source: str = ""
+    also: tuple[str, ...] = ()
+    fixes: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+
+    def expected(self) -> dict[str, frozenset[int]]:
+        """Return the lines that are right, by kind of finding; {} of a clean program."""
+        lines: dict[str, set[int]] = {}
+        for number, text in enumerate((FOLDER / self.file).read_text().splitlines(), 1):
+            for kind in re.split("; ", text.partition("  # expected: ")[2]):
+                if kind:
+                    lines.setdefault(kind, set()).add(number)
+        return {kind: frozenset(numbers) for kind, numbers in lines.items()}
+
+    def fixed(self, kind: str) -> str:
+        """Return the text of the program without the loss of one kind.
+
+        Raises:
+            ValueError: a text to be replaced is not there once.
+        """
+        text = (FOLDER / self.file).read_text()
+        for before, after in dict(self.fixes)[kind]:
+            if text.count(before) != 1:
+                raise ValueError(f"{self.file} has {text.count(before)} times, expected once: {before!r}")
+            text = text.replace(before, after)
+        return text
+
+
+_DDP = "DistributedDataParallel(policy, bucket_cap_mb=1)"
+_EMA_LOOP = '''        for name, average in self.model.state_dict().items():  # expected: EMA loop
+            if average.dtype.is_floating_point:
+                average *= decay  # expected: EMA loop
+                average += (1 - decay) * new[name].detach()  # expected: EMA loop
+'''
+_EMA_LISTS = '''        averages = {name: average for name, average in self.model.state_dict().items() if average.dtype.is_floating_point}
+        torch._foreach_lerp_(list(averages.values()), [new[name] for name in averages], 1 - decay)
+'''
+_GROUP = '''        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+    return groups
+'''
+_MERGED_GROUP = '''        groups.setdefault((rate, decay), []).append(parameter)
+    return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
+'''
+
+PROGRAMS = (
+    Program("robot_policy.py", 1, num_ranks=2,
+            source="huggingface/lerobot#4612 and #4607: each forward waits for the broadcast of buffers that nothing changes, "
+                   "reads two losses back to the host, and the backward sends nine allreduces",
+            also=("exposed communication", "a model in eager mode: many small kernels"),
+            fixes=(("buffer broadcast", ((_DDP, "DistributedDataParallel(policy, bucket_cap_mb=1, broadcast_buffers=False)"),)),
+                   ("small gradient buckets", ((_DDP, "DistributedDataParallel(policy, bucket_cap_mb=100)"),)))),
+    Program("detector_compile.py", 2,
+            source="roboflow/rf-detr#1410: `compile=True` is taken, and training goes on in eager mode. There an option kept the "
+                   "model from being compiled; here the compiled model is made, and the other one called",
+            also=("a model in eager mode: many small kernels",),
+            fixes=(("compile never entered", (("predicted = self.model(images)", "predicted = self.compiled(images)"),)),)),
+    Program("detector_groups.py", 3,
+            source="roboflow/rf-detr#1409 and #1423: 465 groups of one parameter each, for 28 pairs of learning rate and "
+                   "weight decay",
+            also=("a model in eager mode: many small kernels",),
+            fixes=(("optimizer groups", (("    groups = []\n", "    groups = {}\n"), (_GROUP, _MERGED_GROUP))),)),
+    Program("molecules.py", 4,
+            source="isayevlab/aimnetcentral#109: `.item()` in a compiled forward, to know how many molecules there are, breaks "
+                   "it into graphs",
+            also=("host sync in the model, at the same line",),
+            fixes=(("graph break", (("        number = int(molecule[-1].item()) + 1  # expected: graph break\n", ""),
+                                    ("new_zeros(number, WIDTH)", "new_zeros(MOLECULES, WIDTH)"))),)),
+    Program("moving_average.py", 5,
+            source="ultralytics/ultralytics#25315: the average of the weights is a loop over the state_dict, two ops a tensor",
+            also=("a model in eager mode: many small kernels",),
+            fixes=(("EMA loop", ((_EMA_LOOP, _EMA_LISTS),)),)),
+    Program("ddp_accumulation.py", 6, num_ranks=2, also=("exposed communication",)),
+    Program("compiled.py", 7),
+    Program("convolutions.py", 8),
+    Program("foreach_updates.py", 9),
+    Program("autocast.py", 10),
+)
+
+
+def programs(which: str = "all") -> list[Program]:
+    """Return the programs: "development" (odd numbers), "final" (even ones), or "all"."""
+    if which not in ("all", "development", "final"):
+        raise ValueError(f"programs: {which!r}, expected 'all', 'development' or 'final'.")
+    return [program for program in PROGRAMS if which in ("all", ("final", "development")[program.number % 2])]
