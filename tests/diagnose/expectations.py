@@ -61,18 +61,22 @@ class Program:
 
 
 _DDP = "DistributedDataParallel(policy, bucket_cap_mb=1)"
-_EMA_LOOP = '''        for name, average in self.model.state_dict().items():  # expected: EMA loop
+_EMA_LOOP = '''\
+        for name, average in self.model.state_dict().items():  # expected: EMA loop
             if average.dtype.is_floating_point:
                 average *= decay  # expected: EMA loop
                 average += (1 - decay) * new[name].detach()  # expected: EMA loop
 '''
-_EMA_LISTS = '''        averages = {name: average for name, average in self.model.state_dict().items() if average.dtype.is_floating_point}
+_EMA_LISTS = '''\
+        averages = {name: tensor for name, tensor in self.model.state_dict().items() if tensor.is_floating_point()}
         torch._foreach_lerp_(list(averages.values()), [new[name] for name in averages], 1 - decay)
 '''
-_GROUP = '''        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
+_GROUP = '''\
+        groups.append({"params": [parameter], "lr": rate, "weight_decay": decay})
     return groups
 '''
-_MERGED_GROUP = '''        groups.setdefault((rate, decay), []).append(parameter)
+_MERGED_GROUP = '''\
+        groups.setdefault((rate, decay), []).append(parameter)
     return [{"params": params, "lr": rate, "weight_decay": decay} for (rate, decay), params in groups.items()]
 '''
 

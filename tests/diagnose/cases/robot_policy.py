@@ -33,7 +33,8 @@ class Policy(nn.Module):
         super().__init__()
         layers, channels = [], [3, 16, 32, 64, 64, 128, 128, 256]
         for index, (before, after) in enumerate(zip(channels, channels[1:])):
-            layers += [nn.Conv2d(before, after, 3, stride=1 + index % 2, padding=1, bias=False), FrozenBatchNorm(after), nn.ReLU()]
+            convolution = nn.Conv2d(before, after, 3, stride=1 + index % 2, padding=1, bias=False)
+            layers += [convolution, FrozenBatchNorm(after), nn.ReLU()]
         self.backbone = nn.Sequential(*layers)
         self.joints = nn.Linear(14, WIDTH)
         self.latent = nn.Linear(WIDTH, 2 * 32)
