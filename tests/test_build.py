@@ -68,7 +68,7 @@ def test_the_library_is_loaded_and_every_family_has_a_cpu_kernel():
 @needs_library
 @pytest.mark.parametrize("change,reason", [
     (lambda library: None, "not built"),
-    (lambda library: b"not a library", "file too short"),
+    pytest.param(lambda library: b"not a library", "file too short", marks=pytest.mark.long),
     (lambda library: library.replace(b"\nadam_(List", b"\nadam_(Lisp"),
      "another version of apexfx::adam_; rebuild it with `make lib`"),
 ], ids=["absent", "no library", "another schema"])

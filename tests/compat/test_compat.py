@@ -261,7 +261,8 @@ def run_script(*arguments, timeout=150):
     return done.stdout
 
 
-@pytest.mark.parametrize("level", ["O1", pytest.param("O2", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O1", "O2"])
 def test_an_unmodified_classifier_script(level):
     keep = "True" if level == "O2" else "None"
     out = run_script(SCRIPTS / "classifier.py", "--opt-level", level, "--keep-batchnorm-fp32", keep)

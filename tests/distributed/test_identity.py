@@ -120,9 +120,9 @@ def check(model, reference, loss_of, rank, world_size, steps=3):
                 torch.testing.assert_close(mine.grad, p.grad / world_size, rtol=1e-5, atol=1e-6, msg=f"{name}, step {step}")
 
 
-def gradients(rank, world_size, executors, inner):
+def gradients(rank, world_size, executors, losses, inner):
     for make in executors:
-        for loss_of in LOSSES:
+        for loss_of in losses:
             torch._dynamo.reset()
             torch.manual_seed(0)
             source = Listed()
@@ -401,9 +401,13 @@ def shares_that_come_late(rank, world_size):
         model.zero_grad()  # a graph of a gradient holds its parameter
 
 
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_every_gradient_is_the_mean(inner):
-    run_ranks(gradients, 2, EXECUTORS, inner, timeout=400)
+@pytest.mark.parametrize("executors,losses,inner", [
+    ((transformed,), LOSSES, "eager"), ((wrapped, compiled), (with_a_layer_of_its_own, two_forwards), "eager"),
+    pytest.param(EXECUTORS, LOSSES, "eager", marks=pytest.mark.long),
+    pytest.param(EXECUTORS, LOSSES, "inductor", marks=pytest.mark.long),
+], ids=["transform", "others", "all", "inductor"])  # fmt: skip
+def test_every_gradient_is_the_mean(executors, losses, inner):
+    run_ranks(gradients, 2, executors, losses, inner, timeout=400)
 
 
 def test_what_is_not_averaged_is_said():

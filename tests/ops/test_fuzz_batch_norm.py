@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from apexfx.ops import batch_norm, local_batch_norm, sync_batch_norm
-from tests.ops.fuzzing import run_campaign
+from tests import fresh_process
 from tests.ops.test_fuzz_list_ops import NAMED, random_value
 
 REFERENCES: dict[str, Callable[..., object]] = {
@@ -124,5 +124,5 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("seed, calls", [(0, 1000), pytest.param(1, 30_000, marks=pytest.mark.long)])
 def test_calls_give_what_the_reference_gives(seed, calls):
-    counts = run_campaign("tests.ops.test_fuzz_batch_norm", seed, calls)
+    counts = fresh_process.call(campaign, seed, calls)
     assert counts["result"] > 0.2 * calls and counts["raised"] > 0.2 * calls, counts

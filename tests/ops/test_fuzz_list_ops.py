@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from tests.ops.fuzzing import run_campaign
+from tests import fresh_process
 
 OPS = (
     "adam_", "lamb_", "sgd_", "adagrad_", "novograd_", "multi_tensor_scale", "multi_tensor_axpby", "multi_tensor_l2norm",
@@ -106,5 +106,5 @@ def campaign(seed: int, calls: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("seed, calls", [(0, 1000), pytest.param(1, 30_000, marks=pytest.mark.long)])
 def test_calls_give_a_result_or_an_exception(seed, calls):
-    counts = run_campaign("tests.ops.test_fuzz_list_ops", seed, calls)
+    counts = fresh_process.call(campaign, seed, calls)
     assert counts["result"] > 0.1 * calls and counts["raised"] > 0.33 * calls, counts
