@@ -86,12 +86,14 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     replay = commands.add_parser(
         "replay", help="run a recorded training step again", epilog=_EXIT_STATUS,
         description="Run the graph of a bundle that a training step has recorded, op by op on this machine alone, and say which "
-                    "op first gave what is not finite, and whether all nodes have the bits that were recorded. Nothing of a "
-                    "bundle is executed but registered ops of torch and apexfx. docs/guard.md explains bundles.",
+                    "op first gave what is not finite, and whether all nodes have the bits that were recorded; then, where "
+                    "Inductor ran the step, make the same code and compare what that gives. Nothing of a bundle is executed but "
+                    "registered ops of torch and apexfx. docs/guard.md explains bundles.",
     )
     replay.add_argument("bundle", metavar="BUNDLE", help="the folder")
     replay.add_argument("--until", metavar="NODE", help="stop behind this node, and print what it gives")
     replay.add_argument("--to", choices=["float64"], help="compute forward and backward in this dtype instead")
+    replay.add_argument("--eager", action="store_true", help="leave out the code that Inductor makes of a step that it ran")
     replay.set_defaults(run=_replay)
 
 
@@ -151,10 +153,12 @@ def _passes(arguments: argparse.Namespace) -> int:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
+    from .compiler.inner_compilers import compile_lowered
     from .observe.replay import replay
 
     try:
-        text, as_recorded = replay(arguments.bundle, until=arguments.until, to=arguments.to)
+        text, as_recorded = replay(arguments.bundle, until=arguments.until, to=arguments.to,
+                                   compiler=None if arguments.eager else compile_lowered)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

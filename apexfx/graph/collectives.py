@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from .._torch import OpOverload
 from .nodes import argument, graphs, module_path
@@ -22,7 +23,7 @@ def namespace(node: fx.Node) -> str:
 
 def is_collective(node: fx.Node) -> bool:
     """Return whether `node` starts a collective."""
-    return isinstance(node.target, OpOverload) and node.target._schema.name in _ASYNC
+    return isinstance(node.target, OpOverload) and is_collective_op(node.target)
 
 
 def group_name(node: fx.Node) -> str:
@@ -38,6 +39,16 @@ def issued(gm: fx.GraphModule) -> list[Any]:
     """
     return [[str(node.target), module_path(node), group] for graph in graphs(gm) for node in graph.graph.nodes
             if (group := group_name(node))]
+
+
+def is_collective_op(op: OpOverload) -> bool:
+    """Return whether `op` starts a collective."""
+    return op._schema.name in _ASYNC
+
+
+def wait(result: Tensor) -> Tensor:
+    """Wait for the collective that gives `result`, and return that."""
+    return torch.ops._c10d_functional.wait_tensor.default(result)
 
 
 def is_wait(node: fx.Node) -> bool:

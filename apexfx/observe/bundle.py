@@ -1,13 +1,13 @@
 """A bundle: a folder that holds a graph, what it runs on and digests of what it computed, for another process to compare.
 
 `bundle.json` has the graph, the event and the machine; `tensors.pt` the inputs, random states and what collectives gave;
-`graph.py` the graph as Python, for people: nothing reads it.
+`graph.py` the graph as Python, for people: nothing reads it. Where Inductor ran the step, the graph that it made code of is there
+beside that of the ops, which is what one can look into.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import tree_leaves, tree_map
+from .._torch import tree_map
 from ..graph import printing
-from ..graph.collectives import is_collective
+from ..graph.collectives import group_name, is_collective
+from .digests import Code, Digests, run_compiled
 from .graph_data import from_data, to_data
-from .interpreter import Interpreter
+from .interpreter import Interpreter, world_size
 
-FORMAT = 1
+FORMAT = 2
 _JSON, _TENSORS, _PYTHON = "bundle.json", "tensors.pt", "graph.py"
 
 
@@ -36,7 +37,8 @@ class Bundle:
 
     Attributes:
         data: of `bundle.json`.
-        tensors: of `tensors.pt`: "inputs", "constants", "random", "random_of_device", "received".
+        tensors: of `tensors.pt`: "inputs", "constants", "random", "random_of_device", "received"; "compiled_constants" and
+            "compiled_received", of code that a compiler has made.
     """
 
     data: dict[str, Any]
@@ -45,6 +47,12 @@ class Bundle:
     def graph(self, dtypes: Mapping[torch.dtype, torch.dtype] | None = None) -> tuple[nn.Module, fx.Graph]:
         """Return the graph, as of `from_data`."""
         return from_data(self.data["graph"], self.tensors["constants"], dtypes=dtypes)
+
+    def compiled_graph(self) -> fx.GraphModule | None:
+        """Return the graph that a compiler made code of, as of `from_data`; None where none did."""
+        if self.data["compiled"] is None:
+            return None
+        return fx.GraphModule(*from_data(self.data["compiled"]["graph"], self.tensors["compiled_constants"]))
 
     def inputs(self) -> list[Any]:
         """Return copies of what the graph runs on."""
@@ -62,17 +70,6 @@ class Bundle:
             yield
 
 
-class Digests:
-    """Observer: a digest of the bits of each result; none of what `empty` returns."""
-
-    def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
-
-    def __call__(self, node: fx.Node, result: Any) -> None:
-        if node.op in ("call_function", "placeholder") and "empty" not in str(node.target):
-            self.digests[node.name] = digest(result)
-
-
 class Received:
     """Observer: what collectives give."""
 
@@ -84,17 +81,12 @@ class Received:
             self.results[node.name] = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, result)
 
 
-def digest(result: Any) -> str:
-    """Return a digest of dtype, shape and bits of all that is in a result."""
-    sha = hashlib.sha256()
-    for leaf in tree_leaves(result):
-        if not isinstance(leaf, Tensor):
-            sha.update(repr(leaf).encode())
-            continue
-        sha.update(f"{leaf.dtype}{list(leaf.shape)}".encode())
-        dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
-        sha.update(dense.resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return sha.hexdigest()[:16]
+@dataclass(frozen=True)
+class Compiled:
+    """Code that a compiler has made, and the graph that it has made it of, which runs on the same inputs."""
+
+    gm: fx.GraphModule
+    code: Code
 
 
 def exact_copy(tensor: Tensor) -> Tensor:
@@ -113,41 +105,85 @@ def machine(device: torch.device) -> dict[str, Any]:
             "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None}
 
 
-def write(path: Path, gm: fx.GraphModule, inputs: Sequence[Any], *, random: Tensor, random_of_device: Tensor | None,
-          device: torch.device, about: Mapping[str, Any]) -> None:
-    """Run a graph on copies of its inputs, and write a bundle of that; the folder is there whole, or not at all.
+class Run:
+    """A run of a graph on its inputs, which a bundle is written of.
 
     Args:
-        path: of a folder that is not there.
+        gm, inputs: the graph, and what it runs on.
+        compiled: what a compiler has made of it, or None.
         random, random_of_device: the states of the generators before the run; None on the CPU.
         about: what else is to be kept, JSON-able.
 
     Raises:
         ValueError: the graph holds what a bundle cannot.
-        OSError, RuntimeError: it cannot be written.
     """
-    if path.exists():
-        raise FileExistsError(f"apexfx: {path} is there already; a bundle is a new folder")
-    graph, constants = to_data(gm)
-    tensors = {"inputs": [exact_copy(x) if isinstance(x, Tensor) else x for x in inputs], "received": {},
-               "constants": {name: exact_copy(t) for name, t in constants.items()}, "random": random,
-               "random_of_device": random_of_device}
-    data = {"format": FORMAT, "machine": machine(device), **about, "graph": graph}
-    bundle, digests, received = Bundle(data, tensors), Digests(), Received()
-    with bundle.random_state(), torch.no_grad():
-        Interpreter(gm, [digests, received]).run(*bundle.inputs())
-    data["digests"], tensors["received"] = digests.digests, received.results
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.mkdir()
-        torch.save(tensors, unfinished / _TENSORS)
-        (unfinished / _PYTHON).write_text(printing.to_python(gm, header="the graph of a recorded step"))
-        (unfinished / _JSON).write_text(json.dumps(data))
-        os.replace(unfinished, path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], *, compiled: Compiled | None, random: Tensor,
+                 random_of_device: Tensor | None, device: torch.device, about: Mapping[str, Any]) -> None:
+        self._gm, self._compiled = gm, compiled
+        graph, constants = to_data(gm)
+        compiled_graph, compiled_constants = to_data(compiled.gm) if compiled is not None else (None, {})
+        self._bundle = Bundle(
+            {"format": FORMAT, "machine": machine(device), **about, "graph": graph, "raised": None,
+             "compiled": None if compiled is None else {"graph": compiled_graph, "world_sizes": _world_sizes(compiled.gm.graph)}},
+            {"inputs": [exact_copy(x) if isinstance(x, Tensor) else x for x in inputs], "random": random,
+             "random_of_device": random_of_device,
+             "constants": {name: exact_copy(t) for name, t in constants.items()}, "received": {},
+             "compiled_constants": {name: exact_copy(t) for name, t in compiled_constants.items()}, "compiled_received": []})
+
+    def compute(self, *, communicates: bool, may_raise: bool) -> None:
+        """Run the graph on copies of its inputs.
+
+        Args:
+            communicates: whether it does so with all ranks, each of which has to call this; otherwise collectives give what they
+                would if all held what this one holds, and no compiled code runs that has some.
+            may_raise: whether an error is what is to be recorded.
+        """
+        data, tensors = self._bundle.data, self._bundle.tensors
+        digests, received = Digests(), Received()
+        interpreter = Interpreter(self._gm, [digests, received], communicates=communicates)
+        try:
+            with self._bundle.random_state(), torch.no_grad():
+                interpreter.run(*self._bundle.inputs())
+        except Exception as error:
+            if not may_raise:
+                raise
+            data["raised"] = {"node": interpreter.node.name, "error": error_text(error)}
+        data["digests"], tensors["received"] = digests.digests, received.results
+        if self._compiled is None or data["raised"] or received.results and not communicates:
+            data["compiled"] = None
+            return
+        with self._bundle.random_state():
+            data["compiled"]["digests"], tensors["compiled_received"] = run_compiled(
+                self._compiled.code, self._compiled.gm.graph, self._bundle.inputs())
+
+    def write(self, path: Path) -> None:
+        """Write a bundle, behind `compute`; the folder is there whole, or not at all.
+
+        Args:
+            path: of a folder that is not there.
+
+        Raises:
+            OSError, RuntimeError: it cannot be written.
+        """
+        if path.exists():
+            raise FileExistsError(f"apexfx: {path} is there already; a bundle is a new folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            unfinished.mkdir()
+            torch.save(self._bundle.tensors, unfinished / _TENSORS)
+            (unfinished / _PYTHON).write_text(printing.to_python(self._gm, header="the graph of a recorded step"))
+            (unfinished / _JSON).write_text(json.dumps(self._bundle.data))
+            os.replace(unfinished, path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
+
+
+def error_text(error: Exception) -> str:
+    """Return the kind of an error, and its first line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def load(path: Path) -> Bundle:
@@ -171,10 +207,16 @@ def load(path: Path) -> Bundle:
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"apexfx: {path / _TENSORS} is damaged, or holds more than tensors, which is not loaded "
                          f"({type(error).__name__}: {first_line})") from error
-    expected = {"inputs", "constants", "random", "random_of_device", "received"}
-    if not isinstance(tensors, dict) or set(tensors) != expected or not {"machine", "graph", "digests"} <= data.keys():
+    expected = {"inputs", "constants", "random", "random_of_device", "received", "compiled_constants", "compiled_received"}
+    if not isinstance(tensors, dict) or set(tensors) != expected \
+            or not {"machine", "graph", "digests", "compiled", "raised"} <= data.keys():
         raise ValueError(f"apexfx: {path} lacks a part of a bundle")
     return Bundle(data, tensors)
+
+
+def _world_sizes(graph: fx.Graph) -> dict[str, int]:
+    """Return how many ranks the groups have that a graph names."""
+    return {name: world_size(name) for name in filter(None, map(group_name, graph.nodes))}
 
 
 def _processor() -> str:

@@ -61,11 +61,13 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
     """
     graph, nodes = fx.Graph(), {}
     for row in data["nodes"]:
-        args = _decode(row.get("args", {"tuple": []}), nodes, dtypes or {})
-        kwargs = {name: _decode(x, nodes, dtypes or {}) for name, x in row.get("kwargs", {}).items()}
         op, target = row["op"], row["target"]
+        args, kwargs = (row["args"], row["kwargs"]) if op in ("call_function", "output") else ({"tuple": []}, {})
+        args = _decode(args, nodes, dtypes or {})
+        kwargs = {name: _decode(x, nodes, dtypes or {}) for name, x in kwargs.items()}
+        names = [row["name"], *kwargs, *([target] if op != "call_function" else [])]
         if op not in ("placeholder", "get_attr", "call_function", "output") \
-                or op == "get_attr" and target not in constants or op != "call_function" and not str(target).isidentifier():
+                or op == "get_attr" and target not in constants or not all(str(name).isidentifier() for name in names):
             raise ValueError(f"apexfx: the bundle has a node {op!r} of {target!r}, which no graph of a step has")
         target = _resolve(target) if op == "call_function" else str(target)
         node = nodes[row["name"]] = graph.create_node(op, target, args, kwargs, name=row["name"])

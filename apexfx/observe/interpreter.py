@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .._torch import OpOverload, resolve_process_group, tree_map
-from ..graph.collectives import is_collective, is_wait
+from ..graph.collectives import is_collective, is_wait, wait
 
 Observer = Callable[[fx.Node, Any], None]
 
@@ -23,16 +23,24 @@ class Interpreter(fx.Interpreter):
         observers: called with each node and its result, once it has run; a result that is written later is seen as it was then.
         graph: the graph, where `module` is none.
         received: what collectives give, by the name of their node; computed for those that are not there.
+        communicates: whether collectives run; all ranks have to evaluate the graph at once then.
+
+    Attributes:
+        node: the one that runs, or was the last.
     """
 
     def __init__(self, module: nn.Module, observers: Sequence[Observer] = (), *, graph: fx.Graph | None = None,
-                 received: Mapping[str, Any] | None = None) -> None:
+                 received: Mapping[str, Any] | None = None, communicates: bool = False) -> None:
         super().__init__(module, graph=graph)
-        self._observers, self._received = observers, received or {}
+        self._observers, self._received, self._communicates = observers, received or {}, communicates
+        self.node: fx.Node | None = None
 
     def run_node(self, n: fx.Node) -> Any:
+        self.node = n
         if n.name in self._received and is_collective(n):
             result = tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, self._received[n.name])
+        elif self._communicates and is_collective(n):
+            result = tree_map(wait, super().run_node(n))
         else:
             result = self._collective(n) if is_collective(n) or is_wait(n) else super().run_node(n)
         for observe in self._observers:
@@ -55,7 +63,7 @@ class Interpreter(fx.Interpreter):
         args = self.fetch_args_kwargs_from_env(n)[0]
         if is_wait(n):
             return args[0]
-        name, world = n.target._schema.name, _world_size(args[-1])
+        name, world = n.target._schema.name, world_size(args[-1])
         factor = world if args[1:2] == ("sum",) else 1
         if "all_gather" in name:
             return torch.cat([args[0]] * world)
@@ -64,5 +72,6 @@ class Interpreter(fx.Interpreter):
         return tree_map(lambda t: t * factor if isinstance(t, Tensor) else t, args[0])
 
 
-def _world_size(group_name: Any) -> int:
+def world_size(group_name: Any) -> int:
+    """Return how many ranks a group has, which a node gives by name or as it is."""
     return dist.get_world_size(resolve_process_group(group_name)) if isinstance(group_name, str) else group_name.size()

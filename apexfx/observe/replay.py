@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 
-from .._torch import tree_leaves, tree_map
+from .._torch import register_process_group, resolve_process_group, tree_leaves, tree_map, unregister_process_group
 from ..graph.nodes import op_name, source_line
 from . import bundle as bundles
+from .digests import Code, Digests, run_compiled
 from .interpreter import Interpreter
 from .non_finite import BACKWARD, NonFinite
 
@@ -19,13 +23,15 @@ _MAY_DIFFER = ("python",)
 _HALVES_AND_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def replay(path: str, *, until: str | None = None, to: str | None = None) -> tuple[str, bool]:
+def replay(path: str, *, until: str | None = None, to: str | None = None,
+           compiler: Callable[[fx.GraphModule, Sequence[Any]], Code] | None = None) -> tuple[str, bool]:
     """Run a bundle again, on this rank alone.
 
     Args:
         path: of the folder.
         until: stop at the node of this name, and say what it gives.
         to: "float64": compute in that dtype, from the same inputs.
+        compiler: makes code of the graph that the step's code was made of, for inputs; None leaves that out.
 
     Returns:
         What to print; whether the bits are the same, or need not be.
@@ -44,20 +50,24 @@ def replay(path: str, *, until: str | None = None, to: str | None = None) -> tup
     if until is not None and until not in {node.name for node in nodes}:
         raise ValueError(f"apexfx: the graph has no node {until!r}; graph.py beside it has all")
     stop = until or (_last_of_backward(nodes) if dtypes else None)
-    observers = digests, non_finite, last = bundles.Digests(), NonFinite(graph), _Until(stop)
+    observers = digests, non_finite, last = Digests(), NonFinite(graph), _Until(stop)
     received = tree_map(lambda x: _in(x, dtypes), bundle.tensors["received"])
+    interpreter, raised = Interpreter(module, observers, graph=graph, received=received), None
     try:
         with bundle.random_state(), torch.no_grad():
-            Interpreter(module, observers, graph=graph, received=received).run(*(_in(x, dtypes) for x in bundle.inputs()))
+            interpreter.run(*(_in(x, dtypes) for x in bundle.inputs()))
     except _Stop:
         pass
     except Exception as error:
-        raise ValueError(f"apexfx: {path} cannot be run here: {str(error).strip()}") from error
+        if bundle.data["raised"] is None:
+            raise ValueError(f"apexfx: {path} cannot be run here: {str(error).strip()}") from error
+        raised = {"node": interpreter.node.name, "error": bundles.error_text(error)}
+        lines.append(f"raised by {interpreter.node.name}{_where(interpreter.node)}: {raised['error']}")
     if until is not None:
         node = next(node for node in nodes if node.name == until)
-        where = f" at {source_line(node)}" if source_line(node) else ""
-        lines.append(f"{until}: {op_name(node)}{where}: {_shown(last.result)}")
-    else:
+        shown = _shown(last.result) if raised is None else "not reached"
+        lines.append(f"{until}: {op_name(node)}{_where(node)}: {shown}")
+    elif raised is None:
         finding = non_finite.first()
         nothing = "nothing in forward and backward: what was not, went beyond the range of a dtype" if dtypes else "nothing"
         lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else f"not finite: {nothing}")
@@ -68,12 +78,59 @@ def replay(path: str, *, until: str | None = None, to: str | None = None) -> tup
     different = [node for node in compared if recorded[node.name] != digests.digests[node.name]]
     changes = _changes(bundle)
     lines += [f"another machine than it was recorded on, so the bits may differ: {', '.join(changes)}"] if changes else []
-    if not different:
-        return "\n".join([*lines, f"the same bits in all of {len(compared)} nodes"]), True
-    first = different[0]
-    where = f" at {source_line(first)}" if source_line(first) else ""
-    lines.append(f"other bits in {len(different)} of {len(compared)} nodes; the first is {first.name}: {op_name(first)}{where}")
-    return "\n".join(lines), bool(changes)
+    if until is None and raised != bundle.data["raised"]:
+        expected = bundle.data["raised"]
+        lines.append(f"recorded was: raised by {expected['node']}: {expected['error']}")
+        return "\n".join(lines), bool(changes)
+    if different:
+        first = different[0]
+        lines.append(f"other bits in {len(different)} of {len(compared)} nodes; the first is {first.name}: {op_name(first)}"
+                     f"{_where(first)}")
+        return "\n".join(lines), bool(changes)
+    lines.append(f"the same bits in all of {len(compared)} nodes")
+    if until is not None or compiler is None or bundle.data["compiled"] is None:
+        return "\n".join(lines), True
+    text, same = _compiled_again(bundle, compiler)
+    return "\n".join([*lines, text]), same or bool(changes)
+
+
+def _compiled_again(bundle: bundles.Bundle, compiler: Callable[[fx.GraphModule, Sequence[Any]], Code]) -> tuple[str, bool]:
+    """Compile what the step's code was made of, run that, and compare what it returns and writes."""
+    try:
+        gm = bundle.compiled_graph()
+        with _groups(bundle.data["compiled"]["world_sizes"]):
+            code = compiler(gm, bundle.inputs())
+        with bundle.random_state():
+            digests, _ = run_compiled(code, gm.graph, bundle.inputs(), bundle.tensors["compiled_received"])
+    except Exception as error:
+        raise ValueError(f"apexfx: the compiled graph cannot be run here: {str(error).strip()}") from error
+    recorded = bundle.data["compiled"]["digests"]
+    different = [name for name in recorded if recorded[name] != digests.get(name)]
+    if different:
+        return f"compiled: other bits in {len(different)} of {len(recorded)} results; the first is {different[0]}", False
+    return f"compiled: the same bits in all of {len(recorded)} results", True
+
+
+@contextlib.contextmanager
+def _groups(world_sizes: Mapping[str, int]) -> Iterator[None]:
+    """Have the names of process groups mean groups of so many ranks, which Inductor asks for and which cannot communicate."""
+    missing: dict[str, dist.ProcessGroup] = {}  # what finds them by name does not keep them
+    for name, size in world_sizes.items():
+        try:
+            resolve_process_group(name)
+        except RuntimeError:
+            missing[name] = dist.ProcessGroup(0, size)
+    try:
+        for name, group in missing.items():
+            register_process_group(name, group)
+        yield
+    finally:
+        for name in missing:
+            unregister_process_group(name)
+
+
+def _where(node: fx.Node) -> str:
+    return f" at {source_line(node)}" if source_line(node) else ""
 
 
 class _Stop(Exception):

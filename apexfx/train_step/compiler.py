@@ -61,7 +61,8 @@ class StepCompiler:
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
-        traces: raise `inner_compilers.Traced` in place of running a graph; its nodes say what they are the backward of.
+        traces: raise `inner_compilers.Traced` in place of running a graph; its nodes say what they are the backward of, but for
+            "lowered": that is the graph that Inductor makes code of.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
@@ -70,7 +71,7 @@ class StepCompiler:
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 traces: bool = False) -> None:
+                 traces: bool | str = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -122,6 +123,8 @@ class StepCompiler:
             if self.reduce_gradients and node is not None:
                 collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(params, present) if here)])
         other_stages = StepPasses(graph, present, self.on_run, self.on_communication)
+        if self.traces == "lowered":
+            return graph.trace(other_stages, lowered=True)
         if self.traces:
             gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _traced_gradients
             gm.recompile()

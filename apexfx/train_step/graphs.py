@@ -110,10 +110,13 @@ class StepGraphs:
         with self._compiler.capturing():
             self._call("last", batch, named)
 
-    def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
+    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], *, lowered: bool = False) -> Traced:
         """Return the graph that ends an accumulation behind all passes, for this batch alone, and its inputs; run nothing.
 
         This rank talks to no other. The report does not have the graph.
+
+        Args:
+            lowered: the graph is to be the one that Inductor makes code of, and comes with that code.
 
         Raises:
             RuntimeError: the step runs in pieces.
@@ -121,7 +124,8 @@ class StepGraphs:
         """
         if self.why_in_pieces:
             raise RuntimeError(f"apexfx: the step runs in pieces, and has no graph of its own: {self.why_in_pieces}")
-        compiler = self._make_compiler(report=Report(self._report.config), agreement=None, traces=True)
+        compiler = self._make_compiler(report=Report(self._report.config), agreement=None,
+                                       traces="lowered" if lowered else True)
         function = torch.compile(compiled_separately(run_step), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
         try:
             with self._patched(), torch.no_grad(), capture_errors(), self._model.traceable() as model:

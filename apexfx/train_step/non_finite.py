@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .._torch import OpOverload, TorchDispatchMode, tree_leaves
+from ..compiler.inner_compilers import Traced
 from ..observe.bundle import exact_copy
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import Finding, NonFinite
@@ -38,21 +39,21 @@ def search(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> Findin
     Raises:
         Exception: there is no such graph, or it cannot be run so.
     """
-    gm, inputs = graph_of(graphs, call, scale_factor=scale_factor)
-    observer = NonFinite(gm.graph)
+    traced, inputs = graph_of(graphs, call, scale_factor=scale_factor)
+    observer = NonFinite(traced.gm.graph)
     with call.random_state(), torch.no_grad():
-        Interpreter(gm, [observer]).run(*inputs)
+        Interpreter(traced.gm, [observer]).run(*inputs)
     return observer.first()
 
 
-def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tuple[fx.GraphModule, list[Any]]:
-    """Return the graph of a call, and copies of its inputs; arguments and errors as of `search`."""
+def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tuple[Traced, list[Any]]:
+    """Return the graph of a call, and copies of its inputs as they were; arguments and errors as of `search`."""
     traced = graphs.trace(call.batch, call.named)
     inputs = [exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
     for node, copied in zip(traced.gm.graph.find_nodes(op="placeholder"), inputs):
         if (node.meta.get("apexfx_kind"), node.meta.get("apexfx_name")) == ("state", SCALE):
             copied.mul_(scale_factor)
-    return traced.gm, inputs
+    return traced, inputs
 
 
 def explain(graphs: StepGraphs, call: LastCall, model: nn.Module, objective: Callable[..., Any], *, scale_factor: float,

@@ -89,8 +89,8 @@ class TrainStep:
         self._replicas = replica_check(options.safeguard, self._groups, self.report)
         self._skipped = SkippedSteps(model, objective, self._graphs, scale=self._scale, safeguard=self._safeguard,
                                      name_of=self._state.name_of, accumulates=options.accumulate > 1, device=self._device)
-        self._recorder = Recorder(self._graphs, self._skipped, self._safeguard, options.safeguard, self.report.config,
-                                  self._device)
+        self._recorder = Recorder(self._graphs, self._state, self._skipped, self._safeguard, options, self._agreement,
+                                  self._groups.gradients, self.report.config, self._device)
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -122,7 +122,8 @@ class TrainStep:
                                  "pass loss_scale='dynamic'")
             self._skipped.begin(batch, named)
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
-            with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
+            with self._recorder.recording_errors(), \
+                    call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
                 run = self._graphs.run_earlier if gathers else self._graphs.run_last
                 loss, rest, *ran = run(batch, named)
             if gathers:
@@ -227,13 +228,15 @@ class TrainStep:
         """Write a bundle of the last call, for `python -m apexfx replay`: its graph, and all that the graph runs on.
 
         A call that was skipped has changed nothing, and is recorded as it was, but for counters. Of any other, the bundle has
-        what a call with the same batch and random numbers would compute now. Each rank records what is its own.
+        what a call with the same batch and random numbers would compute now. Over ranks, all have to call it at once; each
+        writes its own.
 
         Args:
             path: of a folder that is not there.
 
         Raises:
             RuntimeError: there is no such call, its batch was written since, or it ran in pieces.
+            RankMismatchError: another rank did not call it.
             ValueError: the graph holds what a bundle cannot.
             OSError: it cannot be written.
         """

@@ -6,8 +6,6 @@ import json
 import logging
 import math
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -17,7 +15,9 @@ from torch import nn
 import apexfx
 from apexfx.__main__ import main
 from apexfx.observe import bundle
+from apexfx.observe.digests import digest
 from apexfx.observe.replay import replay
+from tests import fresh_process
 
 
 class Images(nn.Module):
@@ -30,14 +30,13 @@ class Images(nn.Module):
         return self.head(self.body(x[:, None]))
 
 
-class Words(nn.Module):
+class Small(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.2, batch_first=True)
-        self.head = nn.Linear(6, 3)
+        self.head = nn.Linear(36, 3)
 
     def forward(self, x):
-        return self.head(self.layer(x).mean(1))
+        return self.head(F.dropout(x.flatten(1), 0.3, self.training))
 
 
 X, Y = torch.linspace(-1, 1, 180).reshape(5, 6, 6), torch.arange(5) % 3
@@ -61,6 +60,24 @@ def skipped(**options):
     step(X, Y, ONE)
     step(X, Y, INFINITE)
     return step
+
+
+RUNS = {**{level: {"model": Images, **LEVELS[level]} for level in LEVELS}, "inductor": {"model": Small, "inner": "inductor"}}
+
+
+@pytest.fixture(scope="module")
+def spikes(tmp_path_factory):
+    """By name, a bundle of a step that a spike has skipped, so that its loss is a number, and what that step computed."""
+    folder, steps = tmp_path_factory.mktemp("spikes"), {}
+    for name, options in RUNS.items():
+        step = make(safeguard=apexfx.Safeguard(spike_factor=2.0, window=1), loss_scale=8.0, **options)
+        step(X, Y, ONE)
+        before = {key: t.clone() for key, t in step.model.state_dict().items()}
+        loss, scale = step(X, Y, 100 * ONE), step.loss_scale
+        assert step.events[-1].reason == "spike" and step.loss_scale == scale
+        step.record(folder / name)
+        steps[name] = folder / name, before, loss, step.grad_norm
+    return steps
 
 
 @pytest.fixture(scope="module")
@@ -88,33 +105,34 @@ def node_of(data, **values):
     return next(node for node in data["graph"]["nodes"] if all(node[name] == value for name, value in values.items()))
 
 
-def test_a_new_process_computes_the_same_bits(tmp_path):
-    for model, level in ((Images, "O0"), (Images, "O2"), (Words, "O1")):
-        skipped(model=model, **LEVELS[level]).record(tmp_path / f"{model.__name__}-{level}")
-    script = ("import sys; from apexfx.observe.replay import replay\n"
-              "for path in sys.argv[1:]: text, same = replay(path); print(same, 'the same bits in all of' in text)")
-    done = subprocess.run([sys.executable, "-c", script, *sorted(map(str, tmp_path.iterdir()))], capture_output=True, text=True)
-    assert done.stdout.split() == ["True"] * 6, done.stdout + done.stderr
+def replays(paths):
+    from apexfx.compiler.inner_compilers import compile_lowered
+
+    return [replay(str(path), compiler=compile_lowered) for path in paths]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_a_bundle_computes_what_the_step_computed(level, tmp_path):
-    """A spike, so that the loss is a number; dropout is on."""
-    step = make(safeguard=apexfx.Safeguard(spike_factor=2.0, window=1), **{**LEVELS[level], "loss_scale": 8.0})
-    step(X, Y, ONE)
-    before = {name: t.clone() for name, t in step.model.state_dict().items()}
-    scale = step.loss_scale
-    loss, norm = step(X, Y, 100 * ONE), step.grad_norm.clone()
-    assert step.events[-1].reason == "spike" and step.loss_scale == scale
-    step.record(tmp_path / "bundle")
-    read = bundle.load(tmp_path / "bundle")
-    module, graph = read.graph()
-    inputs = read.inputs()
-    names = {node.meta.get("apexfx_name"): x for node, x in zip(graph.find_nodes(op="placeholder"), inputs)}
-    assert all(torch.equal(names[name], t) for name, t in before.items())
-    with read.random_state(), torch.no_grad():
-        outputs = bundle.Interpreter(module, graph=graph).run(*inputs)
-    assert torch.equal(outputs[0], loss) and any(torch.equal(x, norm) for x in outputs[1:])
+def test_a_new_process_computes_the_same_bits(spikes):
+    texts = fresh_process.call(replays, [path for path, *_ in spikes.values()])
+    assert all(same and "\nthe same bits in all of" in text for text, same in texts)
+    assert ["\ncompiled: the same bits in all of" in text for text, _ in texts] == [name == "inductor" for name in spikes]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_bundle_computes_what_the_step_computed(name, spikes):
+    """Dropout is on."""
+    path, before, loss, norm = spikes[name]
+    read = bundle.load(path)
+    _, graph = read.graph()
+    names = {node.meta.get("apexfx_name"): x for node, x in zip(graph.find_nodes(op="placeholder"), read.inputs())}
+    assert all(torch.equal(names[key], t) for key, t in before.items())
+    digests = read.data["digests"] if name != "inductor" else read.data["compiled"]["digests"]
+    assert {digest(loss), digest(norm)} <= set(digests.values())
+
+
+def test_compiled_code_that_gives_other_bits_is_not_the_same(spikes):
+    text, same = replay(str(spikes["inductor"][0]), compiler=lambda gm, _: lambda inputs: [x + 1 for x in gm(*inputs)])
+    assert not same and "compiled: other bits in " in text and "the first is output 0" in text
+    assert replay(str(spikes["inductor"][0]))[1]  # without a compiler, ops alone
 
 
 def test_the_command_says_what_was_recorded(recorded, capsys):
@@ -204,7 +222,7 @@ def cut(name):
     (with_pickle, "holds more than tensors"), (plain_pickle, "holds more than tensors"),
     (cut("bundle.json"), "is damaged"), (cut("tensors.pt"), "is damaged"),
     (lambda path: (path / "bundle.json").unlink(), "is no bundle"), (lambda path: (path / "tensors.pt").unlink(), "is damaged"),
-    (lambda path: edit(path, lambda data: data.update(format=99)), "format 99, and this apexfx reads format 1"),
+    (lambda path: edit(path, lambda data: data.update(format=99)), "format 99, and this apexfx reads format 2"),
     (lambda path: edit(path, lambda data: data.pop("digests")), "lacks a part"),
     (lambda path: edit(path, lambda data: data["graph"].pop("nodes")), "is damaged"),
     (in_graph(target="os::system"), "no op of torch"), (in_graph(target="builtins::exec.default"), "no op of torch"),
@@ -239,14 +257,14 @@ def guarded(folder, **options):
 
 
 def test_skipped_steps_are_recorded(tmp_path, caplog):
-    text = train(make(safeguard=guarded(tmp_path / "failures")), caplog)
+    text = train(make(model=Small, safeguard=guarded(tmp_path / "failures")), caplog)
     path, = (tmp_path / "failures").iterdir()
     assert path.name == "call-2-rank-0" and f"python -m apexfx replay {path} runs it again" in text
     assert replay(str(path))[1] and sorted(file.name for file in path.iterdir()) == ["bundle.json", "graph.py", "tensors.pt"]
 
 
 def test_what_is_recorded_is_not_trained_otherwise(tmp_path):
-    one, other = make(safeguard=guarded(tmp_path)), make()
+    one, other = make(model=Small, safeguard=guarded(tmp_path)), make(model=Small)
     for step in (one, other):
         torch.manual_seed(3)
         for factor in (ONE, INFINITE, ONE):
@@ -255,7 +273,7 @@ def test_what_is_recorded_is_not_trained_otherwise(tmp_path):
 
 
 def test_there_are_at_most_so_many(tmp_path):
-    step = make(safeguard=guarded(tmp_path, max_records=2, max_consecutive_skips=3))
+    step = make(model=Small, safeguard=guarded(tmp_path, max_records=2, max_consecutive_skips=3))
     (tmp_path / ".call-9-rank-0.123").mkdir()  # of a process that was killed
     for _ in range(2):
         step(X, Y, INFINITE)
@@ -265,7 +283,7 @@ def test_there_are_at_most_so_many(tmp_path):
 
 
 def test_the_last_step_before_an_error_is_recorded(tmp_path):
-    step = make(safeguard=guarded(tmp_path, max_consecutive_skips=1))
+    step = make(model=Small, safeguard=guarded(tmp_path, max_consecutive_skips=1))
     with pytest.raises(apexfx.NonFiniteError, match="1 steps in a row"):
         step(X, Y, INFINITE)
     assert [path.name for path in tmp_path.iterdir()] == ["call-1-rank-0"]
@@ -276,7 +294,7 @@ def test_a_full_disk_is_a_warning(broken, tmp_path, caplog, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    step = make(safeguard=guarded(tmp_path))
+    step = make(model=Small, safeguard=guarded(tmp_path))
     monkeypatch.setattr(broken, full)
     assert "could not be recorded" in train(step, caplog) and "No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
@@ -284,11 +302,11 @@ def test_a_full_disk_is_a_warning(broken, tmp_path, caplog, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    assert "could not be recorded" in train(make(safeguard=guarded(tmp_path / "file" / "below")), caplog)
+    assert "could not be recorded" in train(make(model=Small, safeguard=guarded(tmp_path / "file" / "below")), caplog)
 
 
 def test_what_cannot_be_recorded_says_why(tmp_path):
-    step = make()
+    step = make(model=Small)
     with pytest.raises(RuntimeError, match="no last call"):
         step.record(tmp_path / "one")
     x = X.clone()
@@ -301,6 +319,65 @@ def test_what_cannot_be_recorded_says_why(tmp_path):
         step.record(tmp_path / "two")
     with pytest.raises(TypeError, match="record_dir=3"):
         guarded(3)
+
+
+# ---- a step that raises ------------------------------------------------------------------------------------------------------
+
+
+class Looked(Small):
+    """Looks a row up in a table: a label above 2 is none."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(3, 36)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x + self.table(x[:, 0, 0].long())[:, None].reshape(5, 6, 6))
+
+
+BAD = torch.full_like(X, 7)
+
+
+def test_a_step_that_raises_is_recorded(tmp_path, caplog, capsys):
+    step = make(model=Looked, safeguard=guarded(tmp_path))
+    step(X.abs(), Y, ONE)
+    before = {name: t.clone() for name, t in step.model.state_dict().items()}
+    with pytest.raises(IndexError, match="index out of range"):
+        step(BAD, Y, ONE)
+    assert "call 2 raised IndexError" in caplog.text and "runs it again" in caplog.text
+    assert main(["replay", str(tmp_path / "call-2-rank-0")]) == 0
+    out = capsys.readouterr().out
+    assert "event: call 2 raised IndexError" in out and "raised by embedding at test_record.py:" in out
+    torch.testing.assert_close(dict(step.model.state_dict()), before, rtol=0, atol=0)
+    step(X.abs(), Y, ONE)
+    assert step.updated and [path.name for path in tmp_path.iterdir()] == ["call-2-rank-0"]
+    edit(tmp_path / "call-2-rank-0", lambda data: data["raised"].update(error="IndexError: another"))
+    assert main(["replay", str(tmp_path / "call-2-rank-0")]) == 1
+    assert "recorded was: raised by embedding: IndexError: another" in capsys.readouterr().out
+
+
+def test_a_step_that_raises_when_it_has_written_says_so(tmp_path, caplog):
+    step = make(model=Looked, safeguard=guarded(tmp_path), fallback="transform")
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        step(X.abs(), Y, ONE)
+        with pytest.raises(IndexError):
+            step(BAD, Y, ONE)
+    assert "there is no bundle, since it had begun" in caplog.text and list(tmp_path.iterdir()) == []
+
+
+def test_what_cannot_be_captured_is_not_recorded(tmp_path, caplog):
+    def wrong(model, x, y, factor):
+        return [model(x).mean()][1]
+
+    torch.manual_seed(0)
+    model = Small()
+    step = apexfx.train_step(model, objective=wrong, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager",
+                             opt_level="O0", safeguard=guarded(tmp_path))
+    with pytest.raises(IndexError, match="list index out of range"):
+        step(X, Y, ONE)
+    assert "could not be recorded" in caplog.text and list(tmp_path.iterdir()) == []
 
 
 def test_strides_and_aliases_of_inputs_are_kept():

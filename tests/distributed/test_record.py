@@ -1,0 +1,83 @@
+"""Bundles of steps over ranks: each has what the others sent, and one process alone computes the same bits."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import apexfx
+from apexfx.compiler.inner_compilers import compile_lowered
+from apexfx.observe import bundle
+from apexfx.observe.digests import digest
+from apexfx.observe.replay import replay
+from tests.distributed.launch import on_ranks, run_ranks
+from tests.train_step.test_record import INFINITE, ONE, X, Y, make
+
+
+def batch(rank, factor=ONE):
+    return X.roll(rank, 0) * (rank + 1), Y, factor
+
+
+def train(rank, world_size, folder, inner):
+    """A spike, so that the loss is a number; then one rank's batch is not finite. Dropout is on."""
+    step = make(inner=inner, ddp=True, sync_bn=True, opt_level="O1", dtype=torch.bfloat16,
+                safeguard=apexfx.Safeguard(record_dir=folder, spike_factor=10.0, window=1))
+    step(*batch(rank))
+    loss = step(*batch(rank, 100 * ONE))
+    torch.save((loss, step.grad_norm.clone()), f"{folder}/{rank}.pt")
+    step(*batch(rank))
+    step(*batch(rank, INFINITE if rank == 1 else ONE))
+    step.record(Path(folder, f"asked-{rank}"))
+    step(*batch(rank))
+    assert step.updated and step.skipped == 2
+
+
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_rank_is_replayed_alone(inner, tmp_path):
+    run_ranks(train, 2, str(tmp_path), inner)
+    for rank in (0, 1):
+        for path in (tmp_path / f"call-2-rank-{rank}", tmp_path / f"call-4-rank-{rank}", tmp_path / f"asked-{rank}"):
+            text, same = replay(str(path), compiler=compile_lowered)
+            assert same and "\nthe same bits in all of" in text and ("compiled: the same" in text) is (inner == "inductor"), text
+        data = bundle.load(tmp_path / f"call-2-rank-{rank}").data
+        digests = data["digests"] if inner == "eager" else data["compiled"]["digests"]
+        assert {digest(x) for x in torch.load(tmp_path / f"{rank}.pt")} <= set(digests.values())
+    of_first = [bundle.load(tmp_path / f"call-4-rank-{rank}").tensors["received"] for rank in (0, 1)]
+    torch.testing.assert_close(*of_first, rtol=0, atol=0, equal_nan=True)
+    assert any(not t.isfinite().all() for t in of_first[0].values())
+
+
+def without_one(rank, world_size, folder):
+    """Rank 1 cannot take part: its batch was written, then it has enough bundles. Nobody waits for it."""
+    step = make(ddp=True, safeguard=apexfx.Safeguard(record_dir=folder, max_records=2))
+    step(*batch(rank))
+    x, y, factor = batch(rank, INFINITE)
+    step(x, y, factor)
+    if rank == 1:
+        x.zero_()
+        for number in (7, 8):
+            Path(folder, f"call-{number}-rank-1").mkdir()
+    step(*batch(rank, INFINITE))
+    step(*batch(rank))
+    assert step.updated
+
+
+def test_ranks_that_cannot_record_do_not_stop_the_others(tmp_path):
+    run_ranks(without_one, 2, str(tmp_path))
+    assert sorted(path.name for path in tmp_path.glob("*-rank-0")) == ["call-2-rank-0", "call-3-rank-0"]
+    assert sorted(path.name for path in tmp_path.glob("*-rank-1")) == ["call-7-rank-1", "call-8-rank-1"]
+    for number in (2, 3):
+        assert replay(str(tmp_path / f"call-{number}-rank-0"))[1]
+
+
+@on_ranks(2)
+def test_a_rank_that_records_alone_is_told(rank, world_size):
+    logging.disable()
+    step = make(ddp=apexfx.BucketConfig(timeout_s=1.0), safeguard=True)
+    step(*batch(rank))
+    if rank == 0:
+        with pytest.raises(apexfx.RankMismatchError, match="rank 1 of 2 has not arrived"):
+            step.record("nowhere")
