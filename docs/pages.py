@@ -6,7 +6,8 @@ A page's Python blocks run in order, in one namespace and an empty folder. A com
 
     <!-- run: ... -->       Python that runs here and is not shown (what the reader has at this point)
     <!-- output -->         what the page has printed since the last such block; of a ```diff, the changed lines
-    <!-- output: COMMAND --> what a command prints; `<!-- output: COMMAND | TITLE -->` its part below the line "== TITLE"
+    <!-- output: COMMAND --> what a command prints; `<!-- output: COMMAND | TITLE -->` its part below the line "== TITLE".
+                            `torchrun --nnodes N` runs N times, as on N machines of which the first is called node0
     <!-- file: PATH -->     a file of this repository
     <!-- needs: MODULE -->  Python that runs where the module is installed
     <!-- passes -->         the table of passes
@@ -22,6 +23,7 @@ import os
 import re
 import runpy
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -111,14 +113,71 @@ def _compact(diff: str) -> str:
 def _run(command: str) -> str:
     """Return what a command prints: `python` runs in this process, which has torch imported, `torchrun` in its own."""
     program, *arguments = shlex.split(command)
-    with _empty_folder():
+    with _empty_folder() as folder:
         if program == "python":
             return _run_here(arguments)
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *arguments], capture_output=True, text=True,
-                              timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
-    if done.returncode != 0:
-        raise RuntimeError(f"{command} failed:\n{done.stdout}{done.stderr}")
-    return done.stdout
+        if arguments[0] == "--standalone":
+            _, _, num_ranks, *script = arguments
+            return _run_ranks(int(num_ranks), script, folder)
+        return _run_nodes(arguments)
+
+
+def _run_ranks(num_ranks: int, script: list[str], folder: str) -> str:
+    """Run a program on the ranks that torchrun would start, forked from a server that has torch imported."""
+    import tests.distributed.launch  # noqa: F401  # which says what the server imports
+
+    context = torch.multiprocessing.get_context("forkserver")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    everywhere = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                  "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = []
+    for rank in range(num_ranks):
+        environment = everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        printed = Path(folder, f"printed by {rank}")
+        ranks.append((context.Process(target=_rank, args=(script, environment, str(printed)), daemon=True), printed))
+    for process, _ in ranks:
+        process.start()
+    for process, _ in ranks:
+        process.join(300)
+        process.kill()
+        process.join()
+    text = "".join(printed.read_text() for _, printed in ranks)
+    if any(process.exitcode for process, _ in ranks):
+        raise RuntimeError(f"{script} failed:\n{text}")
+    return text
+
+
+def _rank(script: list[str], environment: dict[str, str], printed: str) -> None:
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    output = os.open(printed, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.argv = script
+    runpy.run_path(script[0], run_name="__main__")
+    sys.stdout.flush()
+    os._exit(0)  # no interpreter shutdown: a compile worker or a gloo thread could hang it
+
+
+def _run_nodes(arguments: list[str]) -> str:
+    """Run torchrun once for each of the nodes that its arguments ask for."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "torch.distributed.run", *(word.replace("node0:29500", address) for word in arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+             for _ in range(int(arguments[arguments.index("--nnodes") + 1]))]
+    texts = []
+    try:
+        for node in nodes:
+            texts.append(node.communicate(timeout=300))
+    finally:
+        for node in nodes:
+            node.kill()
+    if any(node.returncode for node in nodes):
+        raise RuntimeError(f"torchrun {arguments} failed:\n{texts}")
+    return "".join(stdout for stdout, _ in texts)
 
 
 def _run_here(arguments: list[str]) -> str:
@@ -145,7 +204,7 @@ def _empty_folder():
         Path(folder, "examples").symlink_to(ROOT / "examples")
         os.chdir(folder)
         try:
-            yield
+            yield folder
         finally:
             os.chdir(before)
 
@@ -156,5 +215,6 @@ def _table() -> str:
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))  # for tests/
     for name in sys.argv[1:] or PAGES:
         (ROOT / name).write_text(made(name))
