@@ -1,6 +1,7 @@
 # make demo | make test | make test-long: every set-up step is done on first use.
 # make lint: ruff, and the contract of who imports whom (both in pyproject.toml).
 # make lib: rebuild the compiled ops only.
+# make docs: the site, in build/site, in an environment of its own; a warning is an error.
 # make wheel: dist/apexfx-*-manylinux_*.whl with the CPU ops, tried in an environment of its own.
 # make bench: every benchmark in its short form, compared with the committed results.
 # make check-cuda: compile every .cu (nvcc, no device needed), and compare its kernels with csrc/cuda/kernels.json.
@@ -41,6 +42,12 @@ wheel: $(VENV)/.torch
 	build/wheel/environment/bin/python -m pip install -q "$(TORCH)" dist/apexfx-*.whl
 	build/wheel/environment/bin/python -I tests/check_wheel.py
 
+docs:
+	$(PY) -m venv build/docs
+	build/docs/bin/python -m pip install -q "pip>=25.1"
+	build/docs/bin/python -m pip install -q --group docs
+	NO_MKDOCS_2_WARNING=1 build/docs/bin/mkdocs build --strict
+
 bench: $(VENV)/.built
 	$(BIN)/python benchmarks/run_all.py
 
@@ -64,4 +71,4 @@ $(VENV)/.built: $(VENV)/.torch $(SRC)
 clean:
 	rm -rf $(VENV) build dist out *.egg-info apexfx/*.so
 
-.PHONY: all demo test test-long lint lib wheel bench check-cuda gpu-check clean
+.PHONY: all demo test test-long lint lib wheel docs bench check-cuda gpu-check clean

@@ -8,6 +8,7 @@ is installed without those ops: the pure-torch references cover all of them.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -77,4 +78,12 @@ class PlatformWheel(bdist_wheel):
         return (python, abi, platform) if self.root_is_pure else ("py3", "none", platform)
 
 
-setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel})
+def readme() -> str:
+    """Return README.md as an index shows it, where no link into the repository leads anywhere: its text, and the file's name."""
+    text = Path(__file__).with_name("README.md").read_text()
+    return re.sub(r"\[([^]]*)\]\((?!https?:)([^)#]*)[^)]*\)",
+                  lambda link: link[1] if link[2] in ("", link[1]) else f"{link[1]} ({link[2]})", text)
+
+
+setup(ext_modules=extensions(), cmdclass={"build_ext": BuildLibraries, "bdist_wheel": PlatformWheel},
+      long_description=readme(), long_description_content_type="text/markdown")

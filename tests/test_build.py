@@ -249,6 +249,15 @@ def source_tree(tmp_path):
     return tree
 
 
+def test_an_index_shows_the_readme_without_links_that_lead_nowhere(tmp_path):
+    tree = source_tree(tmp_path)
+    status, output = run([sys.executable, "setup.py", "-q", "egg_info"], cwd=tree, APEXFX_EXT="0")
+    assert status == 0, output
+    description = (tree / "apexfx.egg-info/PKG-INFO").read_text()
+    assert "docs/train_step.md has schedules" in description and "[train_step]" not in description
+    assert re.findall(r"\]\((?!https?:)", description) == []
+
+
 @pytest.mark.parametrize("strict", ["0", "1"])
 def test_a_build_that_cannot_compile_says_so_and_fails_only_where_it_is_strict(tmp_path, strict):
     tree = source_tree(tmp_path)

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+import apexfx
 from docs import pages
 
 
@@ -40,6 +41,12 @@ def test_the_map_is_the_contract_that_lint_checks():
     [contract] = re.findall(r"^layers = \[\n(.*?)^\]", (pages.ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE)
     [map_] = re.findall(r"## The map\n.*?```text\n(.*?)```", (pages.ROOT / "docs/architecture.md").read_text(), re.DOTALL)
     assert [re.split(r"  +", line)[0] for line in map_.splitlines()] == re.findall(r'"(.*?)"', contract)
+
+
+def test_the_reference_has_every_name_that_is_promised():
+    shown = re.findall(r"^::: (.*)$", (pages.ROOT / "docs/reference.md").read_text(), re.MULTILINE)
+    names = {name.split(".")[1] for name in shown}
+    assert names == {name for name in dir(apexfx) if name != "__version__"}
 
 
 def test_the_ratios_of_the_pages_are_those_on_record():
