@@ -24,15 +24,16 @@ import re
 import runpy
 import shlex
 import socket
-import subprocess
 import sys
 import tempfile
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
+from torch.distributed.run import main as torchrun
 
 from apexfx import passes
 
@@ -111,73 +112,57 @@ def _compact(diff: str) -> str:
 
 @functools.cache
 def _run(command: str) -> str:
-    """Return what a command prints: `python` runs in this process, which has torch imported, `torchrun` in its own."""
+    """Return what a command prints: `python` runs in this process, the ranks of one node, or several nodes, in forks."""
     program, *arguments = shlex.split(command)
     with _empty_folder() as folder:
         if program == "python":
             return _run_here(arguments)
         if arguments[0] == "--standalone":
             _, _, num_ranks, *script = arguments
-            return _run_ranks(int(num_ranks), script, folder)
-        return _run_nodes(arguments)
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            shared = {"WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                      "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(int(num_ranks))]
+            return _run_forked(_run_script, script, ranks, folder)
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            address = f"localhost:{free.getsockname()[1]}"
+        nodes = int(arguments[arguments.index("--nnodes") + 1]) * [{"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}]
+        return _run_forked(torchrun, [word.replace("node0:29500", address) for word in arguments], nodes, folder)
 
 
-def _run_ranks(num_ranks: int, script: list[str], folder: str) -> str:
-    """Run a program on the ranks that torchrun would start, forked from a server that has torch imported."""
+def _run_forked(run: Callable[[list[str]], None], arguments: list[str], environments: list[dict[str, str]], folder: str) -> str:
+    """Return what `run(arguments)` prints in a process for each environment, forked from a server that has imported torch."""
     import tests.distributed.launch  # noqa: F401  # which says what the server imports
 
-    context = torch.multiprocessing.get_context("forkserver")
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    everywhere = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                  "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = []
-    for rank in range(num_ranks):
-        environment = everywhere | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        printed = Path(folder, f"printed by {rank}")
-        ranks.append((context.Process(target=_rank, args=(script, environment, str(printed)), daemon=True), printed))
-    for process, _ in ranks:
-        process.start()
-    for process, _ in ranks:
+    context, forks = torch.multiprocessing.get_context("forkserver"), []
+    for number, environment in enumerate(environments):
+        files = [str(Path(folder, f"{stream} of {number}")) for stream in ("output", "errors")]
+        forks.append((context.Process(target=_fork, args=(run, arguments, environment, files)), files))
+        forks[-1][0].start()
+    for process, _ in forks:
         process.join(300)
         process.kill()
         process.join()
-    text = "".join(printed.read_text() for _, printed in ranks)
-    if any(process.exitcode for process, _ in ranks):
-        raise RuntimeError(f"{script} failed:\n{text}")
-    return text
+    output, errors = ("".join(Path(file).read_text() for file in files) for files in zip(*(files for _, files in forks)))
+    if any(process.exitcode for process, _ in forks):
+        raise RuntimeError(f"{arguments} failed:\n{output}{errors}")
+    return output
 
 
-def _rank(script: list[str], environment: dict[str, str], printed: str) -> None:
+def _fork(run: Callable[[list[str]], None], arguments: list[str], environment: dict[str, str], files: list[str]) -> None:
     os.environ.update(environment)
     torch.set_num_threads(1)
-    output = os.open(printed, os.O_WRONLY | os.O_CREAT)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.argv = script
-    runpy.run_path(script[0], run_name="__main__")
+    for stream, file in enumerate(files, 1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    run(arguments)
     sys.stdout.flush()
     os._exit(0)  # no interpreter shutdown: a compile worker or a gloo thread could hang it
 
 
-def _run_nodes(arguments: list[str]) -> str:
-    """Run torchrun once for each of the nodes that its arguments ask for."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", *(word.replace("node0:29500", address) for word in arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    nodes = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-             for _ in range(int(arguments[arguments.index("--nnodes") + 1]))]
-    texts = []
-    try:
-        for node in nodes:
-            texts.append(node.communicate(timeout=300))
-    finally:
-        for node in nodes:
-            node.kill()
-    if any(node.returncode for node in nodes):
-        raise RuntimeError(f"torchrun {arguments} failed:\n{texts}")
-    return "".join(stdout for stdout, _ in texts)
+def _run_script(arguments: list[str]) -> None:
+    sys.argv = arguments
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 def _run_here(arguments: list[str]) -> str:
