@@ -212,10 +212,11 @@ def signatures() -> list[str]:
                 strings[node.targets[0].id] = _text(node.value, strings)
         for call in (call for statement in tree.body for call in _defining_calls(statement)):
             schema = torch._C.parse_schema(_text(call.args[0], strings))
-            if f'impl("{schema.name}"' not in kernels:
+            name = f"{schema.name}.{schema.overload_name}".removesuffix(".")
+            if f'impl("{name}"' not in kernels:
                 continue
             sides = (", ".join(str(v.type) for v in values) for values in (schema.arguments, schema.returns))
-            lines.append(f"{schema.name}({') -> ('.join(sides)})")
+            lines.append(f"{name}({') -> ('.join(sides)})")
     return sorted(lines)
 
 

@@ -18,6 +18,7 @@ struct DeviceScalars {
   const float* grad_scale = nullptr;
   const float* found_inf = nullptr;
   const float* clip_coefficient = nullptr;
+  bool unscales = false;  // leave the gradients divided by grad_scale, which is there
 
   APEXFX_HD bool skip() const { return found_inf != nullptr && *found_inf != 0.0f; }
   APEXFX_HD double lr_or(double number) const { return lr != nullptr ? static_cast<double>(*lr) : number; }
@@ -25,6 +26,7 @@ struct DeviceScalars {
     const double clip = clip_coefficient != nullptr ? static_cast<double>(*clip_coefficient) : 1.0;
     return grad_scale != nullptr ? clip / static_cast<double>(*grad_scale) : clip;
   }
+  APEXFX_HD double inverse_scale() const { return unscales ? 1.0 / static_cast<double>(*grad_scale) : 1.0; }
   APEXFX_HD double next_step() const { return step != nullptr ? static_cast<double>(*step) + 1.0 : 1.0; }
 };
 

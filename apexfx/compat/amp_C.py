@@ -38,8 +38,8 @@ def multi_tensor_adam(
 ) -> None:  # fmt: skip
     """Adam over [g, p, m, v]; mode 0 is L2 regularization, 1 decoupled decay. The flag is not read."""
     g, p, m, v = tensor_lists
-    torch.ops.apexfx.adam_(p, g, m, v, [], _steps_before(step, p[0]), lr, beta1, beta2, eps, weight_decay, bool(mode),
-                           bool(bias_correction))
+    torch.ops.apexfx.adam_.default(p, g, m, v, [], _steps_before(step, p[0]), lr, beta1, beta2, eps, weight_decay, bool(mode),
+                                   bool(bias_correction))
     _written(p, m, v)
 
 
@@ -53,8 +53,8 @@ def multi_tensor_adam_capturable(
     skip = _flag(noop_flag, p[0])
     foreach_mul_(g, torch.where(skip != 0, torch.ones_like(skip), inv_scale.reshape(())))
     params, copies = (masters[0], p) if masters else (p, [])
-    torch.ops.apexfx.adam_(params, g, m, v, copies, _steps_before(step, p[0]), 0.0, beta1, beta2, eps, weight_decay,
-                           bool(mode), bool(bias_correction), lr_tensor=_scalar(lr), found_inf=skip)
+    torch.ops.apexfx.adam_.default(params, g, m, v, copies, _steps_before(step, p[0]), 0.0, beta1, beta2, eps, weight_decay,
+                                   bool(mode), bool(bias_correction), lr_tensor=_scalar(lr), found_inf=skip)
     _written(params, copies, m, v)
 
 
@@ -69,9 +69,9 @@ def multi_tensor_sgd(
     """SGD over [g, p, momentum] or [g, p, momentum, half copy]; gradients are multiplied by `scale`."""
     g, p, buffers, *copies = tensor_lists
     grad_scale = torch.full((), 1.0 / scale, dtype=torch.float32, device=p[0].device) if scale != 1.0 else None
-    torch.ops.apexfx.sgd_(p, g, buffers if momentum != 0.0 else [], copies[0] if copies else [], lr, momentum, dampening,
-                          weight_decay, nesterov, wd_after_momentum, first_run, grad_scale=grad_scale,
-                          found_inf=_flag(noop_flag, p[0]))
+    torch.ops.apexfx.sgd_.default(p, g, buffers if momentum else [], copies[0] if copies else [], lr, momentum, dampening,
+                                  weight_decay, nesterov, wd_after_momentum, first_run, grad_scale=grad_scale,
+                                  found_inf=_flag(noop_flag, p[0]))
     _written(p, *([buffers] if momentum != 0.0 else []), *copies)
 
 
@@ -81,7 +81,7 @@ def multi_tensor_adagrad(
 ) -> None:
     """Adagrad over [g, p, sum]; mode 0 is L2 regularization, 1 decoupled decay."""
     g, p, sums = tensor_lists
-    torch.ops.apexfx.adagrad_(p, g, sums, [], lr, eps, weight_decay, bool(mode))
+    torch.ops.apexfx.adagrad_.default(p, g, sums, [], lr, eps, weight_decay, bool(mode))
     _written(p, sums)
 
 
@@ -95,8 +95,8 @@ def multi_tensor_lamb(
     g, p, m, v = tensor_lists
     norm = global_grad_norm.reshape(()).float().to(p[0].device)
     clip = torch.where(norm > max_grad_norm, max_grad_norm / norm, torch.ones_like(norm))
-    torch.ops.apexfx.lamb_(p, g, m, v, [], _steps_before(step, p[0]), lr, beta1, beta2, eps, weight_decay, bool(mode),
-                           bool(bias_correction), bool(grad_averaging), bool(use_nvlamb), clip_coefficient=clip)
+    torch.ops.apexfx.lamb_.default(p, g, m, v, [], _steps_before(step, p[0]), lr, beta1, beta2, eps, weight_decay, bool(mode),
+                                   bool(bias_correction), bool(grad_averaging), bool(use_nvlamb), clip_coefficient=clip)
     _written(p, m, v)
 
 
@@ -114,10 +114,10 @@ def multi_tensor_lamb_mp(
     norm, limit = _scalar(global_grad_norm), _scalar(max_grad_norm)
     clip = torch.where(norm > limit, limit / norm, torch.ones_like(norm))
     skip = torch.maximum(_flag(noop_flag, p[0]), _flag(found_inf, p[0]))
-    torch.ops.apexfx.lamb_(p, g, m, v, copies[0] if copies else [], _steps_before(step, p[0]), 0.0, beta1, beta2, eps,
-                           weight_decay, bool(mode), bool(bias_correction), bool(grad_averaging), bool(use_nvlamb),
-                           lr_tensor=_scalar(lr), grad_scale=_scalar(inv_scale).reciprocal(), found_inf=skip,
-                           clip_coefficient=clip)
+    torch.ops.apexfx.lamb_.default(p, g, m, v, copies[0] if copies else [], _steps_before(step, p[0]), 0.0, beta1, beta2, eps,
+                                   weight_decay, bool(mode), bool(bias_correction), bool(grad_averaging), bool(use_nvlamb),
+                                   lr_tensor=_scalar(lr), grad_scale=_scalar(inv_scale).reciprocal(), found_inf=skip,
+                                   clip_coefficient=clip)
     _written(p, m, v, *copies)
 
 
@@ -158,8 +158,8 @@ def multi_tensor_novograd(
 ) -> None:  # fmt: skip
     """NovoGrad over [g, p, m] and one norm a tensor; mode 0 has the decay inside the moment. The flag is not read."""
     g, p, m = tensor_lists
-    torch.ops.apexfx.novograd_(p, g, m, list(grad_norms.unbind()), [], _steps_before(step, p[0]), lr, beta1, beta2, eps,
-                               weight_decay, bool(bias_correction), bool(grad_averaging), moment_mode == 0, norm_type)
+    torch.ops.apexfx.novograd_.default(p, g, m, list(grad_norms.unbind()), [], _steps_before(step, p[0]), lr, beta1, beta2, eps,
+                                       weight_decay, bool(bias_correction), bool(grad_averaging), moment_mode == 0, norm_type)
     _written(p, m, [grad_norms])
 
 

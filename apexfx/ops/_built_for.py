@@ -25,8 +25,9 @@ def mismatch(library: bytes) -> str:
         return "it does not say which ops it was built for"
     for signature in mark[1].decode().split("\n")[1:]:
         name = signature.split("(")[0]
-        op = getattr(torch.ops.apexfx, name, None)
-        if op is None or _signature(op.default._schema) != signature:
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops.apexfx, packet, None), overload or "default", None)
+        if op is None or _signature(op._schema) != signature:
             return f"it was built for another version of apexfx::{name}"
     return ""
 
@@ -34,7 +35,8 @@ def mismatch(library: bytes) -> str:
 def _signature(schema: torch.FunctionSchema) -> str:
     """Return name(types) -> types, as `signatures` in csrc/compile_ops.py."""
     sides = (", ".join(str(value.type) for value in values) for values in (schema.arguments, schema.returns))
-    return f"{schema.name.removeprefix('apexfx::')}({') -> ('.join(sides)})"
+    name = f"{schema.name.removeprefix('apexfx::')}.{schema.overload_name}".removesuffix(".")
+    return f"{name}({') -> ('.join(sides)})"
 
 
 class Machine(NamedTuple):

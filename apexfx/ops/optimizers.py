@@ -4,6 +4,8 @@ Each reads the gradient once and, in that pass, unscales it (`/ grad_scale`), cl
 the state and the parameter, and writes the low-precision `model_params` (a list that matches `params`, or empty).
 Where `found_inf` is not zero nothing is written and the step is not counted. `step` (float32, how many updates were
 made before) is counted up by the op. `lr_tensor`, where given, takes the place of `lr`. All scalars stay on the device.
+The overload `unscale` also leaves the gradients divided by `grad_scale` (but not clipped), as torch's fused optimizers do; it
+is apart, so that in a graph a gradient that nobody asks for is not a tensor that is written.
 
 Parameters and gradients may be float32, float16 or bfloat16 in any mix, with float32 state; or float64 throughout.
 Formulas: the references below, and csrc/optimizer_math.h. A sign of `norms[i] < 0` marks a NovoGrad norm not yet set.
@@ -11,7 +13,8 @@ Formulas: the references below, and csrc/optimizer_math.h. A sign of `norms[i] <
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,26 +25,34 @@ from ._tensor_lists import check_decay_rates, check_lists, check_not_negative, c
 
 _SCALARS = "Tensor? lr_tensor=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor? clip_coefficient=None"
 _MOMENTS = (
-    "Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] model_params, "
-    "Tensor(e!) step, float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, "
-    "bool bias_correction"
+    "Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, Tensor(d!)[] model_params, Tensor(e!) step, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool decoupled, bool bias_correction"
 )
-LIBRARY.define(f"adam_({_MOMENTS}, {_SCALARS}) -> ()")
-LIBRARY.define(f"lamb_({_MOMENTS}, bool grad_averaging, bool use_nvlamb, {_SCALARS}) -> ()")
-LIBRARY.define(
-    "sgd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] model_params, float lr, "
-    f"float momentum, float dampening, float weight_decay, bool nesterov, bool wd_after_momentum, bool first_run, {_SCALARS})"
-    " -> ()"
+_ADAM = f"{_MOMENTS}, {_SCALARS}"
+_LAMB = f"{_MOMENTS}, bool grad_averaging, bool use_nvlamb, {_SCALARS}"
+_SGD = (
+    "Tensor(b!)[] momentum_buffers, Tensor(c!)[] model_params, float lr, float momentum, float dampening, "
+    f"float weight_decay, bool nesterov, bool wd_after_momentum, bool first_run, {_SCALARS}"
 )
-LIBRARY.define(
-    "adagrad_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] sums, Tensor(c!)[] model_params, float lr, float eps, "
-    f"float weight_decay, bool decoupled, {_SCALARS}) -> ()"
+_ADAGRAD = (
+    "Tensor(b!)[] sums, Tensor(c!)[] model_params, float lr, float eps, float weight_decay, bool decoupled, "
+    f"{_SCALARS}"
 )
-LIBRARY.define(
-    "novograd_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] norms, Tensor(d!)[] model_params, "
-    "Tensor(e!) step, float lr, float beta1, float beta2, float eps, float weight_decay, bool bias_correction, "
-    f"bool grad_averaging, bool reg_inside_moment, int norm_type, {_SCALARS}) -> ()"
+_NOVOGRAD = (
+    "Tensor(b!)[] exp_avgs, Tensor(c!)[] norms, Tensor(d!)[] model_params, Tensor(e!) step, float lr, float beta1, "
+    "float beta2, float eps, float weight_decay, bool bias_correction, bool grad_averaging, bool reg_inside_moment, "
+    f"int norm_type, {_SCALARS}"
 )
+LIBRARY.define(f"adam_(Tensor(a!)[] params, Tensor[] grads, {_ADAM}) -> ()")
+LIBRARY.define(f"lamb_(Tensor(a!)[] params, Tensor[] grads, {_LAMB}) -> ()")
+LIBRARY.define(f"sgd_(Tensor(a!)[] params, Tensor[] grads, {_SGD}) -> ()")
+LIBRARY.define(f"adagrad_(Tensor(a!)[] params, Tensor[] grads, {_ADAGRAD}) -> ()")
+LIBRARY.define(f"novograd_(Tensor(a!)[] params, Tensor[] grads, {_NOVOGRAD}) -> ()")
+LIBRARY.define(f"adam_.unscale(Tensor(a!)[] params, Tensor(f!)[] grads, {_ADAM}) -> ()")
+LIBRARY.define(f"lamb_.unscale(Tensor(a!)[] params, Tensor(f!)[] grads, {_LAMB}) -> ()")
+LIBRARY.define(f"sgd_.unscale(Tensor(a!)[] params, Tensor(f!)[] grads, {_SGD}) -> ()")
+LIBRARY.define(f"adagrad_.unscale(Tensor(a!)[] params, Tensor(f!)[] grads, {_ADAGRAD}) -> ()")
+LIBRARY.define(f"novograd_.unscale(Tensor(a!)[] params, Tensor(f!)[] grads, {_NOVOGRAD}) -> ()")
 
 # ---- references -----------------------------------------------------------------------------------------------------
 
@@ -255,8 +266,23 @@ def _fake(*arguments, **keywords):
     return None
 
 
-implement("adam_", _adam_reference, _fake)
-implement("lamb_", _lamb_reference, _fake)
-implement("sgd_", _sgd_reference, _fake)
-implement("adagrad_", _adagrad_reference, _fake)
-implement("novograd_", _novograd_reference, _fake)
+def _unscaling(reference: Callable[..., None]) -> Callable[..., None]:
+    """Return the reference of the overload that writes the gradients too."""
+    signature = inspect.signature(reference)
+
+    def call(*arguments, **keywords):
+        reference(*arguments, **keywords)
+        named = signature.bind(*arguments, **keywords).arguments
+        scale, found_inf = named.get("grad_scale"), named.get("found_inf")
+        if scale is not None:
+            kept = scale if found_inf is None else torch.where(found_inf != 0, 1.0, scale)
+            for grad in named["grads"]:
+                grad.mul_(kept.reshape(()).double().reciprocal().to(accumulation(grad.dtype)))
+
+    return call
+
+
+for _name, _reference in (("adam_", _adam_reference), ("lamb_", _lamb_reference), ("sgd_", _sgd_reference),
+                          ("adagrad_", _adagrad_reference), ("novograd_", _novograd_reference)):  # fmt: skip
+    implement(_name, _reference, _fake)
+    implement(f"{_name}.unscale", _unscaling(_reference), _fake)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import foreach_mul_
 from ..config import HALVES
 from ..ops.multi_tensor import by_device, multi_tensor_l2norm
 from ._checkpoints import unwrap_state, wrapped_state
@@ -109,20 +108,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._update(update, grads, moved)
                 if not alone and update is updates[-1][0]:
                     group["step"].copy_(update.step)
-                torch.autograd.graph.increment_version([*update.params, *update.masters])
-                if "grad_scale" in moved:  # as torch's fused optimizers do: unscaled, unless the step is skipped
-                    scale = moved["grad_scale"]
-                    unscaling = torch.where(moved["found_inf"] != 0, torch.ones_like(scale), 1.0 / scale)
-                    foreach_mul_(grads, unscaling)
+                written = grads if "grad_scale" in moved else []
+                torch.autograd.graph.increment_version([*update.params, *update.masters, *written])
         return loss
 
     @staticmethod
     def _update(update: Update, grads: list[Tensor], scalars: dict[str, Tensor]) -> None:
-        """Call the op, and count the step where the op does not."""
+        """Call the op, which unscales the gradients as torch's fused optimizers do, and count the step where the op does not."""
         lr, lr_tensor = _learning_rate(update.group, update.params[0].device)
         models = update.params if update.masters else []
         call_op(update.op, update.masters or update.params, grads, list(update.states.values()), models, update.step, lr,
-                update.numbers, {"lr_tensor": lr_tensor, **scalars})
+                update.numbers, {"lr_tensor": lr_tensor, **scalars}, unscales="grad_scale" in scalars)
         if not counts_updates(update.op):
             update.step.add_((scalars["found_inf"] == 0).float() if "found_inf" in scalars else 1.0)
 

@@ -55,7 +55,8 @@ class Update:
 
 
 def call_op(name: str, params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any], models: Sequence[Any], step: Any,
-            lr: float, numbers: Sequence[Any], scalars: Mapping[str, Any], call: Callable[..., Any] | None = None) -> None:
+            lr: float, numbers: Sequence[Any], scalars: Mapping[str, Any], call: Callable[..., Any] | None = None,
+            unscales: bool = False) -> None:
     """Call an optimizer's op.
 
     Args:
@@ -67,17 +68,18 @@ def call_op(name: str, params: Sequence[Any], grads: Sequence[Any], states: Sequ
         lr, numbers: the hyperparameters.
         scalars: device scalars by name.
         call: as of `apply`; None calls the op.
+        unscales: whether the gradients are left divided by the scalar `grad_scale`.
     """
-    op, num_states, counts = _signature(name)
+    op, num_states, counts = _signature(name, "unscale" if unscales else "default")
     absent: list[Any] = [[]] * (num_states - len(states))
     arguments = (params, grads, *states, *absent, models, *([step] if counts else []), lr, *numbers)
     call(op, *arguments, **scalars) if call is not None else op(*arguments, **scalars)
 
 
 @functools.cache
-def _signature(name: str) -> tuple[Any, int, bool]:
+def _signature(name: str, overload: str = "default") -> tuple[Any, int, bool]:
     """Return an op, how many lists of state it takes, and whether it counts updates."""
-    op = getattr(torch.ops.apexfx, name).default
+    op = getattr(getattr(torch.ops.apexfx, name), overload)
     arguments = op._schema.arguments
     num_lists = sum(str(argument.type) == "List[Tensor]" for argument in arguments)
     return op, num_lists - 3, any(argument.name == "step" for argument in arguments)

@@ -45,6 +45,9 @@ namespace {
   APEXFX_CLONES void novograd_loop(T* __restrict__ p, const T* __restrict__ g, T* __restrict__ m, int64_t n,          \
                                    NovogradScalars<T> s) {                                                            \
     for (int64_t i = 0; i < n; ++i) novograd_update(p[i], m[i], g[i], s);                                             \
+  }                                                                                                                   \
+  APEXFX_CLONES void multiply_loop(T* g, T factor, int64_t n) {                                                       \
+    for (int64_t i = 0; i < n; ++i) g[i] = g[i] * factor;                                                             \
   }
 
 APEXFX_OPTIMIZER_LOOPS(float)
@@ -64,6 +67,14 @@ void copy_to_model(const T* params, T* model, int64_t n) {
   if (model != nullptr) memcpy(model, params, n * sizeof(T));
 }
 
+// The gradients of a block that an update has read, as the step leaves them; `written_gradients` is their bit of a mask.
+template <typename T>
+void unscale(T* grads, int64_t n, const DeviceScalars& scalars) {
+  if (scalars.unscales) multiply_loop(grads, static_cast<T>(scalars.inverse_scale()), n);
+}
+
+unsigned written_gradients(const DeviceScalars& scalars) { return scalars.unscales ? 0b10 : 0; }
+
 void count_step(const DeviceScalars& scalars) { *const_cast<float*>(scalars.step) += 1.0f; }
 
 struct Cpu {
@@ -71,8 +82,9 @@ struct Cpu {
     if (scalars.skip()) return;
     const Both<AdamScalars> both{adam_scalars<float>(options, scalars), adam_scalars<double>(options, scalars)};
     const MultiTensorLoop loop(lists);
-    loop.run<5, true>(0b11101, 0b10000, [&](const Chunk&, auto** x, int64_t n) {
+    loop.run<5, true>(0b11101 | written_gradients(scalars), 0b10000, [&](const Chunk&, auto** x, int64_t n) {
       adam_loop(x[0], x[1], x[2], x[3], n, both.of(x[0]));
+      unscale(x[1], n, scalars);
       copy_to_model(x[0], x[4], n);
     });
     lists.finish();
@@ -83,11 +95,12 @@ struct Cpu {
     if (scalars.skip()) return;
     const Both<SgdScalars> both{sgd_scalars<float>(options, scalars), sgd_scalars<double>(options, scalars)};
     const MultiTensorLoop loop(lists);
-    loop.run<4, true>(0b1101, 0b1000, [&](const Chunk&, auto** x, int64_t n) {
+    loop.run<4, true>(0b1101 | written_gradients(scalars), 0b1000, [&](const Chunk&, auto** x, int64_t n) {
       const auto& s = both.of(x[0]);
       if (options.momentum == 0.0) sgd_loop(x[0], x[1], n, s);
       else if (options.first_run) first_momentum_loop(x[0], x[1], x[2], n, s);
       else momentum_loop(x[0], x[1], x[2], n, s);
+      unscale(x[1], n, scalars);
       copy_to_model(x[0], x[3], n);
     });
     lists.finish();
@@ -97,8 +110,9 @@ struct Cpu {
     if (scalars.skip()) return;
     const Both<AdagradScalars> both{adagrad_scalars<float>(options, scalars), adagrad_scalars<double>(options, scalars)};
     const MultiTensorLoop loop(lists);
-    loop.run<4, true>(0b1101, 0b1000, [&](const Chunk&, auto** x, int64_t n) {
+    loop.run<4, true>(0b1101 | written_gradients(scalars), 0b1000, [&](const Chunk&, auto** x, int64_t n) {
       adagrad_loop(x[0], x[1], x[2], n, both.of(x[0]));
+      unscale(x[1], n, scalars);
       copy_to_model(x[0], x[3], n);
     });
     lists.finish();
@@ -111,9 +125,10 @@ struct Cpu {
     const Both<AdamScalars> both{adam_scalars<float>(options, scalars), adam_scalars<double>(options, scalars)};
     const MultiTensorLoop loop(lists);
     PartialSums param_sums(loop), direction_sums(loop);
-    loop.run<4>(0b1100, 0, [&](const Chunk& chunk, auto** x, int64_t n) {
+    loop.run<4>(0b1100 | written_gradients(scalars), 0, [&](const Chunk& chunk, auto** x, int64_t n) {
       const auto& s = both.of(x[0]);
       moments_loop(x[0], x[1], x[2], x[3], n, s);
+      unscale(x[1], n, scalars);
       if (!adapts) return;
       std::decay_t<decltype(x[0][0])> direction[kBlock];
       for (int64_t begin = 0; begin < n; begin += kBlock) {  // one trip, except for float64
@@ -151,8 +166,9 @@ struct Cpu {
       set_norm(scalars_of.wide, *norms[t], options);
       both.push_back(scalars_of);
     }
-    loop.run<4, true>(0b1101, 0b1000, [&](const Chunk& chunk, auto** x, int64_t n) {
+    loop.run<4, true>(0b1101 | written_gradients(scalars), 0b1000, [&](const Chunk& chunk, auto** x, int64_t n) {
       novograd_loop(x[0], x[1], x[2], n, both[chunk.tensor].of(x[0]));
+      unscale(x[1], n, scalars);
       copy_to_model(x[0], x[3], n);
     });
     lists.finish();

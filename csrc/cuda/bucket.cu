@@ -10,7 +10,7 @@ namespace {
 struct Convert {
   static constexpr int kOperands = 2, kSums = 0;
   static constexpr unsigned kWritten = 0b10, kUnread = 0b10;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = false;
   using Dtypes = CopyDtypes;
   double divisor;
   ScalarType out_dtype;
@@ -39,7 +39,7 @@ struct Convert {
 struct Zero {
   static constexpr int kOperands = 1, kSums = 0;
   static constexpr unsigned kWritten = 0b1, kUnread = 0b1;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = false;
   using Dtypes = Variants<Operands<float>, Operands<Half>, Operands<BFloat16>, Operands<double>>;
   __device__ bool skip() const { return false; }
   template <typename T>

@@ -12,7 +12,7 @@ struct NoScalars {};
 struct Scale {
   static constexpr int kOperands = 2, kSums = 0;
   static constexpr unsigned kWritten = 0b10, kUnread = 0b10;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = false;
   using Dtypes = CopyDtypes;
   double scale;
   const float* factor;
@@ -33,7 +33,7 @@ struct Scale {
 struct Axpby {
   static constexpr int kOperands = 3, kSums = 0;
   static constexpr unsigned kWritten = 0b100, kUnread = 0b100;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = false;
   using Dtypes =
       Variants<Operands<float, float, float>, Operands<Half, Half, Half>, Operands<BFloat16, BFloat16, BFloat16>,
                Operands<Any<float>, Any<float>, Any<float>>, Operands<double, double, double>>;
@@ -54,7 +54,7 @@ struct Axpby {
 struct SquareSum {
   static constexpr int kOperands = 1, kSums = 1;
   static constexpr unsigned kWritten = 0, kUnread = 0;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = false;
   using Dtypes = Variants<Operands<float>, Operands<Half>, Operands<BFloat16>, Operands<double>>;
   __device__ bool skip() const { return false; }
   template <typename T>

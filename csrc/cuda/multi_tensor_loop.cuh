@@ -163,6 +163,7 @@ struct Dtype<Any<T>> {
 // What a functor must offer:
 //   kOperands, kWritten, kUnread (bit masks), kSums (partial results per chunk: 0, 1 or 2), kMaximum (combine by max);
 //   Dtypes (Variants);  skip();  prepare<T>() -> the scalars, once a block;
+//   kUnscales: operand 1, the gradient, is also written, divided by the scale, where `op.scalars` (DeviceScalars) says so;
 //   for_tensor(scalars, table, t) where kPerTensor: completes them by what differs from tensor to tensor;
 //   apply<T>(T (&x)[kOperands], scalars, double (&sums)[...]) on one element of every operand.
 struct CombineMax {
@@ -227,7 +228,7 @@ __device__ __forceinline__ void store_elements(S* p, int64_t left, const Pack<S,
 template <typename Types, bool kPacked, typename Op, typename Scalars>
 __device__ __forceinline__ void apply_to_elements(const Table<Op::kOperands>& table, void* const (&data)[Op::kOperands],
                                                   int64_t begin, int64_t end, const Op& op, const Scalars& s,
-                                                  double (&sums)[Op::kSums + 1]) {
+                                                  typename Types::T inverse_scale, double (&sums)[Op::kSums + 1]) {
   using T = typename Types::T;
   constexpr int K = Op::kOperands;
   constexpr unsigned kRead = ~Op::kUnread & ((1u << K) - 1);
@@ -255,15 +256,23 @@ __device__ __forceinline__ void apply_to_elements(const Table<Op::kOperands>& ta
 #pragma unroll
         for (int j = 0; j < V; ++j) x[j][k] = static_cast<T>(raw[u][k].template as<decltype(zero), V>().value[j]);
       });
+      const auto write = [&](auto k, auto zero, auto&& value) {
+        using S = decltype(zero);
+        Pack<S, V> pack;
+#pragma unroll
+        for (int j = 0; j < V; ++j) pack.value[j] = static_cast<S>(value(j));
+        store_elements<kPacked>(static_cast<S*>(data[k]) + i, end - i, pack);
+      };
+      if constexpr (Op::kUnscales)
+        if (op.scalars.unscales)
+          for_each_operand<Types, 0b10>(table.dtype, [&](auto k, auto zero) {
+            write(k, zero, [&](int j) { return x[j][k] * inverse_scale; });
+          });
 #pragma unroll
       for (int j = 0; j < V; ++j)
         if (kPacked || i + j * kThreads < end) op.template apply<T>(x[j], s, sums);
       for_each_operand<Types, Op::kWritten>(table.dtype, [&](auto k, auto zero) {
-        using S = decltype(zero);
-        Pack<S, V> pack;
-#pragma unroll
-        for (int j = 0; j < V; ++j) pack.value[j] = static_cast<S>(x[j][k]);
-        store_elements<kPacked>(static_cast<S*>(data[k]) + i, end - i, pack);
+        write(k, zero, [&](int j) { return x[j][k]; });
       });
     }
   }
@@ -279,9 +288,14 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Types, Op>))
   constexpr int K = Op::kOperands, V = pack_size(Types{});
   [[maybe_unused]] constexpr bool kMaximum = Op::kMaximum;
   if (op.skip()) return;
-  using Scalars = decltype(op.template prepare<typename Types::T>());
+  using T = typename Types::T;
+  using Scalars = decltype(op.template prepare<T>());
   __shared__ Scalars shared;
-  if (threadIdx.x == 0) shared = op.template prepare<typename Types::T>();
+  __shared__ T shared_inverse_scale;
+  if (threadIdx.x == 0) {
+    shared = op.template prepare<T>();
+    if constexpr (Op::kUnscales) shared_inverse_scale = static_cast<T>(op.scalars.inverse_scale());
+  }
   __syncthreads();
   [[maybe_unused]] int completed = -1;  // the tensor that `shared` is complete for
   const int num_chunks = table.chunk_end[table.count - 1];
@@ -296,6 +310,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Types, Op>))
       }
     }
     const Scalars s = shared;
+    const T inverse_scale = shared_inverse_scale;
     void* data[K];
     bool aligned = true;
     for_each_index(std::make_integer_sequence<int, K>{}, [&](auto k) {
@@ -308,8 +323,8 @@ __global__ void __launch_bounds__(kThreads, (kBlocks<Types, Op>))
     const int64_t end = begin + kCudaChunk < table.numel[t] ? begin + kCudaChunk : table.numel[t];
     const int64_t packed = aligned ? begin + (end - begin) / V * V : begin;
     double sums[Op::kSums + 1] = {};
-    apply_to_elements<Types, true>(table, data, begin, packed, op, s, sums);
-    apply_to_elements<Types, false>(table, data, packed, end, op, s, sums);
+    apply_to_elements<Types, true>(table, data, begin, packed, op, s, inverse_scale, sums);
+    apply_to_elements<Types, false>(table, data, packed, end, op, s, inverse_scale, sums);
     if constexpr (Op::kSums > 0) {
       using Combine = std::conditional_t<kMaximum, CombineMax, CombineSum>;
       using Reduce = cub::BlockReduce<double, kThreads>;

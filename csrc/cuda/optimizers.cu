@@ -24,7 +24,7 @@ using OptimizerDtypes =
 struct Adam {
   static constexpr int kOperands = 5, kSums = 0;
   static constexpr unsigned kWritten = 0b11101, kUnread = 0b10000;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = true;
   using Dtypes = OptimizerDtypes<float, float>;
   AdamOptions options;
   DeviceScalars scalars;
@@ -42,7 +42,7 @@ struct Adam {
 struct LambMoments {
   static constexpr int kOperands = 5, kSums = 2;
   static constexpr unsigned kWritten = 0b01100, kUnread = 0b10000;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = true;
   using Dtypes = OptimizerDtypes<float, float>;
   AdamOptions options;
   DeviceScalars scalars;
@@ -68,7 +68,7 @@ struct LambScalars {
 struct LambDescent {
   static constexpr int kOperands = 5, kSums = 0;
   static constexpr unsigned kWritten = 0b10001, kUnread = 0b10010;
-  static constexpr bool kMaximum = false, kPerTensor = true;
+  static constexpr bool kMaximum = false, kPerTensor = true, kUnscales = false;
   using Dtypes = OptimizerDtypes<float, float>;
   AdamOptions options;
   DeviceScalars scalars;
@@ -95,7 +95,7 @@ struct Sgd {
   static constexpr int kOperands = 4, kSums = 0;
   static constexpr unsigned kWritten = kMomentum ? 0b1101 : 0b1001;
   static constexpr unsigned kUnread = kMomentum == 2 ? 0b1000 : 0b1100;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = true;
   using Dtypes = OptimizerDtypes<std::conditional_t<kMomentum == 0, void, float>>;
   SgdOptions options;
   DeviceScalars scalars;
@@ -114,7 +114,7 @@ struct Sgd {
 struct Adagrad {
   static constexpr int kOperands = 4, kSums = 0;
   static constexpr unsigned kWritten = 0b1101, kUnread = 0b1000;
-  static constexpr bool kMaximum = false, kPerTensor = false;
+  static constexpr bool kMaximum = false, kPerTensor = false, kUnscales = true;
   using Dtypes = OptimizerDtypes<float>;
   AdagradOptions options;
   DeviceScalars scalars;
@@ -133,7 +133,7 @@ template <bool kMax>
 struct NovogradNorm {
   static constexpr int kOperands = 4, kSums = 1;
   static constexpr unsigned kWritten = 0, kUnread = 0b1101;
-  static constexpr bool kMaximum = kMax, kPerTensor = false;
+  static constexpr bool kMaximum = kMax, kPerTensor = false, kUnscales = false;
   using Dtypes = Variants<Operands<void, float, void, void>, Operands<void, Half, void, void>,
                           Operands<void, BFloat16, void, void>, Operands<void, double, void, void>>;
   DeviceScalars scalars;
@@ -150,7 +150,7 @@ struct NovogradNorm {
 struct Novograd {
   static constexpr int kOperands = 4, kSums = 0;
   static constexpr unsigned kWritten = 0b1101, kUnread = 0b1000;
-  static constexpr bool kMaximum = false, kPerTensor = true;
+  static constexpr bool kMaximum = false, kPerTensor = true, kUnscales = true;
   using Dtypes = OptimizerDtypes<float>;
   NovogradOptions options;
   DeviceScalars scalars;

@@ -64,13 +64,14 @@ class Arguments:
     op: str
     values: dict[str, object]
 
-    def call(self) -> None:
+    def call(self, overload: str = "default") -> None:
         """Run the registered op: a compiled kernel where there is one."""
-        getattr(torch.ops.apexfx, self.op).default(*self.values.values())
+        getattr(getattr(torch.ops.apexfx, self.op), overload)(*self.values.values())
 
-    def reference(self) -> None:
+    def reference(self, overload: str = "default") -> None:
         """Run the pure-torch reference."""
-        REFERENCES[self.op](*self.values.values())
+        reference = REFERENCES[self.op]
+        (reference if overload == "default" else optimizers._unscaling(reference))(*self.values.values())
 
     def wide(self) -> Arguments:
         """Return a float64 copy; device scalars stay float32."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -46,6 +48,24 @@ def test_found_inf_skips_everything(op, implementation):
                 assert torch.equal(actual, old), name
 
 
+@pytest.mark.parametrize("implementation", ["call", "reference"])
+@pytest.mark.parametrize("op", OPS)
+def test_unscaling_changes_the_gradients_alone(op, implementation):
+    inf = {"grad_scale": 3.0, "found_inf": 1.0}
+    for dtypes, layout in itertools.product(DTYPES, ("contiguous", "mixed")):
+        for variant, scalars in [*itertools.product(OPS[op][1], SCALARS), ({}, {"grad_scale": 3.0}), ({}, inf)]:
+            arguments = make(op, dtypes, layout, variant, scalars, "cpu")
+            expected = arguments.clone()
+            getattr(expected, implementation)()
+            getattr(arguments, implementation)("unscale")
+            for name, tensors in arguments.written().items():
+                assert all(torch.equal(a, b) for a, b in zip(tensors, expected.written()[name])), name
+            inverse = 1.0 if scalars is inf else 1.0 / scalars.get("grad_scale", 1.0)
+            for grad, old in zip(arguments.values["grads"], expected.values["grads"]):
+                wide = torch.float64 if grad.dtype == torch.float64 else F32
+                assert torch.equal(grad, (old.to(wide) * torch.tensor(inverse, dtype=wide)).to(grad.dtype))
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_same_bits_for_every_run_and_number_of_threads(op):
     results = []
@@ -63,7 +83,8 @@ def test_same_bits_for_every_run_and_number_of_threads(op):
 def test_opcheck(op):
     for scalars in SCALARS:
         arguments = make(op, (F32, torch.bfloat16, torch.bfloat16), "contiguous", {}, scalars, "cpu", sizes=SMALL)
-        torch.library.opcheck(getattr(torch.ops.apexfx, op).default, tuple(arguments.values.values()))
+        for overload in ("default", "unscale"):
+            torch.library.opcheck(getattr(getattr(torch.ops.apexfx, op), overload), tuple(arguments.values.values()))
 
 
 def test_an_empty_list_does_nothing():
