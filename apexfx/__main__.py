@@ -1,4 +1,4 @@
-"""The command line: `python -m apexfx demo | doctor | passes | replay | simulate | compat | migrate`."""
+"""The command line: `python -m apexfx demo | diagnose | doctor | passes | replay | simulate | compat | migrate`."""
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"apexfx {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands)
+    _add_diagnose(commands)
     doctor = commands.add_parser("doctor", help="what this machine and this install can do", epilog=_EXIT_STATUS,
                                  description="Print torch, the compiled libraries, every op's kernels, and the "
                                              "variables read.")
@@ -80,6 +81,21 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
                       help="images a step, all ranks together")
     demo.add_argument("--out", default="out", metavar="DIR", help="where graphs, JSON and the loss curve go")
     demo.set_defaults(run=_demo)
+
+
+def _add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from .diagnose.command import add_arguments, run
+
+    diagnose = commands.add_parser(
+        "diagnose", help="run some steps of a training script, unchanged, and rank what costs",
+        epilog="exit status: 0 nothing found, 1 something found, 2 wrong arguments, the script failed, or no optimizer stepped",
+        description="Run a training script for some steps and rank what costs: reads to the host, graph breaks, a torch.compile "
+                    "that is never called, groups of an optimizer, loops over parameters, broadcasts, data loading ..., each "
+                    "with its line, what it takes of a step and what to change. What a change saves is measured by making it in "
+                    "some of the steps. docs/diagnose.md explains each.",
+    )
+    add_arguments(diagnose)
+    diagnose.set_defaults(run=run)
 
 
 def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -21,11 +21,12 @@ import torch
 import torch.distributed._functional_collectives  # registers autograd and fakes for _c10d_functional
 from torch import _foreach_add_ as foreach_add_
 from torch import _foreach_copy_ as foreach_copy_
+from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import lookup_backend, symbolic_convert
 from torch._dynamo import run as run_cached_graphs
-from torch._dynamo import symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import skip as dynamo_skip
 from torch._dynamo.exc import (
@@ -38,7 +39,7 @@ from torch._dynamo.exc import (
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
-from torch._dynamo.utils import count_calls, get_metrics_context, graph_break_reasons
+from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -47,6 +48,7 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor_ir
+from torch._inductor import list_mode_options as inductor_mode_options
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -83,6 +85,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as global_step_pre
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
+from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # The stack of torch function modes of this thread: how many are on, take the topmost off, put one on.
@@ -194,9 +197,10 @@ def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether functions are registered to run around the steps of this optimizer, or of all."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or global_step_pre_hooks
-                or global_step_post_hooks)
+    """Return whether functions are registered to run around the steps of this optimizer, or of all, and do not only observe."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    hooks = (hook for each in (*own, global_step_pre_hooks, global_step_post_hooks) for hook in each.values())
+    return not all(getattr(hook, "only_observes", False) for hook in hooks)
 
 
 def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -513,6 +517,41 @@ def registered_ops(namespace: str) -> list[str]:
 def drop_compiled_call(module: torch.nn.Module) -> None:
     """Undo `module.compile()`: `module(...)` runs its hooks and forward."""
     module.__dict__.pop("_compiled_call_impl", None)
+
+
+def set_compiled_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Have `module(...)` run `call`, as after `module.compile()`; None undoes it."""
+    drop_compiled_call(module)
+    if call is not None:
+        module.__dict__["_compiled_call_impl"] = call
+
+
+def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """Return what runs a module's hooks and forward, whether `module.compile()` was called or not."""
+    return module._call_impl
+
+
+class Compilation(NamedTuple):
+    """What Dynamo compiled: a function, why again ("" for the first time), seconds."""
+
+    start: float
+    filename: str
+    line: int
+    function: str
+    reason: str
+    seconds: float
+
+
+def compilations() -> list[Compilation]:
+    """Return what Dynamo has compiled in this process, the last 64 of them."""
+    return [Compilation(each.start_time or 0.0, each.co_filename, each.co_firstlineno, each.co_name, each.recompile_reason or "",
+                        each.entire_frame_compile_time_s or 0.0)
+            for each in get_compilation_metrics() if each.co_filename and each.has_guarded_code]
+
+
+def break_places() -> list[tuple[str, list[traceback.FrameSummary]]]:
+    """Return (reason, stack of the user's code) of the graph breaks of this process, in order."""
+    return [(each.reason.partition("\n")[0], list(each.user_stack)) for each in graph_break_reasons if each.user_stack]
 
 
 def update_loss_scale(
