@@ -7,6 +7,7 @@ from typing import Any
 
 from .backend import last_report as last_report
 from .buckets.plan import BucketPlan as BucketPlan
+from .compare import compare as compare
 from .config import BucketConfig as BucketConfig
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PassError as PassError

@@ -1,4 +1,4 @@
-"""The command line: `python -m apexfx demo | diagnose | doctor | passes | replay | simulate | compat | migrate`."""
+"""The command line: `python -m apexfx demo | diagnose | doctor | passes | compare | replay | simulate | compat | migrate`."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     passes.add_argument("name", nargs="?", help="a pass to explain")
     passes.add_argument("--markdown", action="store_true", help="print the page docs/passes.md")
     passes.set_defaults(run=_passes)
+    _add_compare(commands)
     _add_replay(commands)
     _add_simulate(commands)
     commands.add_parser("compat", help="run a script written for NVIDIA Apex, unchanged")
@@ -81,6 +82,21 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
                       help="images a step, all ranks together")
     demo.add_argument("--out", default="out", metavar="DIR", help="where graphs, JSON and the loss curve go")
     demo.set_defaults(run=_demo)
+
+
+def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    compare = commands.add_parser(
+        "compare", help="which op makes a model's results differ from float64", epilog=_EXIT_STATUS,
+        description="Run a Python file, and compare what it calls `step` or `model` on what it calls `batch` (with `loss_fn`, if "
+                    "there is one) with a wide dtype, op by op: a table of ops by the error that they make. Status 1 says that "
+                    "an op makes more error than the rounding of its dtype, or that no override reaches the tolerance. "
+                    "docs/compare.md explains the table.",
+    )
+    compare.add_argument("file", metavar="FILE", help="the Python file")
+    compare.add_argument("--reference", choices=["float64", "float32"], default="float64", help="the wide dtype")
+    compare.add_argument("--tolerance", type=float, metavar="ERROR", help="find the precision= that brings all errors below this")
+    compare.add_argument("--json", metavar="PATH", help="write all of it to a file")
+    compare.set_defaults(run=_compare)
 
 
 def _add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -166,6 +182,34 @@ def _passes(arguments: argparse.Namespace) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    import runpy
+
+    from .compare import compare
+
+    try:
+        names = runpy.run_path(arguments.file, run_name="__compare__")
+    except OSError as error:
+        print(f"apexfx: {error}", file=sys.stderr)
+        return 2
+    if "batch" not in names or not {"step", "model"} & names.keys():
+        print(f"apexfx: {arguments.file} has to define `batch`, and `step` or `model`", file=sys.stderr)
+        return 2
+    subject = names["step"] if "step" in names else names["model"]
+    try:
+        comparison = compare(subject, names["batch"], arguments.reference, tolerance=arguments.tolerance,
+                             loss_fn=names.get("loss_fn") if "step" not in names else None)
+        if arguments.json is not None:
+            comparison.save(arguments.json)
+    except (ValueError, TypeError, RuntimeError, OSError) as error:
+        print(error if str(error).startswith("apexfx: ") else f"apexfx: {error}", file=sys.stderr)
+        return 2
+    print(comparison)
+    if arguments.tolerance is not None:
+        return 0 if comparison.overrides is not None else 1
+    return 1 if any(row.stands_out for row in comparison) else 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:

@@ -44,6 +44,7 @@ from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
+    PlainAOTOutput,
 )
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
@@ -55,6 +56,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
+from torch._library.custom_ops import OPDEFS
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
@@ -274,6 +276,11 @@ def backend_around() -> object | None:
 def backend_of(module: torch.nn.Module) -> object | None:
     """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None."""
     return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
+
+
+def source_of_compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module that `torch.compile` was given, for one that it returned; any other as it is."""
+    return module._orig_mod if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else module
 
 
 def compiling_backend() -> object | None:
@@ -512,6 +519,17 @@ def registered_ops(namespace: str) -> list[str]:
     """Return the names ("namespace::name") of every op of a namespace, sorted."""
     names = (name.split(".")[0] for name in torch._C._dispatch_get_all_op_names())
     return sorted({name for name in names if name.startswith(f"{namespace}::")})
+
+
+def custom_op_function(op: Callable[..., object]) -> Callable[..., Any] | None:
+    """Return the Python function that `torch.library.custom_op` has made an op of, or None for any other op."""
+    definition = OPDEFS.get(op.name().partition(".")[0]) if isinstance(op, OpOverload) else None
+    return definition._init_fn if definition is not None else None
+
+
+def is_without_derivative(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is the result of an op that autograd has no formula for."""
+    return tensor.grad_fn is not None and "NotImplemented" in tensor.grad_fn.name()
 
 
 def drop_compiled_call(module: torch.nn.Module) -> None:

@@ -152,6 +152,14 @@ def source_class(model: nn.Module) -> type[nn.Module]:
     return subclassing.source_class(type(model), TransformedModule)
 
 
+def source_of(model: nn.Module) -> nn.Module:
+    """Return a module as `model`, which is transformed, was made from: it shares parameters, buffers and submodules."""
+    source = object.__new__(source_class(model))
+    source.__dict__.update({name: value for name, value in model.__dict__.items() if not name.startswith("_apexfx")})
+    source.__dict__.update(compiled_model.of(model).own_forward)
+    return source
+
+
 @functools.cache
 def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects

@@ -22,6 +22,7 @@ from .._torch import (
     keep_saved_tensors,
 )
 from ..graph.nodes import graphs
+from ..precision.op_rows import OpRow
 from . import lowerings
 
 lowerings.register()
@@ -91,7 +92,12 @@ class Traced(Exception):
         gm: the graph behind all passes, its inputs named.
         inputs: what it would have run on; some of them are the user's own tensors, which it may write.
         run: the code that Inductor has made of it, which takes a list and empties that; None of what "eager" runs.
+        ops: rows of its forward as it was captured, behind the forward passes.
+        outputs: what each output is: "" for what the captured function returns, else the parameter that it is the gradient of.
     """
+
+    ops: Sequence[OpRow] = ()
+    outputs: Sequence[str] = ()
 
     def __init__(self, gm: fx.GraphModule, inputs: list[Any], run: Callable[[list[Any]], Sequence[Any]] | None = None) -> None:
         super().__init__("a graph that was to be traced has run")

@@ -42,34 +42,46 @@ class Interpreter(fx.Interpreter):
         elif self._communicates and is_collective(n):
             result = tree_map(wait, super().run_node(n))
         else:
-            result = self._collective(n) if is_collective(n) or is_wait(n) else super().run_node(n)
+            alone = is_collective(n) or is_wait(n)
+            result = _collective(n, self.fetch_args_kwargs_from_env(n)[0]) if alone else super().run_node(n)
         for observe in self._observers:
             observe(n, result)
         return result
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if isinstance(target, OpOverload) and target.namespace == "apexfx":
-            # An op that would talk to its group computes over this rank alone when the group's name is empty.
-            names = [a.name for a in target._schema.arguments]
-            if "group_name" in names:
-                place = names.index("group_name")
-                if place < len(args):
-                    args = (*args[:place], "", *args[place + 1:])
-                else:
-                    kwargs = {**kwargs, "group_name": ""}
-        return super().call_function(target, args, kwargs)
+        return super().call_function(target, *_of_one_rank(target, args, kwargs))
 
-    def _collective(self, n: fx.Node) -> Any:
-        args = self.fetch_args_kwargs_from_env(n)[0]
-        if is_wait(n):
-            return args[0]
-        name, world = n.target._schema.name, world_size(args[-1])
-        factor = world if args[1:2] == ("sum",) else 1
-        if "all_gather" in name:
-            return torch.cat([args[0]] * world)
-        if "reduce_scatter" in name:
-            return args[0].narrow(0, 0, args[0].shape[0] // world) * factor
-        return tree_map(lambda t: t * factor if isinstance(t, Tensor) else t, args[0])
+
+def evaluate(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a node that calls something gives for other arguments, as `Interpreter` computes it."""
+    if is_collective(node) or is_wait(node):
+        return _collective(node, args)
+    args, kwargs = _of_one_rank(node.target, args, kwargs)
+    return node.target(*args, **kwargs)
+
+
+def _of_one_rank(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return an op's arguments, such that it talks to no group: ours compute over this rank where the group's name is empty."""
+    if isinstance(target, OpOverload) and target.namespace == "apexfx":
+        names = [a.name for a in target._schema.arguments]
+        if "group_name" in names:
+            place = names.index("group_name")
+            if place < len(args):
+                return (*args[:place], "", *args[place + 1:]), kwargs
+            return args, {**kwargs, "group_name": ""}
+    return args, kwargs
+
+
+def _collective(node: fx.Node, args: tuple[Any, ...]) -> Any:
+    if is_wait(node):
+        return args[0]
+    name, world = node.target._schema.name, world_size(args[-1])
+    factor = world if args[1:2] == ("sum",) else 1
+    if "all_gather" in name:
+        return torch.cat([args[0]] * world)
+    if "reduce_scatter" in name:
+        return args[0].narrow(0, 0, args[0].shape[0] // world) * factor
+    return tree_map(lambda t: t * factor if isinstance(t, Tensor) else t, args[0])
 
 
 def world_size(group_name: Any) -> int:

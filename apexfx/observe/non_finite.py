@@ -61,7 +61,7 @@ class NonFinite:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._place = {node: place for place, node in enumerate(graph.nodes)}
-        backward = [place for node, place in self._place.items() if (node.meta.get("custom") or {}).get(BACKWARD)]
+        backward = [place for node, place in self._place.items() if is_of_backward(node)]
         self._backward = range(backward[0], backward[-1] + 1) if backward else range(0)
         self._origins: dict[fx.Node, fx.Node] = {}  # of what is not finite
         self._readers: dict[fx.Node, fx.Node] = {}  # of an input: the first node that reads it and is not finite
@@ -116,6 +116,11 @@ class NonFinite:
                        and "seq_nr" in each.meta and each.meta["seq_nr"] == node.meta.get("seq_nr")), node)
         line = source_line(node) or source_line(of)
         return Finding(what, source, phase, node.name, op_name(node), dtype, module_path(of), line)
+
+
+def is_of_backward(node: fx.Node) -> bool:
+    """Return whether a node is marked as one of a backward."""
+    return bool((node.meta.get("custom") or {}).get(BACKWARD))
 
 
 def _kinds(result: Any) -> dict[str, torch.dtype]:

@@ -17,7 +17,7 @@ from ..graph.nodes import op_name, source_line
 from . import bundle as bundles
 from .digests import Code, Digests, run_compiled
 from .interpreter import Interpreter
-from .non_finite import BACKWARD, NonFinite
+from .non_finite import NonFinite, is_of_backward
 
 _MAY_DIFFER = ("python",)
 _HALVES_AND_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -164,7 +164,7 @@ def _changes(bundle: bundles.Bundle) -> list[str]:
 
 
 def _last_of_backward(nodes: list[fx.Node]) -> str | None:
-    marked = [node.name for node in nodes if (node.meta.get("custom") or {}).get(BACKWARD)]
+    marked = [node.name for node in nodes if is_of_backward(node)]
     return marked[-1] if marked else None
 
 

@@ -19,6 +19,7 @@ from .policy import NOTHING_TO_COMPUTE
 from .rules import MIXED, RULES, lookup
 
 _BY_RULE = ("half", "float", "banned", "dtype", "batch_norm", "captured")  # the rule alone says in which dtype the op computes
+OP = "apexfx_op"  # key of a node's meta["custom"], which what it is lowered to has too: the `OpRow.node` that it belongs to
 FOLLOWS = "follows "  # how the reason of an op begins that has the dtype of its input
 _SKIPPED = "no rule was applied: the pass precision was left out, or another pass put the op there"
 
@@ -97,9 +98,25 @@ def op_rows(gm: fx.GraphModule) -> list[OpRow]:
 
     Left out are the casts that passes inserted, which the cast ledger has, and the calls of nested bodies.
     """
-    names = {id(body_of(node)[0]): str(node.args[0].target) for body in bodies(gm) for node in body.graph.nodes if body_of(node)}
-    return [_row(node, f"{names[id(body)]}." if body is not gm else "")
-            for body in bodies(gm) for node in body.graph.nodes if _is_op(node)]
+    names = _body_names(gm)
+    return [_row(node, names.get(id(body), "")) for body in bodies(gm) for node in body.graph.nodes if _is_op(node)]
+
+
+def mark_ops(gm: fx.GraphModule) -> None:
+    """Have each node, and so what it is lowered to, say in its meta which row of `op_rows` it is, or was cast for."""
+    names = _body_names(gm)
+    for body in bodies(gm):
+        for node in reversed(body.graph.nodes):
+            user = next((user for user in node.users if OP in (user.meta.get("custom") or {})), None)
+            if is_inserted_cast(node) and user is not None:
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP: user.meta["custom"][OP]}
+            elif _is_op(node) and node.target is not torch.autograd.grad:
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP: names.get(id(body), "") + node.name}
+
+
+def _body_names(gm: fx.GraphModule) -> dict[int, str]:
+    """Return what begins the names of the rows of each nested body, by its id."""
+    return {id(body_of(node)[0]): f"{node.args[0].target}." for body in bodies(gm) for node in body.graph.nodes if body_of(node)}
 
 
 def _is_op(node: fx.Node) -> bool:

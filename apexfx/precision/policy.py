@@ -228,7 +228,7 @@ class Policy:
             return []
         name = canonical_name(node.target).rstrip("_")
         possible = [*node.meta.get(POSSIBLE_MODULES, ()), *_owners_elsewhere(node)]
-        if not possible or lookup(name, self.rules).family in NOTHING_TO_COMPUTE:
+        if not possible or lookup(name, self.rules).family in (*NOTHING_TO_COMPUTE, "autograd"):
             return []
         return [key for key in self.overrides if any(_is_under(paths, key) for paths in possible)
                 and not self._covers(key, node, name)]

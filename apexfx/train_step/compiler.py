@@ -14,10 +14,11 @@ from torch import fx
 from torch.fx.traceback import annotate
 
 from .. import passes
-from .._torch import keep_sequence_numbers, set_grad_enabled, tensor_version
+from .._torch import PlainAOTOutput, keep_sequence_numbers, set_grad_enabled, tensor_version
 from ..compiler import cache, capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
 from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
+from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
@@ -29,12 +30,14 @@ from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written
 from ..graph.nodes import value
 from ..observe.non_finite import BACKWARD
+from ..precision.casts import is_inserted_cast
+from ..precision.op_rows import mark_ops
 from ..precision.written_arguments import write_back
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .errors import calls_backward, sparse_gradient
-from .other_leaves import OtherLeaves, return_gradients
+from .other_leaves import OtherLeaves, return_gradients, unscaled
 from .parameters import MemoryCheck
 
 log = logging.getLogger(__name__)
@@ -126,9 +129,7 @@ class StepCompiler:
         if self.traces == "lowered":
             return graph.trace(other_stages, lowered=True)
         if self.traces:
-            gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _traced_gradients
-            gm.recompile()
-            return graph.trace(other_stages)
+            return _trace(graph, other_stages)
         compiled = graph.compile(other_stages, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
@@ -261,6 +262,37 @@ def _traced_gradients(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
     keep_sequence_numbers([loss.grad_fn])
     with annotate({BACKWARD: True}):
         return torch.autograd.grad(loss, *args, **options)
+
+
+def _trace(graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:
+    """Return what raises `Traced`, its graph's nodes marked by the op that they belong to, and those of the backward as such."""
+    gm, outputs = graph.gm, []
+    grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
+    for node in gm.graph.output_node().args[0]:
+        while isinstance(node, fx.Node) and (is_inserted_cast(node) or node.target is unscaled):
+            node = node.args[0]
+        of = grad.args[1][node.args[1]] if isinstance(node, fx.Node) and grad in node.args else None
+        outputs.append(of.meta["apexfx_name"] if of is not None else "")
+    mark_ops(gm)
+    grad.target = _traced_gradients
+    gm.recompile()
+    run = graph.trace(other_stages)
+
+    def run_and_describe(*args: Any) -> Any:
+        try:
+            return run(*args)
+        except Traced as traced:
+            traced.ops, traced.outputs = graph.record.forward.ops, _in_order(traced.gm, outputs)
+            raise
+
+    return run_and_describe
+
+
+def _in_order(gm: fx.GraphModule, outputs: Sequence[str]) -> list[str]:
+    """Return, for what a lowered graph returns, what the outputs that it was captured with are."""
+    returned = gm.graph.output_node()
+    descs = returned.meta.get("desc") or [None] * len(returned.args[0])
+    return [outputs[desc.idx] if isinstance(desc, PlainAOTOutput) else "" for desc in descs]
 
 
 def _check_no_backward(gm: fx.GraphModule) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from .._torch import tree_map
+from .._torch import tree_leaves, tree_map
 from ..compiler.compiled_model import with_private_code
 
 _numbers = itertools.count()
@@ -89,6 +89,23 @@ class SupervisedObjective:
         return self.loss_fn(output, *targets)
 
 
+class WeightedOutputs:
+    """A sum of all that a model returns, with weights that differ, as an objective for a model that has no loss.
+
+    Args:
+        anchor: what the gradient is taken by where no parameter is to be: a scalar; else None.
+    """
+
+    def __init__(self, anchor: Tensor | None = None) -> None:
+        self.anchor = anchor
+
+    def __call__(self, model: nn.Module, *inputs: Any, **named: Any) -> tuple[Tensor, list[Any]]:
+        outputs = [x for x in tree_leaves(model(*inputs, **named)) if isinstance(x, Tensor)]
+        sums = [(x.float() * torch.arange(x.numel(), device=x.device).cos().reshape(x.shape)).sum()
+                for x in outputs if x.is_floating_point()]
+        return sum(sums) if self.anchor is None else self.anchor * 1, outputs
+
+
 def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
     """Compute gradients, add those that earlier calls have gathered, and apply them.
 
@@ -110,6 +127,12 @@ def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dic
     _check_traced()
     loss, rest, grads = compute_gradients(inputs, batch, named_inputs)
     return loss, rest, gather(inputs.buffers, grads)
+
+
+def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the loss, what else there was, and the gradients of the scaled loss; change nothing but what the forward writes."""
+    _check_traced()
+    return compute_gradients(inputs, batch, named_inputs)
 
 
 def gather(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[bool]:

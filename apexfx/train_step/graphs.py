@@ -10,17 +10,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .._torch import dynamo_config, patched_dynamo
 from ..compiler.compile_graph import WeakBackend
 from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
+from ..config import TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .compiler import StepCompiler
 from .errors import NotOneGraph, calls_backward, capture_errors
-from .function import StepInputs, compiled_separately, run_accumulate, run_step
+from .function import StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
 from .in_pieces import StepInPieces, grad_versions
 from .model import StepModel
 from .options import StepOptions
@@ -83,12 +85,10 @@ class StepGraphs:
             safeguard=options.safeguard is not None)
         self._compiler, self._compiler_of_earlier = compiler(), compiler(reduce_gradients=False)
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=options.config.dynamic)
-        loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
         self._functions = _Functions(
             compiled(compiled_separately(run_step), backend=WeakBackend(self._compiler)),
             compiled(compiled_separately(run_accumulate), backend=WeakBackend(self._compiler_of_earlier)),
-            # Logging would break the graph: what the model logs is left out.
-            {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers})
+            _dynamo_settings())
 
     def run_last(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Run what ends an accumulation, and return what `run_step` does."""
@@ -126,13 +126,8 @@ class StepGraphs:
             raise RuntimeError(f"apexfx: the step runs in pieces, and has no graph of its own: {self.why_in_pieces}")
         compiler = self._make_compiler(report=Report(self._report.config), agreement=None,
                                        traces="lowered" if lowered else True)
-        function = torch.compile(compiled_separately(run_step), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
-        try:
-            with self._patched(), torch.no_grad(), capture_errors(), self._model.traceable() as model:
-                function(StepInputs(model, self._objective, **self._state.inputs()), batch, named)
-        except Traced as traced:
-            return traced.with_traceback(None)
-        raise AssertionError("a graph that was to be traced has run")
+        return trace(run_step, compiler, self._model, StepInputs(self._model.model, self._objective, **self._state.inputs()),
+                     batch, named)
 
     def _run(self, function: str, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         try:
@@ -190,3 +185,51 @@ class StepGraphs:
                 del self._report.graphs[num_graphs:]
             raise
         log.warning(message)
+
+
+def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel, inputs: StepInputs, batch: tuple[Any, ...],
+          named: dict[str, Any]) -> Traced:
+    """Return the graph of a function of a step behind all passes, for this batch alone, and its inputs; run nothing.
+
+    Args:
+        function: of `function`.
+        compiler: that traces.
+        model: of `inputs`.
+
+    Raises:
+        As a call of a step.
+    """
+    compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
+    try:
+        with patched_dynamo(_dynamo_settings()), torch.no_grad(), capture_errors(), model.traceable():
+            compiled(inputs, batch, named)
+    except Traced as traced:
+        return traced.with_traceback(None)
+    raise AssertionError("a graph that was to be traced has run")
+
+
+def trace_gradients(model: StepModel, objective: Callable[..., Any], params: list[Tensor], config: TransformConfig,
+                    groups: Groups, batch: tuple[Any, ...], named: dict[str, Any], *, scale: Tensor | None = None,
+                    calls: int = 1) -> Traced:
+    """Return, as `trace` does, the graph of `run_gradients`, which updates nothing.
+
+    Args:
+        model, objective, params, scale, calls: as of `StepInputs`.
+        config, groups: as of `StepCompiler`.
+    """
+    compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None,
+                            index=ModelIndex(lambda: model.model, model.stand_ins.of), on_run=_nothing,
+                            on_communication=_nothing, reduce_gradients=False, traces=True)
+    inputs = StepInputs(model.model, objective, params, buffers=[], gathered=[], states=[], scalars=[], scale=scale, calls=calls,
+                        plan="")
+    return trace(run_gradients, compiler, model, inputs, batch, named)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _dynamo_settings() -> dict[str, Any]:
+    loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
+    # Logging would break the graph: what the model logs is left out.
+    return {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers}

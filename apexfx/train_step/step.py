@@ -15,17 +15,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import passes
+from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups
+from ..config import TransformConfig
 from ..errors import NonFiniteError
 from ..report.data import Report
 from .averages import averaged_copies
 from .ema import EmaState
 from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
-from .graphs import StepGraphs
-from .loss_scale import LossScale
+from .graphs import StepGraphs, trace_gradients
+from .loss_scale import SCALE, LossScale
 from .model import StepModel, check_modules
 from .objective import ObjectiveModules, owners_of
 from .optimizer_list import OptimizerList
@@ -193,6 +195,23 @@ class TrainStep:
             with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
                 self._graphs.capture(batch, named)
         return self.report
+
+    @property
+    def config(self) -> TransformConfig:
+        """The options that `transform` has, too."""
+        return self._options.config
+
+    def trace_gradients(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+        """Return the graph of loss and gradients for a batch, by other options, and its inputs; run nothing.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as `capture`.
+        """
+        call = WrongCall(self.model, self._objective, batch, named)
+        params = trained_parameters(self.model, self._objective_modules, self._optimizers)
+        with call.explained(self._step_model.traceable, by_kernels=False):
+            return trace_gradients(self._step_model, self._objective, params, config, self._groups, batch, named,
+                                   scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 
     def __reduce__(self) -> Any:
         raise TypeError("apexfx: a training step can be neither copied nor pickled; copy the model and make another step of "

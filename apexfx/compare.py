@@ -1,0 +1,330 @@
+"""compare(): which op of a model makes its results differ from float64, and which `precision=` brings them near enough."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ._torch import backend_of, compile_fx, source_of_compiled, tree_leaves
+from .compiler import compiled_model
+from .compiler.inner_compilers import Traced
+from .compiler.process_groups import Groups
+from .compiler.refusals import is_apex
+from .config import TransformConfig, is_number
+from .observe.bundle import exact_copy
+from .observe.comparison import Comparison, Row, ops_of, rows_of, rows_of_ranges
+from .observe.interpreter import Interpreter
+from .observe.non_finite import NonFinite
+from .observe.overrides import Search
+from .observe.ranges import Ranges
+from .observe.reference import Reference, relative
+from .precision.op_rows import OpRow
+from .report.data import Report
+from .train_step import TrainStep
+from .train_step.function import SupervisedObjective, WeightedOutputs
+from .train_step.graphs import trace_gradients
+from .train_step.model import StepModel
+from .train_step.objective import ObjectiveModules
+from .transform import source_of
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_FLOOR = 1e-3  # of the root mean square of all gradients: by no less is the error of one measured
+
+
+def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | None = "float64", *,
+            loss_fn: Callable[..., Any] | None = None, tolerance: float | None = None) -> Comparison:
+    """Run forward and backward op by op beside the same ops in a wide dtype, and rank the ops by the error that they make.
+
+    Nothing of model, batch, gradients, buffers or random state is changed, and no optimizer runs. Each rank compares alone.
+
+        print(apexfx.compare(model, (inputs, targets), loss_fn=F.cross_entropy))
+        print(apexfx.compare(step, (inputs, targets), tolerance=1e-3))
+
+    Args:
+        model_or_step: of `transform` or `train_step`, with their passes; or any other module, as it was written. It has to be one
+            graph. One of `torch.compile` is run op by op, too: where Inductor fuses ops, what is between them is not rounded to
+            their dtype, and the errors are those of eager.
+        batch: what it is called with: a tuple or list of positional arguments, a mapping of keyword arguments, or one tensor.
+        reference: "float64" or "float32", the dtype of the same ops; None measures ranges alone.
+        loss_fn: `loss_fn(output, *targets)`, for a model: batch is (inputs, *targets) then, as of `train_step`. Without it the
+            gradients of a model in training mode are those of its outputs' sum, weighted; of one in eval mode there are none.
+        tolerance: find a small `precision=` with which no output and no gradient is farther off than this, relative to its norm
+            (and, of a gradient, to a thousandth of all), and verify it by running.
+
+    Returns:
+        A row for each op, those first that are most to blame; `print` it.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit.
+        RuntimeError: it cannot be captured as one graph; the message has the place.
+    """
+    _check(model_or_step, reference, loss_fn, tolerance)
+    subject = _Step(model_or_step) if isinstance(model_or_step, TrainStep) else _Model(model_or_step, loss_fn)
+    arguments = _arguments(batch)
+    if tolerance is not None and not subject.has_policy:
+        raise ValueError("apexfx: tolerance= looks for the precision= of a model of transform(), or of a train_step(), and this "
+                         "one is neither; transform it first")
+    traced = subject.trace(*arguments, subject.config)
+    if reference is None:
+        return _ranges(traced, subject)
+    run = _Run(traced, _DTYPES[reference], subject)
+    wanted = {place for place, error in run.errors().items() if tolerance is None or not error <= tolerance}
+    contributions = run.contributions(wanted)
+    comparison = run.comparison(reference, contributions, wanted)
+    if tolerance is not None:
+        search = Search(traced.ops, run.by_op(contributions, wanted), subject.config.precision)
+
+        def errors_with(overrides: dict[str, str]) -> float:
+            config = dataclasses.replace(subject.config, precision={**subject.config.precision, **overrides})
+            return run.error_of(subject.trace(*arguments, config))
+
+        comparison.overrides, text = search.run(max(comparison.errors.values(), default=0.0), tolerance, errors_with)
+        comparison.notes.append(text)
+    comparison.notes[:0] = subject.notes(traced, comparison.rows)  # last, since Inductor may rewrite the graph
+    return comparison
+
+
+class _Subject(Protocol):
+    """What is compared: its graphs, by options.
+
+    Attributes:
+        config: the options.
+        has_policy: whether `precision=` means something to it.
+        outputs: which outputs of its graphs are the user's.
+        has_loss: whether the loss is the user's.
+    """
+
+    config: TransformConfig
+    has_policy: bool
+    outputs: slice
+    has_loss: bool
+
+    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+        """Return the graph of loss and gradients for a batch, by other options."""
+
+    def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
+        """Return what is to be said of the way in which it was run."""
+
+
+class _Step:
+    has_policy, outputs, has_loss = True, slice(None), True
+
+    def __init__(self, step: TrainStep) -> None:
+        self._step = step
+        self.config = dataclasses.replace(step.config, inner="eager", verify="off")
+
+    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+        return self._step.trace_gradients(batch, named, config)
+
+    def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
+        return _notes_on_fusion(traced, rows) if self._step.config.inner != "eager" else []
+
+
+class _Model:
+    """A module that computes a loss, or outputs whose weighted sum stands for one."""
+
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+        backend = backend_of(model)
+        model = source_of_compiled(model)
+        compiled, self._how = compiled_model.of(model), ""
+        self.has_policy = compiled is not None or is_apex(backend)
+        if compiled is not None:
+            config, model = compiled.config, source_of(model)
+        elif is_apex(backend):
+            config = TransformConfig.from_options(backend.kwargs.get("options"))
+        else:
+            self._how = "the module as it is written, captured as one graph and run op by op"
+            config = TransformConfig(opt_level="O0", skip=("precision",), inner="inductor" if backend is not None else "eager")
+        self._model, self._fused = model, config.inner != "eager"
+        self.config = dataclasses.replace(config, ddp=False, sync_bn=False, process_group=None, inner="eager", verify="off",
+                                          fullgraph=False)
+        params = [p for p in model.parameters() if p.requires_grad and (model.training or loss_fn is not None)]
+        if loss_fn is not None and not params:
+            raise ValueError("apexfx: loss_fn= was given, and no parameter of the model requires a gradient; leave it out to "
+                             "compare the outputs")
+        anchor = torch.zeros((), requires_grad=True)  # what the gradient is taken by where there is to be none
+        self._params, self.has_loss = params or [anchor], loss_fn is not None
+        self.outputs = slice(None) if self.has_loss else slice(1, None) if params else slice(1, -1)
+        self._objective = SupervisedObjective(loss_fn) if self.has_loss else WeightedOutputs(None if params else anchor)
+
+    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+        groups, level = Groups(config), config.level
+        half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
+        model = StepModel(self._model, ObjectiveModules(self._objective, self._model), groups.batch_norm, half, Report({}))
+        return trace_gradients(model, self._objective, self._params, config, groups, batch, named)
+
+    def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
+        return [*([self._how] if self._how else []), *(_notes_on_fusion(traced, rows) if self._fused else [])]
+
+
+class _Run:
+    """One run of a graph beside its reference.
+
+    Args:
+        traced: the graph, and its inputs.
+        dtype: of the reference.
+        subject: whose graph it is.
+    """
+
+    def __init__(self, traced: Traced, dtype: torch.dtype, subject: _Subject) -> None:
+        self._traced, self._subject, self._notes = traced, subject, []
+        self._reference = Reference(traced.gm.graph, dtype, differentiable=True)
+        self._non_finite, self._ranges = NonFinite(traced.gm.graph), Ranges()
+        _run(traced, [self._reference, self._non_finite, self._ranges])
+        wide = [x.detach() if isinstance(x, Tensor) else x for x in self._reference.wide_outputs]
+        self._wide = {place: wide[place] for place in range(len(wide))[subject.outputs]
+                      if isinstance(wide[place], Tensor) and wide[place].is_floating_point()}
+        gradients = {place: x for place, x in self._wide.items() if traced.outputs[place]}
+        typical = _root_mean_square(list(gradients.values()))
+        self._floor = _FLOOR * typical
+        self._zero = [place for place, x in gradients.items()
+                      if _root_mean_square([x]) < math.sqrt(torch.finfo(dtype).eps) * typical]
+        for place in self._zero:
+            del self._wide[place]
+
+    def errors(self) -> dict[int, float]:
+        """Return the relative error of each output of the user's, by its place."""
+        return self._errors(self._reference.outputs)
+
+    def error_of(self, traced: Traced) -> float:
+        """Return the largest error of the outputs of another graph of the same model."""
+        return max(self._errors(_run(traced, [])).values(), default=0.0)
+
+    def contributions(self, places: set[int]) -> dict[Any, tuple[float, float]]:
+        """Return `Reference.contributions` to the sum of the relative errors of some outputs; {} where they are not known."""
+        if any(errors.is_lost for errors in self._reference.errors.values()):
+            return {}  # what follows from nan is not of first order
+        weights = {place: 1 / scale for place in places if (scale := self._scale(place))}
+        try:
+            return self._reference.contributions(weights)
+        except RuntimeError as error:  # an op of the backward that has no derivative itself
+            log.debug("apexfx: shares of the error are not known", exc_info=error)
+            first_line = str(error).partition("\n")[0]
+            self._notes.append(f"no shares of the error, and ranked by what each op introduces: {first_line}")
+            return {}
+
+    def by_op(self, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> dict[str, float]:
+        """Return what each op, forward and backward, contributes to the relative error of some outputs, by `OpRow.node`.
+
+        What is not of first order, as where an error decides a comparison, counts for all by the square of what they introduce.
+        """
+        errors, sums = self._reference.errors, {}
+        squares = {node: 1.0 if each.is_lost else relative(each.introduced, each.scale) ** 2 for node, each in errors.items()}
+        rest = self._unexplained(contributions, places) / (sum(squares.values()) or 1.0)
+        for node, (name, _) in ops_of(self._traced.gm.graph).items():
+            own = contributions.get(node, (0.0, 0.0))[0] + rest * squares.get(node, 0.0)
+            sums[name] = sums.get(name, 0.0) + own
+        return sums
+
+    def _unexplained(self, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> float:
+        total = sum(min(error, 1.0) for place, error in self.errors().items() if place in places)
+        return max(total - sum(own for own, _ in contributions.values()), 0.0)
+
+    def comparison(self, reference: str, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> Comparison:
+        """Return what there is to say, `contributions` being to the error of the outputs at `places`."""
+        rows = rows_of(self._traced.gm.graph, _ops(self._traced, self._subject), self._reference, self._ranges.ranges,
+                       contributions, self._zero)
+        errors = {self._name(place): error for place, error in self.errors().items()}
+        unmeasured = sorted({row.call for row in rows if not row.is_measured})
+        notes = list(self._notes)
+        if unmeasured:
+            notes.append(f"{', '.join(unmeasured)} cannot run in {reference}, and nobody knows its error")
+        total = sum(own for own, _ in contributions.values())
+        if contributions and self._unexplained(contributions, places) > total:
+            notes.append("shares are those of first order, and most of the error is not: an error decides a comparison (relu, "
+                         "max, topk), or is large")
+        if zero := [self._traced.outputs[place] for place in self._zero]:
+            notes.append(f"the gradient of {', '.join(zero[:3])}{', ...' if zero[3:] else ''} is zero by the formula, and "
+                         "rounding here: left out")
+        return Comparison(rows, reference=reference, errors=errors, first_non_finite=self._non_finite.first(), notes=notes)
+
+    def _errors(self, outputs: Sequence[Any]) -> dict[int, float]:
+        errors = {}
+        for place, wide in self._wide.items():
+            got = outputs[place].detach().to(wide.dtype)
+            difference = torch.where(wide.isfinite(), got - wide, 0.0)
+            finite = bool(difference.isfinite().all())
+            errors[place] = relative(float(difference.norm()), self._scale(place)) if finite else math.inf
+        return errors
+
+    def _scale(self, place: int) -> float:
+        wide = self._wide[place]
+        scale = float(torch.where(wide.isfinite(), wide, 0.0).norm())
+        return max(scale, self._floor * math.sqrt(wide.numel())) if self._traced.outputs[place] else scale
+
+    def _name(self, place: int) -> str:
+        if self._traced.outputs[place]:
+            return f"gradient of {self._traced.outputs[place]}"
+        return "loss" if place == 0 else f"output {place - 1}"
+
+
+def _root_mean_square(tensors: Sequence[Tensor]) -> float:
+    squares = sum(float(torch.where(x.isfinite(), x, 0.0).double().square().sum()) for x in tensors)
+    return math.sqrt(squares / max(sum(x.numel() for x in tensors), 1))
+
+
+def _run(traced: Traced, observers: Sequence[Any]) -> Sequence[Any]:
+    """Run a graph on copies of its inputs, and return its outputs; random numbers are those that a call would draw now."""
+    inputs = [exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
+    devices = sorted({x.device.index for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"})
+    with torch.random.fork_rng(devices), torch.no_grad():
+        return Interpreter(traced.gm, observers).run(*inputs)
+
+
+def _ranges(traced: Traced, subject: _Subject) -> Comparison:
+    observer = Ranges()
+    _run(traced, [observer])
+    return Comparison(rows_of_ranges(traced.gm.graph, _ops(traced, subject), observer.ranges), reference="", errors={})
+
+
+def _ops(traced: Traced, subject: _Subject) -> dict[str, OpRow | None]:
+    """Return the rows of a graph's ops by name; None for those of a loss that is not the user's."""
+    return {op.node: op if subject.has_loss or not op.outside or op.source else None for op in traced.ops}
+
+
+def _notes_on_fusion(traced: Traced, rows: Sequence[Row]) -> list[str]:
+    """Say what a fused kernel computes otherwise; where eager gives what is not finite, by compiling the graph and running it."""
+    text = ("run op by op, as eager does: Inductor keeps what is between the ops of one kernel in float32, so that errors made "
+            "there are at most these")
+    lost = next((row for row in rows if row.is_lost), None)
+    if lost is None:
+        return [text]
+    inputs = [exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
+    devices = sorted({x.device.index for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"})
+    with torch.random.fork_rng(devices), torch.no_grad():
+        outputs = compile_fx(traced.gm, inputs)(*inputs)
+    finite = all(bool(x.isfinite().all()) for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point())
+    how = f"{lost.op} ({lost.source}) overflows in eager" if lost.source else f"{lost.op} overflows in eager"
+    return [text, f"{how}; compiled by Inductor, outputs and gradients are {'finite' if finite else 'not finite either'}"]
+
+
+def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _check(model_or_step: Any, reference: Any, loss_fn: Any, tolerance: Any) -> None:
+    if not isinstance(model_or_step, (nn.Module, TrainStep)):
+        raise TypeError(f"apexfx: compare() was given {type(model_or_step).__name__}, expected a torch.nn.Module or what "
+                        "train_step() returns")
+    if reference not in (*_DTYPES, None):
+        raise ValueError(f"apexfx: reference={reference!r} was given, expected 'float64', 'float32' or None")
+    if loss_fn is not None and not callable(loss_fn):
+        raise TypeError(f"apexfx: loss_fn={loss_fn!r} was given, expected a function of the output and the targets")
+    if loss_fn is not None and isinstance(model_or_step, TrainStep):
+        raise ValueError("apexfx: loss_fn= was given for a training step, which has its own; leave it out")
+    if tolerance is None:
+        return
+    if not is_number(tolerance) or not 0 < tolerance < 1:
+        raise ValueError(f"apexfx: tolerance={tolerance!r} was given, expected a relative error: a number between 0 and 1")
+    if reference is None:
+        raise ValueError("apexfx: tolerance= is measured against a reference, and reference=None asks for none; leave one out")

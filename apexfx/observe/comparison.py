@@ -1,0 +1,368 @@
+"""What a comparison with a reference says: a row for each op, ranked by its share in the error, as data and as a table."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, fx
+
+from .._torch import tree_leaves
+from ..graph.nodes import module_path, op_name, source_line, value
+from ..graph.printing import short_dtype
+from ..precision.op_rows import OP, OpRow
+from .non_finite import Finding, is_of_backward
+from .ranges import Range
+from .reference import NodeErrors, Reference, relative
+
+_MAX_ROWS = 12  # shown
+_MAGNIFIES = 50  # times: an op that makes so much of the error of its inputs is to blame for what comes out
+_ROUNDING = {"bf16": 2.0**-7, "f16": 2.0**-10}  # what an op in a dtype may introduce: four times what its rounding does
+_ROUNDING_OF_OTHERS = 1e-5  # long sums of float32 included
+_DESTROYED = 0.25  # an error of so much leaves little of a tensor
+_MATTERS = 0.05  # a share of the error
+_CAST = torch.ops.aten._to_copy.default
+_VIEWS = frozenset(("view", "t", "transpose", "permute", "reshape", "_unsafe_view", "expand", "alias", "detach", "_to_copy",
+                    "clone", "squeeze", "unsqueeze", "getitem", "slice", "select"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """An op of the model, in the forward or in the backward, and the error that it makes.
+
+    Errors are relative: norm of the error over the norm of the tensor.
+
+    Attributes:
+        share: of the error of outputs and gradients, how much the op introduces: 1.0 is all of it. Shares may be negative, where
+            errors cancel; None where it is not known.
+        passed: how much goes through it, where it magnifies what comes with its inputs; else 0.
+        introduced: the largest error that one of its calls, or one of the ops that it consists of, makes for the inputs it got.
+        inherited: the error that comes with those inputs, at the same place.
+        magnifies: how many times the inherited error is that of the inputs.
+        is_lost: whether it is the first to give nan or an infinity where the reference is finite.
+        op: as the program calls it, "torch.softmax"; call: the op of aten that the numbers are of, "aten._softmax.default".
+        phase: "forward" or "backward".
+        dtype: of the result.
+        rule, reason: by which it has its dtype; "" where no rule was applied.
+        module, source: dotted path, and line of the user's program.
+        num_calls: how many calls are folded into this row: those of one line and module.
+        range: of the values.
+        wrong_backward: whether it is a custom op whose registered backward is not the derivative of its forward.
+        is_measured: False where the op does not run in the reference's dtype.
+    """
+
+    share: float | None
+    passed: float
+    introduced: float
+    inherited: float
+    magnifies: float
+    is_lost: bool
+    op: str
+    call: str
+    phase: str
+    dtype: str
+    rule: str
+    reason: str
+    module: str
+    source: str
+    num_calls: int
+    range: Range | None
+    is_measured: bool = True
+    wrong_backward: bool = False
+
+    @property
+    def error(self) -> float:
+        """What it is to blame for: the error introduced, or inherited where it magnifies that beyond measure."""
+        return max(self.introduced, self.inherited if self.magnifies >= _MAGNIFIES else 0.0)
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether the error is more than the rounding of the dtype."""
+        return self.is_lost or self.wrong_backward or self.error > _ROUNDING.get(self.dtype, _ROUNDING_OF_OTHERS) and self.matters
+
+    @property
+    def matters(self) -> bool:
+        """Whether a share of the error worth mentioning is due to the op, or nobody knows."""
+        return self.share is None or max(abs(self.share), abs(self.passed)) > _MATTERS
+
+    @property
+    def is_source(self) -> bool:
+        """Whether most of the error begins here, with the rounding of a half type."""
+        return self.share is not None and self.share > 0.5 and self.dtype in _ROUNDING
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row as JSON-able values; what is not finite as a string."""
+        row = asdict(self) | {"error": self.error, "stands_out": self.stands_out}
+        if self.range is not None:
+            row["range"] = asdict(self.range) | {"dtype": short_dtype(self.range.dtype), "exponents": self.range.exponents}
+        return _jsonable(row)
+
+
+class Comparison(Sequence[Row]):
+    """The ops of a model, those first that are most to blame for its error. `print` it for a table.
+
+    Attributes:
+        reference: the dtype of the reference; "" where there is none, and the rows are those of the ranges.
+        errors: of each output ("output 0") and gradient ("gradient of head.weight"), relative to its norm.
+        first_non_finite: where nan or an infinity begins, in the reference too: the formula is at fault, not a dtype; or None.
+        notes: what else there is to say.
+        overrides: the `precision=` that brings all errors below the tolerance that was asked for; None where none was, or there
+            is none.
+    """
+
+    def __init__(self, rows: Sequence[Row], *, reference: str, errors: Mapping[str, float],
+                 first_non_finite: Finding | None = None, notes: Sequence[str] = ()) -> None:
+        self.rows, self.reference, self.errors = tuple(rows), reference, dict(errors)
+        self.first_non_finite, self.notes = first_non_finite, list(notes)
+        self.overrides: dict[str, str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.rows[index]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all of it as JSON-able values."""
+        finding = asdict(self.first_non_finite) if self.first_non_finite is not None else None
+        return {"reference": self.reference, "errors": _jsonable(self.errors), "first_non_finite": finding,
+                "notes": list(self.notes), "overrides": self.overrides, "rows": [row.to_json() for row in self.rows]}
+
+    def save(self, path: str) -> None:
+        """Write `to_json()` to a file."""
+        with open(path, "w") as file:
+            json.dump(self.to_json(), file, indent=1)
+
+    @property
+    def verdict(self) -> str:
+        """The answer in a line or two."""
+        finding, lost = self.first_non_finite, next((row for row in self.rows if row.is_lost), None)
+        if lost is None and finding is not None:
+            return f"not a matter of dtypes: {finding}, in {self.reference} too"
+        if lost is None and not any(self.errors.values()) and not any(row.wrong_backward for row in self.rows):
+            return f"no error: outputs and gradients are those of {self.reference}"
+        first = self.rows[0]
+        text = self._of(first) if first.stands_out or first.is_source else ""
+        if not text:
+            text = "no op stands out: each introduces what the rounding of its dtype does" + (
+                f"; most is due to {_where(first)}, {first.share:.0%}" if first.share is not None else "")
+        return text + (f"; then {self._of(lost)}" if lost is not None and lost is not first else "")
+
+    def _of(self, row: Row) -> str:
+        dtype = f" in {row.dtype}" if row.dtype != "-" else ""
+        if row.is_lost:
+            return f"{_where(row)} gives nan or an infinity{dtype}, and is finite in {self.reference}"
+        if row.wrong_backward:
+            return f"the backward that {_where(row)} has registered is not the derivative of its forward, in {self.reference} too"
+        if row.magnifies >= _MAGNIFIES and row.inherited > row.introduced:
+            return f"{_where(row)} makes {row.magnifies:.0f} times as much of the error of its inputs: {row.inherited:.2g}{dtype}"
+        share = f", and with that {min(row.share, 1):.0%} of the error" if row.share is not None else ""
+        return f"{_where(row)} introduces an error of {row.introduced:.2g}{dtype}{share}"
+
+    def __str__(self) -> str:
+        lines = []
+        if self.reference:
+            worst = sorted(self.errors.items(), key=lambda item: -item[1])
+            lines += [f"against {self.reference}: " + (", ".join(f"{name} {_number(error)}" for name, error in worst[:3]) or
+                                                        "nothing to compare")
+                      + (f", and {len(worst) - 3} more" if len(worst) > 3 else ""), self.verdict]
+        lines += [f"note: {note}" for note in self.notes]
+        rows = [row for row in self.rows if row.stands_out] if any(row.is_lost for row in self.rows) else self.rows
+        rows = rows[:_MAX_ROWS]
+        table = [self._cells(row) for row in rows]
+        headers = ("share", "introduced", "inherited", "op", "dtype", "rule", "module", "line") if self.reference else \
+            ("largest", "smallest", "zeros", "underflow", "overflow", "op", "dtype", "module", "line")
+        if table:
+            lines += ["", tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * 3 + [44] * 6,
+                                   colalign=("right",) * (3 if self.reference else 5))]
+        if len(self.rows) > len(rows):
+            lines.append(f"and {len(self.rows) - len(rows)} more rows")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _cells(self, row: Row) -> tuple[str, ...]:
+        if not self.reference:
+            r = row.range
+            return (f"{r.largest:.2g}", f"{r.smallest:.2g}", f"{r.zeros:.1%}", f"{r.underflow:.1%}", f"{r.overflow:.1%}",
+                    _op_text(row), row.dtype, row.module or "model", row.source)
+        share = "-" if row.share is None else f"{row.share:.1%}"
+        introduced = "not finite" if row.is_lost else _number(row.introduced) if row.is_measured else "?"
+        inherited = _number(row.inherited) + (f" ({row.magnifies:.0f} x)" if row.magnifies >= _MAGNIFIES else "")
+        return share, introduced, inherited, _op_text(row), row.dtype, row.rule, row.module or "model", row.source
+
+
+def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Reference, ranges: Mapping[fx.Node, Range],
+            contributions: Mapping[fx.Node, tuple[float, float]], ignored: Collection[int] = ()) -> list[Row]:
+    """Return the rows of a graph's ops, the most to blame first.
+
+    Args:
+        graph: of ops of aten, marked by `mark_ops` and by `BACKWARD`.
+        ops: the rows of the forward that it was lowered from, by `OpRow.node`; None for one that is to be left out.
+        reference: that has observed a run.
+        ranges: of the same run.
+        contributions: of `reference`; {} where they are not known.
+        ignored: places of outputs whose error does not count.
+    """
+    errors, outputs = reference.errors, graph.output_node().args[0]
+    tail, zero = _tail(outputs), _tail([outputs[place] for place in ignored])
+    total = sum(first for first, _ in contributions.values())
+    places, rows = {node: place for place, node in enumerate(graph.nodes)}, []
+    for group in _groups(graph, ops, [node for node in errors if node not in zero]):
+        figures = {node: _figures(errors[node], in_tail=node in tail) for node in group.nodes}
+        worst = max(group.nodes, key=lambda node: (errors[node].is_lost, _blame(figures[node])))
+        share, passed = None, 0.0
+        if contributions and total:
+            shares = {node: [part / total for part in contributions.get(node, (0.0, 0.0))] for node in group.nodes}
+            share = sum(own for own, _ in shares.values())
+            passed = max((shares[node][1] for node in group.nodes if figures[node][2] >= _MAGNIFIES), key=abs, default=0.0)
+        introduced, inherited, magnifies = figures[worst]
+        rows.append((min(map(places.__getitem__, group.nodes)), Row(
+            **group.described(worst), share=share, passed=passed, introduced=introduced, inherited=inherited, magnifies=magnifies,
+            is_lost=any(errors[node].is_lost for node in group.nodes), range=ranges.get(worst),
+            is_measured=all(errors[node].is_measured for node in group.nodes),
+            wrong_backward=any(node in reference.wrong_backward for node in group.nodes))))
+    magnified = any(row.magnifies >= _MAGNIFIES and row.matters for _, row in rows)
+    return [row for _, row in sorted(rows, key=lambda pair: _rank(*pair, magnified=magnified))]
+
+
+def rows_of_ranges(graph: fx.Graph, ops: Mapping[str, OpRow | None], ranges: Mapping[fx.Node, Range]) -> list[Row]:
+    """Return rows without errors: of each op the range that overflows most, or underflows; the worst first."""
+    def badness(node: fx.Node) -> tuple[float, float, float]:
+        return ranges[node].overflow, ranges[node].underflow, ranges[node].largest
+
+    calls = [node for node in ranges if node.op == "call_function"]
+    worst = [(group, max(group.nodes, key=badness)) for group in _groups(graph, ops, calls)]
+    return [Row(**group.described(node), share=None, passed=0.0, introduced=0.0, inherited=0.0, magnifies=0.0, is_lost=False,
+                range=ranges[node]) for group, node in sorted(worst, key=lambda pair: badness(pair[1]), reverse=True)]
+
+
+@dataclass(frozen=True)
+class _Group:
+    """The nodes that make up a row.
+
+    Attributes:
+        op: of the forward; None for what belongs to none.
+        phase: "forward" or "backward".
+        nodes: in order.
+        num_calls: how many ops they belong to.
+    """
+
+    op: OpRow | None
+    phase: str
+    nodes: Sequence[fx.Node]
+    num_calls: int
+
+    def described(self, node: fx.Node) -> dict[str, Any]:
+        """Return what a row says of the op, `node` being what its numbers are of."""
+        val = next((x for x in tree_leaves(value(node)) if isinstance(x, Tensor)), None)
+        row = {"call": op_name(node), "phase": self.phase, "dtype": short_dtype(val.dtype) if val is not None else "-",
+               "num_calls": self.num_calls}
+        if self.op is not None:
+            return row | {name: getattr(self.op, name) for name in ("op", "rule", "reason", "module", "source")}
+        return row | {"op": op_name(node), "rule": "", "reason": "", "module": module_path(node), "source": source_line(node)}
+
+
+def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx.Node]) -> list[_Group]:
+    """Return the nodes by the line, module and name of their op, and by phase."""
+    belongs = ops_of(graph)
+    members: dict[Any, list[fx.Node]] = {}
+    for node in nodes:
+        name, phase = belongs.get(node, ("", "backward" if is_of_backward(node) else "forward"))
+        op = ops.get(name)
+        if op is not None:
+            members.setdefault((op.op, op.module, op.source, phase), []).append(node)
+        elif name not in ops:
+            members.setdefault((op_name(node), module_path(node), source_line(node), phase), []).append(node)
+    called = {node: belongs.get(node, (node.name,))[0] for node in nodes}
+    return [_Group(ops.get(called[own[0]]), phase, own, len(set(map(called.__getitem__, own))))
+            for (*_, phase), own in members.items()]
+
+
+def ops_of(graph: fx.Graph) -> dict[fx.Node, tuple[str, str]]:
+    """Return, for nodes of ops, the `OpRow.node` that each belongs to, and its phase; a backward by the op of the same number."""
+    forward: dict[int, fx.Node] = {}
+    belongs: dict[fx.Node, tuple[str, str]] = {}
+    for node in graph.nodes:
+        custom, number = node.meta.get("custom") or {}, node.meta.get("seq_nr")
+        if is_of_backward(node):
+            if number in forward:
+                belongs[node] = belongs[_narrowed_by(forward[number], belongs)][0], "backward"
+        elif OP in custom:
+            belongs[node] = custom[OP], "forward"
+            forward.setdefault(number, node)
+    return belongs
+
+
+def _narrowed_by(node: fx.Node, belongs: Mapping[fx.Node, Any]) -> fx.Node:
+    """Return, for a cast, what made the tensor of the dtype that its gradient is cast back to; any other node as it is."""
+    if node.target is not _CAST:
+        return node
+    source = node.args[0]
+    while source in belongs and _is_view(source) and source.target is not _CAST:
+        source = source.args[0]
+    return source if source in belongs else node
+
+
+def _rank(place: int, row: Row, *, magnified: bool) -> tuple[Any, ...]:
+    """Sort what destroys a tensor first, and the source of what is magnified, in order; then what makes more error than its dtype
+    does; then by share.
+    """
+    if row.is_lost or row.wrong_backward or row.error > _DESTROYED and row.matters or magnified and row.is_source:
+        return 0, place
+    size = -row.error if row.share is None else -max(abs(row.share), abs(row.passed))
+    return (1 if row.stands_out else 2), size, place
+
+
+def _figures(errors: NodeErrors, *, in_tail: bool) -> tuple[float, float, float]:
+    """Return the error introduced and inherited, relative, and how many times the latter is that of the inputs.
+
+    Args:
+        in_tail: nothing reads the result but an output: a sum of what nearly cancels is not to blame for what it is the sum of.
+    """
+    introduced, inherited = (relative(error, errors.scale) for error in (errors.introduced, errors.inherited))
+    return introduced, inherited, 0.0 if in_tail else relative(inherited, errors.of_inputs)
+
+
+def _blame(figures: tuple[float, float, float]) -> float:
+    introduced, inherited, magnifies = figures
+    return max(introduced, inherited if magnifies >= _MAGNIFIES else 0.0)
+
+
+def _tail(outputs: Sequence[Any]) -> set[fx.Node]:
+    """Return the nodes that nothing but these outputs of a graph reads, views and casts aside."""
+    tail, todo = set(), [node for node in outputs if isinstance(node, fx.Node)]
+    for node in todo:
+        if node.op == "call_function" and all(user.op == "output" or user in tail for user in node.users):
+            tail.add(node)
+            if _is_view(node):
+                todo += node.all_input_nodes
+    return tail
+
+
+def _is_view(node: fx.Node) -> bool:
+    name = str(node.target).removeprefix("aten.").partition(".")[0] if node.op == "call_function" else ""
+    return name in _VIEWS or getattr(node.target, "__name__", "") == "getitem"
+
+
+def _op_text(row: Row) -> str:
+    return f"backward of {row.op}" if row.phase == "backward" else row.op
+
+
+def _where(row: Row) -> str:
+    return (f"{_op_text(row)}" + (f" in {row.module}" if row.module else "") + (f" ({row.source})" if row.source else ""))
+
+
+def _number(x: float) -> str:
+    return f"{x:.1e}" if x else "0"
+
+
+def _jsonable(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {str(key): _jsonable(each) for key, each in x.items()}
+    return str(x) if isinstance(x, float) and not math.isfinite(x) or isinstance(x, torch.dtype) else x

@@ -1,0 +1,326 @@
+"""Runs each node of a graph in a wide dtype beside the run itself: which error a node inherits, and which it introduces."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .._torch import TorchDispatchMode, custom_op_function, is_without_derivative, tree_leaves, tree_map
+from ..graph.mutation import written
+from .interpreter import evaluate
+from .non_finite import is_of_backward
+
+_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_DROPOUT = (torch.ops.aten.native_dropout.default,)
+_SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
+
+
+@dataclass(frozen=True)
+class NodeErrors:
+    """How far the result of a node is from the reference's: norms over all its floating elements that are finite in both.
+
+    Of a node whose result has none: shares of elements that differ.
+
+    Attributes:
+        introduced: between the result and what the node gives in the wide dtype for the inputs that it got.
+        inherited: between that and what it gives for the reference's inputs.
+        scale: norm of the result, or of the reference's where that is larger.
+        of_inputs: the largest relative error of its inputs.
+        num_elements: of the result.
+        is_lost: whether something is not finite where the reference is, though all inputs were as finite as the reference's.
+        is_measured: False where the node cannot run in the wide dtype, and what it introduces is not known.
+    """
+
+    introduced: float
+    inherited: float
+    scale: float
+    of_inputs: float
+    num_elements: int
+    is_lost: bool = False
+    is_measured: bool = True
+
+
+@dataclass
+class _Values:
+    """What a node gave in the run, and in the reference's; how far they are apart, relatively; whether something was lost."""
+
+    got: Any
+    wide: Any
+    error: float = 0.0
+    lost: bool = False
+
+
+class Reference:
+    """Observer: evaluates each node a second time in a wide dtype on what it got, and a third time on the reference's values.
+
+    Random numbers are those of the run. An op that is written in Python (`torch.library.custom_op`) is evaluated so that none of
+    its own casts narrows.
+
+    Args:
+        graph: that runs: of ops of aten and of custom ones, without a body.
+        dtype: torch.float64 or torch.float32; what is as wide or wider stays.
+        differentiable: keep what `contributions` needs: all values, in the wide dtype.
+
+    Attributes:
+        errors: of each node that calls something, in order.
+        wrong_backward: custom ops whose registered backward is not the derivative of their forward.
+        outputs: of the graph, those of the run.
+        wide_outputs: the reference's.
+    """
+
+    def __init__(self, graph: fx.Graph, dtype: torch.dtype = torch.float64, *, differentiable: bool = False) -> None:
+        self._dtypes = {narrow: dtype for narrow in _NARROW if narrow.itemsize < dtype.itemsize}
+        if dtype == torch.float64:
+            self._dtypes[torch.complex64] = torch.complex128
+        self._differentiable = differentiable
+        self._values: dict[fx.Node, _Values] = {}
+        self._last_read_by: dict[fx.Node, list[fx.Node]] = {}
+        read: set[fx.Node] = set()
+        for node in reversed(graph.nodes):
+            self._last_read_by[node] = [source for source in node.all_input_nodes if source not in read]
+            read.update(node.all_input_nodes)
+        self._roots: list[Tensor] = []
+        self._deltas: dict[fx.Node, list[tuple[Tensor, Tensor, Tensor]]] = {}
+        self._trains = any(map(is_of_backward, graph.nodes))
+        self.errors: dict[fx.Node, NodeErrors] = {}
+        self.wrong_backward: set[fx.Node] = set()
+        self.outputs: Sequence[Any] = ()
+        self.wide_outputs: Sequence[Any] = ()
+
+    def __call__(self, node: fx.Node, result: Any) -> None:
+        if node.op == "output":
+            self.outputs = fx.node.map_arg(node.args[0], lambda n: self._values[n].got)
+            self.wide_outputs = fx.node.map_arg(node.args[0], lambda n: self._values[n].wide)
+        elif node.op != "call_function":
+            wide = tree_map(lambda x: self._lift(x).detach().clone() if isinstance(x, Tensor) else x, result)
+            self._values[node] = _Values(result, wide)
+        else:
+            self._values[node] = self._evaluate(node, result)
+        if not self._differentiable:
+            for source in self._last_read_by[node]:
+                del self._values[source]
+
+    # ---- one node --------------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, node: fx.Node, got: Any) -> _Values:
+        sources = [self._values[source] for source in node.all_input_nodes]
+        inputs = _Values(None, None, max((s.error for s in sources), default=0.0), any(s.lost for s in sources))
+        call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].got)
+        wide_call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].wide)
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if is_random and node.target not in _DROPOUT or "empty" in str(node.target):
+            return _Values(got, tree_map(lambda x: self._lift(x).detach() if isinstance(x, Tensor) else x, got))
+        with torch.set_grad_enabled(self._differentiable):
+            wide, measured = self._wide(node, wide_call, call, got)
+        if self._differentiable and self._trains and not is_of_backward(node) and self._has_wrong_backward(node, wide_call):
+            self.wrong_backward.add(node)
+        exact = not inputs.error and not inputs.lost
+        with torch.no_grad():
+            local = wide if exact or not measured else self._wide(node, self._lifted(call), call, got)[0]
+        if writes := written(node):  # at the end of a graph, buffers: nothing that errors are counted for
+            return _Values(got, wide, inputs.error, bool(writes) and inputs.lost)
+        return self._measured(node, _Values(got, wide, inputs.error, inputs.lost), local, wide_call, call, measured)
+
+    def _wide(self, node: fx.Node, wide: Call, got_call: Call, got: Any) -> tuple[Any, bool]:
+        """Return what a node gives for arguments in the wide dtype, and whether it could be run in that."""
+        args, kwargs = tree_map(self._dtype, wide)
+        if writes := written(node):
+            own = {id(self._values[source].wide): self._values[source].wide.detach().clone() for source in writes}
+            args, kwargs = tree_map(lambda x: own.get(id(x), x), (args, kwargs))
+        if node.target in _SOFTMAX:
+            args = (*args[:2], False)  # half_to_float is for half arguments
+        if node.target in _DROPOUT:
+            return self._dropout(args, got), True
+        if node.target is torch.ops.aten.detach.default:  # of what is saved for backward, which errors go through
+            return args[0], True
+        try:
+            with self._inside(node) as function:
+                result = function(*args, **kwargs) if function is not None else evaluate(node, args, kwargs)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no such kernel
+            narrow = tree_map(lambda x, like: x.detach().to(like.dtype) if isinstance(like, Tensor) else x, wide, got_call)
+            with torch.no_grad():
+                return self._lifted(evaluate(node, *narrow)), False
+        if isinstance(result, tuple) and "norm" in str(node.target):  # statistics: the derivative of its backward knows them
+            result = (result[0], *map(_detached, result[1:]))
+        return tree_map(lambda x: _detached(x) if isinstance(x, Tensor) and is_without_derivative(x) else x, result), True
+
+    @contextlib.contextmanager
+    def _inside(self, node: fx.Node) -> Iterator[Any]:
+        """Yield the function of an op written in Python, for a context in which its casts do not narrow; None for others."""
+        function = custom_op_function(node.target)
+        with _Wide(self._dtypes) if function is not None else contextlib.nullcontext():
+            yield function
+
+    @staticmethod
+    def _dropout(args: tuple[Any, ...], got: Any) -> tuple[Tensor, Tensor]:
+        x, p, train = args
+        kept = got[1]
+        return (x * kept / (1 - p) if p < 1 else x * 0) if train or train is None else x, kept
+
+    def _has_wrong_backward(self, node: fx.Node, call: Call) -> bool:
+        """Compare the derivative that a custom op has registered with that of its forward by differences, along one direction.
+
+        An op that is constant there, as one that rounds, has whatever backward it was given.
+        """
+        if custom_op_function(node.target) is None:
+            return False
+        args, kwargs = tree_map(self._dtype, call)
+        own = {id(x): x.detach().clone().requires_grad_() for x in _floating_leaves((args, kwargs))}
+        step = 1e-6 * max([1.0, *(float(x.detach().abs().max()) for x in own.values() if x.numel())])
+
+        def at(place: float) -> float:
+            moved = {key: x.detach() + place * _weights(x) for key, x in own.items()}
+            with torch.no_grad(), self._inside(node) as function:
+                return float(_weighted(function(*(moved.get(id(x), x) for x in args),
+                                                **{name: moved.get(id(x), x) for name, x in kwargs.items()})))
+
+        try:
+            with torch.enable_grad():
+                total = _weighted(evaluate(node, *tree_map(lambda x: own.get(id(x), x), (args, kwargs))))
+                gradients = torch.autograd.grad(total, list(own.values()), allow_unused=True)
+            by_differences = (at(step) - at(-step)) / (2 * step)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no backward
+            return False
+        registered = sum(float((g * _weights(x)).sum()) for g, x in zip(gradients, own.values()) if g is not None)
+        return by_differences != 0 and abs(registered - by_differences) > 1e-2 * max(abs(registered), abs(by_differences))
+
+    def _measured(self, node: fx.Node, values: _Values, local: Any, wide_call: Call, call: Call, measured: bool) -> _Values:
+        inputs_error, inputs_lost = values.error, values.lost
+        leaves = [leaf for leaf in zip(*map(tree_leaves, (values.got, values.wide, local))) if isinstance(leaf[0], Tensor)]
+        floating = [leaf for leaf in leaves if _is_floating(leaf[0])]
+        values.lost = any(_lost(got, wide) for got, wide, _ in floating)
+        if inputs_lost or values.lost:  # compare what the node gives for the reference's values
+            narrow = tree_map(lambda x, like: x.detach().to(like.dtype) if isinstance(like, Tensor) else x, wide_call, call)
+            with contextlib.suppress(RuntimeError), torch.no_grad():
+                again = _floating_leaves(evaluate(node, *narrow))
+                own = _floating_leaves(self._wide(node, self._lifted(narrow), narrow, values.got)[0])
+                floating = [(new, wide, new_own) for new, (_, wide, _), new_own in zip(again, floating, own)]
+        is_first = not any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(wide_call))
+        introduced, inherited, scale = [], [], []
+        for got, wide, own in floating:
+            got, own, plain = self._lift(got).detach(), own.detach(), wide.detach()
+            first, second = _difference(got, own), _difference(own, plain)
+            introduced.append(float(first.norm()))
+            inherited.append(float(second.norm()))
+            scale.append(max(float(_finite(plain).norm()), float(_finite(got).norm())))
+            if self._differentiable and is_first and not wide.requires_grad:
+                self._roots.append(wide.requires_grad_())
+            if wide.requires_grad:
+                self._deltas.setdefault(node, []).append((wide, first, second))
+        num_elements = sum(got.numel() for got, _, _ in floating)
+        if not floating and leaves:
+            num_elements = sum(got.numel() for got, _, _ in leaves)
+            shares = [(float((got != own).sum()), float((own != wide).sum())) for got, wide, own in leaves
+                      if got.shape == wide.shape == own.shape]
+            introduced, inherited = zip(*shares) if shares else ((0.0,), (0.0,))
+            scale = [float(num_elements or 1)]
+        norms = [math.hypot(*column) for column in (introduced, inherited, scale)]
+        errors = NodeErrors(*norms, inputs_error, num_elements, values.lost and not inputs_lost, measured)
+        values.error = relative(math.hypot(errors.introduced, errors.inherited), errors.scale)
+        self.errors[node] = errors
+        return values
+
+    # ---- all of them -----------------------------------------------------------------------------------------------------
+
+    def contributions(self, weights: Mapping[int, float]) -> dict[fx.Node, tuple[float, float]]:
+        """Return what each node has contributed to the error of the outputs, to first order: introduced, and inherited.
+
+        It takes one backward through the reference. Those introduced add up to the weighted sum of the outputs' norms of errors.
+
+        Args:
+            weights: of outputs, by their place.
+
+        Raises:
+            RuntimeError: an op has no derivative.
+        """
+        total, scores = torch.zeros((), dtype=torch.float64), {node: [0.0, 0.0] for node in self._deltas}
+        with torch.enable_grad():
+            for place, weight in weights.items():
+                wide = self.wide_outputs[place]
+                difference = _difference(self._lift(self.outputs[place]).detach(), wide.detach())
+                if _lost(self.outputs[place], wide):
+                    difference = wide.detach()
+                size = float(difference.norm())
+                if wide.requires_grad and size:
+                    total = total + weight / size * (_finite(wide) * difference).sum().cpu()
+        if not total.requires_grad:
+            return {}
+
+        def note(node: fx.Node, deltas: tuple[Tensor, Tensor]) -> Any:
+            def hook(gradient: Tensor | None) -> None:
+                for place, delta in enumerate(deltas if gradient is not None else ()):
+                    scores[node][place] += float((_finite(gradient) * delta).sum().real)
+            return hook
+
+        handles = [wide.register_hook(note(node, deltas)) for node, leaves in self._deltas.items() for wide, *deltas in leaves]
+        try:
+            torch.autograd.grad(total, self._roots, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return {node: tuple(pair) for node, pair in scores.items()}
+
+    def _lift(self, x: Any) -> Any:
+        return x.to(self._dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
+
+    def _lifted(self, values: Any) -> Any:
+        return tree_map(self._lift, values)
+
+    def _dtype(self, x: Any) -> Any:
+        return self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x
+
+
+class _Wide(TorchDispatchMode):
+    """Widens the dtypes that ops are called with."""
+
+    def __init__(self, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
+        super().__init__()
+        self._dtypes = dtypes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(lambda x: self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def relative(error: float, scale: float) -> float:
+    """Return an error over the scale of what it is of; 0 where there is none."""
+    return error / scale if error and scale else 0.0
+
+
+def _weights(x: Tensor) -> Tensor:
+    return torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().reshape(x.shape)
+
+
+def _weighted(outputs: Any) -> Tensor:
+    return sum((x * _weights(x)).sum() for x in _floating_leaves(outputs))
+
+
+def _floating_leaves(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and _is_floating(leaf)]
+
+
+def _is_floating(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.isfinite(), tensor, torch.zeros((), dtype=tensor.dtype, device=tensor.device))
+
+
+def _difference(a: Tensor, b: Tensor) -> Tensor:
+    return _finite(a - b) if a.shape == b.shape else a.new_zeros(())
+
+
+def _lost(got: Tensor, wide: Tensor) -> bool:
+    return got.shape == wide.shape and bool((wide.isfinite() & ~got.isfinite()).any())

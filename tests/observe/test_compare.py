@@ -1,0 +1,250 @@
+"""`compare()`: the op and line that make the error are named, nothing is changed, and what cannot be compared says so."""
+
+from __future__ import annotations
+
+import inspect
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.__main__ import main
+
+X = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
+
+
+@torch.library.custom_op("apexfx_tests::rms", mutates_args=())
+def rms(x: torch.Tensor) -> torch.Tensor:
+    half = x.to(torch.bfloat16)  # nobody sees this cast from outside
+    return (half * half.square().mean(-1, keepdim=True).rsqrt()).to(x.dtype)
+
+
+@rms.register_fake
+def _(x):
+    return torch.empty_like(x)
+
+
+def save(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def backward_of_rms(ctx, grad):
+    x, = ctx.saved_tensors
+    scale = x.square().mean(-1, keepdim=True).rsqrt()
+    return scale * (grad - x * scale * scale * (grad * x).mean(-1, keepdim=True))
+
+
+rms.register_autograd(backward_of_rms, setup_context=save)
+
+
+@torch.library.custom_op("apexfx_tests::cube", mutates_args=())
+def cube(x: torch.Tensor) -> torch.Tensor:
+    return x * x * x
+
+
+@torch.library.custom_op("apexfx_tests::rounded", mutates_args=())
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return (x * 16).round() / 16
+
+
+for op in (cube, rounded):
+    op.register_fake(torch.empty_like)
+cube.register_autograd(lambda ctx, grad: 2 * grad * ctx.saved_tensors[0] ** 2, setup_context=save)  # 3
+rounded.register_autograd(lambda ctx, grad: grad)  # straight through
+
+
+class Net(nn.Module):
+    def __init__(self, what=""):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.norm = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32), nn.LayerNorm(32)
+        self.what, self.num_calls = what, 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        h = self.norm(self.a(x))
+        if self.what == "overflow":
+            h = (200 * h @ (200 * h).transpose(-1, -2)).softmax(-1) @ h  # overflow
+        if self.what == "variance":
+            h = h + 3000
+            variance = (h * h).mean(-1, keepdim=True) - h.mean(-1, keepdim=True) ** 2  # variance
+            h = (h - h.mean(-1, keepdim=True)) / (variance.abs() + 0.1).sqrt()
+        if self.what == "cast":
+            h = h.bfloat16().float()  # cast
+        if self.what == "positions":
+            h = h + torch.sin(torch.arange(3000, 3008).bfloat16().float() / 10)[:, None]  # positions
+        if self.what == "log":
+            h = h + (h * 300).softmax(-1).log().clamp(min=-1e4)  # log
+        if self.what == "custom":
+            h = rms(h)  # custom
+        if self.what == "cube":
+            h = cube(h)  # cube
+        if self.what == "rounded":
+            h = rounded(h)
+        if self.what == "sum":
+            total = torch.zeros_like(h[:, 0]).bfloat16()
+            for i in range(8):
+                total = total + h[:, i].bfloat16()  # sum
+            h = h + total[:, None].float()
+        if self.what == "small":
+            h = (h.half() * 1e-7).float() * 1e7  # small
+        if self.what == "root":
+            h = h + (h * 0).abs().sqrt()  # root
+        return self.c(F.dropout(F.gelu(self.b(h)), 0.1) + x)
+
+
+def line_of(comment):
+    lines = inspect.getsource(inspect.getmodule(line_of)).splitlines()
+    return f"test_compare.py:{next(i for i, line in enumerate(lines, 1) if line.endswith(f'# {comment}'))}"
+
+
+@pytest.mark.parametrize("what, ops, options", [
+    ("overflow", {"operator.matmul"}, {"dtype": torch.float16}), ("variance", {"operator.sub"}, None),
+    ("cast", {"bfloat16"}, None), ("positions", {"bfloat16"}, {}), ("log", {"log"}, {}),
+    ("custom", {"apexfx_tests.rms.default"}, {}), ("cube", {"apexfx_tests.cube.default"}, None),
+    ("sum", {"operator.add"}, None), ("small", {"operator.mul", "float"}, None),
+])  # fmt: skip
+def test_op_and_line_of_a_fault_are_named(what, ops, options):
+    model = Net(what)
+    if options is not None:
+        model = apexfx.transform(model, inner="eager", **{"dtype": torch.bfloat16, **options})
+    comparison = apexfx.compare(model, X)
+    assert comparison[0].source == line_of(what) and comparison[0].op in ops, comparison
+    assert comparison[0].op in comparison.verdict and comparison[0].source in comparison.verdict
+
+
+@pytest.mark.parametrize("options", [None, {}, {"opt_level": "O2"}, {"dtype": torch.float16}], ids=str)
+def test_nothing_stands_out_in_a_clean_model(options):
+    model = Net()
+    if options is not None:
+        model = apexfx.transform(model, inner="eager", **{"dtype": torch.bfloat16, **options})
+    comparison = apexfx.compare(model, X)
+    assert "no op stands out" in comparison.verdict and 0 < max(comparison.errors.values()) < 0.05, comparison
+    assert {row.phase for row in comparison} == {"forward", "backward"}
+    assert sum(row.share for row in comparison) == pytest.approx(1, abs=0.3)
+
+
+def test_a_straight_through_estimator_is_no_fault():
+    assert "no op stands out" in apexfx.compare(Net("rounded"), X).verdict
+
+
+def test_a_step_is_compared_by_its_own_loss():
+    model = Net("overflow")
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.AdamW(model.parameters()), dtype=torch.float16, inner="eager")
+    comparison = apexfx.compare(step, (X, X))
+    assert comparison[0].is_lost and comparison[0].source == line_of("overflow"), comparison
+    assert "loss" in comparison.errors and "gradient of a.weight" in comparison.errors and not step.optimizer.state
+
+
+def test_a_formula_that_is_not_finite_is_no_matter_of_dtypes():
+    comparison = apexfx.compare(Net("root"), X)
+    assert "not a matter of dtypes: aten.div.Tensor in the backward" in comparison.verdict
+    assert line_of("root") in comparison.verdict
+
+
+@pytest.mark.parametrize("kind", ["plain", "transformed", "step"])
+def test_everything_is_left_as_it_was(kind):
+    model = nn.Sequential(Net(), nn.BatchNorm1d(8))
+    subject, batch = model, X
+    if kind == "transformed":
+        subject = apexfx.transform(model, dtype=torch.bfloat16, inner="eager")
+    if kind == "step":
+        subject, batch = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+                                           dtype=torch.bfloat16, inner="eager"), (X, X)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    state = {name: t.clone() for name, t in model.state_dict().items()}
+    random, x = torch.get_rng_state(), X.clone()
+    first = apexfx.compare(subject, batch, tolerance=1e-3 if kind != "plain" else None)
+    assert torch.equal(torch.get_rng_state(), random) and torch.equal(X, x) and model[0].num_calls == 0
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert all(bool((p.grad == 2).all()) for p in model.parameters())
+    assert kind == "plain" or not subject.report.graphs
+    assert apexfx.compare(subject, batch).errors == first.errors  # dropout included
+
+
+def test_a_model_in_eval_mode_has_no_backward():
+    comparison = apexfx.compare(Net().eval(), X)
+    assert list(comparison.errors) == ["output 0"] and {row.phase for row in comparison} == {"forward"}
+
+
+def test_a_loss_is_that_of_the_targets():
+    comparison = apexfx.compare(Net(), (X, X), loss_fn=F.mse_loss)
+    assert "loss" in comparison.errors and any("mse_loss" in row.op for row in comparison)
+
+
+def test_a_gradient_that_is_zero_by_the_formula_is_left_out():
+    model = nn.Sequential(nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4))
+    comparison = apexfx.compare(apexfx.transform(model, dtype=torch.bfloat16, inner="eager"), torch.randn(2, 2, 6, 6))
+    assert "gradient of 0.bias" not in comparison.errors and "the gradient of 0.bias is zero by the formula" in str(comparison)
+
+
+def test_a_compiled_model_says_what_fusion_changes():
+    assert "Inductor keeps what is between the ops of one kernel in float32" in str(apexfx.compare(torch.compile(Net()), X))
+    model = torch.compile(Net(), backend="apex", options={"dtype": torch.bfloat16, "inner": "eager"})
+    assert any(row.dtype == "bf16" for row in apexfx.compare(model, X))
+
+
+@pytest.mark.long
+def test_what_a_fused_kernel_does_not_overflow_is_said():
+    model = Net("none")
+    model.forward = lambda x: (model.a(x).half() * 3e4 * 3e-4).float()
+    comparison = apexfx.compare(torch.compile(model), X * 100)
+    assert "overflows in eager" in str(comparison) and "are finite" in str(comparison), comparison
+
+
+def test_ranges_alone():
+    comparison = apexfx.compare(apexfx.transform(Net("overflow"), dtype=torch.float16, inner="eager"), X, reference=None)
+    assert comparison[0].source == line_of("overflow") and comparison[0].range.overflow > 0 and comparison.errors == {}
+    assert comparison[0].range.exponents.endswith("of 2^-14 .. 2^15") and "underflow" in str(comparison)
+
+
+def test_no_override_is_found_where_there_is_none():
+    model = apexfx.transform(Net("cast"), dtype=torch.bfloat16, inner="eager")
+    comparison = apexfx.compare(model, X, tolerance=1e-5)
+    assert comparison.overrides is None and "no precision= was found" in str(comparison)
+    assert apexfx.compare(model, X, tolerance=0.5).overrides == {}
+
+
+def test_what_overflows_is_overridden():
+    model = apexfx.transform(Net("overflow"), dtype=torch.float16, inner="eager")
+    comparison = apexfx.compare(model, X, tolerance=5e-2)
+    assert comparison.overrides is not None and len(comparison.overrides) <= 2, comparison
+
+
+def test_it_goes_into_json():
+    data = json.loads(json.dumps(apexfx.compare(Net("overflow").half(), X.half()).to_json()))
+    assert data["rows"][0]["is_lost"] and data["rows"][0]["range"]["dtype"] == "f16" and data["errors"]["output 0"] == "inf"
+
+
+@pytest.mark.parametrize("arguments, options, error", [
+    ((3, X), {}, "compare() was given int, expected a torch.nn.Module or what train_step() returns"),
+    ((Net(), X, "bfloat16"), {}, "reference='bfloat16' was given, expected 'float64', 'float32' or None"),
+    ((Net(), X), {"tolerance": 1e-3}, "transform it first"), ((Net(), X), {"tolerance": 2}, "expected a relative error"),
+    ((Net(), X, None), {"tolerance": 0.1}, "reference=None asks for none"), ((Net(), X), {"loss_fn": 3}, "expected a function"),
+])  # fmt: skip
+def test_wrong_arguments(arguments, options, error):
+    with pytest.raises((TypeError, ValueError)) as raised:
+        apexfx.compare(*arguments, **options)
+    assert error in str(raised.value)
+
+
+def test_what_is_not_one_graph_is_refused_with_the_place():
+    model = Net()
+    model.forward = lambda x: model.c(x) if x.sum() > 0 else x
+    with pytest.raises(RuntimeError, match="test_compare.py"):
+        apexfx.compare(model, X)
+
+
+def test_the_command(tmp_path, capsys):
+    program = "import torch\nmodel = torch.nn.Linear(4, 4)\nbatch = torch.randn(2, 4)\n"
+    (tmp_path / "clean.py").write_text(program)
+    (tmp_path / "none.py").write_text("model = 1\n")
+    assert main(["compare", str(tmp_path / "clean.py"), "--json", str(tmp_path / "out.json")]) == 0
+    assert "no op stands out" in capsys.readouterr().out and json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert main(["compare", str(tmp_path / "clean.py"), "--tolerance", "0.1"]) == 2
+    assert main(["compare", str(tmp_path / "none.py")]) == main(["compare", str(tmp_path / "absent.py")]) == 2
+    assert "has to define `batch`" in capsys.readouterr().err
