@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -84,7 +85,7 @@ class Observer(TorchDispatchMode):
         self.num_steps = 0
         self.in_optimizer = False
         self._parameters = {storage_address(p.untyped_storage()): p for p in parameters}
-        self._gradients: set[int] = set()
+        self._gradients: dict[int, weakref.ref[Tensor]] = {}  # of those freed since, others have the addresses
         self._depends = WeakTensorKeyDictionary()  # tensor -> whether it was computed from parameters
         self._casts = WeakTensorKeyDictionary()  # result of a cast -> (dtype before, milliseconds)
         self._in_method = False
@@ -110,7 +111,7 @@ class Observer(TorchDispatchMode):
     def begin_update(self, gradients: Iterable[Tensor]) -> None:
         """Note that the optimizer steps now, and which tensors are gradients."""
         self.in_optimizer = True
-        self._gradients = {storage_address(g.untyped_storage()) for g in gradients}
+        self._gradients = {storage_address(g.untyped_storage()): weakref.ref(g) for g in gradients}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
@@ -193,7 +194,7 @@ class Observer(TorchDispatchMode):
             return
         addresses = [self._address(t) for t in tensors]
         updated = [a for a in addresses if a in self._parameters]
-        is_of_gradients = not updated and any(a in self._gradients for a in addresses)
+        is_of_gradients = not updated and any(a in self._gradients and self._gradients[a]() is not None for a in addresses)
         if not updated and not is_of_gradients or any(t.dim() and t.shape != tensors[0].shape for t in tensors):
             return
         if (place := places.here()) is None or places.is_below_torch("optim", "nn/utils"):

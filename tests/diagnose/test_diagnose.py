@@ -262,3 +262,16 @@ def test_what_ranks_lose(tmp_path):
     assert lines.pop("many_allreduces", 8) == 8  # named where one allreduce is faster, which chance decides here
     assert lines == {"buffer_broadcast": 8, "batch_norm_not_synchronized": 8, "gradients_not_averaged": 19}
     assert data["num_ranks"] == 2
+
+
+def test_what_lies_where_a_gradient_was_is_no_gradient():
+    observer = Observer([])
+    for _ in range(20):
+        gradient = torch.ones(64)
+        observer.begin_update([gradient])
+        observer.in_optimizer = False
+        del gradient
+        other = torch.ones(64)
+        with observer:
+            other * 2
+    assert not observer.loops
