@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import apexfx
 from apexfx.compiler.inner_compilers import compile_lowered
 from apexfx.observe import bundle
 from apexfx.observe.digests import digest
 from apexfx.observe.replay import replay
+from tests import fresh_process
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.train_step.test_record import INFINITE, ONE, X, Y, make
+from tests.zoo import ZOO
 
 
 def batch(rank, factor=ONE):
@@ -81,3 +85,56 @@ def test_a_rank_that_records_alone_is_told(rank, world_size):
     if rank == 0:
         with pytest.raises(apexfx.RankMismatchError, match="rank 1 of 2 has not arrived"):
             step.record("nowhere")
+
+
+# ---- every model -------------------------------------------------------------------------------------------------------------
+
+
+def objective(model, batch, labels, factor, entry):
+    """Dropout in front of the model, in it and behind it."""
+    batch = {name: F.dropout(x, 0.1) if x.is_floating_point() else x for name, x in batch.items()}
+    out = model(**batch)
+    if labels is None:
+        return out.loss * factor
+    return F.cross_entropy(F.dropout(getattr(out, "logits", out), 0.1).flatten(0, -2), labels.flatten()) * factor
+
+
+def record_zoo(rank, world_size, folder, name, level, inner):
+    torch.manual_seed(0)
+    entry = ZOO[name]
+    model = entry.build().train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.1
+    step = apexfx.train_step(model, objective=functools.partial(objective, entry=entry), inner=inner, ddp=True, opt_level=level,
+                             optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), sync_bn=True,
+                             dtype=torch.bfloat16 if level != "O0" else None,
+                             safeguard=apexfx.Safeguard(spike_factor=10.0, window=1))
+    torch.manual_seed(rank + 1)
+    batch, labels = entry.batch(4), entry.labels(4) if entry.labels else None
+    step(batch, labels, ONE)
+    loss = step(batch, labels, 1000 * ONE)
+    assert step.events[-1].reason == "spike", name
+    step.record(Path(folder, f"{name}-{rank}"))
+    torch.save((loss, step.grad_norm), f"{folder}/{name}-{rank}.pt")
+
+
+def check_zoo(folder, name, inner):
+    for path in (Path(folder, f"{name}-{rank}") for rank in (0, 1)):
+        text, same = replay(str(path), compiler=compile_lowered)
+        assert same and "\nthe same bits in all of" in text, (path, text)
+        assert ("compiled: the same bits" in text) is (inner == "inductor"), (path, text)
+        data = bundle.load(path).data
+        digests = data["digests"] if inner == "eager" else data["compiled"]["digests"]
+        assert {digest(x) for x in torch.load(f"{path}.pt")} <= set(digests.values()), path
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("name", ZOO)
+def test_a_new_process_replays_every_model(name, inner, level, tmp_path):
+    if ZOO[name].needs:
+        pytest.importorskip(ZOO[name].needs)
+    run_ranks(record_zoo, 2, str(tmp_path), name, level, inner, timeout=500)
+    fresh_process.call(check_zoo, str(tmp_path), name, inner)

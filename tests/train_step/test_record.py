@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import pickle
+import resource
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -298,6 +302,37 @@ def test_a_full_disk_is_a_warning(broken, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(broken, full)
     assert "could not be recorded" in train(step, caplog) and "No space left on device" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def dies_while_it_writes(folder):
+    step = make(model=Small, safeguard=guarded(folder))
+    step(X, Y, INFINITE)
+    Path.write_text = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # the tensors are written, and the graph is not
+    step(X, Y, ONE)
+
+
+def test_what_a_killed_process_has_left_is_no_bundle(tmp_path, caplog):
+    with pytest.raises(AssertionError, match="status -9"):
+        fresh_process.call(dies_while_it_writes, str(tmp_path))
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(".call-1-rank-0.") and (left / "tensors.pt").stat().st_size > 0
+    with pytest.raises(ValueError, match="is no bundle"):
+        replay(str(left))
+    train(make(model=Small, safeguard=guarded(tmp_path, max_records=1)), caplog)
+    assert [path.name for path in tmp_path.glob("call*")] == ["call-2-rank-0"] and replay(str(tmp_path / "call-2-rank-0"))[1]
+
+
+def runs_out_of_space(folder):
+    step = make(model=Small, safeguard=guarded(folder))
+    step(X, Y, INFINITE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+    loss = step(X, Y, ONE)
+    return bool(loss.isfinite()) and step.skipped == 1 and os.listdir(folder) == []
+
+
+def test_a_file_that_grows_no_more_is_a_warning(tmp_path):
+    assert fresh_process.call(runs_out_of_space, str(tmp_path))
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(tmp_path, caplog):
