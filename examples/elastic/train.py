@@ -1,12 +1,12 @@
 """Data parallel training that survives the death of a rank, and ends with the bits an undisturbed run ends with.
 
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic/train.py --folder out/elastic
-    # the same, with rank 1 killed in the middle of the backward of step 12:
+    # the same, with rank 1 killed in step 12, while the others wait for its gradients:
     torchrun ... examples/elastic/train.py --folder out/killed --kill-rank 1 --kill-step 12
 
 A dead rank makes the others raise within seconds, and say who is gone; torchrun restarts all of them; they load the last
-intact checkpoint (parameters, optimizer, random state, step) and go on. Data is a function of seed, step and rank, so
-nothing else has a state.
+intact checkpoint (parameters, optimizer, safeguard, random state, step) and go on. Data is a function of seed, step and rank, so
+nothing else has a state. One batch is ruined: every rank skips its step, writes a bundle of it, and says so in the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.rendezvous import rendezvous
 
-from apexfx.parallel import DistributedDataParallel, RankFailureError
+import apexfx
+from apexfx.parallel import RankFailureError
 
 
 def parse() -> argparse.Namespace:
@@ -38,35 +39,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--checkpoint-every", type=int, default=5)
     parser.add_argument("--kill-rank", type=int, default=-1, help="a rank that kills itself, once")
     parser.add_argument("--kill-step", type=int, default=-1)
+    parser.add_argument("--ruined-step", type=int, default=7, help="a step in which rank 0's batch is not finite")
     return parser.parse_args()
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(step: int, rank: int, ruined_step: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step * 1000 + rank)
     x = torch.randn(16, 20, generator=generator)
-    return x, (x[:, :4].sum(1) > 0).long()
+    labels = (x[:, :4].sum(1) > 0).long()
+    if (step, rank) == (ruined_step, 0):
+        x[3, 5] = float("nan")
+    return x, labels
 
 
-def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(path: Path, train: apexfx.TrainStep) -> int:
     """Restore everything from `path`; return the step to go on with."""
-    state = state_of(model, optimizer, step=0)
+    state = state_of(train, step=0)
     dcp.load(state, checkpoint_id=path)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(train.model, train.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    train.load_state_dict({**train.state_dict(), "safeguard": state["safeguard"]})
     torch.set_rng_state(state[f"random of rank {dist.get_rank()}"])
     return int(state["step"])
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    parameters, moments = get_state_dict(model, optimizer)
-    return {"model": parameters, "optimizer": moments, "step": torch.tensor(step),
+def state_of(train: apexfx.TrainStep, step: int) -> dict[str, Any]:
+    parameters, moments = get_state_dict(train.model, train.optimizer)
+    return {"model": parameters, "optimizer": moments, "safeguard": train.state_dict()["safeguard"], "step": torch.tensor(step),
             f"random of rank {dist.get_rank()}": torch.get_rng_state()}
-
-
-def kill_in_backward(model: nn.Module) -> None:
-    def die(_: Tensor) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    next(model.parameters()).register_hook(die)
 
 
 def defer_termination() -> threading.Event:
@@ -98,29 +97,28 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(rank)
     model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2))
-    wrapped = DistributedDataParallel(model, timeout_s=30)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    train = apexfx.train_step(model, nn.functional.cross_entropy, torch.optim.AdamW(model.parameters(), lr=1e-2), opt_level="O0",
+                              inner="eager", ddp=apexfx.BucketConfig(timeout_s=30),
+                              safeguard=apexfx.Safeguard(record_dir=given.folder / "failures"))
     begin, path = 0, checkpoint.newest(given.folder)
     if path is not None:
-        begin = load(path, model, optimizer)
+        begin = load(path, train)
     print(f"rank {rank}, attempt {attempt}: begins at step {begin}" + (f" of {path.name}" if path else ""), flush=True)
     for step in range(begin, given.steps):
         if attempt == 0 and (rank, step) == (given.kill_rank, given.kill_step):
-            kill_in_backward(model)
-        optimizer.zero_grad()
-        x, y = batch(step, rank)
-        loss = nn.functional.cross_entropy(wrapped(x), y)
+            os.kill(os.getpid(), signal.SIGKILL)
         started = time.monotonic()
         try:
-            loss.backward()
+            loss = train(*batch(step, rank, given.ruined_step))
         except RankFailureError as error:
             print(f"rank {rank}: after {time.monotonic() - started:.1f} s: {error}", flush=True)
             raise
-        optimizer.step()
         if termination.is_set():
             raise SystemExit(f"rank {rank}: asked to terminate after step {step}")
         if (step + 1) % given.checkpoint_every == 0:
-            checkpoint.save(given.folder, step + 1, state_of(model, optimizer, step + 1))
+            checkpoint.save(given.folder, step + 1, state_of(train, step + 1))
+    for event in train.events:
+        print(f"rank {rank}: skipped {event}", flush=True)
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     print(f"rank {rank}: loss {loss.item():.4f}, parameters {digest[:16]}", flush=True)
     dist.destroy_process_group()
