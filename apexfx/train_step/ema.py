@@ -63,6 +63,10 @@ class EmaState:
         """Return what a plan says of it; `scalars` are the names of all."""
         return EmaRow(scalars.index(COUNTS), self._options.decay, tuple(left_out))
 
+    def average(self, param: Tensor) -> list[Tensor]:
+        """Return the average of a parameter, if it has one."""
+        return [self._held[param][0]] if param in self._held else []
+
     @torch.no_grad()
     def follow(self, values: Sequence[Tensor]) -> None:
         """Follow an update that was made outside of the graph; `values` are the parameters, or their masters."""

@@ -15,13 +15,14 @@ from ..errors import ReplicaMismatchError
 from ..host_copy import HostCopy
 from ..ops.checksum import checksum
 from ..report.data import Report
+from .ema import EmaState
 from .safeguard import Safeguard
 
 _MOST_NAMED = 5
 
 
 class ReplicaCheck:
-    """Compares parameters and their optimizer state over the ranks; nobody waits in the step that begins a comparison.
+    """Compares parameters with their optimizer state and average over the ranks; nobody waits in the step that begins it.
 
     Each rank adds a row, one `checksum` a parameter with its state, to a matrix, which one allreduce sums: all ranks then
     know which differ, and where. Buffers are left out: running statistics differ by design without `sync_bn`.
@@ -40,19 +41,21 @@ class ReplicaCheck:
         self._num_updates = 0
         self._under_way: tuple[list[str], dist.Work, Tensor, HostCopy | None] | None = None
 
-    def note_update(self, names: dict[int, str], params: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    def note_update(self, names: dict[int, str], params: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer],
+                    ema: EmaState | None) -> None:
         """Begin a comparison where the update that was made is one to look at.
 
         Args:
             names: of the parameters, by id.
             params: those that were updated.
             optimizers: whose state belongs to them.
+            ema: what averages them.
         """
         self._num_updates += 1
         if self._num_updates % self._interval:
             return
         named = sorted({names.get(id(p), f"{place}"): p for place, p in enumerate(params)}.items(), key=operator.itemgetter(0))
-        held = [(row, tensor) for row, (_, p) in enumerate(named) for tensor in _with_state(p, optimizers)]
+        held = [(row, tensor) for row, (_, p) in enumerate(named) for tensor in _with_state(p, optimizers, ema)]
         device = params[0].device
         rows = torch.tensor([row for row, _ in held]).to(device, non_blocking=True)
         sums = torch.zeros(self._group.size(), len(named), dtype=torch.int64, device=device)
@@ -91,10 +94,11 @@ def replica_check(options: Safeguard | None, groups: Groups, report: Report) -> 
     return ReplicaCheck(interval, groups.gradients)
 
 
-def _with_state(param: Tensor, optimizers: Iterable[torch.optim.Optimizer]) -> list[Tensor]:
-    """Return a parameter and the tensors of its state on its device: a count that torch keeps on the host is left out."""
+def _with_state(param: Tensor, optimizers: Iterable[torch.optim.Optimizer], ema: EmaState | None) -> list[Tensor]:
+    """Return a parameter, its average and the tensors of its state on its device: a count on the host is left out."""
     state = [value for each in optimizers if param in each.state for value in each.state[param].values()]
-    return [param, *(value for value in state if isinstance(value, Tensor) and value.device == param.device)]
+    averages = ema.average(param) if ema is not None else []
+    return [param, *averages, *(value for value in state if isinstance(value, Tensor) and value.device == param.device)]
 
 
 def _alone(columns: Iterable[Sequence[int]]) -> tuple[int, ...]:

@@ -181,7 +181,7 @@ class TrainStep:
         if self._replicas is not None:
             self._replicas.finish()
             if updated:
-                self._replicas.note_update(self._state.names, self._state.params, self._optimizers)
+                self._replicas.note_update(self._state.names, self._state.params, self._optimizers, self._ema)
 
     def capture(self, /, *batch: Any, **named: Any) -> Report:
         """Compile the graph that a batch like this one needs, and run nothing: for its report, memory included.

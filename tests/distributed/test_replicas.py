@@ -35,7 +35,8 @@ def make(interval, optimizer=torch.optim.AdamW, **options):
 def tensors(model, step):
     """Return (name of its parameter, tensor) of what the update writes."""
     state = step.optimizer.state
-    return [(name, t) for name, p in model.named_parameters() for t in (p, *state[p].values()) if t.dim()]
+    averages = step.state_dict()["ema"]["averages"] if step._ema is not None else {}
+    return [*((name, t) for name, p in model.named_parameters() for t in (p, *state[p].values()) if t.dim()), *averages.items()]
 
 
 def flip(tensor, rng):
@@ -77,6 +78,19 @@ def test_each_flipped_bit_is_found_at_the_next_check(rank, world_size):
     texts = [None] * world_size
     dist.all_gather_object(texts, str(error))
     assert len(set(texts)) == 1
+
+
+@on_ranks(2)
+def test_averages_are_compared(rank, world_size):
+    _, step = make(1, ema=apexfx.EMA(decay=0.5))
+    [batch] = batches(rank, 1)
+    step(*batch)
+    step(*batch)
+    if rank == 1:
+        step.state_dict()["ema"]["averages"]["4.bias"][1] += 1
+    step(*batch)
+    with pytest.raises(ReplicaMismatchError, match="in 1 of 5 .*: 4.bias"):
+        step(*batch)
 
 
 @on_ranks(2)
