@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import OpOverload
-from ..graph.nodes import module_path
+from ..graph.nodes import module_path, op_name, source_line
 
 NAMESPACES = frozenset(("aten", "prims", "apexfx", "_c10d_functional", "mkldnn", "quantized"))
 _FILES = frozenset(("aten::from_file",))  # reads and writes a file that it is given the name of
@@ -88,8 +88,9 @@ def _target(node: fx.Node) -> str:
     if node.target is operator.getitem:
         return "getitem"
     if not isinstance(node.target, OpOverload) or not _is_allowed(name := node.target.name()):
-        raise ValueError(f"apexfx: a bundle holds registered ops of torch and of apexfx alone, and {node.name!r} calls "
-                         f"{node.target}")
+        where = f" at {line}" if (line := source_line(node)) else ""
+        raise ValueError(f"apexfx: this step cannot be recorded because of {op_name(node)}{where}: a bundle holds registered ops "
+                         "of torch and of apexfx alone")
     return name if "." in name else f"{name}.default"
 
 

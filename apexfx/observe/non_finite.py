@@ -69,7 +69,7 @@ class NonFinite:
         self._what: dict[fx.Node, tuple[str, str]] = {}  # what began at a node, and its dtype
 
     def __call__(self, node: fx.Node, result: Any) -> None:
-        kinds = {} if "empty" in str(node.target) or node.op == "output" else _kinds(result)
+        kinds = {} if "empty" in str(node.target) or node.op == "output" else kinds_of(result)
         if not kinds:
             return
         origins = [self._origins[source] for source in node.all_input_nodes if source in self._origins]
@@ -123,7 +123,7 @@ def is_of_backward(node: fx.Node) -> bool:
     return bool((node.meta.get("custom") or {}).get(BACKWARD))
 
 
-def _kinds(result: Any) -> dict[str, torch.dtype]:
+def kinds_of(result: Any) -> dict[str, torch.dtype]:
     """Return which of "nan", "inf" and "-inf" are in the tensors of a result, and the dtype of the first that has it."""
     kinds: dict[str, torch.dtype] = {}
     for tensor in tree_leaves(result):

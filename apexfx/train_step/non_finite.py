@@ -16,7 +16,7 @@ from .._torch import OpOverload, TorchDispatchMode, tree_leaves
 from ..compiler.inner_compilers import Traced
 from ..observe.bundle import exact_copy
 from ..observe.interpreter import Interpreter
-from ..observe.non_finite import Finding, NonFinite
+from ..observe.non_finite import Finding, NonFinite, kinds_of
 from .graphs import StepGraphs
 from .last_call import LastCall
 from .loss_scale import SCALE
@@ -82,20 +82,26 @@ def explain(graphs: StepGraphs, call: LastCall, model: nn.Module, objective: Cal
 
 
 class _FirstNonFinite(TorchDispatchMode):
-    """Keeps the name of the first op that makes a NaN or an infinity of numbers that are neither.
+    """Keeps the name of the first op that makes a NaN or an infinity that is in none of its arguments.
 
-    Minus infinity is no sign of an overflow: masks are made of it. What `empty` returns is no result.
+    Minus infinity by itself is no sign of an overflow, since masks are made of it: an op that makes one is kept aside, until
+    another makes a NaN or plus infinity of it. What `empty` returns is no result.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.op = ""
+        self.op = self.of_minus_infinity = ""
 
     def __torch_dispatch__(self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        computes = not self.op and "empty" not in str(func)
-        if computes and not _is_finite(result, masks=True) and _is_finite((args, kwargs), masks=True):
-            self.op = str(func)
+        if not self.op and "empty" not in str(func) and (kinds := kinds_of(result)):
+            read = kinds_of((args, kwargs))
+            constants = {str(x) for x in tree_leaves((args, kwargs)) if isinstance(x, float) and math.isinf(x)}
+            new = kinds.keys() - read.keys() - constants
+            if new - {"-inf"}:
+                self.op = self.of_minus_infinity if self.of_minus_infinity and "-inf" in read else str(func)
+            elif new:
+                self.of_minus_infinity = self.of_minus_infinity or str(func)
         return result
 
 
@@ -133,5 +139,6 @@ def first_non_finite(model: nn.Module, objective: Callable[..., Any], batch: tup
     if mode.op:
         return f"In eager {mode.op} is the first op of the forward whose result is not finite"
     if not _is_finite(result):
-        return "In eager the loss is minus infinity, and no op gives a NaN or plus infinity"
+        of = f", and {mode.of_minus_infinity} is the first op that gives one" if mode.of_minus_infinity else ""
+        return f"In eager the loss is minus infinity{of}"
     return "The forward is finite in eager: what overflows is the half type, or the backward"

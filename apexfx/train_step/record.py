@@ -153,7 +153,7 @@ class Recorder:
 
     def _warn(self, error: Exception) -> None:
         """Say why there is no bundle: a full disk, no permission, an op that none holds. Training goes on."""
-        log.warning("apexfx: a step could not be recorded in %s: %s", self._folder, error)
+        log.warning("apexfx: a step could not be recorded in %s: %s", self._folder, str(error).removeprefix("apexfx: "))
 
     def _free_path(self, call: int) -> Path | None:
         """Return where the bundle of a call goes; None where this rank has enough of them."""

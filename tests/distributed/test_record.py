@@ -107,7 +107,7 @@ def record_zoo(rank, world_size, folder, name, level, inner):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.1
     step = apexfx.train_step(model, objective=functools.partial(objective, entry=entry), inner=inner, ddp=True, opt_level=level,
-                             optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), sync_bn=True,
+                             optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), sync_bn=name != "residual_cnn",
                              dtype=torch.bfloat16 if level != "O0" else None,
                              safeguard=apexfx.Safeguard(spike_factor=10.0, window=1))
     torch.manual_seed(rank + 1)

@@ -14,6 +14,7 @@ import apexfx
 from apexfx._torch import make_fx
 from apexfx.observe.interpreter import Interpreter
 from apexfx.observe.non_finite import NonFinite
+from apexfx.train_step.non_finite import first_non_finite
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 MASK = torch.eye(3, 4, dtype=torch.bool)
@@ -194,6 +195,16 @@ def test_gathered_calls():
         if step._state.num_calls == 2:
             assert "a call before" in step.events[-1].where
     assert "aten.mul.Tensor in the forward" in step.events[-1].where
+
+
+@pytest.mark.parametrize("function, op", [
+    (lambda x: (x * 0).log() * 0, "aten.log"), (lambda x: x.masked_fill(MASK, -math.inf).softmax(1) * math.nan, "aten.mul"),
+    (lambda x: x.masked_fill(MASK | True, -math.inf).softmax(1), "aten._softmax"), (lambda x: (x * 0).log(), "aten.log"),
+    (lambda x: (x.abs() * 3e38) * 3e38 - 1, "aten.mul"),
+])  # fmt: skip
+def test_in_pieces_what_made_a_minus_infinity_is_named(function, op):
+    found = first_non_finite(nn.Linear(1, 1), lambda model, x: function(x).sum(), (X,), {})
+    assert op in found, found
 
 
 def test_in_pieces_the_forward_runs_in_eager():

@@ -415,6 +415,28 @@ def test_what_cannot_be_captured_is_not_recorded(tmp_path, caplog):
     assert "could not be recorded" in caplog.text and list(tmp_path.iterdir()) == []
 
 
+@torch.library.custom_op("tests_record::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+
+twice.register_fake(torch.empty_like)
+twice.register_autograd(lambda context, gradient: twice(gradient))
+
+
+def test_an_op_that_no_bundle_holds_is_named(tmp_path, caplog):
+    class Twice(Small):
+        def forward(self, x):
+            return twice(super().forward(x))
+
+    step = make(model=Twice, safeguard=guarded(tmp_path))
+    train(step, caplog)
+    assert "cannot be recorded because of tests_record.twice.default at test_record.py:" in caplog.text
+    assert list(tmp_path.iterdir()) == [] and [event.call for event in step.events] == [2]
+    with pytest.raises(ValueError, match="because of tests_record.twice"):
+        step.record(tmp_path / "bundle")
+
+
 def test_strides_and_aliases_of_inputs_are_kept():
     base = torch.arange(60.0)
     for tensor in (base.reshape(6, 10)[1:5, ::3], base[:6].expand(4, 6), base.reshape(3, 4, 5).permute(2, 0, 1), base[:0]):
