@@ -17,6 +17,7 @@ from ..graph.nodes import count_ops, graphs
 from ..passes.base import Pass, validate
 from ..precision.op_rows import op_rows
 from ..report.data import Report
+from ..report.node_places import node_places
 from ..report.records import Artifacts, PassReport, StageReport
 from . import verification
 
@@ -59,6 +60,7 @@ class Pipeline:
             report.passes.append(self._run_pass(pass_, stage, gm, inputs))
         if stage == "forward":
             report.ops = op_rows(gm)
+        report.places = node_places(gm)
         if self.verify != "off":
             invariants.check(gm, stage=stage, thorough=True)
         return report

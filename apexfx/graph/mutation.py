@@ -116,3 +116,10 @@ def bodies(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
                 pair = body_of(node)
                 if pair is not None:
                     wanted.add(id(pair[0]))
+
+
+def named_bodies(gm: fx.GraphModule) -> Iterator[tuple[str, fx.GraphModule]]:
+    """Yield each of `bodies(gm)` with what reports put in front of its nodes' names: "" for `gm`, "wrap_body_0." otherwise."""
+    targets = {id(body_of(node)[0]): node.args[0].target for body in bodies(gm) for node in body.graph.nodes if body_of(node)}
+    for body in bodies(gm):
+        yield f"{targets[id(body)]}." if body is not gm else "", body

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from .._torch import tree_leaves
-from ..graph.mutation import bodies, body_of
+from ..graph.mutation import body_of, named_bodies
 from ..graph.nodes import OUTSIDE_OF_MODEL, RULE, module_path, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printing import short_dtype, size_text
@@ -98,25 +98,18 @@ def op_rows(gm: fx.GraphModule) -> list[OpRow]:
 
     Left out are the casts that passes inserted, which the cast ledger has, and the calls of nested bodies.
     """
-    names = _body_names(gm)
-    return [_row(node, names.get(id(body), "")) for body in bodies(gm) for node in body.graph.nodes if _is_op(node)]
+    return [_row(node, prefix) for prefix, body in named_bodies(gm) for node in body.graph.nodes if _is_op(node)]
 
 
 def mark_ops(gm: fx.GraphModule) -> None:
     """Have each node, and so what it is lowered to, say in its meta which row of `op_rows` it is, or was cast for."""
-    names = _body_names(gm)
-    for body in bodies(gm):
+    for prefix, body in named_bodies(gm):
         for node in reversed(body.graph.nodes):
             user = next((user for user in node.users if OP in (user.meta.get("custom") or {})), None)
             if is_inserted_cast(node) and user is not None:
                 node.meta["custom"] = {**(node.meta.get("custom") or {}), OP: user.meta["custom"][OP]}
             elif _is_op(node) and node.target is not torch.autograd.grad:
-                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP: names.get(id(body), "") + node.name}
-
-
-def _body_names(gm: fx.GraphModule) -> dict[int, str]:
-    """Return what begins the names of the rows of each nested body, by its id."""
-    return {id(body_of(node)[0]): f"{node.args[0].target}." for body in bodies(gm) for node in body.graph.nodes if body_of(node)}
+                node.meta["custom"] = {**(node.meta.get("custom") or {}), OP: prefix + node.name}
 
 
 def _is_op(node: fx.Node) -> bool:

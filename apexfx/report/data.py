@@ -273,12 +273,12 @@ class Report:
         return compare(self, other)
 
     def to_html(self, path: str | Path) -> None:
-        """Write one self-contained HTML page: tables, a side-by-side diff of every pass, casts marked, bucket plans.
+        """Write one self-contained HTML page to look at: graphs, diffs, modules drawn, ops and dtypes, memory, buckets.
 
         Raises:
             RuntimeError: before any graph exists.
         """
-        Path(path).write_text(report_page(self.config, self.graphs, self.notes, self.casts()), encoding="utf-8")
+        Path(path).write_text(report_page(self), encoding="utf-8")
 
     def __str__(self) -> str:
         return report_text(self.config, self.graphs, self.notes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections import Counter
+import functools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,9 +111,17 @@ class Explanation(OpTable):
         """
         if not op.overridable:
             return {}
-        alone = op.module and not op.outside and all(
-            other.name == op.name for other in self.model if other.computes and covers(op.module, other.module))
+        alone = op.module and not op.outside and self._names_below[op.module] <= {op.name}
         return {op.module if alone else op.name.rstrip("_"): "float32" if op.dtype in ("f16", "bf16") else "half"}
+
+    @functools.cached_property
+    def _names_below(self) -> dict[str, set[str]]:
+        """Path -> the names of the ops of the model that compute in the module or below it."""
+        names: dict[str, set[str]] = defaultdict(set)
+        for op in filter(lambda op: op.computes, self.model):
+            for path in _and_above(op.module):
+                names[path].add(op.name)
+        return names
 
     def __str__(self) -> str:
         dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in Counter(op.dtype for op in self).most_common())

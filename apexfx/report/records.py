@@ -12,6 +12,7 @@ from ..buckets.windows import Window
 from ..precision.casts import CastRow, RemovedCast
 from ..precision.op_rows import OpRow
 from .memory import MemoryTimeline
+from .node_places import NodePlaces
 
 _MAX_INPUTS = 4  # shown
 
@@ -117,6 +118,7 @@ class StageReport:
         from_cache: no pass ran in this process; the record was read from beside the compile cache's entry.
         memory: of the graph after the last pass, for the stage "step".
         ops: of the graph after the last pass, for the stage "forward".
+        places: the module of each node of the graph after the last pass.
     """
 
     stage: str
@@ -126,6 +128,7 @@ class StageReport:
     lowered: str = ""
     memory: MemoryTimeline | None = None
     ops: list[OpRow] = field(default_factory=list)
+    places: NodePlaces = field(default_factory=NodePlaces)
 
 
 @dataclass
@@ -214,7 +217,7 @@ def stage_to_json(stage: StageReport) -> dict[str, Any]:
     """Return a stage's record as JSON-able values; `stage_from_json` is its inverse."""
     return {"stage": stage.stage, "captured": stage.captured, "lowered": stage.lowered, "from_cache": stage.from_cache,
             "memory": asdict(stage.memory) if stage.memory is not None else None, "ops": [row.to_json() for row in stage.ops],
-            "passes": [_pass_to_json(entry) for entry in stage.passes]}
+            "places": asdict(stage.places), "passes": [_pass_to_json(entry) for entry in stage.passes]}
 
 
 def _pass_to_json(entry: PassReport) -> dict[str, Any]:
@@ -230,4 +233,4 @@ def stage_from_json(row: dict[str, Any], *, from_cache: bool = True) -> StageRep
                             "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
     return StageReport(row["stage"], row["captured"], passes, from_cache=from_cache, lowered=row["lowered"],
                        memory=MemoryTimeline(**row["memory"]) if row["memory"] is not None else None,
-                       ops=list(map(OpRow.from_json, row["ops"])))
+                       ops=list(map(OpRow.from_json, row["ops"])), places=NodePlaces(**row["places"]))

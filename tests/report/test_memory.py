@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import apexfx
+from apexfx.report.html import page_data
 from apexfx.report.memory import KINDS, MemoryTimeline
 from apexfx.report.records import stage_from_json, stage_to_json
 
@@ -54,11 +57,12 @@ def test_it_is_shown():
     assert max(line.count("G") for line in lines[2:]) > 10
 
 
-def test_the_page_holds_the_areas(tmp_path):
-    step, _ = captured()
-    step.report.to_html(tmp_path / "report.html")
-    page = (tmp_path / "report.html").read_text()
-    assert page.count("<polygon") == 5 and "Memory along graph 0" in page  # no buffers
+def test_the_page_holds_the_areas():
+    step, timeline = captured()
+    memory = page_data(step.report, {})["graphs"][0]["stages"][1]["memory"]
+    assert len(memory["steps"]) == 5 and memory["peak"] == timeline.peak  # no buffers
+    for kind, steps in memory["steps"].items():
+        assert list(accumulate(steps)) == timeline.alive[kind]
 
 
 def test_a_kept_report_has_it():
