@@ -12,7 +12,7 @@ import logging
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,6 +216,11 @@ def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     """Return whether functions are registered on a leaf to see its gradient."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def any_has_gradient_hooks(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether functions are registered on some of `tensors`, as `has_gradient_hooks`, in a fraction of the time."""
+    return any(tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors)
 
 
 @contextlib.contextmanager

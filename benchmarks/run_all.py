@@ -45,6 +45,7 @@ SHORT = (  # in order of worth
     "pass_time.py --layers 50 --inductor-layers",
     "overlap.py --rounds 5",
     "safeguard.py --models mlp --rounds 20",
+    "host_time.py --rounds 20",
     "ops_norm.py --op layer_norm --inner eager --shapes 64x64 --seconds 0.2",
     "optimizers.py AdamW --parameters 20",
     "recurrent.py --steps 20 --rounds 3",
@@ -66,6 +67,7 @@ RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
     "ddp.json": lambda row: 1 / row["ratio"],
     "passes.json": lambda row: 1 / statistics.median(row["with / without"]),
     "pass_time.json": lambda row: row["compile_s"] / row["pipeline_s"],
+    "host_time.json": lambda row: row["ratio"],
     "overlap.json": lambda row: row["alone_ms"] / row["backward_ms"],
 }
 _NAMES = ("family", "model", "name", "row", "variant", "pass", "inner", "layers")

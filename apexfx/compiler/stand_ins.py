@@ -21,6 +21,7 @@ from ..report.data import Report
 from .dynamo_batch_norm import BATCH_NORMS, batch_norm_stand_in, is_untraceable, traced_batch_norm
 from .dynamo_rnn import RECURRENT_FORWARDS, is_recurrent, recurrent_stand_in, traced_recurrent
 
+_Place = tuple[dict[str, nn.Module | None], str, nn.Module]  # a registry of submodules, a name in it, and what is registered
 _KINDS = (nn.RNNBase, *BATCH_NORMS)  # asked first, since most modules are none: a model has hundreds
 
 
@@ -38,7 +39,7 @@ class StandIns:
     def __init__(self, group: dist.ProcessGroup | None, report: Report) -> None:
         self.of: dict[nn.Module, nn.Module] = {}
         self._group, self._report = group, report
-        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module]] = []  # of modules that have copies there now
+        self._places: list[_Place] = []  # where copies were put last
         self._attributes: dict[nn.Module, dict[str, Any]] = {}  # of the copies of those, as they were before the forward
         self._num_calls, self._lock = 0, threading.Lock()  # calls under way: one in another, or in several threads
 
@@ -56,7 +57,7 @@ class StandIns:
             self.of.update(copies)
 
     @contextlib.contextmanager
-    def in_place(self, model: nn.Module, others: Iterable[nn.Module] = ()) -> Iterator[None]:
+    def in_place(self, model: nn.Module, others: Iterable[nn.Module] = (), *, cached: bool = False) -> Iterator[None]:
         """Have copies in the registries until the end of the context; where contexts overlap, until the end of the last.
 
         The modules are looked through each time, so that what was changed, added or replaced since is seen.
@@ -64,10 +65,13 @@ class StandIns:
         Args:
             model: the same each time.
             others: modules to be looked through as well, whose batch norms are not synchronized.
+            cached: for graphs that were compiled before alone, whose guards see other modules than those that had copies then.
         """
         with self._lock:
             if not self._num_calls:
-                self._put_in(model, others)
+                if not cached or any(children.get(name) is not module for children, name, module in self._places):
+                    self._places = list(self._find(model, others))
+                self._put_in()
             self._num_calls += 1
         try:
             yield
@@ -77,7 +81,7 @@ class StandIns:
                 if not self._num_calls:
                     self._take_out()
 
-    def _put_in(self, model: nn.Module, others: Iterable[nn.Module]) -> None:
+    def _find(self, model: nn.Module, others: Iterable[nn.Module]) -> Iterator[_Place]:
         copies = set(self.of.values())
         for root in (model, *others):
             group = self._group if root is model else None
@@ -87,7 +91,9 @@ class StandIns:
                     if isinstance(child, _KINDS) and needs_stand_in(child, group) and child not in copies:
                         if child not in self.of:
                             self.of[child] = self._copy(child, path_of(root, child), group)
-                        self._places.append((children, name, child))
+                        yield children, name, child
+
+    def _put_in(self) -> None:
         for children, name, module in self._places:
             copy = children[name] = self.of[module]
             _give_attributes(module, copy, copy.__dict__)
@@ -99,7 +105,6 @@ class StandIns:
                 children[name] = module
         for module, attributes in self._attributes.items():
             _give_attributes(self.of[module], module, attributes)
-        self._places.clear()
         self._attributes.clear()
 
     def _copy(self, module: nn.Module, path: str, group: dist.ProcessGroup | None) -> nn.Module:

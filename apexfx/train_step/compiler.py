@@ -37,6 +37,7 @@ from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .errors import calls_backward, sparse_gradient
+from .function import NotCompiled
 from .other_leaves import OtherLeaves, return_gradients, unscaled
 from .parameters import MemoryCheck
 
@@ -85,7 +86,7 @@ class StepCompiler:
         self.reduce_gradients = reduce_gradients
         self.safeguard = safeguard
         self.traces = traces
-        self._captures_only = False
+        self._captures_only = self._repeats_only = False
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
@@ -99,6 +100,15 @@ class StepCompiler:
         finally:
             self._captures_only = False
         raise AssertionError("a graph that was to be captured has run")
+
+    @contextlib.contextmanager
+    def repeating(self) -> Iterator[None]:
+        """Have a graph raise `NotCompiled`, in this context, in place of its first run, which more is to be looked at around."""
+        self._repeats_only = True
+        try:
+            yield
+        finally:
+            self._repeats_only = False
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         _switch_gradients_on(gm)
@@ -158,9 +168,12 @@ class StepCompiler:
         agreement = self.agreement if collectives else None
         check_memory = MemoryCheck(placeholders, updated) if updated else None
         variant, what = "last" if self.reduce_gradients else "earlier", f"collectives of training step {record.index}"
-        nothing = contextlib.nullcontext()
+        nothing, has_run = contextlib.nullcontext(), False
 
         def run(*args: Any) -> Any:
+            nonlocal has_run
+            if self._repeats_only and not has_run:
+                raise NotCompiled
             leaves.check(args)
             if self._captures_only:
                 raise _Captured
@@ -171,6 +184,7 @@ class StepCompiler:
                     self.on_run()
                 outputs = compiled(*args)
                 self.on_run()
+                has_run = True
                 return leaves.taken_from(outputs, args)
 
         return run

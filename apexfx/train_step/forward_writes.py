@@ -32,16 +32,20 @@ class _Held:
     """What a container held: a module's attributes, or a list or dictionary among them.
 
     Attributes:
-        owner: what messages call it.
+        owner: the module or object.
+        name: what messages call it.
         container: itself.
         items: the tensors, numbers, tuples and containers in it.
-        size: how many items it had; None of a module, which may get new attributes.
+        size: how many items it had.
+        is_fixed: whether it is to have as many: a module may get new attributes.
     """
 
-    owner: str
+    owner: Any
+    name: str
     container: _Container
     items: dict[Any, Any]
-    size: int | None
+    size: int
+    is_fixed: bool
 
 
 class ForwardWrites:
@@ -57,17 +61,19 @@ class ForwardWrites:
         self._modules, self._objects, self._report = modules, objects, report
         self._attributes: list[_Held] | None = None
         self._copies: list[tuple[Tensor, Tensor]] | None = None  # what may be written, and what was in it
+        self._writes: dict[int, Any] = {}  # the owners that forwards have written to, by id
         self._noted: set[str] = set()
 
-    def keep(self, *, copies: bool) -> None:
+    def keep(self, *, copies: bool, cached: bool = False) -> None:
         """Keep what there is now, unless what was before an earlier call of the same update is kept already.
 
         Args:
             copies: whether buffers are kept as well, and what is in tensors.
+            cached: for graphs that have run before alone: what those write to is known.
         """
         if self._attributes is None:
-            owners = itertools.chain(self._modules(), self._objects)
-            self._attributes = [held for owner in owners for held in _held(type(owner).__name__, owner.__dict__)]
+            owners = self._writes.values() if cached else itertools.chain(self._modules(), self._objects)
+            self._attributes = [held for owner in owners for held in _held(owner, type(owner).__name__, owner.__dict__)]
         if copies and self._copies is None:
             tensors = [t for module in self._modules() for t in module.buffers(recurse=False)]
             tensors += [t for held in self._attributes for item in held.items.values()
@@ -95,11 +101,16 @@ class ForwardWrites:
         now = dict(_items(held.container))
         for key, before in held.items.items():
             new = now.get(key)
-            kept = self._kept(f"{held.owner}.{key}", before, new, skipped)
+            if new is before:
+                continue
+            self._writes[id(held.owner)] = held.owner
+            kept = self._kept(f"{held.name}.{key}", before, new, skipped)
             if kept is not new:
                 held.container[key] = kept
-        if held.size is not None and held.size != len(now):
-            self._note(held.owner)
+        if held.size != len(now):
+            self._writes[id(held.owner)] = held.owner
+            if held.is_fixed:
+                self._note(held.name)
 
     def _kept(self, what: str, before: Any, new: Any, skipped: Tensor) -> Any:
         """Return what is to be in the place of `new`, which was `before`: itself, and noted, where that cannot be taken back."""
@@ -129,12 +140,12 @@ def _items(container: _Container) -> Iterator[tuple[Any, Any]]:
     return iter(container.items() if isinstance(container, dict) else enumerate(container))
 
 
-def _held(owner: str, container: _Container, depth: int = 3) -> Iterator[_Held]:
+def _held(owner: Any, name: str, container: _Container, depth: int = 3) -> Iterator[_Held]:
     """Yield what a module's attributes are, and what is in the lists and dictionaries among them."""
     containers = (list, dict, deque)
     kinds = (Tensor, int, float, tuple, *containers, type(None))
     items = {key: item for key, item in _items(container) if key not in _OF_TORCH and isinstance(item, kinds)}
-    yield _Held(owner, container, items, len(container) if depth < 3 else None)
+    yield _Held(owner, name, container, items, len(container), depth < 3)
     for key, item in items.items():
         if isinstance(item, containers) and len(item) <= _MOST_ITEMS and depth:
-            yield from _held(f"{owner}.{key}", item, depth - 1)
+            yield from _held(owner, f"{name}.{key}", item, depth - 1)

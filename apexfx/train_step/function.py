@@ -163,10 +163,14 @@ def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:
     return buffer + gradient if held else gradient
 
 
+class NotCompiled(RuntimeError):
+    """There is no graph for a call, and Python is about to run the step op by op, or the graph has never run."""
+
+
 def _check_traced() -> None:
     if not torch.compiler.is_compiling():
-        raise RuntimeError("apexfx: the step was not compiled, since Dynamo is off (TORCHDYNAMO_DISABLE, "
-                           "torch.compiler.set_stance or torch._dynamo.config.disable), and it runs as a graph alone")
+        raise NotCompiled("apexfx: the step was not compiled, since Dynamo is off (TORCHDYNAMO_DISABLE, "
+                          "torch.compiler.set_stance or torch._dynamo.config.disable), and it runs as a graph alone")
 
 
 def _differentiate(loss: Tensor, params: list[Tensor]) -> Sequence[Tensor | None]:

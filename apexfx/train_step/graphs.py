@@ -1,4 +1,9 @@
-"""How a call of a training step runs: as one compiled graph, or in pieces."""
+"""How a call of a training step runs: as one compiled graph, or in pieces.
+
+A call first tries the graphs that have run before, under no configuration of Dynamo's, and looks at nothing that their guards
+see: modules and their hooks, which parameters require a gradient, dtypes. Where none of them fits, the call looks at all of that,
+and Dynamo compiles one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import dynamo_config, patched_dynamo
+from .._torch import dynamo_config, patched_dynamo, run_cached_graphs
 from ..compiler.compile_graph import WeakBackend
 from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
@@ -22,7 +27,7 @@ from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .compiler import StepCompiler
 from .errors import NotOneGraph, calls_backward, capture_errors
-from .function import StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
+from .function import NotCompiled, StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
 from .in_pieces import StepInPieces, grad_versions
 from .model import StepModel
 from .options import StepOptions
@@ -79,6 +84,7 @@ class StepGraphs:
         self._model, self._objective, self._state, self._options = model, objective, state, options
         self._report, self._groups, self._agreement = report, groups, agreement
         self.why_in_pieces = ""
+        self._calls_backward = False  # whether the objective was seen to; the graph that does stays compiled
         self._make_compiler = compiler = functools.partial(
             StepCompiler, options.config, report=report, groups=groups, agreement=agreement, index=index,
             on_run=state.note_change, on_communication=state.note_communication, memory_budget=options.memory_budget,
@@ -89,6 +95,7 @@ class StepGraphs:
             compiled(compiled_separately(run_step), backend=WeakBackend(self._compiler)),
             compiled(compiled_separately(run_accumulate), backend=WeakBackend(self._compiler_of_earlier)),
             _dynamo_settings())
+        self._cached = {name: run_cached_graphs(getattr(self._functions, name)) for name in ("last", "earlier")}
 
     def run_last(self, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Run what ends an accumulation, and return what `run_step` does."""
@@ -144,6 +151,10 @@ class StepGraphs:
             raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
                               "fallback='transform', where it sees the model's backward as one function, or look for the op in "
                               "eager torch", reason)
+        if not self.why_in_pieces and not self._calls_backward:
+            with contextlib.suppress(NotCompiled):
+                return self._call_cached(function, batch, named)
+        self._state.prepare()
         gradients = grad_versions(self._state.params)
         self._state.keep_forward_writes(in_pieces=bool(self.why_in_pieces))
         with self._patched(), torch.no_grad(), capture_errors(), \
@@ -151,8 +162,20 @@ class StepGraphs:
             inputs = StepInputs(model, self._objective, **self._state.inputs())
             outputs = getattr(self._functions, function)(inputs, batch, named)
         if grad_versions(self._state.params) != gradients:  # by what the compiler does not know for a backward
+            self._calls_backward = True
             raise calls_backward()
         return outputs
+
+    def _call_cached(self, function: str, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
+        """Run the graph that has run for such a call before; nothing is looked at that its guards see.
+
+        Raises:
+            NotCompiled: there is none; nothing has run.
+        """
+        self._state.keep_forward_writes(cached=True)
+        compiler = self._compiler if function == "last" else self._compiler_of_earlier
+        with torch.no_grad(), self._model.traceable(cached=True) as model, compiler.repeating():
+            return self._cached[function](StepInputs(model, self._objective, **self._state.inputs()), batch, named)
 
     def _patched(self) -> contextlib.AbstractContextManager[Any]:
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._functions.dynamo.items())

@@ -44,21 +44,22 @@ class StepModel:
         self.stand_ins = StandIns(group, report)
 
     @contextlib.contextmanager
-    def traceable(self, *, casts_inputs: bool = True) -> Iterator[nn.Module]:
+    def traceable(self, *, casts_inputs: bool = True, cached: bool = False) -> Iterator[nn.Module]:
         """Yield the model, which Dynamo can trace until the end of the context.
 
         Args:
             casts_inputs: False where what runs the model does that.
+            cached: for graphs that were compiled before alone, whose guards see hooks and other modules.
 
         Raises:
             ValueError: as `check_modules`.
         """
-        if has_global_module_hooks() or any(map(has_backward_hooks, all_modules(self.model))):
+        if not cached and (has_global_module_hooks() or any(map(has_backward_hooks, all_modules(self.model)))):
             check_modules(self.model, self._group)  # raises
         with contextlib.ExitStack() as stack:
             if self._hooks is not None and casts_inputs:  # Dynamo evaluates the forward before any pass has put casts in
                 stack.enter_context(forward_hooks(self.model, _HALF_INPUTS, *self._hooks))
-            stack.enter_context(self.stand_ins.in_place(self.model, self.objective_modules.children()))
+            stack.enter_context(self.stand_ins.in_place(self.model, self.objective_modules.children(), cached=cached))
             yield self.model
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+import operator
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import has_gradient_hooks, has_own_step, has_step_hooks, tensor_version, tree_leaves
+from .._torch import has_own_step, has_step_hooks, tensor_version, tree_leaves
 from ..ops.apply_gradients import UpdateRow
 from ..optimizers.torch_optimizers import Labels, updates
 
@@ -125,20 +127,37 @@ def momenta(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Group, list[Any
             for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)}
 
 
-def structure(optimizers: Iterable[torch.optim.Optimizer], scheduled: Collection[Group] = ()) -> list[Any]:
-    """Return what a step's graph and its lists follow from, to be compared from call to call: all but the learning rates.
+class Structure:
+    """What a step's graph and its lists follow from, of optimizers, to be compared from call to call: all but the learning rates.
+
+    None of that has a version, so that each call looks: at parameters and state by identity, in loops that are not Python's.
 
     Args:
         scheduled: as of `OptimizerState`: of these groups all but whether there is momentum is left out of momentum and betas.
     """
-    return [part for place, optimizer in enumerate(optimizers) for part in _structure(optimizer, _of(place, scheduled))]
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Group] = ()) -> None:
+        self._facts = [part for place, optimizer in enumerate(optimizers) for part in _facts(optimizer, _of(place, scheduled))]
+        self._params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
+        held = [part for each in optimizers for part in each.state.values()]
+        state = chain.from_iterable(part.values() if isinstance(part, dict) else (part,) for part in held)
+        self._objects = [*self._params, *state]  # kept alive, so that none is taken for another in its place
+
+    def has_changed(self, now: Structure) -> bool:
+        """Return whether another structure, made later, differs."""
+        return self._facts != now._facts or len(self._objects) != len(now._objects) \
+            or not all(map(operator.is_, self._objects, now._objects))
+
+    def of_guards(self) -> list[Any]:
+        """Return what graphs follow from as well, and Dynamo's guards see: of the parameters that a graph reads or trains."""
+        return [(p.requires_grad, p.dtype, p.device) for p in self._params]
 
 
 def _of(optimizer: int, groups: Collection[Group]) -> set[int]:
     return {place for owner, place in groups if owner == optimizer}
 
 
-def _structure(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> list[Any]:
+def _facts(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> list[Any]:
     facts: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
     facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for place, group in enumerate(optimizer.param_groups):
@@ -146,11 +165,6 @@ def _structure(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> 
         facts += id(group), place not in scheduled or bool(group.get("momentum", True))
         facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
                   if name not in left_out]
-        for p in group["params"]:
-            facts += (id(p), p.requires_grad, p.dtype, p.device, has_gradient_hooks(p))
-    for held in optimizer.state.values():
-        facts.append(id(held))
-        facts += map(id, held.values()) if isinstance(held, dict) else ()
     return facts
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import note_optimizer_ran
+from .._torch import any_has_gradient_hooks, note_optimizer_ran
 from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
@@ -21,7 +21,7 @@ from .forward_writes import ForwardWrites
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
-from .optimizer_state import Group, OptimizerState, cycled, momenta, structure
+from .optimizer_state import Group, OptimizerState, Structure, cycled, momenta
 from .options import StepOptions
 from .other_leaves import unshared
 from .parameters import missed_parameters, trained_parameters
@@ -60,7 +60,9 @@ class TrainingState:
         self._model, self._optimizers, self._objective_modules = model, optimizers, objective_modules
         self._safeguard, self._ema, self._forward_writes = safeguard, ema, forward_writes
         self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
-        self._structure: list[Any] | None = None  # of the optimizer, which the lists follow from
+        self._structure: Structure | None = None  # of the optimizers, which the lists follow from
+        self._of_guards: list[Any] = []  # what they follow from as well, and guards of graphs see
+        self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
         self._labels: dict[int, int] = {}
         self._momenta: dict[Group, list[Any]] = {}  # momentum and betas of the optimizers' groups
@@ -79,9 +81,15 @@ class TrainingState:
 
     # ---- before a call ----------------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Read what a user may have changed since the last call."""
-        if self._structure is None:
+    def prepare(self, *, cached: bool = False) -> None:
+        """Read what a user may have changed since the last call.
+
+        Args:
+            cached: for graphs that were compiled before alone, whose guards see the rest.
+        """
+        if self._structure is None or self._structure.has_changed(self._structure_now()) \
+                or self._optimizer_state is not None and self._optimizer_state.was_counted_by_others() \
+                or any_has_gradient_hooks(self.params) or not cached and self._structure.of_guards() != self._of_guards:
             self._read_optimizer()
         if self._optimizer_state is not None:
             self._optimizer_state.set_hyperparameters()
@@ -100,6 +108,9 @@ class TrainingState:
 
     def _read_optimizer(self) -> None:
         """Make the lists, and write down for the graph what happens to the gradients."""
+        self._structure = None
+        if self._before is None:
+            self._before = [{p: dict(held) for p, held in optimizer.state.items()} for optimizer in self._optimizers]
         trained = trained_parameters(self._model, self._objective_modules, self._optimizers)
         if trained[0].device != self._device:
             raise ValueError(f"apexfx: the model was on {self._device} when the step was made, and is now on "
@@ -138,12 +149,13 @@ class TrainingState:
                                                                                                   self._ema.averages)}
                                    if self._ema is not None else {})})
         self._structure = self._structure_now()
+        self._of_guards = self._structure.of_guards()
 
     def _averaged(self) -> list[Tensor]:
         return [p for place, p in enumerate(self.params) if place not in self._not_averaged]
 
-    def _structure_now(self) -> list[Any]:
-        return structure(self._optimizers, self._optimizer_state.scheduled if self._optimizer_state is not None else ())
+    def _structure_now(self) -> Structure:
+        return Structure(list(self._optimizers), self._optimizer_state.scheduled if self._optimizer_state is not None else ())
 
     def _make_plan(self, scalars: list[str]) -> str:
         state, dynamic = self._optimizer_state, self._scale.mode == "dynamic"
@@ -190,31 +202,34 @@ class TrainingState:
         """
         self.check_whole()
         self.changed = self.communicated = False
-        before: list[dict[Tensor, Any]] | None = None
-        state = self._optimizer_state
-        if self._structure_now() != self._structure or state is not None and state.was_counted_by_others():
-            self._structure = None
-            before = [{p: dict(held) for p, held in optimizer.state.items()} for optimizer in self._optimizers]
+        self._before = None
         try:
             yield
         except BaseException as error:
             if self.changed or self.communicated and not isinstance(error, RankMismatchError):
                 self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            elif before is not None:
-                for optimizer, state in zip(self._optimizers, before):
+            elif self._before is not None:
+                for optimizer, state in zip(self._optimizers, self._before):
                     optimizer.state.clear()
                     optimizer.state.update(state)
                 self._structure = None
             raise
+        finally:
+            self._before = None
 
     # ---- after a call -----------------------------------------------------------------------------------------------------
 
-    def keep_forward_writes(self, *, in_pieces: bool) -> None:
-        """Keep what the forward may write, where a step may be skipped that wrote it, and its graph does not take it back."""
+    def keep_forward_writes(self, *, in_pieces: bool = False, cached: bool = False) -> None:
+        """Keep what the forward may write, where a step may be skipped that wrote it, and its graph does not take it back.
+
+        Args:
+            cached: for graphs that were compiled before alone.
+        """
         if self._safeguard is not None:
             if not self.num_gathered_calls():
                 self._forward_writes.forget()  # of a call that failed, or was captured alone
-            self._forward_writes.keep(copies=in_pieces or self._options.accumulate > 1)
+            copies = in_pieces or self._options.accumulate > 1
+            self._forward_writes.keep(copies=copies, cached=cached and not copies)
 
     def note_gathered(self, present: Sequence[bool]) -> None:
         """Note which parameters a call has gathered gradients of."""
@@ -237,7 +252,7 @@ class TrainingState:
             for p, here in zip(self.params, present):
                 p.grad = next(left) if here else None
         if self._optimizer_state is not None:
-            self._note_updated([p for p, here in zip(self.params, present) if here])
+            self._note_updated(self.params if all(present) else [p for p, here in zip(self.params, present) if here])
             return
         if self._scale.mode is None and self._safeguard is None or not skip.item():
             self._optimizers.step()

@@ -117,7 +117,7 @@ class TrainStep:
         call = WrongCall(self.model, self._objective, batch, named)
         self._recorder.record_where_skipped()
         with self._state.all_or_nothing():
-            self._state.prepare()
+            self._state.prepare(cached=True)
             if self._scale.mode is None and _autocast_dtype(self._device) == torch.float16:
                 raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                                  "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "

@@ -33,13 +33,20 @@ class Heads(nn.Module):
 
 def heads(optimizer=Adam, model=None, lr=0.01, **options):
     model = model if model is not None else Heads()
-    return apexfx.train_step(model, F.mse_loss, optimizer(model.parameters(), lr=lr), **{"opt_level": "O0", "inner": "eager",
-                                                                                         **options})
+    loss_fn = F.mse_loss if "objective" not in options else None
+    return apexfx.train_step(model, loss_fn, optimizer(model.parameters(), lr=lr), **{"opt_level": "O0", "inner": "eager",
+                                                                                      **options})
 
 
 def samples(count):
     generator = torch.Generator().manual_seed(2)
     return [(torch.randn(3, WIDTH, generator=generator), torch.randn(3, WIDTH, generator=generator)) for _ in range(count)]
+
+
+def branching(model, x, y):
+    """The same loss, which no single graph can hold."""
+    loss = F.mse_loss(model(x), y)
+    return loss * 2 if loss.item() > 1000 else loss
 
 
 class Eager:
@@ -276,7 +283,28 @@ def new_dictionary(optimizer):
     optimizer.param_groups[0] = {**optimizer.param_groups[0], "lr": 0.1}
 
 
-@pytest.mark.parametrize("change", [clear, clear_one, new_moments, new_groups, new_dictionary])
+def moved_moments(optimizer):
+    for held in optimizer.state.values():
+        held["exp_avg"].data = torch.ones_like(held["exp_avg"])
+
+
+def swapped_moments(optimizer):
+    one, other = [p for p in optimizer.param_groups[0]["params"] if p.shape == (WIDTH, WIDTH)][:2]
+    moments = optimizer.state[other]["exp_avg"], optimizer.state[one]["exp_avg"]
+    optimizer.state[one]["exp_avg"], optimizer.state[other]["exp_avg"] = moments
+
+
+def fewer_parameters(optimizer):
+    optimizer.state.pop(optimizer.param_groups[0]["params"].pop(2))  # torch saves the state of none that it does not hold
+
+
+def loaded_twice(optimizer):
+    for _ in range(2):
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize("change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
+                                    fewer_parameters, loaded_twice])
 def test_a_change_of_the_optimizer_is_seen(change):
     step, reference = heads(), Eager(Heads())
     for place, batch in enumerate(samples(5)):
@@ -487,9 +515,45 @@ def tie(model):
     model[2].weight = model[0].weight
 
 
+def freeze(model):
+    model[0].requires_grad_(False)
+
+
+def move(model):
+    for p in model.parameters():
+        p.data = p.data * 0.5
+
+
+def set_memory(model):
+    with torch.no_grad():
+        model[0].weight.set_(torch.ones(WIDTH, WIDTH))
+
+
+def new_statistics(model):
+    model[1][0].running_mean = torch.ones(WIDTH)
+
+
+def new_layer(model):
+    torch.manual_seed(3)
+    model[2] = nn.Linear(WIDTH, WIDTH)
+
+
+def no_layer(model):
+    del model[2]
+
+
+def no_bias(model):
+    model[2].bias = None
+
+
+def own_forward(model):
+    model[2].forward = lambda x: -x @ model[2].weight
+
+
 @pytest.mark.parametrize("change, momentum", [
     *((change, None) for change in (set_momentum, append, replace, evaluate, scale_inputs, tie)),
-    *((change, 0.1) for change in (set_momentum, set_cumulative, evaluate, scale_outputs)),
+    *((change, 0.1) for change in (set_momentum, set_cumulative, evaluate, scale_outputs, freeze, move, set_memory,
+                                   new_statistics, new_layer, no_layer, no_bias, own_forward)),
 ])  # fmt: skip
 def test_a_change_of_the_model_is_seen(change, momentum):
     step, reference = heads(SGD, norms(momentum)), Eager(norms(momentum), SGD)
@@ -497,6 +561,16 @@ def test_a_change_of_the_model_is_seen(change, momentum):
         for each in (step, reference):
             if place == 2:
                 change(each.model)
+            each(*batch)
+    assert_same_training(step, reference)
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": branching, "fallback": "transform"}], ids=["one graph", "in pieces"])
+def test_layers_that_are_frozen_and_unfrozen(options):
+    step, reference = heads(**options), Eager(Heads())
+    for place, batch in enumerate(samples(5)):
+        for each in (step, reference):
+            each.model.heads[0].requires_grad_(place in (1, 4))
             each(*batch)
     assert_same_training(step, reference)
 

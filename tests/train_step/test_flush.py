@@ -115,6 +115,14 @@ def test_calls_after_a_flush_begin_an_accumulation():
     assert_same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
+def test_a_flush_sees_that_a_parameter_was_frozen():
+    step = make(accumulate=3)
+    step(*batches(1)[0])
+    step.model[0].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="after 1 of 3 calls that accumulate"):
+        step.flush()
+
+
 @pytest.mark.parametrize("optimizer, options", [(SGD, {}), (AdamW, {"loss_scale": "dynamic"}), (RMSprop, {})], ids=str)
 def test_a_flush_of_calls_that_reach_nothing_trained_does_nothing(optimizer, options):
     def of_the_input(model, inputs, targets, uses_model=False):

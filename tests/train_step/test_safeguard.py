@@ -311,6 +311,19 @@ def test_what_cannot_be_taken_back_is_said(write, named, caplog):
     assert caplog.text.count("does not undo") == 1
 
 
+def test_an_attribute_that_the_first_step_makes_is_taken_back():
+    def make_attribute(model, y):
+        model.made = y
+
+    model = Writes(make_attribute)
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True)
+    generator = torch.Generator().manual_seed(0)
+    for kind in (GOOD, GOOD, NAN_INPUT):
+        step(*batch(kind, generator)[:2])
+    assert step.skipped == 1 and model.made.isfinite().all()
+
+
 @pytest.mark.parametrize("options, error, message", [
     ({"safeguard": 3}, TypeError, "safeguard=3"),
     ({"safeguard": True, "skip": ["skip_writes"]}, ValueError, "leave safeguard= out"),
@@ -340,6 +353,15 @@ def test_what_a_call_kept_that_did_not_run_is_forgotten():
         step(*batch(NAN_INPUT, generator))
         assert not bool(step.updated)
         assert_equal(everything(step), before)
+
+
+def test_the_first_run_of_a_graph_that_was_captured_before_is_taken_back():
+    generator, step = torch.Generator().manual_seed(0), make(SGD)
+    step.capture(*batch(GOOD, generator))
+    before = everything(step)
+    step(*batch(NAN_INPUT, generator))
+    assert not bool(step.updated)
+    assert_equal(everything(step), before)
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate": 2}], ids=str)

@@ -265,6 +265,20 @@ def test_a_backward_inside_of_the_objective_is_refused_before_anything_changes(o
     torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
 
 
+def test_a_gradient_that_the_objective_sets_is_refused_each_time():
+    def objective(m, x):
+        m.weight.grad = torch.ones(2, 2)
+        return m(x).sum()
+
+    model = nn.Linear(2, 2)
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0", inner="eager")
+    state = copy.deepcopy(step.state_dict())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="calls backward\\(\\) itself"):
+            step(torch.ones(1, 2))
+        step.load_state_dict(copy.deepcopy(state))
+
+
 def test_a_backward_to_a_leaf_of_the_objective_s_own_is_that_of_eager():
     def objective(m, x):
         y = m(x)
@@ -284,13 +298,14 @@ def test_a_backward_to_a_leaf_of_the_objective_s_own_is_that_of_eager():
 
 def test_hooks_on_all_modules_are_refused():
     step = heads()
-    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-    try:
-        with pytest.raises(ValueError, match="registered on all modules"):
-            step(*samples(1)[0])
-    finally:
-        handle.remove()
-    step(*samples(1)[0])
+    for _ in range(2):  # before there is a graph, and then
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        try:
+            with pytest.raises(ValueError, match="registered on all modules"):
+                step(*samples(1)[0])
+        finally:
+            handle.remove()
+        step(*samples(1)[0])
 
 
 def test_inference_mode_is_refused():
