@@ -53,6 +53,7 @@ from torch._inductor import list_mode_options as inductor_mode_options
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.graph import GraphLowering
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
@@ -436,6 +437,11 @@ def onednn_is_wider() -> bool:
         return False
     info = Path("/proc/cpuinfo")
     return torch.cpu._is_avx512_supported() and info.exists() and "GenuineIntel" not in info.read_text()
+
+
+def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
+    """Return whether Inductor computes the convolutions of a graph without a backward channels_last, whatever its strides."""
+    return GraphLowering.decide_layout_opt(gm, is_inference=True)
 
 
 def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import math
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of a processor: what decides how fast it multiplies
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
@@ -151,12 +154,18 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def give_back_memory() -> None:
+    """Have malloc give back what is freed, so that this process's resident set holds live tensors and no free memory between."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD of malloc.h; set, glibc moves it no more
+
+
 def machine() -> dict[str, Any]:
     """Return the versions and the processor that a measurement was taken on."""
     lines = info.read_text().splitlines() if (info := Path("/proc/cpuinfo")).exists() else []
     names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    flags = next((line.split() for line in lines if line.startswith("flags")), [])
     return {"torch": torch.__version__, "python": platform.python_version(), "processor": next(iter(names), platform.machine()),
-            "cores": os.cpu_count()}
+            "features": [name for name in _FEATURES if name in flags], "cores": os.cpu_count()}
 
 
 def write_record(path: Path | None, **record: Any) -> None:

@@ -20,8 +20,6 @@ import torch
 from ops import load_rows
 from tabulate import tabulate
 
-_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h; set, glibc moves it no more
-
 
 def growth(function: Callable[[], object], calls: int = 3) -> int:
     """Return the bytes by which the resident set grows at its peak while `function` runs, in a forked process."""
@@ -49,7 +47,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)  # a pool of threads does not survive a fork
-    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 2**16)  # what is freed leaves the resident set: it holds live tensors alone
+    harness.give_back_memory()
     rows = []
     for family, row in load_rows("cpu", given.only):
         taken = {name: growth(function) / 2**20 for name, function in {"ours": row.ours, **row.others}.items()}

@@ -1,7 +1,7 @@
 """Measure a whole training step by train_step() against the same step put together by hand.
 
     python benchmarks/train_step.py                                       # small models, one thread
-    python benchmarks/train_step.py --models resnet50 bert gpt2 --threads 2 --rounds 15
+    python benchmarks/train_step.py --models resnet50 bert --threads 2 --rounds 30 --levels O0 O1 O2
     python benchmarks/train_step.py --ranks 2                             # gloo ranks, against torch DDP
     python benchmarks/train_step.py --memory --start                      # peak memory, time to the first step
 
@@ -12,17 +12,19 @@ Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and 
     transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
     train_step       apexfx.train_step() with torch's AdamW
 
-In a half type, the first two run under autocast, of float16 with a GradScaler, and the last two at O1. Columns: median
-milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is faster), median and quartiles. They
-take turns: a step of a large model, ten of a small one, whose weights then stay in the caches as in training. `--memory`: the MiB
-by which the resident set grew over its size after the imports, at its peak in ten steps, in a process of its own. `--start`:
-seconds from the model to the end of the first step in a new process, with an empty compile cache and once more.
+At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a GradScaler. Columns:
+median milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is faster), the median with its
+95 % interval; whether that lies above 1, below, or neither: "undecided". They take turns: a step of a large model, ten of a small
+one, whose weights then stay in the caches as in training. `--memory`: the MiB by which the resident set grew over its size after
+the imports, at its peak in ten steps, in a process of its own whose malloc gives back what is freed. `--start`: seconds from
+the model to the end of the first step in a new process, with an empty compile cache and once more.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import statistics
 import tempfile
@@ -81,7 +83,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "mlp": (perceptron, lambda: torch.randn(32, 128)),
     "cnn": (small_cnn, lambda: torch.randn(32, 1, 8, 8)),
     "encoder": (lambda: encoder(2, 64, 4, 16), lambda: torch.randn(8, 16, 64)),
-    "resnet50": (resnet50, lambda: torch.randn(4, 3, 128, 128)),
+    "resnet50": (resnet50, lambda: torch.randn(8, 3, 128, 128)),
     "bert": (lambda: encoder(6, 512, 8, 128), lambda: torch.randn(8, 128, 512)),
     "gpt2": (Gpt2, lambda: torch.randint(0, 50257, (2, 64))),
 }
@@ -89,8 +91,9 @@ SMALL = ("mlp", "cnn", "encoder")
 
 
 def by_hand(wrap: Callable[[nn.Module], nn.Module]) -> Callable[..., Step]:
-    def make(model: nn.Module, dtype: torch.dtype, device: str, clip: bool) -> Step:
+    def make(model: nn.Module, options: dict[str, Any], device: str, clip: bool) -> Step:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        dtype = options.get("dtype", torch.float32)
         wrapped = wrap(model)
         scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
         half = torch.autocast(device, dtype) if dtype != torch.float32 else contextlib.nullcontext()
@@ -114,15 +117,10 @@ def _over_ranks(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
-def _options(dtype: torch.dtype) -> dict[str, Any]:
-    options: dict[str, Any] = {"ddp": dist.is_initialized()}
-    return options | ({"opt_level": "O0"} if dtype == torch.float32 else {"opt_level": "O1", "dtype": dtype})
-
-
-def transformed(model: nn.Module, dtype: torch.dtype, device: str, clip: bool) -> Step:
+def transformed(model: nn.Module, options: dict[str, Any], device: str, clip: bool) -> Step:
     optimizer = FusedAdam(model.parameters(), lr=1e-4, max_grad_norm=1.0 if clip else None)
-    compiled = apexfx.transform(model, **_options(dtype))
-    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+    compiled = apexfx.transform(model, ddp=dist.is_initialized(), **options)
+    scaler = torch.amp.GradScaler(device, enabled=options.get("dtype") == torch.float16)
 
     def step(x: Tensor, y: Tensor) -> None:
         loss = F.cross_entropy(compiled(x), y)
@@ -134,9 +132,10 @@ def transformed(model: nn.Module, dtype: torch.dtype, device: str, clip: bool) -
     return step
 
 
-def whole(model: nn.Module, dtype: torch.dtype, device: str, clip: bool) -> Step:
+def whole(model: nn.Module, options: dict[str, Any], device: str, clip: bool) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    return apexfx.train_step(model, F.cross_entropy, optimizer, max_grad_norm=1.0 if clip else None, **_options(dtype))
+    return apexfx.train_step(model, F.cross_entropy, optimizer, max_grad_norm=1.0 if clip else None, ddp=dist.is_initialized(),
+                             **options)
 
 
 VARIANTS: dict[str, Callable[..., Step]] = {
@@ -147,18 +146,23 @@ VARIANTS: dict[str, Callable[..., Step]] = {
 }
 
 
-def build(name: str, variant: str, given: argparse.Namespace) -> tuple[Step, Batch]:
+def label(name: str, level: str) -> str:
+    return name if level == "O0" else f"{name} {level}"
+
+
+def build(name: str, variant: str, level: str, given: argparse.Namespace) -> tuple[Step, Batch]:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     model, x = make().to(given.device), inputs().to(given.device)
-    step = VARIANTS[variant](model, getattr(torch, given.dtype), given.device, not given.no_clip)
+    options = {"opt_level": level} | ({"dtype": getattr(torch, given.dtype)} if level != "O0" else {})
+    step = VARIANTS[variant](model, options, given.device, not given.no_clip)
     return step, (x, torch.randint(0, 10, (len(x),), device=given.device))
 
 
-def measure(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(name: str, level: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of a model, of rank 0 where there are several."""
     torch.set_num_threads(given.threads)
-    made = {variant: build(name, variant, given) for variant in given.variants}
+    made = {variant: build(name, variant, level, given) for variant in given.variants}
     for step, batch in made.values():
         for _ in range(5):
             step(*batch)
@@ -171,17 +175,20 @@ def measure(name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
         times = {variant: harness.slowest(taken) for variant, taken in times.items()}
     rows = []
     for variant, taken in times.items():
-        low, middle, high = harness.ratios(times[PEER], taken)
-        rows.append({"model": name, "variant": variant, "ms": 1e3 * statistics.median(taken) / steps, "ratio": middle, "low": low,
-                     "high": high})
+        low, middle, high = harness.interval([peer / own for peer, own in zip(times[PEER], taken)])
+        verdict = "" if variant == PEER else "above" if low > 1 else "below" if high < 1 else "undecided"
+        rows.append({"model": label(name, level), "variant": variant, "ms": 1e3 * statistics.median(taken) / steps,
+                     "ratio": middle, "low": low, "high": high, "verdict": verdict})
     return rows
 
 
-def first_step(name: str, variant: str, given: argparse.Namespace) -> dict[str, float]:
+def first_step(name: str, variant: str, level: str, given: argparse.Namespace) -> dict[str, float]:
     """Return the seconds to the end of the first step, and the peak memory in MiB of ten, of this process."""
     torch.set_num_threads(given.threads)
+    if given.memory:
+        harness.give_back_memory()
     before, begin = harness.resident("VmRSS"), time.perf_counter()
-    step, batch = build(name, variant, given)
+    step, batch = build(name, variant, level, given)
     step(*batch)
     seconds = time.perf_counter() - begin
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here: compiling has one of its own
@@ -192,13 +199,13 @@ def first_step(name: str, variant: str, given: argparse.Namespace) -> dict[str, 
 
 def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
-    for name in given.models:
+    for name, level in itertools.product(given.models, given.levels):
         for variant in given.variants:
             with tempfile.TemporaryDirectory() as folder:
                 os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-                cold, warm = (harness.in_new_process(first_step, name, variant, given) for _ in range(2))
+                cold, warm = (harness.in_new_process(first_step, name, variant, level, given) for _ in range(2))
                 del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            rows.append({"model": name, "variant": variant})
+            rows.append({"model": label(name, level), "variant": variant})
             if given.start:
                 rows[-1] |= {"cold s": cold["seconds"], "warm s": warm["seconds"]}
             if given.memory:
@@ -211,7 +218,8 @@ def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--levels", nargs="+", choices=("O0", "O1", "O2"), default=["O0"])
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=1)
@@ -227,12 +235,13 @@ def main() -> None:
         parser.error(f"--variants has to hold {PEER}, which the others are compared with")
     else:
         rows = []
-        for name in given.models:
-            rows += (harness.on_ranks(measure, name, given, num_ranks=given.ranks) if given.ranks > 1
-                     else harness.in_new_process(measure, name, given))
+        for name, level in itertools.product(given.models, given.levels):
+            rows += (harness.on_ranks(measure, name, level, given, num_ranks=given.ranks) if given.ranks > 1
+                     else harness.in_new_process(measure, name, level, given))
     print(tabulate(rows, headers="keys", floatfmt=".2f"))
+    in_rows = ("json", "models", "variants", "levels")
     harness.write_record(given.json, apexfx=apexfx.__version__, rows=rows,
-                         **{key: value for key, value in vars(given).items() if key not in ("json", "models", "variants")})
+                         **{key: value for key, value in vars(given).items() if key not in in_rows})
 
 
 if __name__ == "__main__":

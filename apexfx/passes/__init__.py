@@ -17,6 +17,7 @@ from ..precision.policy import Policy
 from .base import Pass, validate
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
+from .channels_last import ChannelsLast
 from .flatten_relu import FlattenRelu
 from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
@@ -116,6 +117,10 @@ def _schedule_comm(config: TransformConfig, context: Context) -> Pass | None:
     return ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None
 
 
+def _channels_last(config: TransformConfig, context: Context) -> Pass | None:
+    return ChannelsLast() if context.whole_step and config.inner != "eager" else None
+
+
 def _unscale_clip_update(config: TransformConfig, context: Context) -> Pass | None:
     return UnscaleClipUpdate() if context.whole_step else None
 
@@ -145,6 +150,7 @@ TABLE: tuple[Row, ...] = (
     Row(OnednnProducts, "inner=\"inductor\", where MKL lacks AVX-512", _onednn_products),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
+    Row(ChannelsLast, "train_step(), inner=\"inductor\"", _channels_last),
     Row(UnscaleClipUpdate, "train_step()", _unscale_clip_update),
     Row(SkipWrites, "train_step(), safeguard=", _skip_writes),
     Row(UpdateEarly, "train_step() without clipping or a loss scale", _update_early),
