@@ -23,7 +23,8 @@ def test_what_is_reached_for_is_imported():
 def test_only_what_is_promised_is_shown():
     assert [name for name in dir(apexfx) if not name.startswith("__")] == [
         "BucketConfig", "BucketPlan", "EMA", "Match", "NonFiniteError", "Pass", "PassError", "RankMismatchError",
-        "ReplicaMismatchError", "Report", "Safeguard", "TrainStep", "UnsynchronizedGradientError", "amp", "buckets", "compat",
+        "ReplicaMismatchError", "Report", "Safeguard", "TrainStep", "UnsynchronizedGradientError", "amp", "buckets", "compare",
+        "compat",
         "fp16_utils", "graph", "last_report", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel", "simulate",
         "train_step", "transform",
     ]  # fmt: skip

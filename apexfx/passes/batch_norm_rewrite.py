@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, fx
 from .._torch import HigherOrderOperator, statically_known_true
 from ..graph.collectives import namespace
 from ..graph.mutation import storages, written
-from ..graph.nodes import argument, inherit, set_value, value
+from ..graph.nodes import argument, evaluate, fake_mode, inherit, set_value, value
 from ..graph.op_names import canonical_name
 from ..ops import sync_batch_norm  # noqa: F401  registers the op
 
@@ -78,11 +79,25 @@ def fuse_tails(graph: fx.Graph, nodes: Iterable[fx.Node]) -> dict[fx.Node, tuple
         arguments |= {"residual": tail.residual, "relu": True}
         new = _insert(graph, before=tail.relu, arguments=arguments, like=node, val=value(tail.relu))
         tail.relu.replace_all_uses_with(new)
+        _give_own_memory(new)
         for dead in (tail.relu, tail.add, node):
             if dead is not None:
                 graph.erase_node(dead)
         fused[node] = new, " + relu" if tail.add is None else " + add + relu"
     return fused
+
+
+def _give_own_memory(node: fx.Node) -> None:
+    """Have the value of `node` and the views of it share no memory with what it replaces: the ops that wrote there are gone."""
+    mode, old = fake_mode(node.graph), storages(value(node))
+    with mode or contextlib.nullcontext(), torch.no_grad():
+        set_value(node, torch.clone(value(node)))
+    views = [node]
+    while views:
+        for user in views.pop().users:
+            if user.op != "output" and storages(value(user)) & old:
+                set_value(user, evaluate(user, mode))
+                views.append(user)
 
 
 def _tail(node: fx.Node) -> _Tail | None:

@@ -10,6 +10,7 @@ import torch
 
 from apexfx._torch import has_kernel
 from apexfx.compiler import capture
+from apexfx.graph import order
 from apexfx.graph.nodes import graphs
 from apexfx.graph.printing import format_graph
 from apexfx.passes.fuse_norm import FuseNorm
@@ -44,10 +45,11 @@ def rewrite(model, *inputs, pass_type=FuseNorm, inner="eager", make=None, autoca
 
     def backend(gm, example_inputs):
         capture.annotate(gm, example_inputs)
-        original, before = copy.deepcopy(gm), text(gm)
+        original, before, order_before = copy.deepcopy(gm), text(gm), order.rows(gm.graph)
         pass_ = make()
         assert pass_(gm).modified == (text(gm) != before)
         gm.graph.lint()
+        order.check(order_before, order.rows(gm.graph), pass_.name)
         after = text(gm)
         assert not make()(gm).modified and text(gm) == after  # twice is once
         kept[:] = [pass_, gm]

@@ -330,7 +330,7 @@ def test_skips_in_a_row_are_said(caplog):
 
 @pytest.mark.parametrize("objective, sentence", [
     (lambda m, x: m(x).masked_fill(x > 0, -torch.inf).softmax(1).log().sum(), "minus infinity"),
-    (lambda m, x: (m(x) * 0).log().sum() * 0, "aten.mul"), (lambda m, x: (m(x) * 1e30 * 1e30).abs().sum(), "aten.mul"),
+    (lambda m, x: (m(x) * 0).log().sum() * 0, "aten.log"), (lambda m, x: (m(x) * 1e30 * 1e30).abs().sum(), "aten.mul"),
     (lambda m, x: m(x).masked_fill(x > 0, -torch.inf).softmax(1).sum(), "The forward is finite"),
     (lambda m, x: m(x.half()).sum(), "cannot be run in eager"),
 ])  # fmt: skip
