@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _MAGNIFIES = 50  # times: an op that makes so much of the error of its inputs is
 _ROUNDING = {"bf16": 2.0**-7, "f16": 2.0**-10}  # what an op in a dtype may introduce: four times what its rounding does
 _ROUNDING_OF_OTHERS = 1e-5  # long sums of float32 included
 _DESTROYED = 0.25  # an error of so much leaves little of a tensor
-_MATTERS = 0.05  # a share of the error
+_MATTERS, _MOST = 0.05, 0.5  # shares of the error
 _CAST = torch.ops.aten._to_copy.default
 _VIEWS = frozenset(("view", "t", "transpose", "permute", "reshape", "_unsafe_view", "expand", "alias", "detach", "_to_copy",
                     "clone", "squeeze", "unsqueeze", "getitem", "slice", "select"))
@@ -45,6 +45,8 @@ class Row:
         inherited: the error that comes with those inputs, at the same place.
         magnifies: how many times the inherited error is that of the inputs.
         is_lost: whether it is the first to give nan or an infinity where the reference is finite.
+        consequence: what a later op makes of the error, where that is to blame on this one: "torch.log (file:3) makes nan or an
+            infinity"; else "".
         op: as the program calls it, "torch.softmax"; call: the op of aten that the numbers are of, "aten._softmax.default".
         phase: "forward" or "backward".
         dtype: of the result.
@@ -74,6 +76,7 @@ class Row:
     range: Range | None
     is_measured: bool = True
     wrong_backward: bool = False
+    consequence: str = ""
 
     @property
     def error(self) -> float:
@@ -83,7 +86,9 @@ class Row:
     @property
     def stands_out(self) -> bool:
         """Whether the error is more than the rounding of the dtype."""
-        return self.is_lost or self.wrong_backward or self.error > _ROUNDING.get(self.dtype, _ROUNDING_OF_OTHERS) and self.matters
+        if self.is_lost or self.wrong_backward or self.consequence:
+            return True
+        return self.error > _ROUNDING.get(self.dtype, _ROUNDING_OF_OTHERS) and self.matters
 
     @property
     def matters(self) -> bool:
@@ -93,7 +98,12 @@ class Row:
     @property
     def is_source(self) -> bool:
         """Whether most of the error begins here, with the rounding of a half type."""
-        return self.share is not None and self.share > 0.5 and self.dtype in _ROUNDING
+        return self.share is not None and self.share > _MOST and self.dtype in _ROUNDING
+
+    @property
+    def is_magnifier(self) -> bool:
+        """Whether the error stands out that it makes of that of its inputs, and is more than what it introduces."""
+        return self.magnifies >= _MAGNIFIES and self.inherited > self.introduced and self.stands_out
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-able values; what is not finite as a string."""
@@ -151,7 +161,7 @@ class Comparison(Sequence[Row]):
         if not text:
             text = "no op stands out: each introduces what the rounding of its dtype does" + (
                 f"; most is due to {_where(first)}, {first.share:.0%}" if first.share is not None else "")
-        return text + (f"; then {self._of(lost)}" if lost is not None and lost is not first else "")
+        return text + (f"; then {self._of(lost)}" if lost is not None and lost is not first and not first.consequence else "")
 
     def _of(self, row: Row) -> str:
         dtype = f" in {row.dtype}" if row.dtype != "-" else ""
@@ -159,10 +169,11 @@ class Comparison(Sequence[Row]):
             return f"{_where(row)} gives nan or an infinity{dtype}, and is finite in {self.reference}"
         if row.wrong_backward:
             return f"the backward that {_where(row)} has registered is not the derivative of its forward, in {self.reference} too"
-        if row.magnifies >= _MAGNIFIES and row.inherited > row.introduced:
+        if row.is_magnifier and not row.consequence:
             return f"{_where(row)} makes {row.magnifies:.0f} times as much of the error of its inputs: {row.inherited:.2g}{dtype}"
         share = f", and with that {min(row.share, 1):.0%} of the error" if row.share is not None else ""
-        return f"{_where(row)} introduces an error of {row.introduced:.2g}{dtype}{share}"
+        consequence = f", of which {row.consequence}" if row.consequence else ""
+        return f"{_where(row)} introduces an error of {row.introduced:.2g}{dtype}{share}{consequence}"
 
     def __str__(self) -> str:
         lines = []
@@ -212,7 +223,7 @@ def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Referen
     errors, outputs = reference.errors, graph.output_node().args[0]
     tail, zero = _tail(outputs), _tail([outputs[place] for place in ignored])
     total = sum(first for first, _ in contributions.values())
-    places, rows = {node: place for place, node in enumerate(graph.nodes)}, []
+    rows: list[tuple[Row, _Group, fx.Node]] = []
     for group in _groups(graph, ops, [node for node in errors if node not in zero]):
         figures = {node: _figures(errors[node], in_tail=node in tail) for node in group.nodes}
         worst = max(group.nodes, key=lambda node: (errors[node].is_lost, _blame(figures[node])))
@@ -222,13 +233,46 @@ def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Referen
             share = sum(own for own, _ in shares.values())
             passed = max((shares[node][1] for node in group.nodes if figures[node][2] >= _MAGNIFIES), key=abs, default=0.0)
         introduced, inherited, magnifies = figures[worst]
-        rows.append((min(map(places.__getitem__, group.nodes)), Row(
+        rows.append((Row(
             **group.described(worst), share=share, passed=passed, introduced=introduced, inherited=inherited, magnifies=magnifies,
             is_lost=any(errors[node].is_lost for node in group.nodes), range=ranges.get(worst),
             is_measured=all(errors[node].is_measured for node in group.nodes),
-            wrong_backward=any(node in reference.wrong_backward for node in group.nodes))))
-    magnified = any(row.magnifies >= _MAGNIFIES and row.matters for _, row in rows)
-    return [row for _, row in sorted(rows, key=lambda pair: _rank(*pair, magnified=magnified))]
+            wrong_backward=any(node in reference.wrong_backward for node in group.nodes)), group, worst))
+    consequences = _consequences(rows, reference)
+    return sorted((replace(row, consequence=consequences.get(index, "")) for index, (row, *_) in enumerate(rows)), key=_rank)
+
+
+def _consequences(rows: Sequence[tuple[Row, _Group, fx.Node]], reference: Reference) -> dict[int, str]:
+    """Return `Row.consequence` of the rows that are to blame for what a later one makes of their error, by index.
+
+    Args:
+        rows: in order; each with its nodes, and the one that its numbers are of.
+        reference: that has observed the run.
+    """
+    row_of = {node: index for index, (_, group, _) in enumerate(rows) for node in group.nodes}
+    consequences: dict[int, str] = {}
+    for index, (row, group, worst) in enumerate(rows):
+        sources: set[int | None] = set()
+        if row.is_lost:
+            text = f"{_where(row)} makes nan or an infinity"
+            sources = {row_of.get(reference.source_of_loss(node)) for node in group.nodes if reference.errors[node].is_lost}
+        elif row.is_magnifier:
+            text = f"{_where(row)} makes {row.magnifies:.0f} times as much"
+            shares = {source: abs(rows[source][0].share or 0.0) for node in _ancestors(worst)
+                      if (source := row_of.get(node)) is not None}
+            sources = {max(shares, key=shares.__getitem__)} if max(shares.values(), default=0.0) > _MOST else set()
+        for source in sources - {None, index}:
+            consequences.setdefault(source, text)
+    return consequences
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    ancestors, todo = set(), [node]
+    while todo:
+        new = set(todo.pop().all_input_nodes) - ancestors
+        ancestors |= new
+        todo += new
+    return ancestors
 
 
 def rows_of_ranges(graph: fx.Graph, ops: Mapping[str, OpRow | None], ranges: Mapping[fx.Node, Range]) -> list[Row]:
@@ -270,7 +314,7 @@ class _Group:
 
 def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx.Node]) -> list[_Group]:
     """Return the nodes by the line, module and name of their op, and by phase."""
-    belongs = ops_of(graph)
+    belongs = ops_of(graph, {name for name, op in ops.items() if op is not None and op.family == "cast"})
     members: dict[Any, list[fx.Node]] = {}
     for node in nodes:
         name, phase = belongs.get(node, ("", "backward" if is_of_backward(node) else "forward"))
@@ -284,24 +328,27 @@ def _groups(graph: fx.Graph, ops: Mapping[str, OpRow | None], nodes: Sequence[fx
             for (*_, phase), own in members.items()]
 
 
-def ops_of(graph: fx.Graph) -> dict[fx.Node, tuple[str, str]]:
-    """Return, for nodes of ops, the `OpRow.node` that each belongs to, and its phase; a backward by the op of the same number."""
+def ops_of(graph: fx.Graph, casts: Collection[str] = ()) -> dict[fx.Node, tuple[str, str]]:
+    """Return, for nodes of ops, the `OpRow.node` that each belongs to, and its phase; a backward by the op of the same number.
+
+    The gradient of a cast is narrowed for the op that made the narrow tensor, and belongs to that; of `casts`, to the cast.
+    """
     forward: dict[int, fx.Node] = {}
     belongs: dict[fx.Node, tuple[str, str]] = {}
     for node in graph.nodes:
         custom, number = node.meta.get("custom") or {}, node.meta.get("seq_nr")
         if is_of_backward(node):
             if number in forward:
-                belongs[node] = belongs[_narrowed_by(forward[number], belongs)][0], "backward"
+                belongs[node] = belongs[_narrowed_by(forward[number], belongs, casts)][0], "backward"
         elif OP in custom:
             belongs[node] = custom[OP], "forward"
             forward.setdefault(number, node)
     return belongs
 
 
-def _narrowed_by(node: fx.Node, belongs: Mapping[fx.Node, Any]) -> fx.Node:
+def _narrowed_by(node: fx.Node, belongs: Mapping[fx.Node, Any], casts: Collection[str]) -> fx.Node:
     """Return, for a cast, what made the tensor of the dtype that its gradient is cast back to; any other node as it is."""
-    if node.target is not _CAST:
+    if node.target is not _CAST or belongs[node][0] in casts:
         return node
     source = node.args[0]
     while source in belongs and _is_view(source) and source.target is not _CAST:
@@ -309,14 +356,14 @@ def _narrowed_by(node: fx.Node, belongs: Mapping[fx.Node, Any]) -> fx.Node:
     return source if source in belongs else node
 
 
-def _rank(place: int, row: Row, *, magnified: bool) -> tuple[Any, ...]:
-    """Sort what destroys a tensor first, and the source of what is magnified, in order; then what makes more error than its dtype
-    does; then by share.
+def _rank(row: Row) -> tuple[Any, ...]:
+    """Sort what destroys a tensor first, and that whose error a later op makes that of; then what makes more error than its dtype
+    does, by share; then the others, by share. What is equal stays in order.
     """
-    if row.is_lost or row.wrong_backward or row.error > _DESTROYED and row.matters or magnified and row.is_source:
-        return 0, place
+    if row.is_lost or row.wrong_backward or row.consequence or row.error > _DESTROYED and row.matters:
+        return 0, 0.0
     size = -row.error if row.share is None else -max(abs(row.share), abs(row.passed))
-    return (1 if row.stands_out else 2), size, place
+    return (1 if row.stands_out else 2), size
 
 
 def _figures(errors: NodeErrors, *, in_tail: bool) -> tuple[float, float, float]:

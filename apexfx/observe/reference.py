@@ -19,6 +19,7 @@ from .non_finite import is_of_backward
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _DROPOUT = (torch.ops.aten.native_dropout.default,)
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
+_WRONG = 0.5  # relative: an element that is so far off is wrong, and not rounded
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # args and kwargs
 
 
@@ -66,7 +67,7 @@ class Reference:
     Args:
         graph: that runs: of ops of aten and of custom ones, without a body.
         dtype: torch.float64 or torch.float32; what is as wide or wider stays.
-        differentiable: keep what `contributions` needs: all values, in the wide dtype.
+        differentiable: keep what `contributions` and `source_of_loss` need: all values, in the wide dtype.
 
     Attributes:
         errors: of each node that calls something, in order.
@@ -227,6 +228,39 @@ class Reference:
         self.errors[node] = errors
         return values
 
+    # ---- back from a node ------------------------------------------------------------------------------------------------
+
+    def source_of_loss(self, node: fx.Node) -> fx.Node:
+        """Return whose error it is that a node is the first to be not finite: its own, or that of a node upstream.
+
+        Elements are followed, not norms: from those that are lost back through ops that would give them wrong in the wide dtype,
+        too, for the inputs they got, to the input that is farthest off there.
+        """
+        elements = _lost_elements(_as_one(self._values[node].got), _as_one(self._values[node].wide))
+        while True:
+            got, wide, local = map(_as_one, (self._values[node].got, self._values[node].wide, self._for_inputs_of_run(node)))
+            if bool((wrong := elements & (_relative_errors(got, wide) > _WRONG)).any()):
+                elements = wrong
+            if _largest(_relative_errors(got, local), elements) >= _largest(_relative_errors(local, wide), elements):
+                return node
+            is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) and isinstance(self._values[node].got, Tensor)
+            candidates = []
+            for source in node.all_input_nodes:
+                errors = _relative_errors(_as_one(self._values[source].got), _as_one(self._values[source].wide))
+                if source.op == "call_function" and not written(source) and errors.numel():
+                    read = elements.long().sum_to_size(errors.shape) > 0 if is_pointwise else torch.ones_like(errors) > 0
+                    candidates.append((_largest(errors, read), source, read))
+            error, source, read = max(candidates, key=lambda candidate: candidate[0], default=(0.0, node, elements))
+            if not error:
+                return node
+            node, elements = source, read
+
+    def _for_inputs_of_run(self, node: fx.Node) -> Any:
+        """Return what a node gives in the wide dtype for the inputs that it got in the run."""
+        call: Call = fx.node.map_arg((node.args, node.kwargs), lambda n: self._values[n].got)
+        with torch.no_grad():
+            return self._wide(node, self._lifted(call), call, self._values[node].got)[0]
+
     # ---- all of them -----------------------------------------------------------------------------------------------------
 
     def contributions(self, weights: Mapping[int, float]) -> dict[fx.Node, tuple[float, float]]:
@@ -323,4 +357,28 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _lost(got: Tensor, wide: Tensor) -> bool:
-    return got.shape == wide.shape and bool((wide.isfinite() & ~got.isfinite()).any())
+    return got.shape == wide.shape and bool(_lost_elements(got, wide).any())
+
+
+def _lost_elements(got: Tensor, wide: Tensor) -> Tensor:
+    return wide.isfinite() & ~got.isfinite()
+
+
+def _as_one(values: Any) -> Tensor:
+    """Return a tensor as it is, and the floating ones of several, flat, as one; in float64, without history."""
+    leaves = _floating_leaves(values) or [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    leaves = [leaf.detach() if leaf.is_complex() else leaf.detach().double() for leaf in leaves]
+    return leaves[0] if len(leaves) == 1 else torch.cat([leaf.flatten() for leaf in leaves]) if leaves else torch.zeros(0)
+
+
+def _relative_errors(a: Tensor, b: Tensor) -> Tensor:
+    """Return how far elements are apart, over the smaller: infinitely where one is 0 or not finite, not at all where both are."""
+    if a.shape != b.shape:
+        return torch.zeros(a.shape, device=a.device)
+    same = (a == b) | ~a.isfinite() & ~b.isfinite()
+    errors = (a - b).abs() / torch.minimum(a.abs(), b.abs())
+    return torch.where(same, 0.0, errors.nan_to_num(nan=math.inf, posinf=math.inf))
+
+
+def _largest(errors: Tensor, elements: Tensor) -> float:
+    return float(errors[elements].max()) if bool(elements.any()) else 0.0

@@ -91,6 +91,21 @@ class Net(nn.Module):
             h = h + total[:, None].float()
         if self.what == "small":
             h = (h.half() * 1e-7).float() * 1e7  # small
+        if self.what == "difference":
+            large = h + 200000  # difference
+            h = large - 200000  # magnified
+        if self.what == "sigmoid":
+            probability = torch.sigmoid(h + 16)  # sigmoid
+            h = h + torch.log(1 - probability).clamp(min=-100)  # lost by sigmoid
+        if self.what == "eps":
+            divisor = (h.half() * 0).abs() + 1e-9  # eps
+            h = h + (h.half() * 0 / divisor).float()  # lost by eps
+        if self.what == "squares":
+            squares = (h.half() * 1e-5) ** 2  # squares
+            h = h + squares.sum(-1, keepdim=True).sqrt().float()  # lost by squares
+        if self.what == "gradient":
+            half = h.half() * 1.5
+            return 1e-9 * self.c(half.float())  # gradient
         if self.what == "root":
             h = h + (h * 0).abs().sqrt()  # root
         return self.c(F.dropout(F.gelu(self.b(h)), 0.1) + x)
@@ -102,10 +117,12 @@ def line_of(comment):
 
 
 @pytest.mark.parametrize("what, ops, options", [
-    ("overflow", {"operator.matmul"}, {"dtype": torch.float16}), ("variance", {"operator.sub"}, None),
-    ("cast", {"bfloat16"}, None), ("positions", {"bfloat16"}, {}), ("log", {"log"}, {}),
+    ("overflow", {"operator.matmul"}, {"dtype": torch.float16}), ("variance", {"operator.mul", "mean"}, None),
+    ("cast", {"bfloat16"}, None), ("positions", {"bfloat16"}, {}), ("log", {"softmax"}, {}),
     ("custom", {"apexfx_tests.rms.default"}, {}), ("cube", {"apexfx_tests.cube.default"}, None),
     ("sum", {"operator.add"}, None), ("small", {"operator.mul", "float"}, None),
+    ("difference", {"operator.add"}, None), ("sigmoid", {"torch.sigmoid"}, None), ("eps", {"operator.add"}, None),
+    ("squares", {"operator.pow"}, None), ("gradient", {"float"}, {}),
 ])  # fmt: skip
 def test_op_and_line_of_a_fault_are_named(what, ops, options):
     model = Net(what)
@@ -114,6 +131,15 @@ def test_op_and_line_of_a_fault_are_named(what, ops, options):
     comparison = apexfx.compare(model, X)
     assert comparison[0].source == line_of(what) and comparison[0].op in ops, comparison
     assert comparison[0].op in comparison.verdict and comparison[0].source in comparison.verdict
+
+
+@pytest.mark.parametrize("what, line, text", [("difference", "magnified", "times as much"),
+                                              *((what, f"lost by {what}", "nan or an infinity")
+                                                for what in ("sigmoid", "eps", "squares"))])  # fmt: skip
+def test_what_a_later_op_makes_of_an_error_is_said(what, line, text):
+    comparison = apexfx.compare(Net(what), X)
+    assert f"({line_of(line)}) makes " in comparison.verdict and text in comparison.verdict, comparison
+    assert comparison.verdict.count("nan or an infinity") <= 1 and comparison[0].stands_out
 
 
 @pytest.mark.parametrize("options", [None, {}, {"opt_level": "O2"}, {"dtype": torch.float16}], ids=str)

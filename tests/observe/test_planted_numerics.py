@@ -1,0 +1,21 @@
+"""`compare()` on the planted faults: the op and the line of each come first, and a clean model has nothing that stands out."""
+
+from __future__ import annotations
+
+import pytest
+
+import apexfx
+from tests.observe.planted_numerics import cases
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", cases("all"), ids=lambda case: case.name)
+def test_a_planted_fault_is_named(case):
+    comparison = apexfx.compare(apexfx.transform(case.build(), inner="eager", **case.options), case.batch, loss_fn=case.loss)
+    if not case.ops:
+        assert not any(row.stands_out for row in comparison), comparison
+        return
+    first = comparison[0]
+    names = {first.op.rpartition(".")[2], first.op.removesuffix(".default").replace(".", "::"), first.call.split(".")[-2]}
+    assert names & case.ops and first.source.endswith(f":{case.line()}") and first.phase == case.direction, comparison
+    assert (first.stands_out or first.is_source) and first.source in comparison.verdict, comparison
