@@ -52,12 +52,17 @@ def test_the_reference_has_every_name_that_is_promised():
 def test_the_ratios_of_the_pages_are_those_on_record():
     def ratios(record):
         rows = json.loads((pages.ROOT / "benchmarks/results" / record).read_text())["rows"]
-        return [f"{row['ratio']:.2f}" for row in rows if row["variant"] == "train_step"]
+        return {row["model"]: f"{row['ratio']:.2f}" for row in rows if row["variant"] == "train_step"}
 
     small, large, ranks = (ratios(f"train_step{what}.json") for what in ("", "_large", "_2_ranks"))
     readme, page = ((pages.ROOT / name).read_text() for name in ("README.md", "docs/train_step.md"))
-    assert f"{min(small)} to {max(small)} times as fast" in readme
-    assert f"{min(large)} to {max(large)} times on ResNet-50" in readme
+    halves = {model: ratio for model, ratio in large.items() if model.endswith((" O1", " O2"))}
+    floats = [ratio for model, ratio in large.items() if model not in halves]
+    assert f"{min(small.values())} to {max(small.values())} times as fast" in readme
+    assert f"{min(floats)} to {max(floats)} times on ResNet-50" in readme
+    assert f"{min(halves.values())} to {max(halves.values())} in bfloat16" in readme
     table = {cells[1].strip(): cells[2:] for line in page.splitlines() if len(cells := line.split("|")) > 2}
-    for name, row in (("one process", small + large), ("two gloo ranks", ranks)):
+    for name, row in (("one process", [*small.values(), large["gpt2"]]), ("two gloo ranks", [*ranks.values()]),
+                      *((name, [large[model], large[f"{model} O1"], large[f"{model} O2"]])
+                        for name, model in (("ResNet-50", "resnet50"), ("BERT 6x512", "bert")))):
         assert [cell.split()[0] for cell in table[name] if cell.strip()] == row
