@@ -116,7 +116,9 @@ def _tail(node: fx.Node) -> _Tail | None:
     # `residual += y` changes the residual itself, which others may read; `y += residual` only what is fused away.
     if residual is node or any(source is residual for source in written(user)):
         return None
-    return _Tail(relu, user, residual) if _alike(value(residual), value(node)) else None
+    # A sum may be laid out as the residual is, the op's result is laid out as what it normalizes.
+    fits = _alike(value(residual), value(node)) and _same_strides(value(relu), value(node))
+    return _Tail(relu, user, residual) if fits else None
 
 
 def _only_user(node: fx.Node) -> fx.Node | None:
@@ -142,6 +144,10 @@ def _alike(a: Any, b: Any) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor) or (a.dtype, a.device) != (b.dtype, b.device):
         return False
     return a.dim() == b.dim() and all(statically_known_true(m == n) for m, n in zip(a.shape, b.shape))
+
+
+def _same_strides(a: Tensor, b: Tensor) -> bool:
+    return all(statically_known_true(m == n) for m, n in zip(a.stride(), b.stride()))
 
 
 def _movable(node: fx.Node, tail: _Tail) -> bool:

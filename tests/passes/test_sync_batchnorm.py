@@ -135,6 +135,7 @@ NOT_FUSED = {
     "a number": lambda y, z: (y + 1).relu(),
     "itself": lambda y, z: (y + y).relu(),
     "relu6": lambda y, z: F.relu6(y),
+    "residual in another layout": lambda y, z: (z.to(memory_format=torch.channels_last) + y).relu().permute(0, 2, 3, 1).view(4, -1),
     "residual overwritten": lambda y, z: iadd(z.sin(), y).relu(),
     "input overwritten before the relu": lambda y, z: (z.mul_(2), y.relu())[1] + z,
 }
