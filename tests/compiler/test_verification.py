@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx.passes.infra.pass_base import PassResult
+from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from apexfx.graph import call
@@ -96,6 +97,20 @@ def test_a_pass_that_lies_is_caught(lie, way):
     ("step in pieces", "O3", None)])
 def test_passes_that_keep_their_word_are_not(way, level, dtype):
     WAYS[way](torch.randn(8, 4), opt_level=level, dtype=dtype, inner="eager", verify="each")
+
+
+def test_a_batch_norm_in_a_checkpoint_is_compared():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.bn = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return checkpoint(lambda t: self.bn(t) + t, self.linear(x), use_reentrant=False)
+
+    model = apexfx.transform(Checkpointed(), opt_level="O1", dtype=torch.bfloat16, inner="eager", verify="each")
+    model(torch.randn(5, 3)).sum().backward()
+    assert model.bn.num_batches_tracked == 1
 
 
 def test_it_changes_nothing_and_specializes_nothing():
