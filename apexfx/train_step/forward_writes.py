@@ -29,10 +29,10 @@ _Container = dict[Any, Any] | list[Any] | deque[Any]
 
 @dataclass(frozen=True)
 class _Held:
-    """What a container held: a module's attributes, or a list or dictionary among them.
+    """What a container held: a module's attributes or buffers, or a list or dictionary among its attributes.
 
     Attributes:
-        owner: the module or object.
+        owner: the class of the module or object.
         name: what messages call it.
         container: itself.
         items: the tensors, numbers, tuples and containers in it.
@@ -40,7 +40,7 @@ class _Held:
         is_fixed: whether it is to have as many: a module may get new attributes.
     """
 
-    owner: Any
+    owner: type
     name: str
     container: _Container
     items: dict[Any, Any]
@@ -61,7 +61,7 @@ class ForwardWrites:
         self._modules, self._objects, self._report = modules, objects, report
         self._attributes: list[_Held] | None = None
         self._copies: list[tuple[Tensor, Tensor]] | None = None  # what may be written, and what was in it
-        self._writes: dict[int, Any] = {}  # the owners that forwards have written to, by id
+        self._writers: set[type] = set()  # classes of what forwards have written to
         self._noted: set[str] = set()
 
     def keep(self, *, copies: bool, cached: bool = False) -> None:
@@ -69,11 +69,13 @@ class ForwardWrites:
 
         Args:
             copies: whether buffers are kept as well, and what is in tensors.
-            cached: for graphs that have run before alone: what those write to is known.
+            cached: for graphs that have run before alone: the classes that those write to are known, and guards see classes.
         """
         if self._attributes is None:
-            owners = self._writes.values() if cached else itertools.chain(self._modules(), self._objects)
-            self._attributes = [held for owner in owners for held in _held(owner, type(owner).__name__, owner.__dict__)]
+            owners = itertools.chain(self._modules(), self._objects) if self._writers or not cached else ()
+            self._attributes = [held for owner in owners if not cached or type(owner) in self._writers
+                                for container in (owner.__dict__, owner._buffers if isinstance(owner, nn.Module) else {})
+                                for held in _held(type(owner), type(owner).__name__, container)]
         if copies and self._copies is None:
             tensors = [t for module in self._modules() for t in module.buffers(recurse=False)]
             tensors += [t for held in self._attributes for item in held.items.values()
@@ -103,12 +105,12 @@ class ForwardWrites:
             new = now.get(key)
             if new is before:
                 continue
-            self._writes[id(held.owner)] = held.owner
+            self._writers.add(held.owner)
             kept = self._kept(f"{held.name}.{key}", before, new, skipped)
             if kept is not new:
                 held.container[key] = kept
         if held.size != len(now):
-            self._writes[id(held.owner)] = held.owner
+            self._writers.add(held.owner)
             if held.is_fixed:
                 self._note(held.name)
 
@@ -140,8 +142,8 @@ def _items(container: _Container) -> Iterator[tuple[Any, Any]]:
     return iter(container.items() if isinstance(container, dict) else enumerate(container))
 
 
-def _held(owner: Any, name: str, container: _Container, depth: int = 3) -> Iterator[_Held]:
-    """Yield what a module's attributes are, and what is in the lists and dictionaries among them."""
+def _held(owner: type, name: str, container: _Container, depth: int = 3) -> Iterator[_Held]:
+    """Yield what a module's attributes or buffers are, and what is in the lists and dictionaries among them."""
     containers = (list, dict, deque)
     kinds = (Tensor, int, float, tuple, *containers, type(None))
     items = {key: item for key, item in _items(container) if key not in _OF_TORCH and isinstance(item, kinds)}

@@ -324,6 +324,40 @@ def test_an_attribute_that_the_first_step_makes_is_taken_back():
     assert step.skipped == 1 and model.made.isfinite().all()
 
 
+def keep_buffer(model, y):
+    model.mean = model.mean * 0.9 + y
+
+
+def keep_attribute(model, y):
+    model.states["a"] = model.states["a"] * 0.9 + y
+
+
+@pytest.mark.parametrize("write", [keep_buffer, keep_attribute])
+def test_what_a_module_writes_is_taken_back_that_came_in_place_of_another(write):
+    class Tracked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(3))
+            self.states = {"a": torch.zeros(3)}
+
+        def forward(self, y):
+            write(self, y.detach().mean(0))
+            return y
+
+    model = nn.Sequential(nn.Linear(6, 3), Tracked())
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True)
+    generator = torch.Generator().manual_seed(0)
+    for place, kind in enumerate((GOOD, GOOD, NAN_INPUT, GOOD, NAN_INPUT)):
+        if place in (2, 4):
+            model[1] = copy.deepcopy(model[1])
+        before = model[1].mean.clone(), model[1].states["a"].clone()
+        step(*batch(kind, generator)[:2])
+        if kind == NAN_INPUT:
+            assert_equal((model[1].mean, model[1].states["a"]), before)
+    assert step.skipped == 2
+
+
 @pytest.mark.parametrize("options, error, message", [
     ({"safeguard": 3}, TypeError, "safeguard=3"),
     ({"safeguard": True, "skip": ["skip_writes"]}, ValueError, "leave safeguard= out"),
