@@ -49,12 +49,12 @@ class StepModel:
 
         Args:
             casts_inputs: False where what runs the model does that.
-            cached: for graphs that were compiled before alone, whose guards see hooks and other modules.
+            cached: for graphs that were compiled before alone, whose guards see modules and the hooks of each.
 
         Raises:
             ValueError: as `check_modules`.
         """
-        if not cached and (has_global_module_hooks() or any(map(has_backward_hooks, all_modules(self.model)))):
+        if has_global_module_hooks() or not cached and any(map(has_backward_hooks, all_modules(self.model))):
             check_modules(self.model, self._group)  # raises
         with contextlib.ExitStack() as stack:
             if self._hooks is not None and casts_inputs:  # Dynamo evaluates the forward before any pass has put casts in

@@ -141,7 +141,8 @@ class Structure:
         self._params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         held = [part for each in optimizers for part in each.state.values()]
         state = chain.from_iterable(part.values() if isinstance(part, dict) else (part,) for part in held)
-        self._objects = [*self._params, *state]  # kept alive, so that none is taken for another in its place
+        owners = chain.from_iterable(each.state for each in optimizers)
+        self._objects = [*self._params, *owners, *state]  # kept alive, so that none is taken for another in its place
 
     def has_changed(self, now: Structure) -> bool:
         """Return whether another structure, made later, differs."""
@@ -162,7 +163,7 @@ def _facts(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> list
     facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for place, group in enumerate(optimizer.param_groups):
         left_out = ("lr", "params", "initial_lr", *(_MAY_CHANGE if place in scheduled else ()))
-        facts += id(group), place not in scheduled or bool(group.get("momentum", True))
+        facts += id(group), len(group["params"]), place not in scheduled or bool(group.get("momentum", True))
         facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
                   if name not in left_out]
     return facts

@@ -298,13 +298,20 @@ def fewer_parameters(optimizer):
     optimizer.state.pop(optimizer.param_groups[0]["params"].pop(2))  # torch saves the state of none that it does not hold
 
 
+def reordered_state(optimizer):
+    one, other = [p for p in optimizer.param_groups[0]["params"] if p.shape == (WIDTH, WIDTH)][:2]
+    state = list(optimizer.state.items())
+    optimizer.state.clear()  # each state is at its place again, of another parameter
+    optimizer.state.update({{one: other, other: one}.get(p, p): held for p, held in state})
+
+
 def loaded_twice(optimizer):
     for _ in range(2):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
 @pytest.mark.parametrize("change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
-                                    fewer_parameters, loaded_twice])
+                                    fewer_parameters, reordered_state, loaded_twice])
 def test_a_change_of_the_optimizer_is_seen(change):
     step, reference = heads(), Eager(Heads())
     for place, batch in enumerate(samples(5)):
@@ -313,6 +320,22 @@ def test_a_change_of_the_optimizer_is_seen(change):
                 change(each.optimizer)
                 change_lr = each.optimizer.param_groups[0]
                 change_lr["lr"] *= 0.5
+            each(*batch)
+    assert_same_training(step, reference)
+
+
+def test_a_parameter_that_another_group_takes_over():
+    """All parameters together are in the order that they were in."""
+    def in_groups(params, lr):
+        params = list(params)
+        return Adam([{"params": params[:4]}, {"params": params[4:], "weight_decay": 0.5}], lr=lr)
+
+    step, reference = heads(in_groups), Eager(Heads(), in_groups)
+    for place, batch in enumerate(samples(4)):
+        for each in (step, reference):
+            if place == 2:
+                first, last = each.optimizer.param_groups
+                last["params"].insert(0, first["params"].pop())
             each(*batch)
     assert_same_training(step, reference)
 
