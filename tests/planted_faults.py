@@ -169,7 +169,7 @@ FAULTS = (
     Fault("memory is looked at again once what is updated has moved", "train_step/parameters.py",
           "        if where != self._where or len", "        if len", _CHANGES),
     Fault("a state that was replaced is read again", "train_step/optimizer_state.py",
-          "        facts += map(id, held.values()) if isinstance(held, dict) else ()\n", "", _CHANGES),
+          "[*self._params, *owners, *state]", "[*self._params, *owners]", _CHANGES),
     Fault("what an op writes is not cast", "passes/cast_inserter.py",
           "            if target is None or argument in fixed:", "            if target is None:", _PRECISION),
     Fault("a bucket that is full before its turn waits for it", "passes/bucket_allreduce.py",

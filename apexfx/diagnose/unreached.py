@@ -42,7 +42,7 @@ def live_scopes() -> list[Mapping[str, Any]]:
 def unreached_compiles(constructed: Constructed, scopes: list[Mapping[str, Any]]) -> list[Unreached]:
     """Return the calls that an option asks for, in the files that these variables belong to, and which did not happen."""
     reached = {note.place for note in constructed.compiled}
-    files = {scope["__file__"] for scope in (*scopes, *_user_modules()) if isinstance(scope.get("__file__"), str)}
+    files = {scope["__file__"] for scope in (*scopes, *_modules_of_script(constructed)) if isinstance(scope.get("__file__"), str)}
     unreached = []
     for file in sorted(filter(places.is_of_own_files, files)):
         tree = places.parsed(file)
@@ -65,8 +65,9 @@ def trained_module(parameters: Iterable[torch.Tensor], scopes: list[Mapping[str,
     return min(whole, key=lambda module: len(list(module.modules())), default=None)
 
 
-def _user_modules() -> list[Mapping[str, Any]]:
-    return [vars(module) for module in list(sys.modules.values()) if isinstance(getattr(module, "__file__", None), str)]
+def _modules_of_script(constructed: Constructed) -> list[Mapping[str, Any]]:
+    return [vars(module) for name, module in list(sys.modules.items())
+            if name not in constructed.modules_before and isinstance(getattr(module, "__file__", None), str)]
 
 
 def _compile_calls(tree: ast.Module) -> Iterator[tuple[_Scope, ast.Call]]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import tree_leaves
+from .._torch import registries, tree_leaves
 from ..report.data import Report
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class ForwardWrites:
         if self._attributes is None:
             owners = itertools.chain(self._modules(), self._objects) if self._writers or not cached else ()
             self._attributes = [held for owner in owners if not cached or type(owner) in self._writers
-                                for container in (owner.__dict__, owner._buffers if isinstance(owner, nn.Module) else {})
+                                for container in _containers(owner)
                                 for held in _held(type(owner), type(owner).__name__, container)]
         if copies and self._copies is None:
             tensors = [t for module in self._modules() for t in module.buffers(recurse=False)]
@@ -136,6 +136,11 @@ class ForwardWrites:
                        "one shape and dtype; keep it in a buffer")
             self._report.note(message)
             log.warning(message)
+
+
+def _containers(owner: Any) -> list[_Container]:
+    """Return a module's attributes and its buffers, or the attributes of another object."""
+    return [owner.__dict__, *([registries(owner).buffers] if isinstance(owner, nn.Module) else [])]
 
 
 def _items(container: _Container) -> Iterator[tuple[Any, Any]]:

@@ -26,7 +26,7 @@ class Scaled(nn.BatchNorm2d):
 
 def stack(norm, last=None):
     """A batch norm on the data itself, so that a mean of 1000 reaches it without a rounding before, and one further in."""
-    return nn.Sequential(norm(3), nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), (last or norm)(4))
+    return nn.Sequential(norm(3), nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(inplace=True), (last or norm)(4))
 
 
 class Fused(nn.Module):

@@ -158,7 +158,8 @@ def run(step: Step, limit_s: float, environment: dict[str, str], log: Path) -> R
         try:
             process = subprocess.Popen(step.command, cwd=step.folder, env=environment | step.environment | {"PYTHONPATH": path},
                                        stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                                       start_new_session=True)  # fmt: skip
+                                       start_new_session=True,
+                                       preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # nohup ignores it
         except OSError as error:
             output.write(f"not started: {error}\n".encode())
         else:
