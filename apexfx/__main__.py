@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from . import __version__
 from .config import INNER_COMPILERS, OPT_LEVELS
@@ -189,11 +190,11 @@ def _compare(arguments: argparse.Namespace) -> int:
 
     from .compare import compare
 
-    try:
-        names = runpy.run_path(arguments.file, run_name="__compare__")
-    except OSError as error:
-        print(f"apexfx: {error}", file=sys.stderr)
+    if not Path(arguments.file).is_file():
+        print(f"apexfx: {arguments.file!r} is not there; give a Python file that defines `batch`, and `step` or `model`",
+              file=sys.stderr)
         return 2
+    names = runpy.run_path(arguments.file, run_name="__compare__")  # what it raises goes through, with its own lines
     if "batch" not in names or not {"step", "model"} & names.keys():
         print(f"apexfx: {arguments.file} has to define `batch`, and `step` or `model`", file=sys.stderr)
         return 2

@@ -273,4 +273,8 @@ def test_the_command(tmp_path, capsys):
     assert "no op stands out" in capsys.readouterr().out and json.loads((tmp_path / "out.json").read_text())["rows"]
     assert main(["compare", str(tmp_path / "clean.py"), "--tolerance", "0.1"]) == 2
     assert main(["compare", str(tmp_path / "none.py")]) == main(["compare", str(tmp_path / "absent.py")]) == 2
-    assert "has to define `batch`" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has to define `batch`" in said and "absent.py' is not there; give a Python file" in said
+    (tmp_path / "own.py").write_text("open('no such data')")
+    with pytest.raises(FileNotFoundError, match="no such data"):  # with the program's own line
+        main(["compare", str(tmp_path / "own.py")])
