@@ -528,8 +528,12 @@ def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 def registered_ops(namespace: str) -> list[str]:
     """Return the names ("namespace::name") of every op of a namespace, sorted."""
-    names = (name.split(".")[0] for name in torch._C._dispatch_get_all_op_names())
-    return sorted({name for name in names if name.startswith(f"{namespace}::")})
+    return sorted({name.split(".")[0] for name in registered_overloads(namespace)})
+
+
+def registered_overloads(namespace: str) -> list[str]:
+    """Return the names ("namespace::name" or "namespace::name.overload") of every op of a namespace and its overloads."""
+    return [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(f"{namespace}::")]
 
 
 def custom_op_function(op: Callable[..., object]) -> Callable[..., Any] | None:

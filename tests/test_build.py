@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from apexfx import doctor, ops
+from apexfx._torch import registered_overloads
 from apexfx.ops import _built_for
 from apexfx.ops._built_for import Machine, cuda_mismatch, mismatch
 
@@ -87,6 +88,11 @@ def test_the_signatures_in_a_library_are_those_of_the_registered_ops():
     assert mismatch(text) == ""
     assert "apexfx::flatten_bucket" in mismatch(text.replace(b"flatten_bucket(List[Tensor]", b"flatten_bucket(Tensor", 1))
     assert "does not say which ops" in mismatch(text.replace(b"signatures:", b"", 1))
+    adam = next(line for line in compile_ops.signatures() if line.startswith("adam_.unscale("))
+    assert mismatch(text.replace(f"{adam}\n".encode(), b"", 1)) == "it was built before there was an apexfx::adam_.unscale"
+    with_kernel = {line.partition("(")[0] for line in compile_ops.signatures()}
+    assert {f"apexfx::{name}" for name in with_kernel | _built_for.WITHOUT_KERNEL} == set(registered_overloads("apexfx"))
+    assert not with_kernel & _built_for.WITHOUT_KERNEL
     assert len(compile_ops.signatures()) >= 22
 
 

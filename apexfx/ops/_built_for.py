@@ -1,7 +1,8 @@
 """What a compiled library was built for, which csrc/compile_ops.py writes into it, and whether that is here.
 
 A kernel built for another schema registers without complaint and fails, or worse, when it is called; one without code for
-the device fails at its first call. So both are compared before a library is loaded, by reading the file.
+the device fails at its first call; an op that a library does not know runs its reference without a word. So all of it is
+compared before a library is loaded, by reading the file.
 """
 
 from __future__ import annotations
@@ -12,9 +13,14 @@ from typing import NamedTuple
 
 import torch
 
-from .._torch import nvml_index
+from .._torch import nvml_index, registered_overloads
 
 _SIGNATURES = re.compile(rb"apexfx signatures:((?:\n[^\n\0]+)*)\n\0")
+# Ops that are composed of others, or of torch's, and have no kernel of their own.
+WITHOUT_KERNEL = frozenset({
+    "apply_gradients", "bn_relu_backward", "gru", "gru_backward", "lstm", "lstm_backward", "onednn_mm", "rnn_relu",
+    "rnn_relu_backward", "rnn_tanh", "rnn_tanh_backward", "sync_batch_norm",
+})
 _CUDA = re.compile(rb"apexfx CUDA (\d+)\.(\d+):((?: (?:sm|compute)_\w+)+)\n\0")
 
 
@@ -23,12 +29,17 @@ def mismatch(library: bytes) -> str:
     mark = _SIGNATURES.search(library)
     if mark is None:
         return "it does not say which ops it was built for"
+    known = set(WITHOUT_KERNEL)
     for signature in mark[1].decode().split("\n")[1:]:
         name = signature.split("(")[0]
         packet, _, overload = name.partition(".")
         op = getattr(getattr(torch.ops.apexfx, packet, None), overload or "default", None)
         if op is None or _signature(op._schema) != signature:
             return f"it was built for another version of apexfx::{name}"
+        known.add(name)
+    for name in sorted(registered_overloads("apexfx")):
+        if name.removeprefix("apexfx::") not in known:
+            return f"it was built before there was an {name}"
     return ""
 
 
