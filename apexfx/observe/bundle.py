@@ -24,7 +24,7 @@ from .._torch import tree_map
 from ..graph import printing
 from ..graph.collectives import group_name, is_collective
 from .digests import Code, Digests, run_compiled
-from .graph_data import from_data, to_data
+from .graph_data import for_compiler, from_data, to_data
 from .interpreter import Interpreter, world_size
 
 FORMAT = 2
@@ -49,10 +49,14 @@ class Bundle:
         return from_data(self.data["graph"], self.tensors["constants"], dtypes=dtypes)
 
     def compiled_graph(self) -> fx.GraphModule | None:
-        """Return the graph that a compiler made code of, as of `from_data`; None where none did."""
+        """Return the graph that a compiler made code of, as of `from_data`, for one to make code of again; None where none did.
+
+        Raises:
+            ValueError: as `from_data`, or a text in it could become code.
+        """
         if self.data["compiled"] is None:
             return None
-        return fx.GraphModule(*from_data(self.data["compiled"]["graph"], self.tensors["compiled_constants"]))
+        return fx.GraphModule(*from_data(for_compiler(self.data["compiled"]["graph"]), self.tensors["compiled_constants"]))
 
     def inputs(self) -> list[Any]:
         """Return copies of what the graph runs on."""

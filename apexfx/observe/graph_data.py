@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import OpOverload
+from .._torch import OpOverload, tree_leaves
 from ..graph.nodes import module_path, op_name, source_line
 
 NAMESPACES = frozenset(("aten", "prims", "apexfx", "_c10d_functional", "mkldnn", "quantized"))
 _FILES = frozenset(("aten::from_file",))  # reads and writes a file that it is given the name of
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
+_WORD = re.compile(r"[\w .,:>+-]*")  # a text that ends no literal and no comment, in no language that a compiler writes
 _META = ("seq_nr", "apexfx_name", "apexfx_kind", "custom")
 
 
@@ -80,6 +82,22 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
     for name, tensor in constants.items():
         module.register_buffer(name, tensor)
     return module, graph
+
+
+def for_compiler(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the data of a graph without texts that a compiler would write as they are into code, which is run.
+
+    Raises:
+        ValueError: an op is called with one.
+    """
+    nodes = []
+    for row in data["nodes"]:
+        texts = [x for x in tree_leaves((row.get("args"), row.get("kwargs"))) if isinstance(x, str)]
+        if strange := [text for text in texts if not _WORD.fullmatch(text)]:
+            raise ValueError(f"it calls {row['target']} with the text {strange[0][:80]!r}, which a compiler may write into its "
+                             "code as it is; nothing was compiled, and --eager leaves that out")
+        nodes.append({key: x for key, x in row.items() if key not in ("custom", "trace", "module")})
+    return {"nodes": nodes, "traces": []}
 
 
 def _target(node: fx.Node) -> str:

@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -243,6 +244,31 @@ def test_what_is_damaged_or_strange_is_refused_and_not_executed(copied, change, 
     assert main(["replay", str(copied)]) == 2
     error = capsys.readouterr().err
     assert message in error and "Traceback" not in error and EXECUTED == []
+
+
+def test_no_text_of_a_compiled_graph_becomes_code(spikes, tmp_path):
+    """Inductor writes the message of an assertion as it is into C++, a name of a stream into Python."""
+    written = tmp_path / "written"
+    text = f'x"), 0)); (void)system("touch {written}"); (1 ? 0 : (throw std::runtime_error("'
+
+    def change(data):
+        nodes = data["compiled"]["graph"]["nodes"]
+        truth = {"name": "truth", "target": "aten::logical_not.default", "args": {"tuple": [{"node": nodes[0]["name"]}]}}
+        check = {"name": "check", "target": "aten::_assert_async.msg", "args": {"tuple": [{"node": "first"}, text]}}
+        first = {"name": "first", "target": "aten::select.int", "args": {"tuple": [{"node": "flat"}, 0, 0]}}
+        flat = {"name": "flat", "target": "aten::reshape.default", "args": {"tuple": [{"node": "truth"}, [-1]]}}
+        nodes[-1:-1] = [{"op": "call_function", "kwargs": {}, **row} for row in (truth, flat, first, check)]
+
+    path = tmp_path / "bundle"
+    shutil.copytree(spikes["inductor"][0], path)
+    edit(path, change)
+    with pytest.raises(ValueError, match="calls aten::_assert_async.msg with the text 'x"):
+        replays([path])
+    assert not written.exists()
+    annotated = bundle.load(spikes["inductor"][0])
+    annotated.data["compiled"]["graph"]["nodes"][-2]["custom"] = {"stream": "x"}
+    kept = {key for node in annotated.compiled_graph().graph.nodes for key in node.meta}
+    assert kept <= {"seq_nr", "apexfx_name", "apexfx_kind"}
 
 
 # ---- where it cannot be written ----------------------------------------------------------------------------------------------
