@@ -3,7 +3,8 @@
     python benchmarks/train_step.py                                       # small models, one thread
     python benchmarks/train_step.py --models resnet50 bert --threads 2 --rounds 30 --levels O0 O1 O2
     python benchmarks/train_step.py --ranks 2                             # gloo ranks, against torch DDP
-    python benchmarks/train_step.py --memory --start                      # peak memory, time to the first step
+    python benchmarks/train_step.py --memory                              # peak memory
+    python benchmarks/train_step.py --start 5 --variants torch.compile train_step     # time to the first step
 
 Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and updates by AdamW:
 
@@ -16,8 +17,10 @@ At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast
 median milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is faster), the median with its
 95 % interval; whether that lies above 1, below, or neither: "undecided". They take turns: a step of a large model, ten of a small
 one, whose weights then stay in the caches as in training. `--memory`: the MiB by which the resident set grew over its size after
-the imports, at its peak in ten steps, in a process of its own whose malloc gives back what is freed. `--start`: seconds from
-the model to the end of the first step in a new process, with an empty compile cache and once more.
+the imports, at its peak in ten steps, in a process of its own whose malloc gives back what is freed. `--start N`: seconds from
+the model to the end of the first step in a new process, with an empty compile cache ("cold") and once more ("warm"), and this /
+torch.compile in the same turn (below 1 is faster); medians of N turns, and the ratio's lowest and highest. `--json` keeps the
+rows of other models.
 """
 
 from __future__ import annotations
@@ -197,21 +200,41 @@ def first_step(name: str, variant: str, level: str, given: argparse.Namespace) -
     return {"seconds": seconds, "mib": (harness.resident("VmHWM") - before) / 2**20}
 
 
+def memory(given: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for name, level, variant in itertools.product(given.models, given.levels, given.variants):
+        _, warm = cold_and_warm(name, variant, level, given)
+        rows.append({"model": label(name, level), "variant": variant, "peak MiB": warm["mib"]})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, level in itertools.product(given.models, given.levels):
-        for variant in given.variants:
-            with tempfile.TemporaryDirectory() as folder:
-                os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-                cold, warm = (harness.in_new_process(first_step, name, variant, level, given) for _ in range(2))
-                del os.environ["TORCHINDUCTOR_CACHE_DIR"]
-            rows.append({"model": label(name, level), "variant": variant})
-            if given.start:
-                rows[-1] |= {"cold s": cold["seconds"], "warm s": warm["seconds"]}
-            if given.memory:
-                rows[-1] |= {"peak MiB": warm["mib"]}
-            print(rows[-1], flush=True)
-    return rows
+        taken: dict[str, list[list[float]]] = {variant: [] for variant in given.variants}
+        for turn in range(given.start):
+            for variant in given.variants[turn % len(taken):] + given.variants[:turn % len(taken)]:
+                taken[variant].append([found["seconds"] for found in cold_and_warm(name, variant, level, given)])
+                print(name, level, variant, taken[variant][-1], flush=True)
+        for variant, pairs in taken.items():
+            row: dict[str, Any] = {"model": label(name, level), "variant": variant}
+            for place, kind in enumerate(("cold", "warm")):
+                ratios = [own[place] / peer[place] for own, peer in zip(pairs, taken[PEER])]
+                row |= {f"{kind} s": statistics.median(pair[place] for pair in pairs), f"{kind} ratio": statistics.median(ratios),
+                        f"{kind} low": min(ratios), f"{kind} high": max(ratios)}
+            rows.append(row)
+    measured = {row["model"] for row in rows}
+    return [row for row in harness.earlier_rows(given.json, []) if row["model"] not in measured] + rows
+
+
+def cold_and_warm(name: str, variant: str, level: str, given: argparse.Namespace) -> list[dict[str, float]]:
+    """Return what `first_step` does with an empty compile cache, and with what that has left in it."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        found = [harness.in_new_process(first_step, name, variant, level, given) for _ in range(2)]
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    return found
 
 
 def main() -> None:
@@ -226,13 +249,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--memory", action="store_true")
-    parser.add_argument("--start", action="store_true")
+    parser.add_argument("--start", type=int, default=0, metavar="N")
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
-    if given.memory or given.start:
-        rows = starts(given)
+    if given.memory:
+        rows = memory(given)
     elif PEER not in given.variants:
         parser.error(f"--variants has to hold {PEER}, which the others are compared with")
+    elif given.start:
+        rows = starts(given)
     else:
         rows = []
         for name, level in itertools.product(given.models, given.levels):

@@ -55,9 +55,11 @@ class Pipeline:
             gm: every node has its value in `meta["val"]`.
             inputs: makes the real inputs of `gm`, needed by `verify="each"`.
         """
-        report = StageReport(stage, captured=printing.to_python(gm, header=f"{stage} graph as captured"))
+        text, rows = printing.to_python(gm), order.rows(gm.graph)
+        report = StageReport(stage, captured=printing.with_header(text, gm, f"{stage} graph as captured"))
         for pass_ in self.stage(stage):
-            report.passes.append(self._run_pass(pass_, stage, gm, inputs))
+            entry, text, rows = self._run_pass(pass_, stage, gm, inputs, text, rows)
+            report.passes.append(entry)
         if stage == "forward":
             report.ops = op_rows(gm)
         report.places = node_places(gm)
@@ -65,11 +67,12 @@ class Pipeline:
             invariants.check(gm, stage=stage, thorough=True)
         return report
 
-    def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None) -> PassReport:
+    def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None, text: str,
+                  rows_before: list[order.Row]) -> tuple[PassReport, str, list[order.Row]]:
+        """Run a pass; return its report, and the graph's Python and rows behind it, which are given as they are before it."""
         each = self.verify == "each" and inputs is not None
         before = verification.snapshot(gm) if each else None
         ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
-        order_before = order.rows(gm.graph)
         pass_.begin()
         start = time.perf_counter()
         try:
@@ -84,7 +87,8 @@ class Pipeline:
             gm.recompile()
         ms = 1e3 * (time.perf_counter() - start)
         invariants.check(gm, stage=stage, pass_name=pass_.name)
-        order.check(order_before, order.rows(gm.graph), pass_.name)
+        rows = order.rows(gm.graph)
+        order.check(rows_before, rows, pass_.name)
         if before is not None and (result.modified or verification.differ(before, gm)):
             verification.compare(before, gm, inputs, pass_name=pass_.name, numeric=pass_.numeric)
         ops_after, artifacts = count_ops(gm), pass_.artifacts()
@@ -95,9 +99,11 @@ class Pipeline:
             artifacts=artifacts if isinstance(artifacts, Artifacts) else Artifacts.from_json(artifacts),
             warning=None if pass_.matches else pass_.why_no_match(gm),
         )
-        report.code = printing.to_python(gm, header=f"{stage} graph after {pass_.name} ({ms:.1f} ms)")
+        if result.modified or rows != rows_before:
+            text = printing.to_python(gm)
+        report.code = printing.with_header(text, gm, f"{stage} graph after {pass_.name} ({ms:.1f} ms)")
         self._publish(report)
-        return report
+        return report, text, rows
 
     def _publish(self, report: PassReport) -> None:
         if report.warning:

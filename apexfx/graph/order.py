@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -48,9 +48,10 @@ def draws_random_numbers(node: fx.Node) -> bool:
 
 
 class Row(NamedTuple):
-    """A node as it was when a graph was looked at: its inputs, the memory of its value, the memory that it writes."""
+    """A node as it was when a graph was looked at: what it calls, its inputs, the memory of its value, and that it writes."""
 
     node: fx.Node
+    call: tuple[Any, ...]
     inputs: Sequence[fx.Node]
     memory: tuple[int, ...]
     writes: set[int]
@@ -59,8 +60,8 @@ class Row(NamedTuple):
 def rows(graph: fx.Graph) -> list[Row]:
     """Return what has to be known of `graph` to compare it with what a pass makes of it."""
     memory = memory_of(graph)
-    return [Row(node, node.all_input_nodes, memory[node], {m for source in written(node) for m in memory[source]})
-            for node in graph.nodes]
+    return [Row(node, (node.target, node.args, node.kwargs), node.all_input_nodes, memory[node],
+                {m for source in written(node) for m in memory[source]}) for node in graph.nodes]
 
 
 def memory_of(graph: fx.Graph) -> dict[fx.Node, tuple[int, ...]]:

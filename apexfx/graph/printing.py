@@ -64,7 +64,6 @@ def to_python(gm: fx.GraphModule, *, header: str = "") -> str:
     comments, the bodies of activation checkpoints are nested classes. Tensors that the graph holds itself are written out
     where they are small and made empty where not.
     """
-    comment = f"# {header}: {sum(len(g.graph.nodes) for g in graphs(gm))} nodes\n" if header else ""
     imports: dict[str, str] = {}
     text = _class(gm, "GraphModule", imports)
     used = set(re.findall(r"\w+", text))  # torch puts every name it knows among a graph's globals
@@ -72,7 +71,13 @@ def to_python(gm: fx.GraphModule, *, header: str = "") -> str:
     if "torch.ops.apexfx." in text or _WRAP in text:
         prelude.append("import apexfx.graph.printing")
     prelude += [line for name, line in imports.items() if name not in _IMPORTS and name in used]
-    return comment + "\n".join(prelude) + "\n\n\n" + _TRAILING.sub("", text)
+    python = "\n".join(prelude) + "\n\n\n" + _TRAILING.sub("", text)
+    return with_header(python, gm, header) if header else python
+
+
+def with_header(text: str, gm: fx.GraphModule, header: str) -> str:
+    """Return the text of `gm` behind a comment of what it is, and of how many nodes."""
+    return f"# {header}: {sum(len(g.graph.nodes) for g in graphs(gm))} nodes\n{text}"
 
 
 _WRAP = "apexfx.graph.printing.as_graph_module"

@@ -10,7 +10,7 @@ from apexfx import Pass, PassError
 from apexfx.compiler.capture import annotate
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.graph import nodes as afx
-from apexfx.graph.printing import format_graph
+from apexfx.graph.printing import format_graph, to_python
 from apexfx.passes.base import validate
 
 
@@ -63,6 +63,13 @@ class ScaleTwice(Pass):
         return "there is no multiplication by two"
 
 
+class MatchesNothing(Pass):
+    name = "matches_nothing"
+
+    def call(self, gm):
+        return PassResult(gm, False)
+
+
 def model(x):
     return torch.relu(torch.mul(x, 2)).sum()
 
@@ -110,6 +117,24 @@ def test_a_pass_that_crashes_is_named():
     gm, _ = captured(model, torch.randn(3))
     with pytest.raises(PassError, match="'crashes': failed: KeyError"):
         Pipeline([Crashes()]).run("forward", gm)
+
+
+@pytest.mark.parametrize(("attribute", "edited", "line"), [("target", torch.sub, "torch.sub(x, 2)"),
+                                                           ("args", 3, "torch.mul(x, 3)")])
+def test_an_edit_that_a_pass_does_not_tell_of_is_printed(attribute, edited, line):
+    class Silent(Pass):
+        name = "silent"
+
+        def call(self, gm):
+            [node] = gm.graph.find_nodes(op="call_function", target=torch.mul)
+            setattr(node, attribute, edited if attribute == "target" else (node.args[0], edited))
+            return PassResult(gm, False)
+
+    gm, _ = captured(model, torch.randn(3))
+    report = Pipeline([MatchesNothing(), Silent()]).run("forward", gm)
+    unchanged, silent = (done.code.partition("\n")[2] for done in report.passes)
+    assert unchanged == report.captured.partition("\n")[2] and "torch.mul(x, 2)" in unchanged
+    assert line in silent and silent == to_python(gm)
 
 
 def test_a_node_without_value_is_refused():
