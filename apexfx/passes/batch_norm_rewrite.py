@@ -38,6 +38,11 @@ def is_batch_norm(node: fx.Node) -> bool:
     return node.target is SYNC or node.target in _BATCH_NORMS
 
 
+def is_frozen_batch_norm(node: fx.Node) -> bool:
+    """Return whether `node` is a batch norm of torch's that normalizes by its running statistics."""
+    return node.target in _BATCH_NORMS and not argument(node, "training")
+
+
 def training_batch_norms(graph: fx.Graph) -> list[fx.Node]:
     """Return torch's batch norm nodes that compute statistics from their input."""
     return [node for node in graph.nodes if node.target in _BATCH_NORMS and argument(node, "training")]

@@ -43,7 +43,7 @@ class BucketUse:
     def __str__(self) -> str:
         bucket, others = self.bucket, len(self.bucket.slots) - 1
         flops = "an unknown number of" if bucket.window_flops is None else f"{bucket.window_flops / 1e6:.1f}"
-        lines = [f"{self.parameter}: bucket {self.index} of {len(self.plan.buckets)}, {size_text(bucket.total_bytes)} "
+        lines = [f"{self.parameter}: bucket {self.index} of 0 to {len(self.plan.buckets) - 1}, {size_text(bucket.total_bytes)} "
                  f"{bucket.dtypes()}, with {others} other gradient{'' if others == 1 else 's'}",
                  f"starts after {bucket.start_after or bucket.start}, waits before {bucket.wait_before or '-'}; in between: "
                  f"{flops} MFLOP of matrix products"]

@@ -125,6 +125,24 @@ def test_fused_spellings_give_what_the_model_gives(name):
         assert_close(got.double(), want.double(), dtype=torch.float64)
 
 
+def test_a_batch_norm_in_evaluation_mode_is_named_beside_others():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trained, self.frozen = nn.BatchNorm2d(3), nn.BatchNorm2d(3).eval()
+
+        def forward(self, x):
+            return self.frozen(self.trained(x))
+
+    model, x = Both(), draw()[0]
+    pass_, gm, _ = rewrite(model, x)
+    [remark] = pass_.artifacts().remarks
+    assert remark.startswith("sync_batchnorm: frozen (test_sync_batchnorm.py:") and "is in evaluation mode" in remark
+    pass_.begin()
+    assert pass_.artifacts().remarks is None
+    assert rewrite(model.eval(), x)[0].artifacts().remarks is None  # as a whole: nobody expects more
+
+
 NOT_FUSED = {
     "read twice": lambda y, z: y.relu() + y,
     "sum read twice": lambda y, z: (lambda s: s.relu() + s)(y + z),
