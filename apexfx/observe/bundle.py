@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -212,8 +213,10 @@ def load(path: Path) -> Bundle:
         raise ValueError(f"apexfx: {path / _TENSORS} is damaged, or holds more than tensors, which is not loaded "
                          f"({type(error).__name__}: {first_line})") from error
     expected = {"inputs", "constants", "random", "random_of_device", "received", "compiled_constants", "compiled_received"}
+    parts = {"machine": dict, "graph": dict, "digests": dict, "compiled": (dict, NoneType), "raised": (dict, NoneType)}
     if not isinstance(tensors, dict) or set(tensors) != expected \
-            or not {"machine", "graph", "digests", "compiled", "raised"} <= data.keys():
+            or not all(name in data and isinstance(data[name], kind) for name, kind in parts.items()) \
+            or data["raised"] and not {"node", "error"} <= data["raised"].keys():
         raise ValueError(f"apexfx: {path} lacks a part of a bundle")
     return Bundle(data, tensors)
 

@@ -44,7 +44,7 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
     dtypes = dict.fromkeys(_HALVES_AND_FLOATS, torch.float64) if to == "float64" else {}
     try:
         module, graph = bundle.graph(dtypes)
-    except (KeyError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
+    except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError) as error:
         raise ValueError(f"apexfx: the graph of {path} is damaged ({type(error).__name__}: {error})") from error
     nodes = list(graph.nodes)
     if until is not None and until not in {node.name for node in nodes}:
@@ -80,7 +80,7 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
     lines += [f"another machine than it was recorded on, so the bits may differ: {', '.join(changes)}"] if changes else []
     if until is None and raised != bundle.data["raised"]:
         expected = bundle.data["raised"]
-        lines.append(f"recorded was: raised by {expected['node']}: {expected['error']}")
+        lines.append("recorded was: " + _one_line(f"raised by {expected['node']}: {expected['error']}"))
         return "\n".join(lines), bool(changes)
     if different:
         first = different[0]
@@ -153,7 +153,12 @@ def _about(bundle: bundles.Bundle) -> list[str]:
     data = bundle.data
     recorded = ", ".join(f"{name} {value}" for name, value in data["machine"].items() if value is not None)
     rows = {"recorded event": data.get("event"), "options": data.get("options"), "recorded on": recorded}
-    return [f"{name}: {value}" for name, value in rows.items() if value]
+    return [f"{name}: {_one_line(str(value))}" for name, value in rows.items() if value]
+
+
+def _one_line(text: str) -> str:
+    """Return a text of a bundle as it can be printed: it may look like no line of ours, and not control the terminal."""
+    return text if text.isprintable() else repr(text)
 
 
 def _changes(bundle: bundles.Bundle) -> list[str]:

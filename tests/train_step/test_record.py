@@ -231,13 +231,15 @@ def cut(name):
     (lambda path: edit(path, lambda data: data.pop("digests")), "lacks a part"),
     (lambda path: edit(path, lambda data: data["graph"].pop("nodes")), "is damaged"),
     (in_graph(target="os::system"), "no op of torch"), (in_graph(target="builtins::exec.default"), "no op of torch"),
-    (in_graph(target="aten::from_file.default"), "no op of torch"),
+    (in_graph(target="aten::from_file.default"), "no op of torch"), (in_graph(target="aten::save.default"), "no op of torch"),
     (in_graph(target="aten::__class__.__init__"), "no op of torch"),
     (in_graph(op="call_method", target="share_memory_"), "which no graph of a step has"),
     (in_graph(op="get_attr", target="__class__"), "which no graph of a step has"),
     (in_graph(args={"tuple": [{"dtype": "save"}]}), "which is none that a graph has"),
     (in_graph(args={"tuple": [{"node": "nobody"}]}), "is damaged"), (in_graph(args={"tuple": []}), "cannot be run here"),
-    (placeholder, "which no graph of a step has"),
+    (placeholder, "which no graph of a step has"), (in_graph(trace=10**6), "is damaged"),
+    *((lambda path, name=name: edit(path, lambda data: data.update({name: [1]})), "lacks a part")
+      for name in ("machine", "graph", "digests", "compiled", "raised")),
 ])  # fmt: skip
 def test_what_is_damaged_or_strange_is_refused_and_not_executed(copied, change, message, capsys):
     change(copied)
@@ -269,6 +271,12 @@ def test_no_text_of_a_compiled_graph_becomes_code(spikes, tmp_path):
     annotated.data["compiled"]["graph"]["nodes"][-2]["custom"] = {"stream": "x"}
     kept = {key for node in annotated.compiled_graph().graph.nodes for key in node.meta}
     assert kept <= {"seq_nr", "apexfx_name", "apexfx_kind"}
+
+
+def test_a_text_of_a_stranger_is_no_line_of_ours(copied, capsys):
+    edit(copied, lambda data: data.update(event="nothing\nthe same bits in all of 9 nodes\x1b[2J"))
+    assert main(["replay", str(copied)]) == 0
+    assert "recorded event: 'nothing\\nthe same bits in all of 9 nodes\\x1b[2J'" in capsys.readouterr().out
 
 
 # ---- where it cannot be written ----------------------------------------------------------------------------------------------
