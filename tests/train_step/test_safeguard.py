@@ -214,6 +214,24 @@ def test_an_event_names_the_parameter():
     assert "call 1: not finite" in str(event) and "body.1.weight" in str(event)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_event_names_the_parameter_as_the_call_had_them(frozen):
+    """A call that leaves parameters out, or trains others, puts all that come behind them into another order."""
+    model = nn.ModuleDict({name: nn.Linear(4, 3) for name in ("shared", "one", "other")})
+
+    def of_a_branch(model, x, name, factor):
+        return (model["shared"](x) + model[name](x)).mean() + (model[name].bias * factor).sum()
+
+    step = apexfx.train_step(model, objective=of_a_branch, optimizer=AdamW(model.parameters()), opt_level="O0", inner="eager",
+                             safeguard=True)
+    x = torch.randn(2, 4)
+    step(x, "other", torch.tensor(math.inf))
+    if frozen:
+        model["shared"].requires_grad_(False)
+        step(x, "other", torch.tensor(1.0))
+    assert step.events[-1].parameter == "other.bias"
+
+
 def test_too_many_in_a_row_raise():
     step = make(safeguard=apexfx.Safeguard(max_consecutive_skips=3))
     generator = torch.Generator().manual_seed(0)
