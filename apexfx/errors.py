@@ -27,7 +27,7 @@ class ReplicaMismatchError(RuntimeError):
     """Parameters or optimizer state differ between ranks that should train the same model.
 
     Attributes:
-        ranks: those that differ from most; () where no majority agrees.
+        ranks: those that differ from most, as the process group counts them; () where no majority agrees.
         parameters: the names of those that differ, or whose optimizer state does.
     """
 

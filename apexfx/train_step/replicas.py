@@ -33,12 +33,11 @@ class ReplicaCheck:
     """
 
     def __init__(self, interval: int, group: dist.ProcessGroup) -> None:
-        self._interval, self._group = interval, group
+        self._interval, self._group, self._num_updates = interval, group, 0
         self.forget()
 
     def forget(self) -> None:
-        """Drop a comparison that has begun, and count updates anew: a state was loaded."""
-        self._num_updates = 0
+        """Drop a comparison that has begun: a state was loaded, maybe on this rank alone, so updates are counted on."""
         self._under_way: tuple[list[str], dist.Work, Tensor, HostCopy | None] | None = None
 
     def note_update(self, names: dict[int, str], params: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer],

@@ -107,6 +107,19 @@ def test_a_checkpoint_is_not_saved_of_different_replicas(rank, world_size):
         step.state_dict()
 
 
+@on_ranks(2, 3)
+def test_a_checkpoint_that_one_rank_alone_loads_is_found_at_the_next_check(rank, world_size):
+    _, step = make(3)
+    saved, numbers = copy.deepcopy(step.state_dict()), []
+    with pytest.raises(ReplicaMismatchError):
+        for number, batch in enumerate(batches(rank, 9)):
+            if number == 4 and rank == 1:
+                step.load_state_dict(saved)
+            step(*batch)
+            numbers.append(number)
+    assert numbers[-1] == 5
+
+
 @on_ranks(2)
 def test_equal_replicas_agree(rank, world_size):
     for options in (
