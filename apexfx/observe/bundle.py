@@ -171,8 +171,7 @@ class Run:
         Raises:
             OSError, RuntimeError: it cannot be written.
         """
-        if path.exists():
-            raise FileExistsError(f"apexfx: {path} is there already; a bundle is a new folder")
+        check_new(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
         try:
@@ -183,7 +182,18 @@ class Run:
             os.replace(unfinished, path)
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
+            check_new(path)
             raise
+
+
+def check_new(path: Path) -> None:
+    """Refuse the path of a bundle where something is.
+
+    Raises:
+        FileExistsError: it says so.
+    """
+    if path.exists():
+        raise FileExistsError(f"apexfx: {path} is there already; a bundle is a new folder, and each rank needs one of its own")
 
 
 def error_text(error: Exception) -> str:

@@ -54,8 +54,7 @@ class Recorder:
         if self._agreement is not None:
             self._agreement.compare("call that record() writes a bundle of", [self._state.num_calls])
         try:
-            if path.exists():
-                raise FileExistsError(f"apexfx: {path} is there already; a bundle is a new folder")
+            bundle.check_new(path)
             run = self._run_of_last_call()
         except Exception:
             self._all_are(ready=False)

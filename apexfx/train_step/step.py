@@ -155,6 +155,7 @@ class TrainStep:
             RankMismatchError: the ranks have not gathered from as many calls.
             Others: as a call.
         """
+        self._recorder.record_where_skipped()
         state, num_calls = self._state, self._state.num_gathered_calls()
         with state.all_or_nothing(), torch.no_grad():
             self._skipped.forget_call()

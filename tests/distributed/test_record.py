@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 import apexfx
@@ -85,6 +86,23 @@ def test_a_rank_that_records_alone_is_told(rank, world_size):
     if rank == 0:
         with pytest.raises(apexfx.RankMismatchError, match="rank 1 of 2 has not arrived"):
             step.record("nowhere")
+
+
+def into_one_folder(rank, world_size, path):
+    step, refused = make(ddp=True, safeguard=True), [None] * world_size
+    step(*batch(rank))
+    try:
+        step.record(path)
+    except FileExistsError as error:
+        refused[rank] = str(error)
+    dist.all_gather_object(refused, refused[rank])
+    told, = filter(None, refused)
+    assert "each rank needs one of its own" in told
+
+
+def test_ranks_that_record_into_one_folder_are_told(tmp_path):
+    run_ranks(into_one_folder, 2, str(tmp_path / "bundle"))
+    assert replay(str(tmp_path / "bundle"))[1]
 
 
 # ---- every model -------------------------------------------------------------------------------------------------------------

@@ -310,6 +310,16 @@ def test_what_is_recorded_is_not_trained_otherwise(tmp_path):
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_flush_records_the_call_before_it(accumulate, tmp_path):
+    step = make(model=Small, safeguard=guarded(tmp_path), accumulate=accumulate)
+    for _ in range(accumulate):
+        step(X, Y, INFINITE)
+    step.flush()
+    step(X, Y, ONE)
+    assert [path.name for path in tmp_path.iterdir()] == ["call-1-rank-0"]
+
+
 def test_there_are_at_most_so_many(tmp_path):
     step = make(model=Small, safeguard=guarded(tmp_path, max_records=2, max_consecutive_skips=3))
     (tmp_path / ".call-9-rank-0.123").mkdir()  # of a process that was killed
