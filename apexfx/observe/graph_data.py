@@ -56,7 +56,7 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
     They are no `GraphModule`, which would make Python code of the names and texts in it and run that.
 
     Args:
-        dtypes: what other dtypes are to be in the place of those that ops are called with.
+        dtypes: what other dtypes are to be in the place of those that ops are called with, and that its tensors have.
 
     Raises:
         ValueError: it names something that is no op of torch or of this package, or is no such data.
@@ -80,7 +80,7 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
             node.meta["nn_module_stack"] = {"": (row["module"], "")}
     module = nn.Module()
     for name, tensor in constants.items():
-        module.register_buffer(name, tensor)
+        module.register_buffer(name, tensor.to((dtypes or {}).get(tensor.dtype, tensor.dtype)))
     return module, graph
 
 

@@ -20,7 +20,8 @@ from .interpreter import Interpreter
 from .non_finite import NonFinite, is_of_backward
 
 _MAY_DIFFER = ("python",)
-_HALVES_AND_FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_DOUBLE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
+           torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 
 
 def replay(path: str, *, until: str | None = None, to: str | None = None,
@@ -41,7 +42,7 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
     """
     bundle = bundles.load(Path(path))
     lines = _about(bundle)
-    dtypes = dict.fromkeys(_HALVES_AND_FLOATS, torch.float64) if to == "float64" else {}
+    dtypes = _DOUBLE if to == "float64" else {}
     try:
         module, graph = bundle.graph(dtypes)
     except (LookupError, TypeError, AttributeError, RecursionError, RuntimeError) as error:

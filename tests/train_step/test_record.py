@@ -167,6 +167,19 @@ def test_in_float64_an_overflow_of_half_is_gone(tmp_path):
     assert "not finite: nothing" in replay(str(tmp_path / "bundle"), to="float64")[0]
 
 
+def test_in_float64_constants_and_complex_numbers_are_so_too(tmp_path):
+    def weighted(model, x, y, factor):
+        spectrum = torch.fft.fft(x).abs() + (x * torch.tensor([1j])).abs()
+        return F.cross_entropy(model(spectrum), y, torch.tensor([1.0, 2.0, 3.0])) * factor
+
+    model = Small()
+    step = apexfx.train_step(model, objective=weighted, optimizer=torch.optim.SGD(model.parameters()), inner="eager",
+                             opt_level="O0", safeguard=True)
+    step(X, Y, INFINITE)
+    step.record(tmp_path / "bundle")
+    assert "computed in float64" in replay(str(tmp_path / "bundle"), to="float64")[0]
+
+
 def test_the_first_node_that_differs_is_named(copied):
     def change(data):
         node_of(data, target="aten::relu.default")["target"] = "aten::neg.default"
