@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,11 +36,14 @@ class LastCall:
 
     def end(self) -> None:
         """Take the batch as it is now for that of the call, which has ended: a step that is skipped takes its own writes back."""
-        self._versions = self._versions_now()
+        self._tensors = self._tensors_now()
+        self._versions = [tensor_version(tensor) for tensor in self._tensors]
 
     def batch_has_changed(self) -> bool:
-        """Return whether a tensor of the batch was written since."""
-        return self._versions_now() != self._versions
+        """Return whether a tensor of the batch was written since, or one is in the place of another."""
+        now = self._tensors_now()
+        return len(now) != len(self._tensors) or not all(map(operator.is_, now, self._tensors)) \
+            or [tensor_version(tensor) for tensor in now] != self._versions
 
     @contextlib.contextmanager
     def random_state(self) -> Iterator[None]:
@@ -50,6 +54,8 @@ class LastCall:
                 torch.cuda.set_rng_state(self.random_of_device, self._device)
             yield
 
-    def _versions_now(self) -> list[int]:
-        tensors = (x for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and not x.is_inference())
-        return [tensor_version(tensor) for tensor in tensors]
+    def _tensors_now(self) -> list[Tensor]:
+        """Return the tensors of the batch, those in attributes of an object too: of a dataclass, of a tokenizer's encoding."""
+        leaves = tree_leaves((self.batch, self.named))
+        held = tree_leaves([vars(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")])
+        return [x for x in (*leaves, *held) if isinstance(x, Tensor) and not x.is_inference()]

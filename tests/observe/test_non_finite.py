@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -169,6 +170,22 @@ def test_a_batch_that_was_written_is_not_searched():
     step, x = make(), X * math.nan
     step(x, "none")
     x.zero_()
+    assert step.events[-1].where == "the batch was written since, and nobody looked for the op"
+
+
+@dataclass
+class Batch:
+    x: torch.Tensor
+
+
+@pytest.mark.parametrize("change", [lambda batch: batch.x.zero_(), lambda batch: setattr(batch, "x", X)])
+def test_an_object_that_was_written_is_not_searched(change):
+    model = nn.Linear(4, 3)
+    step = apexfx.train_step(model, objective=lambda m, batch: m(batch.x).mean(), optimizer=torch.optim.SGD(model.parameters()),
+                             inner="eager", opt_level="O0", safeguard=True)
+    batch = Batch(torch.full((3, 4), math.nan))
+    step(batch)
+    change(batch)
     assert step.events[-1].where == "the batch was written since, and nobody looked for the op"
 
 
