@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from .._torch import OpOverload, resolve_process_group, tree_map
-from ..graph.collectives import is_collective, is_wait, wait
+from ..graph.collectives import group_name, is_collective, is_wait, namespace, wait
+from ..graph.nodes import op_name, source_line
 
 Observer = Callable[[fx.Node, Any], None]
 
@@ -27,6 +28,9 @@ class Interpreter(fx.Interpreter):
 
     Attributes:
         node: the one that runs, or was the last.
+
+    Raises:
+        ValueError: the graph communicates by an op of which nobody knows what it gives on one rank.
     """
 
     def __init__(self, module: nn.Module, observers: Sequence[Observer] = (), *, graph: fx.Graph | None = None,
@@ -34,6 +38,10 @@ class Interpreter(fx.Interpreter):
         super().__init__(module, graph=graph)
         self._observers, self._received, self._communicates = observers, received or {}, communicates
         self.node: fx.Node | None = None
+        for n in self.graph.nodes:
+            if group_name(n) and namespace(n) != "apexfx" and not is_collective(n):
+                where = f" at {line}" if (line := source_line(n)) else ""
+                raise ValueError(f"apexfx: {op_name(n)}{where} communicates, and cannot be computed on one rank alone")
 
     def run_node(self, n: fx.Node) -> Any:
         self.node = n

@@ -8,6 +8,8 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
+import torch.nn.functional as F
 
 import apexfx
 from tests.distributed.launch import on_ranks, run_ranks
@@ -67,3 +69,28 @@ def test_all_ranks_raise_after_the_same_call(rank, world_size):
         step(*batch(INFINITE if rank == 0 else GOOD, generator))
     step(*batch(GOOD, generator))
     assert bool(step.updated)
+
+
+class Exchanged(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = torch.nn.Linear(6, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x):
+        exchanged = functional_collectives.all_to_all_single_autograd(self.body(x), None, None, dist.group.WORLD)
+        return self.head(functional_collectives.wait_tensor(exchanged))
+
+
+@on_ranks(2)
+def test_a_rank_that_reads_events_alone_takes_part_in_no_collective(rank, world_size):
+    model = Exchanged()
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters()), ddp=True, opt_level="O0", inner="eager",
+                             safeguard=True)
+    x, labels = torch.randn(4, 6), torch.arange(4) % 3
+    step(x * math.nan if rank == 1 else x, labels)
+    if rank == 0:
+        assert "batch and the parameters of this rank are finite" in step.events[-1].where
+    step(x, labels)
+    assert step.updated
+    with pytest.raises(ValueError, match="all_to_all_single.* communicates, and cannot be computed on one rank alone"):
+        step.record("nowhere")
