@@ -74,13 +74,21 @@ class EmaState:
 
     @torch.no_grad()
     def module(self, model: nn.Module) -> nn.Module:
-        """Return a copy of `model` whose parameters are their averages, where they have followed an update."""
+        """Return a copy of `model` whose parameters are their averages, where they have followed an update.
+
+        Raises:
+            TypeError: it holds what cannot be copied.
+        """
         copied: dict[int, Any] = {}  # by id, what `deepcopy` takes
         for p in model.parameters():
             if p in self._held:
                 average, count = self._held[p]
                 copied[id(p)] = nn.Parameter(torch.where(count > 0, average, p).to(p.dtype), p.requires_grad)
-        return copy.deepcopy(model, copied)
+        try:
+            return copy.deepcopy(model, copied)
+        except Exception as error:
+            raise TypeError(f"apexfx: step.ema_model copies the model, which holds what cannot be copied ({error}); give its "
+                            "class a __deepcopy__, or load step.state_dict()['ema']['averages'] into another model") from error
 
     def state_dict(self, model: nn.Module) -> dict[str, dict[str, Tensor]]:
         """Return averages and counts by the names of parameters: the tensors themselves, as modules do."""

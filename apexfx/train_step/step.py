@@ -290,6 +290,7 @@ class TrainStep:
 
         Raises:
             RuntimeError: the step averages nothing, or an earlier one has failed half-way.
+            TypeError: the model holds what cannot be copied.
         """
         if self._ema is None:
             raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import threading
 
 import pytest
 import torch
@@ -269,6 +270,18 @@ def test_averages_of_another_model_are_refused_before_anything_is_loaded():
     with pytest.raises(ValueError, match=r"average of 'body.0.weight' of shape \[3\], and in this model that is \[8, 6\]"):
         step.load_state_dict(state)
     assert_equal(step.state_dict(), before)
+
+
+def test_a_model_that_cannot_be_copied_is_said():
+    model = nn.Linear(4, 2)
+    model.lock = threading.Lock()
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters()), opt_level="O0", inner="eager",
+                             ema=apexfx.EMA(decay=0.9))
+    step(torch.randn(3, 4), torch.randn(3, 2))
+    with pytest.raises(TypeError, match="step.ema_model copies the model, which holds what cannot be copied .*lock"):
+        _ = step.ema_model
+    other = nn.Linear(4, 2)
+    other.load_state_dict(step.state_dict()["ema"]["averages"])
 
 
 def test_updates_go_early_all_the_same():
