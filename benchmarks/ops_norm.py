@@ -119,14 +119,14 @@ OPS: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 
 
 def training_step(function: Callable[..., object], inputs: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a call that runs `function` and its backward with fixed output gradients."""
-    outputs = function(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    grads = tuple(torch.randn_like(o) for o in outputs)
+    """Return a call that runs `function` and its backward with output gradients that the first call draws: it may compile."""
+    grads: list[Tensor] = []
 
     def run() -> None:
-        result = function(*inputs)
-        torch.autograd.grad(result if isinstance(result, tuple) else (result,), inputs, grads)
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        grads.extend(torch.randn_like(output) for output in outputs[len(grads):])
+        torch.autograd.grad(outputs, inputs, grads)
 
     return run
 

@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # s
 
 import harness
 import ops
+import ops_norm
+import torch
 from op_row import Row
 
 
@@ -37,6 +39,16 @@ def test_rows_are_written_one_by_one_and_the_missing_ones_added(monkeypatch, tmp
     ops.main()
     assert [found["name"] for found in json.loads(path.read_text())["rows"]] == ["one", "two"]
     assert set(ran) == {"two"}
+
+
+def test_a_row_that_is_not_measured_compiles_nothing(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(ops_norm, "SHAPES", ((2, 8),))
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *inputs: compiled.append(1) or function(*inputs))
+    rows = [row for row in ops_norm.rows("cpu") if row.name.startswith("add_layer_norm float32")]
+    assert len(rows) == 1 and not compiled
+    rows[0].others["Inductor"]()
+    assert compiled
 
 
 def test_on_a_device_each_candidate_waits_for_its_own_launches(monkeypatch):

@@ -80,8 +80,8 @@ def build(folder: Path, names: str) -> Path:
     library = folder / "emulated.so"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         stems = {*names.split(","), "built_for"}
-        wanted = sorted(f for f in (sources / "cuda").glob("*.cpp") if names == "all" or f.stem in stems)
-        objects = list(pool.map(compiled, wanted))
+        wanted = [f for f in (sources / "cuda").glob("*.cpp") if names == "all" or f.stem in stems]
+        objects = list(pool.map(compiled, sorted(wanted, key=lambda file: -file.stat().st_size)))  # what takes longest first
     link = [cxx, "-shared", *objects, "-o", str(library), f"-L{torch_root / 'lib'}", "-ltorch_cpu"]
     subprocess.run(link, check=True)
     return library

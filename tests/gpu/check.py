@@ -13,7 +13,7 @@ one of the three goes on where this one stopped: a step that ended by itself sta
 changed, another device is there, or `--only` or `--fresh` ask for it; tables get the rows they lack. So on a machine that is
 given back, copy DIR to benchmarks/results before the next call.
 
-`--dry-run` rehearses without a device, in three minutes: it runs the same commands in a copy of the sources, on the CUDA sources
+`--dry-run` rehearses without a device, in two minutes: it runs the same commands in a copy of the sources, on the CUDA sources
 emulated on the CPU; the benchmarks, on the CPU's own kernels. Nothing of it is a measurement, and it copies nothing.
 
 Exit status 1 where a step failed, wrote no row, or did not come to its end; in a dry run, also where one was skipped.
