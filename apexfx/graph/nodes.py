@@ -288,3 +288,18 @@ def count_ops(gm: fx.GraphModule) -> Counter[str]:
     return Counter(
         op_name(node) for graph in graphs(gm) for node in graph.graph.nodes if node.op in ("call_function", "call_method")
     )
+
+
+# Of a backward graph and a training step.
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+
+
+def before_upcast(node: fx.Node) -> fx.Node:
+    """Return the node that `node` merely widens, or `node`."""
+    while node.op == "call_function" and node.target in CASTS:
+        narrow, wide = value(node.args[0]), value(node)
+        both_float = narrow.dtype.is_floating_point and wide.dtype.is_floating_point
+        if not both_float or narrow.dtype.itemsize >= wide.dtype.itemsize or narrow.device != wide.device:
+            break
+        node = node.args[0]
+    return node

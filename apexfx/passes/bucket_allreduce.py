@@ -19,7 +19,7 @@ from ..buckets.windows import MARK, windows
 from ..config import HALVES, BucketConfig
 from ..errors import PassError
 from ..graph.inputs import Placeholder, gradient_list, gradients, replace_gradients
-from ..graph.nodes import call, fake_mode, value
+from ..graph.nodes import CASTS, before_upcast, call, fake_mode, value
 from ..graph.printed_names import identifier
 from ..graph.printing import short_dtype
 from ..report.records import Artifacts
@@ -30,7 +30,6 @@ c10d = torch.ops._c10d_functional
 prims = torch.ops.prims
 
 DELAYED = "apexfx_delayed"  # meta key of an allreduce that is to start after all of backward
-_CASTS = (aten._to_copy.default, prims.convert_element_type.default)
 
 
 @dataclass
@@ -143,7 +142,7 @@ class BucketAllreduce(Pass):
                 )
             if final.numel() == 0:
                 continue
-            source = gradient.node if self._takes_upcast(parameter.name) else _before_upcast(gradient.node)
+            source = gradient.node if self._takes_upcast(parameter.name) else before_upcast(gradient.node)
             key = (source, final.dtype)
             if key in by_source:
                 earlier = by_source[key]
@@ -233,7 +232,7 @@ class _Emitter:
     def connect_outputs(self) -> None:
         """Return the reduced gradients, and drop the upcasts that nobody reads any more."""
         replace_gradients(self.output, self.outputs)
-        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in _CASTS)
+        self.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in CASTS)
 
     def _flatten(self, index: int, bucket: Bucket, sources: Sequence[fx.Node], *, like: fx.Node) -> fx.Node:
         """Insert what makes the private buffer; of a complex bucket, of the real numbers that process groups add."""
@@ -297,14 +296,3 @@ def _parts(dtype: torch.dtype) -> int:
 
 def _is_bucketed(gm: fx.GraphModule) -> bool:
     return any(MARK in node.meta for node in gm.graph.nodes)
-
-
-def _before_upcast(node: fx.Node) -> fx.Node:
-    """Return the node that `node` merely widens, or `node`."""
-    while node.op == "call_function" and node.target in _CASTS:
-        narrow, wide = value(node.args[0]), value(node)
-        both_float = narrow.dtype.is_floating_point and wide.dtype.is_floating_point
-        if not both_float or narrow.dtype.itemsize >= wide.dtype.itemsize or narrow.device != wide.device:
-            break
-        node = node.args[0]
-    return node

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
+from ..config import HALVES
 from ..graph.inputs import apply_node, trained_inputs
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import call, fake_mode, inline, insert_after, value
+from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
 from ..ops.apply_gradients import StepPlan
+from ..optimizers.compositions import COMPOSITIONS
 from ..optimizers.update import apply
 from .base import Pass
 
@@ -24,7 +26,8 @@ class UnscaleClipUpdate(Pass):
     """Put the ops that finish a training step in the place of its `apply_gradients` node.
 
     One op an optimizer group reads each gradient once, where it lies (in its bucket, after an allreduce), and unscales, clips
-    and updates in that pass. Where a gradient is not finite the ops write nothing, on the device; nobody asks the host. A
+    and updates in that pass. A half gradient that was widened for its float32 parameter is read as it was, which is the same
+    number in half of the bytes. Where a gradient is not finite the ops write nothing, on the device; nobody asks the host. A
     gradient that is the memory of a parameter, or of another input that the graph writes, is copied first.
 
     Before:  apply_gradients([w, b], [gw, gb], [m_w, m_b, v_w, v_b], [scale, growth, lr, steps], plan)
@@ -46,8 +49,9 @@ class UnscaleClipUpdate(Pass):
         params, grads, states, scalars, text = node.args
         plan, mode = StepPlan.from_json(text), fake_mode(gm.graph)
         memory = _storages((*params, *states, *scalars))
-        memory |= _storages(gm.graph.find_nodes(op="placeholder")) & written_storages(gm)
-        own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in grads]
+        written = written_storages(gm)
+        memory |= _storages(gm.graph.find_nodes(op="placeholder")) & written
+        own = [_copied(g, mode) if g is not None and storages(value(g)) & memory else g for g in _as_read(plan, grads, written)]
         # At the end: what reads a parameter may have been moved behind the node, which does not say that it writes.
         with gm.graph.inserting_before(gm.graph.output_node()):
             def insert(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -71,11 +75,27 @@ class UnscaleClipUpdate(Pass):
         if not plan.groups:
             self.record(node, "the gradients leave the graph, for an optimizer that runs outside of it")
         gm.graph.erase_node(node)
+        gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in CASTS)  # of gradients
         return PassResult(gm, True)
 
 
 def _storages(nodes: Iterable[fx.Node]) -> frozenset[Any]:
     return frozenset().union(*(storages(value(node)) for node in nodes))
+
+
+def _as_read(plan: StepPlan, grads: Sequence[fx.Node | None], written: frozenset[Any]) -> list[fx.Node | None]:
+    """Return the gradients, in place of each that an op may read before it was widened what it was."""
+    if plan.keeps_gradients:  # as are those of an optimizer outside of the graph
+        return list(grads)
+    by_op = [group.op not in COMPOSITIONS for group in plan.groups for _ in range(group.num_params)]
+    return [_narrow(g, written) if g is not None and is_op else g for g, is_op in zip(grads, by_op, strict=True)]
+
+
+def _narrow(gradient: fx.Node, written: frozenset[Any]) -> fx.Node:
+    """Return the half value that `gradient` is in float32, or `gradient` where there is none or its memory is written."""
+    narrow = before_upcast(gradient)
+    is_half = value(narrow).dtype in HALVES and value(gradient).dtype == torch.float32
+    return narrow if is_half and not storages(value(narrow)) & written else gradient
 
 
 def _copied(gradient: fx.Node, mode: Any) -> fx.Node:
