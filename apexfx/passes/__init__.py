@@ -137,7 +137,7 @@ def _recompute(config: TransformConfig, context: Context) -> Pass | None:
     # Under "eager" every op that is computed again is a kernel of its own.
     if not context.whole_step or config.inner == "eager" and context.memory_budget is None:
         return None
-    return Recompute(placeholders=context.placeholders, budget=context.memory_budget or 0)
+    return Recompute(placeholders=context.placeholders, budget=context.memory_budget)
 
 
 TABLE: tuple[Row, ...] = (

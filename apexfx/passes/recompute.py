@@ -28,6 +28,7 @@ _bn_forward, _bn_normalize = torch.ops.apexfx.bn_forward.default, torch.ops.apex
 _CHEAP = (aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.clone.default, _bn_normalize)
 _LONGEST_CHAIN = 16  # ops that are computed again for one value
 _SMALL = 1e-5  # of the peak: not worth a second computation
+_MOST_READ = 1.5  # bytes that are read again for each that is freed, where nobody has set a budget
 _AGAIN = "apexfx_computed_again"  # meta key of a copy
 
 
@@ -39,19 +40,22 @@ class Recompute(Pass):
     statistics. That goes on with the next peak, until `budget` is met or nothing is left. What is random, or reads what is
     written in between, stays, and a copy is not copied for its own sake again.
 
+    Without a budget so does what takes longer to compute than to keep: what reads many more bytes than it frees, as a weight in
+    half precision or a sum, and a copy into another layout.
+
     Before:  h = gelu(x); y = mm(h, w); ...; gw = mm(t(h), gy); gx = gelu_backward(gh, x)
     After:   h = gelu(x); y = mm(h, w); ...; again = gelu(x); gw = mm(t(again), gy); gx = gelu_backward(gh, x)
 
     Args:
         placeholders: the inputs of the captured graph.
-        budget: bytes alive at once that are enough.
+        budget: bytes alive at once that are enough; None asks for what costs no time.
     """
 
     name = "recompute"
     stage = "step"
     numeric = "bitwise"
 
-    def __init__(self, *, placeholders: Sequence[Placeholder] = (), budget: int = 0) -> None:
+    def __init__(self, *, placeholders: Sequence[Placeholder] = (), budget: int | None = None) -> None:
         super().__init__()
         self.placeholders, self.budget = placeholders, budget
 
@@ -60,7 +64,7 @@ class Recompute(Pass):
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         before = len(self.matches)
-        while (peak := _Peak(gm, self.placeholders)).bytes > self.budget and self._lower(peak):
+        while (peak := _Peak(gm, self.placeholders)).bytes > (self.budget or 0) and self._lower(peak):
             pass
         return PassResult(gm, len(self.matches) > before)
 
@@ -68,9 +72,9 @@ class Recompute(Pass):
         """Recompute what can be at a peak; return whether there was anything."""
         before, left = len(self.matches), peak.bytes
         for memory in peak.crossing():
-            if left <= self.budget:
+            if left <= (self.budget or 0):
                 break
-            chain = peak.chain(memory)
+            chain = peak.chain(memory, at_any_cost=self.budget is not None)
             if chain:
                 self.record(chain[-1], f"{len(chain)} ops again for {peak.graph.sizes[memory]} bytes")
                 peak.recompute(memory, chain)
@@ -111,15 +115,18 @@ class _Peak:
         return [memory for memory, nodes in self._in.items() if lives[memory][0] <= self._at < lives[memory][1]
                 and memory not in kinds and sizes[memory] > _SMALL * self.bytes and _AGAIN not in nodes[0].meta]
 
-    def chain(self, memory: int) -> list[fx.Node]:
-        """Return the nodes to compute again for the readers of `memory` behind the peak, in order; [] where that cannot be."""
+    def chain(self, memory: int, *, at_any_cost: bool) -> list[fx.Node]:
+        """Return the nodes to compute again for the readers of `memory` behind the peak, in order; [] where that cannot be, or
+        costs time.
+        """
         readers = self._late_readers(memory)
         if not readers or any(reader.op == "output" for reader, _ in readers):
             return []
         chain: dict[fx.Node, None] = {}
         at = self._place[readers[0][0]]
         self._again.add(memory)
-        if all(self._add(source, at, chain, _LONGEST_CHAIN) for _, source in readers):
+        if all(self._add(source, at, chain, _LONGEST_CHAIN) for _, source in readers) and \
+                (at_any_cost or self._costs_no_time(memory, chain)):
             return list(chain)
         self._again.discard(memory)
         return []
@@ -165,6 +172,12 @@ class _Peak:
             return False
         chain[node] = None
         return sum(not aliases(link) for link in chain) <= _LONGEST_CHAIN
+
+    def _costs_no_time(self, memory: int, chain: dict[fx.Node, None]) -> bool:
+        """Return whether computing `chain` again reads little more than `memory` takes, in the order in which it lies there."""
+        read = {each for node in chain for source in _sources(node) if source not in chain for each in self.graph.of(source)}
+        few = sum(self.graph.sizes[each] for each in read) <= _MOST_READ * self.graph.sizes[memory]
+        return few and not any(node.kwargs.get("memory_format") for node in chain)
 
     def _is_there(self, node: fx.Node, at: int) -> bool:
         """Return whether a value is alive, and as it was, at the place `at`."""

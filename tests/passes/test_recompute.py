@@ -88,8 +88,9 @@ def test_a_batch_norm_is_applied_again_from_its_statistics(residual, monkeypatch
             step(torch.randn(4, 8, 16, 16), torch.randint(8, (4,)))
         return step
 
-    saving, plain = train(verify="each"), train(skip=["recompute"])
+    saving, plain = train(verify="each", memory_budget=0), train(skip=["recompute"])
     assert "bn_normalize" in saving.report.code(stage="step")
+    assert ("bn_normalize" in train().report.code(stage="step")) == (not residual)  # a sum reads twice what it frees
     assert saving.report.memory().peak < plain.report.memory().peak
     torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
 
@@ -159,6 +160,30 @@ def peaked(write):
 @pytest.mark.parametrize("write", ["", "first", "through a view", "input"])
 def test_what_reads_a_tensor_that_is_written_stays(write):
     assert Recompute()(peaked(write)).modified == (not write)
+
+
+def cast(x, y):
+    return torch.ops.prims.convert_element_type.default(x, torch.bfloat16)
+
+
+def channels_last(x, y):
+    return torch.ops.aten.clone.default(x, memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(("compute", "costs_time"), [
+    (lambda x, y: torch.ops.aten.cos.default(x), False), (torch.ops.aten.add.Tensor, True), (cast, True), (channels_last, True)],
+    ids=["cos", "sum", "cast", "layout"])
+def test_without_a_budget_what_costs_time_stays(compute, costs_time):
+    def run(x, y):
+        kept = compute(x, y)
+        first = torch.ops.aten.amax.default(kept, [1])
+        peak = torch.ops.aten.cumsum.default(torch.ops.aten.cat.default([x, y, y]), 0)
+        return peak, torch.ops.aten.amin.default(kept, [1]), first
+
+    for budget in (None, 0):
+        gm = make_fx(run, tracing_mode="fake")(torch.randn(8, 8, 3, 3), torch.randn(8, 8, 3, 3))
+        assert Recompute(budget=budget)(gm).modified == (budget == 0 or not costs_time)
+        assert not Recompute(budget=budget)(gm).modified
 
 
 def test_two_values_of_one_reader_are_computed_again_once():
