@@ -1,7 +1,8 @@
 """What Inductor makes of ops of this package: of two, code that saves passes over memory, instead of calling them.
 
 `flatten_bucket` becomes no code at all: whatever computes a gradient writes it into its slot. `bn_relu_backward` becomes
-a loop that fuses with those around it. Values are the ops' own, bit for bit. The ops that write in place are called, in order.
+a loop that fuses with those around it. Values are the ops' own, bit for bit. The ops that write in place are called, in order;
+`bn_backward` is, with a gradient that was computed in the layout in which its kernel reads it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ aten = torch.ops.aten
 def register() -> None:
     """Register the lowerings with Inductor, once in a process."""
     rows = [(torch.ops.apexfx.flatten_bucket.default, _flatten_bucket),
-            (torch.ops.apexfx.bn_relu_backward.default, _relu_backward)]
+            (torch.ops.apexfx.bn_relu_backward.default, _relu_backward),
+            (torch.ops.apexfx.bn_backward.default, _like_input(torch.ops.apexfx.bn_backward.default))]
     ours = [getattr(torch.ops.apexfx, name.partition("::")[2]).default for name in registered_ops("apexfx")]
     rows += [(op, _in_place(op)) for op in (*ours, aten._amp_update_scale_.default) if _written_places(op)]
     # Of passes over the step: Inductor decomposes it before.
@@ -97,3 +99,15 @@ def _relu_backward(grad_output: Any, output: Any) -> Any:
         return inductor_ops.where(inductor_ops.le(out, zero), zero, grad)
 
     return lowering.make_pointwise(masked)(grad_output, output)
+
+
+def _like_input(op: Any) -> Callable[..., Any]:
+    """Return what calls `op(grad_output, x, ...)` with a gradient laid out like `x`, which the kernel would copy otherwise."""
+    call = lowering.fallback_handler(op)
+
+    def lower(grad_output: Any, x: Any, *args: Any) -> Any:
+        strides = ir.ExternKernel.realize_input(x).get_stride()
+        order = ir.get_stride_order(strides, inductor_state.graph.sizevars.shape_env)
+        return call(ir.ExternKernel.require_stride_order(grad_output, order), x, *args)
+
+    return lower

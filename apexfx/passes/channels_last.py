@@ -9,7 +9,8 @@ from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
 from .._torch import HigherOrderOperator, OpOverload, computes_channels_last, tree_leaves
-from ..graph.nodes import call, evaluate, fake_mode, set_value, value
+from ..graph.inputs import gradient_list, replace_gradients
+from ..graph.nodes import before_upcast, call, evaluate, fake_mode, insert_after, set_value, value
 from ..graph.order import draws_random_numbers
 from .base import Pass
 
@@ -31,6 +32,9 @@ class ChannelsLast(Pass):
     Before:  y = convolution(x, w); ...; gx, gw, _ = convolution_backward(gy, x, w)
     After:   x1 = clone(x, channels_last); w1 = clone(w, channels_last); y = convolution(x1, w1); ...;
              gx, gw, _ = convolution_backward(gy, x1, w1)
+
+    A float32 gradient that comes out of `convolution_backward` channels_last is laid out as its parameter is: the update would
+    copy it otherwise, which takes longer. A half one it copies in less time than Inductor's code does.
 
     What leaves the graph keeps its strides. A graph with an op that may not be given others (as_strided, one of another package,
     a random one under `fallback_random`) stays as it is.
@@ -57,7 +61,9 @@ class ChannelsLast(Pass):
                 set_value(node, evaluate(node, mode))
                 if _strides(value(node)) != before:
                     moved.add(node)
-        return PassResult(gm, bool(copies))
+        if moved:
+            self._lay_out_gradients(gm, mode)
+        return PassResult(gm, bool(moved))
 
     def _lay_out(self, convolution: fx.Node, copies: dict[fx.Node, fx.Node], mode: Any) -> list[fx.Node]:
         """Have a convolution read copies of what is not channels_last; return them."""
@@ -70,6 +76,26 @@ class ChannelsLast(Pass):
                 self.record(copies[source], f"{tuple(value(source).shape)} once, for forward and backward")
             convolution.replace_input_with(source, copies[source])
         return [copies[source] for source in sources]
+
+
+    def _lay_out_gradients(self, gm: fx.GraphModule, mode: Any) -> None:
+        """Lay out float32 gradients of weights as their parameters are, in which the update reads them."""
+        node, gradients = gradient_list(gm)
+        if node.op == "output":
+            return
+        for place, (parameter, gradient) in enumerate(zip(node.args[0], gradients)):
+            computed = gradient is not None and before_upcast(gradient) is gradient
+            if computed and _lies_otherwise(value(gradient), value(parameter)):
+                with insert_after(gradient):
+                    gradients[place] = call(gm.graph, aten.clone.default, (gradient,),
+                                            {"memory_format": torch.contiguous_format}, like=gradient, mode=mode)
+                self.record(gradients[place], f"{tuple(value(gradient).shape)} as its parameter lies")
+        replace_gradients(node, gradients)
+
+
+def _lies_otherwise(gradient: Tensor, parameter: Tensor) -> bool:
+    return gradient.dtype == torch.float32 and parameter.is_contiguous() and not gradient.is_contiguous() \
+        and gradient.is_contiguous(memory_format=torch.channels_last)
 
 
 def _takes_any_strides(node: fx.Node) -> bool:

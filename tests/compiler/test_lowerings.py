@@ -1,4 +1,4 @@
-"""What Inductor makes of flatten_bucket and bn_relu_backward: the ops' own values, and no copy of a gradient."""
+"""What Inductor makes of flatten_bucket and the backward of batch norms: the ops' own values, and no copy of a gradient."""
 
 from __future__ import annotations
 
@@ -92,3 +92,24 @@ def test_relu_backward_is_bitwise_and_joins_its_neighbours(dtype, memory_format)
     expected = backward(a, b, y)
     assert torch.equal(got, expected) and torch.equal(got.signbit(), expected.signbit())
     assert "torch.ops" not in code and code.count("empty_strided_cpu") == 1 and got.is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted"])
+def test_a_gradient_is_computed_in_the_layout_of_the_batch_norm(layout, dynamic):
+    def gradients(grad, x, weight, bias):
+        x = (x + 1).permute(0, 3, 1, 2) if layout == "permuted" else x + 1
+        _, stats = torch.ops.apexfx.bn_forward(x, weight, bias, None, 1e-5, True)
+        return torch.ops.apexfx.bn_backward(grad.cumsum(0) * 2, x, stats, weight, bias, 1e-5, True)
+
+    grad, x = torch.randn(4, 6, 5, 5), torch.randn((4, 5, 5, 6) if layout == "permuted" else (4, 6, 5, 5))
+    if layout == "channels_last":
+        x = x.to(memory_format=torch.channels_last)
+    if dynamic:
+        torch._dynamo.mark_dynamic(x, 0)
+        torch._dynamo.mark_dynamic(grad, 0)
+    inputs = grad, x, torch.rand(6), torch.rand(6)
+    result, code = compiled(gradients, *inputs)
+    assert all(map(torch.equal, result, gradients(*inputs)))
+    made = re.findall(r"empty_strided_cpu\(\((?:4|s\d+), 6, 5, 5\), \(150, ([^)]*)\)", code)
+    assert made[-1] == ("25, 5, 1" if layout == "contiguous" else "1, 30, 6")

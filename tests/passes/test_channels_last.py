@@ -170,3 +170,21 @@ def test_inductor_copies_no_activation(make, options):
     torch.testing.assert_close(results["inductor"][0], results["eager"][0], rtol=1e-4, atol=1e-5)
     if make is Residual:  # the features that are returned alone
         assert sources["inductor"][0].count("empty_strided_cpu((4, 8, 16, 16), (2048, 256, 16, 1)") == 1
+
+
+@pytest.mark.parametrize("opt_level", ["O0", "O2"])
+def test_a_float32_gradient_is_laid_out_as_its_parameter(opt_level):
+    torch.manual_seed(0)
+    model = Residual()
+    half = {} if opt_level == "O0" else {"dtype": torch.bfloat16}
+    x, y = torch.randn(4, 8, 16, 16), torch.randint(8, (4,))
+    states = []
+    for inner in ("inductor", "eager"):
+        own = copy.deepcopy(model)
+        step = apexfx.train_step(own, objective=lambda model, x, y: F.cross_entropy(model.head(model.features(x).flatten(1)), y),
+                                 optimizer=torch.optim.SGD(own.parameters(), lr=0.1), opt_level=opt_level, inner=inner, **half)
+        step(x, y)
+        states.append(own.state_dict())
+        laid_out = [match.detail for match in step.report.matched("channels_last") if "parameter" in match.detail]
+        assert laid_out == (["(8, 8, 3, 3) as its parameter lies"] if (inner, opt_level) == ("inductor", "O0") else [])
+    torch.testing.assert_close(*states, **({"rtol": 1e-4, "atol": 1e-5} if opt_level == "O0" else {"rtol": 2e-2, "atol": 2e-3}))
