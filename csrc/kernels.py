@@ -27,6 +27,7 @@ TABLE = Path(__file__).resolve().parent / "cuda/kernels.json"
 _ACCESSES = {0x381, 0x981, 0x386, 0x986, 0x980, 0x985}  # LDG and STG, with a register or a descriptor; LD, ST
 _ACCESSES_256 = {0x97E, 0x97F}  # LDG, STG of 256 bits, from sm_100 on
 _ASYNC_COPY = 0xFAE  # LDGSTS; from sm_100 on its width is one bit higher
+_ASYNC_WAIT = 0x91A  # DEPBAR
 _LOADS = {0x381, 0x981, 0x980}
 _128_BITS = 6
 _BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 8, 6: 16}  # of an access, by its width's code
@@ -47,7 +48,7 @@ def measured(build: Path) -> Table:
         for cubin in log.with_suffix(".keep").glob("*.cubin"):
             architecture = cubin.stem.rpartition("_")[2]
             for symbol, code in instructions(cubin).items():
-                read[symbol, architecture] = accesses(code, int(architecture)), bytes_in_flight(code)
+                read[symbol, architecture] = accesses(code, int(architecture)), bytes_in_flight(code, int(architecture))
         hot = {symbol for (symbol, _), (counts, _) in read.items() if counts[True]}
         names = demangled(hot)
         for symbol, architecture, spilled, registers, rest in _REPORT.findall(log.read_text()):
@@ -80,24 +81,33 @@ def accesses(code: list[tuple[int, int]], architecture: int) -> Counter[bool]:
     for low, high in code:
         opcode = low & 0xFFF
         if opcode in _ACCESSES or opcode == _ASYNC_COPY:
-            width = high >> (10 if opcode == _ASYNC_COPY and architecture >= 100 else 9) & 7
-            counts[width == _128_BITS] += 1
+            counts[width(opcode, high, architecture) == _128_BITS] += 1
         elif opcode in _ACCESSES_256:
             counts[True] += 1
     return counts
 
 
-def bytes_in_flight(code: list[tuple[int, int]]) -> int:
-    """Return the most bytes that a thread's loads have asked for before one of them is waited for, in the order of the code."""
-    pending, most = Counter(), 0  # barrier -> bytes
+def width(opcode: int, high: int, architecture: int) -> int:
+    """Return the code of an access's width."""
+    return high >> (10 if opcode == _ASYNC_COPY and architecture >= 100 else 9) & 7
+
+
+def bytes_in_flight(code: list[tuple[int, int]], architecture: int) -> int:
+    """Return the most bytes that a thread has asked for before some of them are waited for, in the order of the code."""
+    pending, most = Counter(), 0  # barrier, or opcode of an asynchronous copy -> bytes
     for low, high in code:
+        opcode = low & 0xFFF
         for barrier in range(6):
             if high >> 52 + barrier & 1:
                 pending[barrier] = 0
         barrier = high >> 46 & 7
-        if low & 0xFFF in _LOADS | _ACCESSES_256 and barrier < 6:
-            pending[barrier] += 32 if low & 0xFFF in _ACCESSES_256 else _BYTES[high >> 9 & 7]
-            most = max(most, pending.total())
+        if opcode in _LOADS | _ACCESSES_256 and barrier < 6:
+            pending[barrier] += 32 if opcode in _ACCESSES_256 else _BYTES[width(opcode, high, architecture)]
+        elif opcode == _ASYNC_COPY:
+            pending[opcode] += _BYTES[width(opcode, high, architecture)]
+        elif opcode == _ASYNC_WAIT:
+            pending[_ASYNC_COPY] = 0
+        most = max(most, pending.total())
     return most
 
 

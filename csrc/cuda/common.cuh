@@ -54,4 +54,12 @@ inline int multiprocessor_count() {
   return count;
 }
 
+// What a block may have of shared memory, static and dynamic, at most.
+inline int shared_bytes_of_a_block() {
+  int device = 0, bytes = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
 }  // namespace apexfx

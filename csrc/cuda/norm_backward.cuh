@@ -4,6 +4,8 @@
 // blocks in order: the same result in every run.
 #pragma once
 
+#include <cuda_pipeline_primitives.h>
+
 #include "norm_row.cuh"
 
 namespace apexfx {
@@ -163,7 +165,73 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const Backward
   }
 }
 
-// Rows that are not: read twice, the second time from the cache.
+// Rows of which registers hold the sums alone: x and dy are copied to shared memory, the next row while one is computed. Each
+// thread reads what it copied itself, so none waits for another.
+template <typename G, typename S, typename D, typename W, int kPack, int kPacks>
+__global__ void __launch_bounds__(kMaxThreads, 1) staged_backward_kernel(const BackwardArguments<G, S, D, W> a) {
+  using A = Compute<S>;
+  extern __shared__ uint4 staged[];  // two rows of dy and two of x, each [kPacks][blockDim.x] packs
+  const int n = static_cast<int>(a.n), step = blockDim.x * kPack, first = threadIdx.x * kPack;
+  auto* const grad = reinterpret_cast<Pack<G, kPack>*>(staged);
+  auto* const x = reinterpret_cast<Pack<S, kPack>*>(grad + 2 * kPacks * blockDim.x);
+  const auto place = [&](int turn, int p) { return (turn % 2 * kPacks + p) * blockDim.x + threadIdx.x; };
+  const auto fetch = [&](int64_t row, int turn) {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (row >= a.rows || first + p * step >= n) continue;
+      const int64_t at = row * a.n + first + p * step;
+      __pipeline_memcpy_async(&grad[place(turn, p)], a.grad + at, sizeof(Pack<G, kPack>));
+      __pipeline_memcpy_async(&x[place(turn, p)], a.saved + at, sizeof(Pack<S, kPack>));
+    }
+    __pipeline_commit();
+  };
+  A dweight[kPacks][kPack] = {}, dbias[kPacks][kPack] = {};
+  unsigned turn = 0;
+  fetch(blockIdx.x, 0);
+  for (int64_t row = blockIdx.x; row < a.rows; row += gridDim.x) {
+    const int now = turn;  // sum_over_row counts on
+    fetch(row + gridDim.x, now + 1);
+    const A mean = a.mean ? a.mean[row] : A(0), rstd = a.rstd[row];
+    __pipeline_wait_prior(1);  // for all but the next row
+    const auto for_each_pack = [&](auto&& f) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        if (first + p * step >= n) continue;
+        A g[kPack], h[kPack], weight[kPack];
+        widen(load_pack<kPack>(grad[place(now, p)].value), g);
+        widen(load_pack<kPack>(x[place(now, p)].value), h);
+        to_normalized<false>(a, first + p * step, mean, rstd, h, weight);
+        f(p, g, h, weight);
+      }
+    };
+    A sums[2] = {0, 0};
+    for_each_pack([&](int p, A(&g)[kPack], A(&h)[kPack], A(&weight)[kPack]) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        dweight[p][i] += g[i] * h[i];
+        dbias[p][i] += g[i];
+        g[i] *= weight[i];
+      }
+      add_to_sums(sums, g, h);
+    });
+    sum_over_row(sums, turn);
+    const A means[2] = {a.centered ? sums[0] / static_cast<A>(n) : A(0), sums[1] / static_cast<A>(n)};
+    for_each_pack([&](int p, A(&g)[kPack], A(&h)[kPack], A(&weight)[kPack]) {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) g[i] *= weight[i];
+      store_gradient<false>(a, row * a.n + first + p * step, g, h, means, rstd);
+    });
+  }
+  A* out = a.partial + static_cast<int64_t>(blockIdx.x) * 2 * a.n + first;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if (first + p * step >= n) continue;
+    store_pack(out + p * step, dweight[p]);
+    store_pack(out + a.n + p * step, dbias[p]);
+  }
+}
+
+// Rows that are not kept: read twice, the second time from the cache.
 template <typename G, typename S, typename D, typename W, int kPack, bool kFromOutput>
 __global__ void __launch_bounds__(kMaxThreads, kFromOutput ? 1 : 2) wide_backward_kernel(const BackwardArguments<G, S, D, W> a) {
   using A = Compute<S>;

@@ -15,6 +15,7 @@ template <typename T>
 constexpr int kForwardColumns = sizeof(T) == 8 ? 8 : sizeof(T) == 4 ? 24 : 32;
 template <typename T>
 constexpr int kBackwardColumns = sizeof(T) == 8 ? 4 : 16;
+constexpr int kStagedColumns = 32;  // of the backward, where shared memory holds the values, for the two sums of each
 constexpr int kSingleColumns = 16;  // of the forward, where a pack is one element
 
 // Threads for a row of n columns: a power of two of at least four, or whole warps. More than kMaxThreads where the row
@@ -35,9 +36,10 @@ inline unsigned grid_for(int64_t rows, dim3 block) {
 
 // Blocks of a kernel that fill the device.
 template <typename Kernel>
-int64_t blocks_of_a_wave(Kernel kernel, dim3 block) {
+int64_t blocks_of_a_wave(Kernel kernel, dim3 block, size_t shared_bytes = 0) {
   int per_multiprocessor = 0;
-  STD_CUDA_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, block.x * block.y, 0));
+  STD_CUDA_CHECK(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&per_multiprocessor, kernel, block.x * block.y, shared_bytes));
   return int64_t{multiprocessor_count()} * std::max(per_multiprocessor, 1);
 }
 
@@ -118,11 +120,33 @@ void launch_kept_backward(const BackwardTensors& t, BackwardArguments<G, S, D, W
   if (kParameters) finish_parameters<A>(t, partial, blocks, stream);
 }
 
+// Rows that are kept in shared memory, with the parameters' sums; false where a row is too long, or the device has too little.
+template <typename G, typename S, typename D, typename W, int kPack>
+bool launch_staged_backward(const BackwardTensors& t, BackwardArguments<G, S, D, W> a, cudaStream_t stream) {
+  using A = Compute<S>;
+  constexpr int kPacks = kStagedColumns / kPack;
+  constexpr auto kernel = staged_backward_kernel<G, S, D, W, kPack, kPacks>;
+  const int64_t threads = threads_for(a.n, kStagedColumns);
+  const int bytes = static_cast<int>(2 * kPacks * threads * (sizeof(Pack<G, kPack>) + sizeof(Pack<S, kPack>)));
+  const int most = shared_bytes_of_a_block() - 1024;  // less what the kernel has of static shared memory
+  if (threads > kMaxThreads || bytes > most) return false;
+  STD_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+  const int64_t blocks = std::min(a.rows, blocks_of_a_wave(kernel, dim3(static_cast<unsigned>(threads)), bytes));
+  const Tensor partial = torch::stable::new_empty(t.inputs.rstd, std::vector<int64_t>{blocks, 2, a.n});
+  a.partial = static_cast<A*>(partial.mutable_data_ptr());
+  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), bytes, stream>>>(a);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+  finish_parameters<A>(t, partial, blocks, stream);
+  return true;
+}
+
 // Rows that are not, whose partial sums take a kernel of their own, by tiles of columns: blocks * n, and with it the
 // scratch, stays near what fills the device.
 template <typename G, typename S, typename D, typename W, int kPack, bool kFromOutput>
 void launch_wide_backward(const BackwardTensors& t, BackwardArguments<G, S, D, W> a, cudaStream_t stream) {
   using A = Compute<S>;
+  if constexpr (kPack > 1 && sizeof(A) == 4 && !kFromOutput)  // whose division leaves no registers for it
+    if (t.parameters && launch_staged_backward<G, S, D, W, kPack>(t, a, stream)) return;
   const unsigned grid = grid_for(a.rows, dim3(kMaxThreads));
   wide_backward_kernel<G, S, D, W, kPack, kFromOutput><<<grid, kMaxThreads, 0, stream>>>(a);
   STD_CUDA_KERNEL_LAUNCH_CHECK();

@@ -3,7 +3,8 @@
 // A row belongs to blockDim.x threads: 4, 8, 16 or 32 lanes of a warp, or several warps. A block works on blockDim.y rows
 // side by side. Thread t owns the packs t, t + blockDim.x, ... of the row, a pack being kPack neighbours that move in one
 // access. kPacks of them stay in registers as they were stored, so that memory is read once and every read is on its way
-// before the first is used. Longer rows are read again from the cache (kPacks = 0).
+// before the first is used. Longer rows are read again from the cache (kPacks = 0), but for the backward of rows that shared
+// memory holds (staged_backward_kernel).
 #pragma once
 
 #include "../norm.h"

@@ -44,16 +44,17 @@ def split_arguments(text: str) -> list[str]:
 def translate(text: str) -> str:
     """Turn launches into calls, and CUDA registrations into CPU ones."""
     text = re.sub(r"\(apexfx,\s*CUDA, m\)", "(apexfx, CPU, m)", text)
+    text = re.sub(r"extern __shared__ uint4 (\w+)\[\];", r"uint4* const \1 = emulation::dynamic_shared.data();", text)
     launch = re.compile(r"([A-Za-z_]\w*(?:<[^;(){}]*?>)?)<<<")
     while match := launch.search(text):
         close = text.index(">>>(", match.end())
-        grid, threads, *_ = split_arguments(text[match.end() : close])
+        grid, threads, shared_bytes, _ = split_arguments(text[match.end() : close])
         end, depth = close + 4, 1
         while depth:
             depth += (text[end] == "(") - (text[end] == ")")
             end += 1
-        call = f"{match[1]}({text[close + 4 : end - 1]})"
-        text = f"{text[: match.start()]}emulation::launch({grid}, {threads}, [&] {{ {call}; }}){text[end:]}"
+        call = f"[&] {{ {match[1]}({text[close + 4 : end - 1]}); }}"
+        text = f"{text[: match.start()]}emulation::launch({match[1]}, {grid}, {threads}, {shared_bytes}, {call}){text[end:]}"
     return text
 
 

@@ -1,17 +1,20 @@
 // Just enough of CUDA to run the kernels on a CPU: a block's threads are fibers that take turns at barriers, blocks run one
-// after another. Shared memory is static storage. A barrier that only some threads reach aborts; a shuffle is one, for
-// the whole block.
+// after another. Shared memory is static storage, or as much as a launch asks for. A barrier that only some threads reach
+// aborts; a shuffle is one, for the whole block.
 #pragma once
 
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <vector>
 
@@ -38,10 +41,10 @@ struct alignas(8) uint2 {
   unsigned x, y;
 };
 
-// Three multiprocessors of two blocks: grids have several waves.
-enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
+// Three multiprocessors of two blocks: grids have several waves. Shared memory as on an H100.
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount = 3, cudaDevAttrMaxSharedMemoryPerBlockOptin = 227 * 1024 };
 inline int cudaGetDevice(int* device) { return *device = 0; }
-inline int cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) { return *value = 3, 0; }
+inline int cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) { return *value = attribute, 0; }
 template <typename Kernel>
 int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
   return *blocks = 2, 0;
@@ -49,7 +52,14 @@ int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size
 
 namespace emulation {
 
-constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kStackBytes = 256 * 1024, kGuardBytes = 64;
+
+// A copy to shared memory that nobody has waited for yet.
+struct Copy {
+  void* to;
+  const void* from;
+  size_t bytes;
+};
 
 // Runs the kernel once for every block it is woken for. (A jump costs a hundredth of a swapcontext, which asks the
 // kernel for the signal mask; the context only starts the fiber on its stack.)
@@ -58,6 +68,7 @@ struct Fiber {
   ucontext_t start;
   jmp_buf position;
   bool started = false, finished = true;
+  std::deque<std::vector<Copy>> copies;  // groups; the last one is open
 };
 
 inline dim3 thread, block, threads_per_block, blocks;
@@ -65,6 +76,8 @@ inline std::vector<std::unique_ptr<Fiber>> fibers;
 inline jmp_buf scheduler;
 inline unsigned current;
 inline std::function<void()> kernel;
+inline std::vector<uint4> dynamic_shared;                // of a block, and a guard
+inline std::map<const void*, size_t> most_dynamic_shared;  // of a kernel that asked for more than any may have
 
 inline void barrier() {
   if (_setjmp(fibers[current]->position) == 0) _longjmp(scheduler, 1);
@@ -108,13 +121,17 @@ inline unsigned run_to_barrier(unsigned count) {
   return waiting;
 }
 
-template <typename F>
-void launch(dim3 grid, dim3 threads, F f) {
+template <typename Kernel, typename F>
+void launch(Kernel* function, dim3 grid, dim3 threads, size_t shared_bytes, F f) {
   const unsigned count = threads.x * threads.y;
-  if (count > 1024 || grid.x == 0 || grid.y == 0 || grid.y > 65535) {
-    fprintf(stderr, "%u x %u blocks of %u threads cannot be launched\n", grid.x, grid.y, count);
+  const size_t most = std::max<size_t>(48 * 1024, most_dynamic_shared[reinterpret_cast<const void*>(function)]);
+  if (count > 1024 || grid.x == 0 || grid.y == 0 || grid.y > 65535 || shared_bytes > most) {
+    fprintf(stderr, "%u x %u blocks of %u threads and %zu bytes of shared memory cannot be launched\n", grid.x, grid.y, count,
+            shared_bytes);
     abort();
   }
+  dynamic_shared.resize((shared_bytes + kGuardBytes) / sizeof(uint4) + 1);
+  char* const guard = reinterpret_cast<char*>(dynamic_shared.data()) + shared_bytes;
   blocks = grid;
   threads_per_block = threads;
   kernel = f;
@@ -122,8 +139,16 @@ void launch(dim3 grid, dim3 threads, F f) {
   for (unsigned y = 0; y < grid.y; ++y)
     for (unsigned x = 0; x < grid.x; ++x) {
       block = dim3(x, y);
-      for (unsigned t = 0; t < count; ++t) fibers[t]->finished = false;
+      memset(dynamic_shared.data(), 0xff, shared_bytes + kGuardBytes);  // NaN, whatever floating type reads it
+      for (unsigned t = 0; t < count; ++t) {
+        fibers[t]->finished = false;
+        fibers[t]->copies.assign(1, {});
+      }
       while (run_to_barrier(count) > 0) {
+      }
+      if (std::count(guard, guard + kGuardBytes, '\xff') != kGuardBytes) {
+        fprintf(stderr, "a block wrote behind its %zu bytes of shared memory\n", shared_bytes);
+        abort();
       }
     }
 }
@@ -141,6 +166,13 @@ T shuffled_xor(T value, unsigned lanes) {
 }
 
 }  // namespace emulation
+
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <typename Kernel>
+int cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute, int bytes) {
+  emulation::most_dynamic_shared[reinterpret_cast<const void*>(kernel)] = bytes;
+  return 0;
+}
 
 #define threadIdx emulation::thread
 #define blockIdx emulation::block
