@@ -142,6 +142,7 @@ class _Script:
         options: of train_step, as the script's calls ask for them: keyword -> source text.
         scopes: a statement -> the function, or the block without gradients, that it stands in: an evaluation is not a step.
         outputs: (scope, variable) -> the call of the model that it holds.
+        training: scopes of an autocast and a backward; the autocast of an evaluation says nothing of a step.
         losses: (scope, variable) that a backward starts from.
         new_steps: where a model and its optimizer are both there -> their names as written, and what is left out.
     """
@@ -164,6 +165,10 @@ class _Script:
         self.is_changed = bool(called & {"apexfx.train_step", "apexfx.transform"})
         self.has_backward = any(getattr(call.func, "attr", "") == "backward" for call in calls)
         self.has_initialize = "apex.amp.initialize" in called
+        in_scope = [(self._full_name(call.func), getattr(call.func, "attr", ""), self.scopes[statement])
+                    for expressions, statement in self.statements for call in _calls(expressions)]
+        self.training = {scope for name, _, scope in in_scope if name == "torch.autocast"} & {
+            scope for _, method, scope in in_scope if method == "backward"}
         for expressions, statement in self.statements:
             for call in _calls(expressions):
                 self._read(call, statement)
@@ -221,7 +226,7 @@ class _Script:
                 self.options["sync_bn" if name in _CONVERTERS else "ddp"] = "True"
         elif name == "torch.amp.GradScaler":
             self._name("scaler", *targets)
-        elif name == "torch.autocast":
+        elif name == "torch.autocast" and (self.scopes[statement] in self.training or not self.training):
             self._read_autocast(call)
         elif name == "torch.nn.utils.clip_grad_norm_":
             self.options["max_grad_norm"] = _argument(call, 1, "max_norm") or "..."
@@ -324,15 +329,17 @@ class _Script:
 
     def _instead_of_loss(self, statement: ast.stmt, name: str, value: ast.expr) -> str:
         computed, divisor = _dividend(value), _divisor(statement)
+        divides_only = isinstance(statement, ast.AugAssign) or _dotted(computed) == name  # loss /= n, loss = loss / n
         is_read = isinstance(computed, ast.Call) and getattr(computed.func, "attr", "") in _READING
         if isinstance(computed, ast.Constant) or is_read:
             return ""
         note = "" if divisor is None else f"accumulate={ast.unparse(divisor)} averages so many calls"
         if batch := self._batch(computed, self.scopes[statement]):
             return f"{name} = step({', '.join(batch)})" + (note and f"  # {note}")
-        if divisor is not None and _dotted(computed) in ("", name):
+        if divisor is not None and divides_only:
             return f"{DELETE}{note}; where it is no number of batches, divide in an objective"
-        return f"{name} = step(*batch), with this in objective(model, *batch), a function that returns the loss"
+        return (f"{name} = step(*batch), with this in objective(model, *batch), a function that returns the loss"
+                + (note and f"; {note}, and is no part of it"))
 
     def _loss_calls(self) -> list[ast.Call]:
         """Return the calls `loss_fn(model(inputs), targets)` from which a backward starts; none where a loss is anything else."""

@@ -92,6 +92,13 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("opt = optim.SGD(net.parameters())\nnet = DDP(net)\nout = net(a, b)\nloss = crit(out, y) / n\nloss.backward()",
      "loss = step((a, b), y)"),
     ("opt = optim.SGD(net.parameters())\nloss = f(net(x), y)\nloss /= steps\nloss.backward()", "accumulate=steps"),
+    ("opt = optim.SGD(net.parameters())\nloss = f(net(x), y)\nloss /= steps\nloss.backward()",
+     "delete: accumulate=steps averages so many calls"),
+    ("net = DDP(net)\nloss = f(net(x), y, label_smoothing=0.1) / n\nloss.backward()",
+     "loss = step(*batch), with this in objective("),
+    ("opt = optim.SGD(net.parameters())\nwith torch.autocast('cuda'): loss = f(net(x), y)\nloss.backward()\n"
+     "def test():\n    with torch.autocast('cuda', dtype=torch.bfloat16): net(x)",
+     "step = apexfx.train_step(net, f, opt, opt_level=\"O1\")"),
     # What a step would compute otherwise, were it called with the inputs and the targets alone.
     ("net = DDP(net)\nloss = f(net(x), y, label_smoothing=0.1)\nloss.backward()", "with this in objective(model, *batch)"),
     ("net = DDP(net)\nloss = f(net(x, mask=m), y)\nloss.backward()", "with this in objective(model, *batch)"),
