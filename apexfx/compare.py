@@ -240,7 +240,7 @@ class _Run:
         total = sum(own for own, _ in contributions.values())
         if contributions and self._unexplained(contributions, places) > total:
             notes.append("shares are those of first order, and most of the error is not: an error decides a comparison (relu, "
-                         "max, topk), or is large")
+                         "max, topk), is large, or goes through an op without a second derivative (GRU, group norm)")
         if zero := [self._traced.outputs[place] for place in self._zero]:
             notes.append(f"the gradient of {', '.join(zero[:3])}{', ...' if zero[3:] else ''} is zero by the formula, and "
                          "rounding here: left out")

@@ -148,7 +148,8 @@ class Reference:
             narrow = tree_map(lambda x, like: x.detach().to(like.dtype) if isinstance(like, Tensor) else x, wide, got_call)
             with torch.no_grad():
                 return self._lifted(evaluate(node, *narrow)), False
-        if isinstance(result, tuple) and "norm" in str(node.target):  # statistics: the derivative of its backward knows them
+        name = str(node.target)
+        if isinstance(result, tuple) and "norm" in name and "backward" not in name:  # its backward's derivative knows statistics
             result = (result[0], *map(_detached, result[1:]))
         return tree_map(lambda x: _detached(x) if isinstance(x, Tensor) and is_without_derivative(x) else x, result), True
 
@@ -290,7 +291,7 @@ class Reference:
         def note(node: fx.Node, deltas: tuple[Tensor, Tensor]) -> Any:
             def hook(gradient: Tensor | None) -> None:
                 for place, delta in enumerate(deltas if gradient is not None else ()):
-                    scores[node][place] += float((_finite(gradient) * delta).sum().real)
+                    scores[node][place] += float((_finite(gradient).conj() * delta).sum().real)
             return hook
 
         handles = [wide.register_hook(note(node, deltas)) for node, leaves in self._deltas.items() for wide, *deltas in leaves]

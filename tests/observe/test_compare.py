@@ -118,7 +118,7 @@ def line_of(comment):
 
 @pytest.mark.parametrize("what, ops, options", [
     ("overflow", {"operator.matmul"}, {"dtype": torch.float16}), ("variance", {"operator.mul", "mean"}, None),
-    ("cast", {"bfloat16"}, None), ("positions", {"bfloat16"}, {}), ("log", {"softmax"}, {}),
+    ("cast", {"bfloat16", "float"}, None), ("positions", {"bfloat16"}, {}), ("log", {"softmax"}, {}),
     ("custom", {"apexfx_tests.rms.default"}, {}), ("cube", {"apexfx_tests.cube.default"}, None),
     ("sum", {"operator.add"}, None), ("small", {"operator.mul", "float"}, None),
     ("difference", {"operator.add"}, None), ("sigmoid", {"torch.sigmoid"}, None), ("eps", {"operator.add"}, None),
@@ -151,6 +151,39 @@ def test_nothing_stands_out_in_a_clean_model(options):
     assert "no op stands out" in comparison.verdict and 0 < max(comparison.errors.values()) < 0.05, comparison
     assert {row.phase for row in comparison} == {"forward", "backward"}
     assert sum(row.share for row in comparison) == pytest.approx(1, abs=0.3)
+
+
+class Steep(nn.Module):
+    """A layer of which nothing but the gradients of its parameters is wrong, by an op behind it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        y = self.layer(x)
+        return (y[0] if isinstance(y, tuple) else y).bfloat16().tanh().float()
+
+
+class Imaginary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return torch.fft.fft(self.scale * x).imag
+
+
+@pytest.mark.parametrize("model, shape", [(Steep(nn.LayerNorm(8)), (4, 8)), (Imaginary(), (4, 16))],
+                         ids=["layer norm", "complex"])
+def test_what_a_gradient_inherits_has_a_share(model, shape):
+    comparison = apexfx.compare(model, torch.randn(shape, generator=torch.Generator().manual_seed(2)))
+    assert not [note for note in comparison.notes if "first order" in note]
+
+
+def test_what_has_no_derivative_is_said():
+    comparison = apexfx.compare(Steep(nn.GRU(8, 8)), torch.randn(3, 4, 8, generator=torch.Generator().manual_seed(2)))
+    assert any("an op without a second derivative" in note for note in comparison.notes)
 
 
 def test_a_straight_through_estimator_is_no_fault():
