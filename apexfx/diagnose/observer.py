@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -44,7 +43,7 @@ class ParameterOps:
     """Ops that a line does on one parameter after the other.
 
     Attributes:
-        tensors: address -> the parameter, or gradient.
+        tensors: address -> the parameter that it is, or whose gradient.
         of_gradients: whether it reads gradients, and no parameters.
     """
 
@@ -85,7 +84,6 @@ class Observer(TorchDispatchMode):
         self.num_steps = 0
         self.in_optimizer = False
         self._parameters = {storage_address(p.untyped_storage()): p for p in parameters}
-        self._gradients: dict[int, weakref.ref[Tensor]] = {}  # of those freed since, others have the addresses
         self._depends = WeakTensorKeyDictionary()  # tensor -> whether it was computed from parameters
         self._casts = WeakTensorKeyDictionary()  # result of a cast -> (dtype before, milliseconds)
         self._in_method = False
@@ -107,11 +105,6 @@ class Observer(TorchDispatchMode):
     def is_usual(self, uses: Uses) -> bool:
         """Return whether something happened in at least every second step, and not now and then, as logging should."""
         return 2 * len(uses.steps) >= self.num_steps
-
-    def begin_update(self, gradients: Iterable[Tensor]) -> None:
-        """Note that the optimizer steps now, and which tensors are gradients."""
-        self.in_optimizer = True
-        self._gradients = {storage_address(g.untyped_storage()): weakref.ref(g) for g in gradients}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         start = time.perf_counter()
@@ -148,6 +141,10 @@ class Observer(TorchDispatchMode):
 
     def _address(self, tensor: Tensor) -> int:
         return storage_address(tensor.untyped_storage()) if tensor.layout == torch.strided else 0
+
+    def _gradients(self) -> dict[int, int]:
+        """Return {address of a gradient that there is now: address of its parameter}."""
+        return {self._address(p.grad): address for address, p in self._parameters.items() if p.grad is not None}
 
     def _reads_to_host(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if name == _READ:
@@ -194,14 +191,15 @@ class Observer(TorchDispatchMode):
             return
         addresses = [self._address(t) for t in tensors]
         updated = [a for a in addresses if a in self._parameters]
-        is_of_gradients = not updated and any(a in self._gradients and self._gradients[a]() is not None for a in addresses)
-        if not updated and not is_of_gradients or any(t.dim() and t.shape != tensors[0].shape for t in tensors):
+        gradients = {} if updated else self._gradients()
+        read = [gradients[a] for a in addresses if a in gradients]
+        if not updated and not read or any(t.dim() and t.shape != tensors[0].shape for t in tensors):
             return
         if (place := places.here()) is None or places.is_below_torch("optim", "nn/utils"):
             return
         ops = self.loops[place]
         ops.uses.add(self.num_steps, ms)
         ops.names[name] += 1
-        ops.of_gradients |= is_of_gradients
-        for address in updated or addresses[:1]:
-            ops.tensors[address] = self._parameters.get(address, tensors[0])
+        ops.of_gradients |= bool(read)
+        for address in updated or read[:1]:
+            ops.tensors[address] = self._parameters[address]

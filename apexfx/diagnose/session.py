@@ -122,7 +122,7 @@ class Session:
         if self.num_steps == WARM_UP - 1 and self.num_ranks > 1 and (unequal := unequal_gradients(optimizer)):
             self.unequal_gradients[optimizer] = _names(optimizer, unequal)
         if self._variant == "watched" and self.observer is not None:
-            self.observer.begin_update(p.grad for p in _parameters(optimizer) if p.grad is not None)
+            self.observer.in_optimizer = True
         if (experiment := self._experiments.get(self._variant)) is not None:
             experiment.before_update(optimizer)
         self._update_began = time.perf_counter()

@@ -65,6 +65,9 @@ CASES = {
         "AFTER": "for k, v in model.state_dict().items(): average[k] = 0.9 * average[k] + 0.1 * v.detach() #!"}),
     "norms of gradients": ("parameter_loop", {
         "AFTER": "norms = [p.grad.norm() for p in model.parameters()] #!"}),
+    "norms of new gradients": ("parameter_loop", {
+        "AFTER": "optimizer.zero_grad(); run(inputs).sum().backward()\n"
+                 "    norms = [p.grad.norm() for p in model.parameters()] #!"}),
     "not entered": ("compile_not_entered", {"MODEL": "compiled = torch.compile(model, backend='eager') #!"}),
     "an option without effect": ("compile_not_entered", {
         "CONFIG": "config = argparse.Namespace(compile=True, multi_scale=True)",
@@ -100,6 +103,7 @@ CLEAN = {
     "groups that differ": {"OPTIMIZER": "optimizer = torch.optim.AdamW([{'params': [p], 'lr': 0.001 * (1 + i)}\n"
                                         "    for i, p in enumerate(model.parameters())], fused=True)"},
     "torch's default": {"OPTIMIZER": "optimizer = torch.optim.AdamW(model.parameters())"},
+    "one gradient": {"AFTER": "optimizer.zero_grad(); run(inputs).sum().backward(); norm = model[0].weight.grad.norm()"},
     "layers that share a line": {"MODEL": "def run(x):\n    for layer in model:\n"
                                           "        x = layer(x) * (layer.weight[0] if hasattr(layer, 'weight') else 1)\n"
                                           "    return x"},
@@ -265,12 +269,11 @@ def test_what_ranks_lose(tmp_path):
 
 
 def test_what_lies_where_a_gradient_was_is_no_gradient():
-    observer = Observer([])
+    parameter = torch.nn.Parameter(torch.ones(64))
+    observer = Observer([parameter])
     for _ in range(20):
-        gradient = torch.ones(64)
-        observer.begin_update([gradient])
-        observer.in_optimizer = False
-        del gradient
+        parameter.grad = torch.ones(64)
+        parameter.grad = None
         other = torch.ones(64)
         with observer:
             other * 2
