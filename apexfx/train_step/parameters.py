@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -110,8 +111,9 @@ class MemoryCheck:
     """
 
     def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
-        self._placeholders, self._updated = placeholders, updated
-        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in set(updated)]
+        self._placeholders, self._updated = placeholders, set(updated)
+        self._is_updated = [place in self._updated for place in range(len(placeholders))]
+        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and not self._is_updated[place]]
         self._where: list[int] = []
         self._seen: set[tuple[int, int]] = set()
 
@@ -121,7 +123,7 @@ class MemoryCheck:
         Raises:
             ValueError: it names both.
         """
-        where = [args[place].data_ptr() for place in self._updated]
+        where = list(map(Tensor.data_ptr, itertools.compress(args, self._is_updated)))
         if where != self._where or len(self._seen) > _MOST_SEEN:
             self._seen.clear()
         pieces = {(args[place].data_ptr(), args[place].nbytes) for place in self._others if args[place].layout == torch.strided}
