@@ -222,11 +222,14 @@ def load(path: Path) -> Bundle:
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"apexfx: {path / _TENSORS} is damaged, or holds more than tensors, which is not loaded "
                          f"({type(error).__name__}: {first_line})") from error
-    expected = {"inputs", "constants", "random", "random_of_device", "received", "compiled_constants", "compiled_received"}
-    parts = {"machine": dict, "graph": dict, "digests": dict, "compiled": (dict, NoneType), "raised": (dict, NoneType)}
-    if not isinstance(tensors, dict) or set(tensors) != expected \
-            or not all(name in data and isinstance(data[name], kind) for name, kind in parts.items()) \
-            or data["raised"] and not {"node", "error"} <= data["raised"].keys():
+    of_tensors = {"inputs": list, "constants": dict, "random": Tensor, "random_of_device": (Tensor, NoneType), "received": dict,
+                  "compiled_constants": dict, "compiled_received": list}
+    of_data = {"machine": dict, "graph": dict, "digests": dict, "compiled": (dict, NoneType), "raised": (dict, NoneType)}
+    parts = [(tensors, of_tensors), (data, of_data)]
+    if not isinstance(tensors, dict) \
+            or not all(isinstance(part.get(name, ...), kind) for part, kinds in parts for name, kind in kinds.items()) \
+            or data["raised"] and not {"node", "error"} <= data["raised"].keys() \
+            or data["compiled"] and not {"graph", "world_sizes", "digests"} <= data["compiled"].keys():
         raise ValueError(f"apexfx: {path} lacks a part of a bundle")
     return Bundle(data, tensors)
 

@@ -69,7 +69,8 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
         kwargs = {name: _decode(x, nodes, dtypes or {}) for name, x in kwargs.items()}
         names = [row["name"], *kwargs, *([target] if op != "call_function" else [])]
         if op not in ("placeholder", "get_attr", "call_function", "output") \
-                or op == "get_attr" and target not in constants or not all(str(name).isidentifier() for name in names):
+                or op == "get_attr" and target not in constants or not all(str(name).isidentifier() for name in names) \
+                or not isinstance(row.get("custom") or {}, dict):
             raise ValueError(f"apexfx: the bundle has a node {op!r} of {target!r}, which no graph of a step has")
         target = _resolve(target) if op == "call_function" else str(target)
         node = nodes[row["name"]] = graph.create_node(op, target, args, kwargs, name=row["name"])

@@ -215,6 +215,13 @@ def with_pickle(path):
     torch.save({**tensors, "inputs": [Malicious()]}, path / "tensors.pt")
 
 
+def with_tensors(name):
+    def change(path):
+        tensors = torch.load(path / "tensors.pt", weights_only=True)
+        torch.save({**tensors, name: None}, path / "tensors.pt")
+    return change
+
+
 def plain_pickle(path):
     (path / "tensors.pt").write_bytes(pickle.dumps(Malicious()))
 
@@ -251,6 +258,10 @@ def cut(name):
     (in_graph(args={"tuple": [{"dtype": "save"}]}), "which is none that a graph has"),
     (in_graph(args={"tuple": [{"node": "nobody"}]}), "is damaged"), (in_graph(args={"tuple": []}), "cannot be run here"),
     (placeholder, "which no graph of a step has"), (in_graph(trace=10**6), "is damaged"),
+    (in_graph(args=3), "is damaged"), (in_graph(args={"tuple": [{}]}), "is damaged"),
+    (in_graph(custom=3), "which no graph of a step has"),
+    (lambda path: edit(path, lambda data: data.update(compiled={"graph": {}, "world_sizes": {}})), "lacks a part"),
+    *((with_tensors(name), "lacks a part") for name in ("inputs", "constants", "received", "random", "compiled_received")),
     *((lambda path, name=name: edit(path, lambda data: data.update({name: [1]})), "lacks a part")
       for name in ("machine", "graph", "digests", "compiled", "raised")),
 ])  # fmt: skip
