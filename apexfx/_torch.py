@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import json
 import logging
 import re
 import sys
 import traceback
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -53,7 +56,9 @@ from torch._inductor import list_mode_options as inductor_mode_options
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
 from torch._inductor.graph import GraphLowering
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
@@ -100,6 +105,9 @@ function_modes = torch.overrides._get_current_function_mode_stack  # bottom firs
 # How many torch dispatch modes of this thread are on: fake tensors, a tracer, functionalization, a user's.
 dispatch_mode_depth = torch._C._len_torch_dispatch_stack
 
+
+# A context that torch.profiler records by the name that it is made with.
+ProfilerSpan = torch._C._profiler._RecordFunctionFast
 
 # What a captured graph calls where the program switches gradients on or off.
 set_grad_enabled = torch._C._set_grad_enabled
@@ -611,3 +619,60 @@ def replace_recomputed(replacement: Callable[[Callable[..., Any]], Callable[...,
         init(self, replacement(recompute_fn), *args)
 
     CheckpointFunction.forward, _CheckpointFrame.__init__ = staticmethod(replaced_forward), replaced_init
+
+
+class GeneratedCode(NamedTuple):
+    """The code that Inductor has made of a graph.
+
+    A kernel is called "name:number", which a comment in the source says in front of its call.
+
+    Attributes:
+        call: the function that calls the kernels.
+        source: of the module that holds it.
+        nodes: kernel -> nodes of the graph that it computes.
+        lowered_from: node -> nodes of the graph that AOTAutograd was given.
+    """
+
+    call: types.FunctionType
+    source: str
+    nodes: Mapping[str, Sequence[str]]
+    lowered_from: Mapping[str, Sequence[str]]
+
+
+# Options of Inductor: keep which kernel computes which nodes. It costs no measurable time.
+TRACK_KERNELS = {"trace.provenance_tracking_level": 2}
+
+
+def generated_code() -> list[GeneratedCode]:
+    """Return the code of every graph in this process that Inductor was given with `TRACK_KERNELS`, from a cache or not."""
+    codes = []
+    for graph in [each for each in gc.get_objects() if type(each) is CompiledFxGraph]:  # no list has those of a cache
+        mapping = getattr(graph, "inductor_provenance_mapping_str", None)
+        runner = getattr(graph, "compiled_fn_runner", None)  # where the call is wrapped: CUDA graphs, inputs to be aligned
+        call = next((each.__func__ for each in (graph.current_callable, getattr(runner, "call", None))
+                     if isinstance(each, types.MethodType)), graph.current_callable)
+        if mapping and graph.source_code and isinstance(call, types.FunctionType):
+            tables = json.loads(mapping)
+            codes.append(GeneratedCode(call, graph.source_code, tables.get("cppCodeToPost", {}), tables.get("postToPre", {})))
+    return codes
+
+
+class ProfiledEvent(NamedTuple):
+    """What torch.profiler has recorded: times in ns; `launched_by` is the `id` of what has launched an event on a device."""
+
+    name: str
+    start: int
+    end: int
+    thread: int
+    on_device: bool
+    id: int
+    launched_by: int
+
+
+def profiled_events(profiler: torch.profiler.profile) -> list[ProfiledEvent]:
+    """Return what a profiler that has stopped has recorded, in the order in which it began."""
+    events = profiler.profiler.kineto_results.events()
+    cpu = torch.autograd.DeviceType.CPU
+    return sorted((ProfiledEvent(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.start_thread_id(),
+                                 e.device_type() != cpu, e.correlation_id(), e.linked_correlation_id()) for e in events),
+                  key=lambda event: (event.start, -event.end))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
 
-from .._torch import CustomGraphPass, inductor_config
+from .._torch import TRACK_KERNELS, CustomGraphPass, inductor_config
 from ..graph import printing
 from ..graph.inputs import Placeholder, is_backward
 from ..graph.nodes import size_hint
@@ -29,7 +30,7 @@ class BackwardPasses(CustomGraphPass):
     """
 
     # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
-    inductor_options: ClassVar[dict[str, bool]] = {"reorder_for_peak_memory": False}
+    inductor_options: ClassVar[dict[str, Any]] = {"reorder_for_peak_memory": False, **TRACK_KERNELS}
 
     def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder],
                  uuid: str | None, key: str | None) -> None:
@@ -61,6 +62,10 @@ class BackwardPasses(CustomGraphPass):
         """Put AOTAutograd's forward graph in the report."""
         capture.name_inputs(gm, self._placeholders)
         self._record.forward.lowered = printing.to_python(gm, header="forward graph, lowered")
+
+    def runs(self, gm: fx.GraphModule) -> None:
+        """Note that `gm` itself runs, and no code that is made of it."""
+        self._record.running.append(weakref.ref(gm))
 
     def uuid(self) -> Any:
         if self._uuid is None or self._user_pass is None:

@@ -19,6 +19,7 @@ from .._torch import (
     compile_fx_inner,
     count_calls,
     inductor_config,
+    keep_kernels,
     keep_saved_tensors,
 )
 from ..graph.nodes import graphs
@@ -54,7 +55,9 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         return _boxed(gm)
     if not options.get("is_backward"):
         keep_saved_tensors()
-    return compile_fx_inner(gm, example_inputs, **options)
+        return compile_fx_inner(gm, example_inputs, **options)
+    with keep_kernels():
+        return compile_fx_inner(gm, example_inputs, **options)
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
@@ -63,12 +66,14 @@ def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> 
         graph.graph.eliminate_dead_code()
         backward.on_forward(graph)
         graph.recompile()
+        backward.runs(graph)
         return _boxed(graph)
 
     def backward_compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graph.graph.eliminate_dead_code()
         backward.run(graph)
         graph.recompile()
+        backward.runs(graph)
         return _boxed(graph)
 
     compiler = aot_autograd(fw_compiler=forward_compiler, bw_compiler=backward_compiler,

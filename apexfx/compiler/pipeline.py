@@ -13,7 +13,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import trace_structured
 from ..errors import PassError
 from ..graph import invariants, order, printing
-from ..graph.nodes import count_ops, graphs
+from ..graph.nodes import PASS, count_ops, graphs
 from ..passes.base import Pass, validate
 from ..precision.op_rows import op_rows
 from ..report.data import Report
@@ -73,6 +73,7 @@ class Pipeline:
         each = self.verify == "each" and inputs is not None
         before = verification.snapshot(gm) if each else None
         ops_before, nodes_before = count_ops(gm), _num_nodes(gm)
+        known = {node for graph in graphs(gm) for node in graph.graph.nodes}
         pass_.begin()
         start = time.perf_counter()
         try:
@@ -86,6 +87,8 @@ class Pipeline:
         if result.modified:
             gm.recompile()
         ms = 1e3 * (time.perf_counter() - start)
+        for node in (node for graph in graphs(gm) for node in graph.graph.nodes if node not in known):
+            node.meta[PASS] = pass_.name
         invariants.check(gm, stage=stage, pass_name=pass_.name)
         rows = order.rows(gm.graph)
         order.check(rows_before, rows, pass_.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from .cast_ledger import Cast, CastLedger, remove_cast
 from .compare import Comparison, compare
 from .diff import coloured, unified
 from .html import report_page
+from .measure import measure
 from .memory import MemoryTimeline
 from .ops import Explanation, Op, OpTable, explain
+from .profile import Profile
 from .records import GraphReport, Match, PassReport, StageReport, runs
 from .text import places, report_text
 
@@ -226,6 +229,25 @@ class Report:
         if timeline is None:
             raise RuntimeError("apexfx: the report of this graph was kept without a memory timeline")
         return timeline
+
+    def profile(self, step: Callable[..., Any], /, *batch: Any, num_steps: int = 5, num_warmup: int = 2, **named: Any) -> Profile:
+        """Run steps, and return where their time goes: by module, op, pass and line, with collectives and memory. `print` it.
+
+        They are real steps: they train, and communicate, so every rank has to call this. `num_warmup` run first, then `num_steps`
+        as they are, then 1 + `num_steps` under torch.profiler. To train nothing, give a step of a copy of the model.
+
+        Args:
+            step: what runs one: a `train_step()`, or a function of yours that calls the model, backward and the optimizer.
+            batch, named: what it is called with.
+
+        Raises:
+            ValueError: a number of steps that is none.
+            Others: as of the step.
+        """
+        if num_steps < 1 or num_warmup < 0:
+            raise ValueError(f"apexfx: num_steps={num_steps!r} and num_warmup={num_warmup!r} were given, expected at least 1 "
+                             "and 0")
+        return measure(self.graphs, step, batch, named, steps=num_steps, warmup=num_warmup)
 
     def to_json(self, path: str | Path | None = None) -> dict[str, Any]:
         """Return everything as JSON-able values, and write it to `path` where one is given."""

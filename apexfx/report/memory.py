@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -31,10 +32,12 @@ class MemoryTimeline:
     Attributes:
         nodes: their names, in order.
         alive: kind -> bytes, an element a node.
+        at_peak: module -> bytes alive when most are; the module that holds a parameter or buffer, or makes a value.
     """
 
     nodes: list[str]
     alive: dict[str, list[int]]
+    at_peak: dict[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> list[int]:
@@ -75,17 +78,40 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.2f}"
 
 
-def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> MemoryTimeline:
+def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder], modules: Mapping[str, str]) -> MemoryTimeline:
     """Return the timeline of a graph.
 
     Args:
         gm: every node has its value in `meta["val"]`.
         placeholders: what is known of its inputs, by the index that AOTAutograd has given them.
+        modules: the path of the module that each node belongs to.
     """
     liveness = Liveness(gm)
     kinds = kinds_of_memory(gm, liveness, placeholders)
     alive = {kind: liveness.alive(lambda memory: kinds.get(memory, ACTIVATIONS) == kind) for kind in KINDS}
-    return MemoryTimeline([node.name for node in liveness.nodes], alive)
+    timeline = MemoryTimeline([node.name for node in liveness.nodes], alive)
+    timeline.at_peak.update(_by_module(gm, liveness, dict(enumerate(placeholders)), modules, timeline))
+    return timeline
+
+
+def _by_module(gm: fx.GraphModule, liveness: Liveness, known: Mapping[int, Placeholder], modules: Mapping[str, str],
+               timeline: MemoryTimeline) -> Counter[str]:
+    """Return the bytes of each module that are alive at the peak."""
+    owners: dict[int, str] = {}
+    for node in gm.graph.find_nodes(op="placeholder"):
+        placeholder = known.get(getattr(node.meta.get("desc"), "idx", -1))
+        path = placeholder.name if placeholder is not None and placeholder.kind in _OF_PLACEHOLDERS else ""
+        for _ in range(2 if path and placeholder.kind == "state" else 1):  # "fc.weight.momentum_buffer"
+            path = path.rpartition(".")[0]
+        owners.update(dict.fromkeys(liveness.of(node), path))
+    for node in liveness.nodes:
+        for memory in liveness.of(node):
+            owners.setdefault(memory, modules.get(node.name, ""))
+    peak, bytes_of = timeline.total.index(timeline.peak) if timeline.nodes else 0, Counter()
+    for memory, (first, last) in liveness.lives.items():
+        if first <= peak <= last and liveness.sizes[memory]:
+            bytes_of[owners[memory]] += liveness.sizes[memory]
+    return bytes_of
 
 
 def kinds_of_memory(gm: fx.GraphModule, liveness: Liveness, placeholders: Sequence[Placeholder]) -> dict[int, str]:

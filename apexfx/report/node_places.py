@@ -1,14 +1,16 @@
-"""Where the nodes of a graph belong: the module of each, also of what is the backward of one, and the flops of its products."""
+"""Where the nodes of a graph belong: module, also of what is the backward of one, line, op and pass; flops of its products."""
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from ..buckets.flops import node_flops
 from ..graph.mutation import named_bodies
-from ..graph.nodes import module_path
+from ..graph.nodes import GRADIENT_OF, PASS, module_path, op_name, source_line
 
 
 @dataclass
@@ -17,34 +19,118 @@ class NodePlaces:
 
     Attributes:
         modules: path -> the nodes that were traced in the module; "" is the model itself, and what is outside of it.
-        backward_of: path -> the nodes of a backward, by the module that autograd names; where it names none, by the first of the
-            modules, in the order of the forward, whose results they read.
+        backward_of: path -> the nodes of a backward, by the module that autograd names; where it names none, by the parameter
+            whose gradient they are, or by the results of the forward that they read.
         flops: of matrix products, convolutions and attention; other nodes are left out.
+        ops: what each calls; of an op that was decomposed, the op.
+        lines: "file.py:12", of a backward that of its module; nodes without are left out, as of the others.
+        passes: the pass that put the node in.
+        sources: the node of the captured graph that it was lowered from.
     """
 
     modules: dict[str, list[str]] = field(default_factory=dict)
     backward_of: dict[str, list[str]] = field(default_factory=dict)
     flops: dict[str, int] = field(default_factory=dict)
+    ops: dict[str, str] = field(default_factory=dict)
+    lines: dict[str, str] = field(default_factory=dict)
+    passes: dict[str, str] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def module_of(self) -> dict[str, str]:
+        """Node -> path, of both kinds."""
+        return {node: path for kind in (self.modules, self.backward_of) for path, nodes in kind.items() for node in nodes}
 
 
 def node_places(gm: fx.GraphModule) -> NodePlaces:
     """Return where the ops of `gm` belong, nested bodies included."""
     places = NodePlaces()
-    origin: dict[fx.Node, tuple[int, str]] = {}  # place in the forward and path
+    line_of: dict[str, str] = {}  # of a module
     for prefix, body in named_bodies(gm):
-        for place, node in enumerate(node for node in body.graph.nodes if node.op.startswith("call_")):
-            path, of_backward = module_path(node), False
-            if path:
-                origin[node] = place, path
-            elif stack := node.meta.get("fwd_nn_module_stack"):
+        backward = _BackwardNodes()
+        for node in (node for node in body.graph.nodes if node.op.startswith("call_")):
+            path, line, of_backward = module_path(node), source_line(node), False
+            if GRADIENT_OF in node.meta:
+                path, of_backward = node.meta[GRADIENT_OF], True
+                backward.note(node, path)
+            elif not path and (stack := node.meta.get("fwd_nn_module_stack")):
                 path, of_backward = next(reversed(stack.values()))[0], True
-            elif node.meta.get("autograd_backward"):
-                read = [origin[source] for source in node.all_input_nodes if source in origin]
-                if read:
-                    origin[node], of_backward = min(read), True
-                    path = origin[node][1]
+            elif not path and (node.meta.get("autograd_backward") or node.meta.get(PASS) == "recompute"):
+                path, of_backward = backward.module(node), True
+            else:
+                backward.note_forward(node, path)
             by_path = places.backward_of if of_backward and path else places.modules
             by_path.setdefault(path, []).append(prefix + node.name)
             if flops := node_flops(node):
                 places.flops[prefix + node.name] = flops
+            if path and line and not of_backward:
+                line_of.setdefault(path, line)
+            _describe(places, node, prefix + node.name, line or (line_of.get(path, "") if of_backward else ""))
     return places
+
+
+class _BackwardNodes:
+    """Finds the module whose backward a node computes, where autograd names none: by the results of the forward that it reads.
+
+    An op saves some of what it reads and gives: among the ops that may have saved what a node reads it is the one whose name it
+    has. Where there is none, it is the first, in the order of the forward, of the modules that what it reads belongs to.
+    """
+
+    def __init__(self) -> None:
+        self._order: dict[str, int] = {}  # of the modules, in the forward
+        self._forward: dict[fx.Node, str] = {}  # node -> path
+        self._origin: dict[fx.Node, str] = {}  # of nodes of the backward
+        self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+
+    def note_forward(self, node: fx.Node, path: str) -> None:
+        self._forward[node] = path
+        self._order.setdefault(path, len(self._order))
+        for source in node.all_input_nodes:
+            self._readers[source].append(node)
+
+    def note(self, node: fx.Node, path: str) -> None:
+        self._origin[node] = path
+
+    def module(self, node: fx.Node) -> str:
+        path = next((found for each in _of_same_op(node) if (found := self._match(each)) is not None), None)
+        if path is None:
+            found = [self._origin.get(source) or self._forward.get(source) for source in node.all_input_nodes]
+            path = min(filter(None, found), key=lambda each: self._order.get(each, 0), default="")
+        self.note(node, path)
+        return path
+
+    def _match(self, node: fx.Node) -> str | None:
+        """Return the module of the op that has saved most of what a node reads, and whose name it has."""
+        name = _op(node).rpartition(".")[2]
+        name = _FORWARD_OF.get(name, name)
+        read = [source for source in node.all_input_nodes if source in self._forward]
+        same = [each for source in read for each in (source, *self._readers[source])
+                if name.startswith(_op(each).rpartition(".")[2])]
+        return self._forward[max(same, key=same.count)] if same else None
+
+
+def _of_same_op(node: fx.Node) -> list[fx.Node]:
+    """Return a node, and those around it that an op of a backward was decomposed into with it."""
+    op, found = _op(node), [node]
+    for each in found if "backward" in op else ():  # which grows
+        found += [other for other in dict.fromkeys((*each.all_input_nodes, *each.users))
+                  if other not in found and other.op == "call_function" and _op(other) == op]
+    return found
+
+
+_FORWARD_OF = {"threshold_backward": "relu", "bn_backward_reduce": "bn_normalize", "bn_backward_elementwise": "bn_normalize"}
+
+
+def _op(node: fx.Node) -> str:
+    """Return the name of what a node calls, without its overload; of an op that was decomposed, of the op."""
+    packet = getattr(node.meta.get("original_aten") or node.target, "overloadpacket", None)
+    return str(packet) if packet is not None else op_name(node)
+
+
+def _describe(places: NodePlaces, node: fx.Node, name: str, line: str) -> None:
+    lowered = node.meta.get("from_node")
+    places.ops[name] = _op(node)
+    for kind, text in ((places.lines, line), (places.passes, node.meta.get(PASS)),
+                       (places.sources, lowered[0].name if lowered else None)):
+        if text:
+            kind[name] = text

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from torch import fx
 
 from ..buckets.plan import BucketPlan
 from ..buckets.windows import Window
@@ -144,6 +147,7 @@ class GraphReport:
         inputs: of its inputs, those that are neither parameters, buffers nor state: "x f32[4,8]"; "?" for a dynamic size.
         recompiled: the guard that failed, where it is not the first graph of its code.
         breaks: the graph breaks that it begins behind and ends in, each with its reason and place.
+        running: graphs that run as they are, which inner="eager" does.
         load_backward: reads the record of the second stage kept beside a compile cache entry, when no pass ran in this process.
     """
 
@@ -157,6 +161,7 @@ class GraphReport:
     inputs: tuple[str, ...] = ()
     recompiled: str = ""
     breaks: tuple[str, ...] = ()
+    running: list[weakref.ref[fx.GraphModule]] = field(default_factory=list)
     load_backward: Callable[[], StageReport | None] | None = None
 
     @property

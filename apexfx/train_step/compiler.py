@@ -28,7 +28,7 @@ from ..distributed.agreement import Agreement
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written
-from ..graph.nodes import value
+from ..graph.nodes import GRADIENT_OF, moves_data, value
 from ..observe.non_finite import BACKWARD
 from ..precision.casts import is_inserted_cast
 from ..precision.op_rows import mark_ops
@@ -200,7 +200,7 @@ class StepPasses(BackwardPasses):
     """
 
     # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
-    inductor_options: ClassVar[dict[str, bool]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
+    inductor_options: ClassVar[dict[str, Any]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
 
     def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None],
                  on_communication: Callable[[], None]) -> None:
@@ -218,8 +218,9 @@ class StepPasses(BackwardPasses):
         """Run the step stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
         self._check_gradients(gm)
+        _mark_gradients(gm)
         self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
-        self._record.backward.memory = memory_timeline(gm, self._placeholders)
+        self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places.module_of)
         return self._record.backward
 
     def on_forward(self, gm: fx.GraphModule) -> None:
@@ -239,6 +240,20 @@ class StepPasses(BackwardPasses):
             names = f"{', '.join(lost[:3])}{', ...' if lost[3:] else ''}"
             raise RuntimeError(f"apexfx: the loss depends on {len(lost)} parameters ({names}) whose gradients a forward pass has "
                                "cut off; find it by skip=, which leaves passes out, and report it")
+
+
+def _mark_gradients(gm: fx.GraphModule) -> None:
+    """Note on the op that computes the gradient of a parameter, and on what moves or casts it, to which module that belongs.
+
+    It reads the results of the module before, and autograd names none.
+    """
+    node = apply_node(gm)
+    for parameter, gradient in zip(*node.args[:2]) if node is not None else ():
+        while isinstance(gradient, fx.Node) and gradient.op == "call_function":
+            gradient.meta[GRADIENT_OF] = parameter.meta["apexfx_name"].rpartition(".")[0]
+            if not moves_data(gradient):
+                break
+            gradient = gradient.args[0]
 
 
 def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None:

@@ -1,0 +1,266 @@
+"""Runs steps under torch.profiler, and says of each kernel to which nodes, modules, passes and lines it belongs."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from .._torch import ProfiledEvent, ProfilerSpan, profiled_events
+from .profile import COMMUNICATION, COMPUTE, UNATTRIBUTED, CollectiveTime, KernelTime, Profile, TraceEvent
+from .records import GraphReport
+from .spans import GraphCode, graph_codes, marked
+
+_STEP = "apexfx step"
+_COLLECTIVE = "_c10d_functional"  # in the names of ops
+_VIEWS = {f"aten.{name}" for name in ("view", "reshape", "t", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice")}
+_BACKENDS = ("gloo", "mpi", "ucc")  # that communicate on the host, by the names of their events
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A kernel that has run: where, when (ns), and when the host came to it."""
+
+    code: GraphCode | None
+    kernel: str
+    start: int
+    end: int
+    launched: int
+    kind: str
+
+
+def measure(graphs: Sequence[GraphReport], step: Callable[..., Any], batch: Sequence[Any], named: dict[str, Any], *,
+            steps: int, warmup: int) -> Profile:
+    """Run `warmup` + 2 * `steps` + 1 steps, the last of which are recorded."""
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    synchronize = torch.cuda.synchronize if on_cuda else lambda: None
+    for _ in range(warmup):
+        step(*batch, **named)
+    plain = []
+    for _ in range(steps):
+        synchronize()
+        begin = time.perf_counter()
+        step(*batch, **named)
+        synchronize()
+        plain.append(1e3 * (time.perf_counter() - begin))
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with marked(graph_codes(graphs)) as meaning, torch.profiler.profile(activities=activities) as profiler:
+        step(*batch, **named)  # a profiler is slow to begin
+        synchronize()
+        for _ in range(steps):
+            with ProfilerSpan(_STEP):
+                step(*batch, **named)
+                synchronize()
+    timeline = _Timeline(profiled_events(profiler), meaning)
+    return Profile(
+        device=torch.cuda.get_device_name() if timeline.on_device else "cpu", plain_ms=statistics.median(plain),
+        step_ms=tuple((e.end - e.start) / 1e6 for e in timeline.steps), times=tuple(_times(timeline)),
+        collectives=tuple(_collectives(timeline)), memory=_memory(timeline), trace=tuple(_trace(timeline)))
+
+
+class _Timeline:
+    """What a profiler has recorded.
+
+    Attributes:
+        steps: the spans of the steps.
+        runs: kernels that ran in them; on a device where any ran on one, else on the host, with ops that are in no graph.
+        in_graphs_ns: of the steps, what the graphs took, on the host.
+        on_device: whether it is a device whose time is attributed.
+    """
+
+    def __init__(self, events: Sequence[ProfiledEvent], meaning: dict[str, tuple[GraphCode, str]]) -> None:
+        self.steps = [event for event in events if event.name == _STEP and not event.on_device]
+        self._begins = [event.start for event in self.steps]
+        host = [event for event in events if not event.on_device and self.step_of(event.start) is not None]
+        self.spans = [(event, *meaning[event.name]) for event in host if event.name in meaning and meaning[event.name][1]]
+        self._span_begins = [event.start for event, _, _ in self.spans]
+        self.graphs = [(event, meaning[event.name][0]) for event in host if event.name in meaning and not meaning[event.name][1]]
+        self.in_graphs_ns = sum(event.end - event.start for event, _ in self.graphs)
+        device = [event for event in events if event.on_device and not event.name.startswith("apexfx ")]
+        self.on_device = bool(device)
+        self.runs = sorted(self._device_runs(device, host) if device else self._host_runs(host), key=lambda run: run.start)
+        self.in_flight = [event for event in host if event.name.partition(":")[0] in _BACKENDS]
+        waiting = list(self.in_flight)
+        self.sent = {}  # when the span of a start began -> the communication, which another thread may begin later
+        for event, code, kernel in self.spans:
+            if _kind(code, kernel) == COMMUNICATION and "wait_tensor" not in _op(code, kernel):
+                later = (place for place, other in enumerate(waiting) if other.start >= event.start)
+                if (place := next(later, None)) is not None:
+                    self.sent[event.start] = waiting.pop(place)
+
+    def step_of(self, moment: int) -> int | None:
+        """Return the number of the step in which a moment is."""
+        index = bisect.bisect_right(self._begins, moment) - 1
+        return index if index >= 0 and moment <= self.steps[index].end else None
+
+    def _host_runs(self, host: Sequence[ProfiledEvent]) -> Iterator[_Run]:
+        for event, code, kernel in self.spans:
+            yield _Run(code, kernel, event.start, event.end, event.start, _kind(code, kernel))
+        begins, end = [event.start for event, _ in self.graphs], 0
+        for event in host:  # the outermost that neither contains a graph nor is in one
+            if event.name == _STEP or event.start < end or event.thread != self.steps[0].thread:
+                continue
+            after = bisect.bisect_left(begins, event.start)
+            inside = after and event.start < self.graphs[after - 1][0].end
+            around = after < len(begins) and begins[after] < event.end
+            if not inside and not around:
+                end = event.end
+                yield _Run(None, event.name, event.start, event.end, event.start, COMPUTE)
+
+    def _device_runs(self, device: Sequence[ProfiledEvent], host: Sequence[ProfiledEvent]) -> Iterator[_Run]:
+        launches = {event.id: event for event in host}
+        for event in device:
+            launch = launches.get(event.launched_by)
+            if self.step_of(event.start) is None:
+                continue
+            index = bisect.bisect_right(self._span_begins, launch.start) - 1 if launch is not None else -1
+            span, code, kernel = self.spans[index] if index >= 0 else (None, None, "")
+            if span is None or launch.start > span.end:
+                yield _Run(None, event.name, event.start, event.end, event.start, COMPUTE)
+            else:
+                yield _Run(code, kernel, event.start, event.end, span.start, _kind(code, kernel))
+
+
+def _kind(code: GraphCode, kernel: str) -> str:
+    return COMMUNICATION if _COLLECTIVE in _op(code, kernel) else COMPUTE
+
+
+def _op(code: GraphCode, kernel: str) -> str:
+    return code.places.ops.get(kernel, "") if code.by_node else kernel
+
+
+def _times(timeline: _Timeline) -> Iterator[KernelTime]:
+    """Yield what each kernel takes in a step, and behind them what is of no kernel."""
+    steps = len(timeline.steps)
+    busy = _union((run.start, run.end) for run in timeline.runs if run.kind == COMPUTE)
+    grouped: dict[tuple[int, str], list[_Run]] = defaultdict(list)
+    for run in timeline.runs:
+        grouped[id(run.code), run.kernel].append(run)
+    for runs in grouped.values():
+        total = sum(run.end - run.start for run in runs)
+        if timeline.on_device and runs[0].kind == COMMUNICATION:
+            total -= sum(_overlap((run.start, run.end), busy) for run in runs)
+        yield _describe(runs[0], len(runs) / steps, total / 1e6 / steps)
+    whole = sum(event.end - event.start for event in timeline.steps)
+    if timeline.on_device:
+        covered = sum(end - start for start, end in _union((run.start, run.end) for run in timeline.runs))
+        yield KernelTime(kernel="no kernel runs: the host, launches", kind=UNATTRIBUTED, ms=(whole - covered) / 1e6 / steps)
+        return
+    inside = sum(run.end - run.start for run in timeline.runs if run.code is not None)
+    outside = sum(run.end - run.start for run in timeline.runs if run.code is None)
+    yield KernelTime(kernel="in graphs, between kernels: allocations, checks, Python", kind=UNATTRIBUTED,
+                     ms=(timeline.in_graphs_ns - inside) / 1e6 / steps)
+    yield KernelTime(kernel="outside of graphs: Python, guards, the profiler", kind=UNATTRIBUTED,
+                     ms=(whole - timeline.in_graphs_ns - outside) / 1e6 / steps)
+
+
+def _describe(run: _Run, calls: float, ms: float) -> KernelTime:
+    code = run.code
+    if code is None:
+        return KernelTime(kernel=run.kernel, kind=run.kind, calls=calls, ms=ms, ops=(run.kernel,), outside=True)
+    known = [place for node in code.kernels.get(run.kernel, ()) if (place := _place(code, node)) is not None]
+    own = [place for place in known if run.kernel.startswith(f"torch.ops.{place[1]}.")]
+    known = own or known  # of an op that Inductor calls as it is, without the views that it is given
+    modules, ops, passes, lines = (tuple(dict.fromkeys(column)) for column in zip(*known)) if known else ((),) * 4
+    modules, passes = tuple(sorted(modules)), tuple(sorted(passes))
+    ops = tuple(op for op in ops if op not in _VIEWS) or ops
+    name = run.kernel if code.by_node else run.kernel.rpartition(":")[0]
+    if name.startswith("torch.ops."):  # torch may name the node that wrote its memory last
+        ops = (name.removeprefix("torch.ops.").rpartition(".")[0],)
+    return KernelTime(kernel=name, kind=run.kind, calls=calls, ms=ms, graph=code.graph.index if code.graph else None,
+                      stage=code.stage, nodes=tuple(code.kernels.get(run.kernel, ())), modules=modules, ops=ops, passes=passes,
+                      lines=tuple(filter(None, lines)))
+
+
+def _place(code: GraphCode, node: str) -> tuple[str, str, str, str] | None:
+    """Return module, op, pass and line of a node; None where its graph is not one of the report's, or torch has made it."""
+    if code.graph is None:
+        return None
+    places, captured = code.places, code.graph.forward.places
+    source = places.sources.get(node, "")
+    if node not in places.ops or places is captured:
+        node = next((each for each in code.lowered_from.get(node, ()) if each in captured.ops), "")
+        places, source = captured, node
+    if not node:
+        return None
+    origin = places.passes.get(node) or captured.passes.get(source, "")
+    return places.module_of.get(node, ""), places.ops[node], origin, places.lines.get(node, "")
+
+
+def _collectives(timeline: _Timeline) -> Iterator[CollectiveTime]:
+    """Yield, for each collective that a pass has scheduled, its window, in flight and exposed, as medians over the steps."""
+    busy = _union((run.start, run.end) for run in timeline.runs if run.kind == COMPUTE)
+    codes = list({id(code): code for _, code in timeline.graphs if code.graph is not None}.values())
+    for code in codes:
+        stage = next(each for each in code.graph.stages if each.stage == code.stage)
+        schedule = next(filter(None, (entry.artifacts.schedule for entry in reversed(stage.passes))), ())
+        plan = next((entry.artifacts.plan for entry in stage.passes if entry.artifacts.plan is not None), None)
+        spans = {node: [event for event, of, kernel in timeline.spans if of is code and node in code.kernels.get(kernel, ())
+                        and _kind(code, kernel) == COMMUNICATION]
+                 for window in schedule for node in (window.start, window.wait)}
+        for window in schedule:
+            rows = [_measured(timeline, begin, end, busy, code) for begin, end in zip(spans[window.start], spans[window.wait])]
+            if not rows:
+                continue
+            in_flight, within, exposed = (statistics.median(column) / 1e6 for column in zip(*rows))
+            bucket = plan.buckets[window.bucket] if plan is not None and window.bucket is not None else None
+            yield CollectiveTime(
+                graph=code.graph.index, start=window.start, wait=window.wait, bucket=window.bucket,
+                parameters=tuple(bucket.parameters) if bucket else (), num_bytes=bucket.total_bytes if bucket else None,
+                module=code.places.module_of.get(window.start, ""), window_flops=window.flops, window_ms=within,
+                in_flight_ms=in_flight, exposed_ms=exposed)
+
+
+def _measured(timeline: _Timeline, begin: ProfiledEvent, end: ProfiledEvent, busy: Sequence[tuple[int, int]],
+              code: GraphCode) -> tuple[int, int, int]:
+    """Return ns in flight, of compute in the window, and exposed, of one collective between the spans that start and await it."""
+    within = sum(run.end - run.start for run in timeline.runs
+                 if run.kind == COMPUTE and begin.end <= run.launched <= end.start)
+    if timeline.on_device:
+        runs = [run for run in timeline.runs if run.code is code and run.launched == begin.start]
+        in_flight = sum(run.end - run.start for run in runs)
+        return in_flight, within, in_flight - sum(_overlap((run.start, run.end), busy) for run in runs)
+    sent = timeline.sent.get(begin.start)
+    return (sent.end - sent.start if sent else end.end - begin.start), within, begin.end - begin.start + end.end - end.start
+
+
+def _memory(timeline: _Timeline) -> dict[str, int] | None:
+    """Return module -> bytes alive at the peak of the graph of a training step that ran; None where there is none."""
+    stages = [stage for _, code in timeline.graphs if code.graph is not None for stage in code.graph.stages if stage.memory]
+    return dict(max(stages, key=lambda stage: stage.memory.peak).memory.at_peak) if stages else None
+
+
+def _trace(timeline: _Timeline) -> Iterator[TraceEvent]:
+    begin = timeline.steps[0].start if timeline.steps else 0
+    for number, step in enumerate(timeline.steps):
+        yield TraceEvent("steps", f"step {number}", step.start - begin, step.end - step.start, None)
+    described: dict[tuple[int, str], KernelTime] = {}
+    for run in timeline.runs:
+        if (id(run.code), run.kernel) not in described:
+            described[id(run.code), run.kernel] = _describe(run, 1, 0)
+        time_ = described[id(run.code), run.kernel]
+        waits = not timeline.on_device and run.kind == COMMUNICATION  # the host's thread is one of compute
+        yield TraceEvent(COMPUTE if waits else run.kind, time_.kernel, run.start - begin, run.end - run.start, time_)
+    for event in timeline.in_flight if not timeline.on_device else ():
+        yield TraceEvent(COMMUNICATION, event.name, event.start - begin, event.end - event.start, None)
+
+
+def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _overlap(interval: tuple[int, int], merged: Sequence[tuple[int, int]]) -> int:
+    return sum(max(0, min(interval[1], end) - max(interval[0], start)) for start, end in merged)

@@ -1,0 +1,264 @@
+"""Where the time of a training step goes: by module, op, pass and line; its collectives; its memory. Data, text and a trace."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from ..graph.printing import size_text
+from .fold_repeats import fold, group, pieces
+
+COMPUTE, COMMUNICATION, UNATTRIBUTED = "compute", "communication", "unattributed"
+_NO_MODULE, _CAPTURED, _OUTSIDE, _UNKNOWN = "no module", "as captured", "outside of graphs", "compiled code of no report"
+_MAX_ROWS, _MAX_NAMES = 12, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTime:
+    """What one kernel takes in a step, or what is of none.
+
+    Attributes:
+        kernel: its name; of a graph that runs as it is, that of the node; of what is of none, what it is.
+        kind: "compute", "communication" or "unattributed".
+        ms: milliseconds a step; of communication, those in which nothing else runs.
+        calls: a step.
+        graph, stage: of the report; None where it belongs to no graph of it.
+        nodes: of the stage's graph that it computes; several where they are fused.
+        modules, ops, passes, lines: of these nodes, each once; "" is no module, and no pass.
+        outside: whether it ran in no graph.
+    """
+
+    kernel: str
+    kind: str
+    ms: float
+    calls: float = 1.0
+    graph: int | None = None
+    stage: str = ""
+    nodes: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    ops: tuple[str, ...] = ()
+    passes: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    outside: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveTime:
+    """One collective against the window that a pass has given it; medians over the steps.
+
+    Attributes:
+        start, wait: nodes of the graph.
+        bucket: of the bucket plan, with its parameters and bytes; None for another collective, such as of a batch norm.
+        module: that it belongs to.
+        window_flops: of matrix products between start and wait, as planned.
+        window_ms: of compute there, as measured.
+        in_flight_ms: while it communicates, other collectives besides.
+        exposed_ms: what it adds to the step: starting it and waiting, on the host; on a device, in flight while nothing computes.
+    """
+
+    graph: int
+    start: str
+    wait: str
+    bucket: int | None
+    parameters: tuple[str, ...]
+    num_bytes: int | None
+    module: str
+    window_flops: int
+    window_ms: float
+    in_flight_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class TimeRow:
+    """A row of a table: `name`, of `number` equal layers; ms and calls a step; the one that takes most, and its ms."""
+
+    name: str
+    number: int
+    ms: float
+    calls: float
+    most: str
+    most_ms: float
+
+
+@dataclass(frozen=True)
+class TraceEvent:
+    """Something on a track; ns from the first step's begin, and the kernel that it is."""
+
+    track: str
+    name: str
+    start: int
+    duration: int
+    time: KernelTime | None
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Where the time of a step goes. `print` it.
+
+    Attributes:
+        device: whose time it is.
+        plain_ms: what a step took before the profiler ran; median.
+        step_ms: what each recorded step took.
+        times: a row a kernel, and those of what is unattributed; together they are a recorded step.
+        collectives: those of the graphs.
+        memory: module -> bytes alive at the peak of a training step's graph, by the report; None of a model alone.
+    """
+
+    device: str
+    plain_ms: float
+    step_ms: tuple[float, ...]
+    times: tuple[KernelTime, ...]
+    collectives: tuple[CollectiveTime, ...] = ()
+    memory: dict[str, int] | None = None
+    trace: tuple[TraceEvent, ...] = field(default=(), repr=False)
+
+    @property
+    def ms(self) -> float:
+        """Milliseconds of a recorded step, the mean."""
+        return sum(self.step_ms) / max(1, len(self.step_ms))
+
+    @property
+    def attributed(self) -> float:
+        """The share of a recorded step that kernels of the report's graphs take."""
+        return sum(t.ms for t in self.times if t.kind != UNATTRIBUTED and t.graph is not None) / self.ms if self.ms else 0.0
+
+    def by_module(self) -> list[TimeRow]:
+        """Return the time by module; a kernel that computes for several is a row of its own; collectives are, too."""
+        return self._table(lambda t: COMMUNICATION if t.kind == COMMUNICATION else _paths(t.modules), key=_pattern)
+
+    def by_op(self) -> list[TimeRow]:
+        """Return the time by op, or the ops that are fused in a kernel."""
+        return self._table(lambda t: _names(t.ops, t.kernel), outside=lambda t: f"{t.kernel}, {_OUTSIDE}")
+
+    def by_pass(self) -> list[TimeRow]:
+        """Return the time by the pass that has put the ops in."""
+        return self._table(lambda t: _names([name or _CAPTURED for name in t.passes], _UNKNOWN))
+
+    def by_line(self) -> list[TimeRow]:
+        """Return the time by line of the program; of a backward, by the line of its module."""
+        return self._table(lambda t: _names(t.lines, "no line"))
+
+    def _table(self, label: Callable[[KernelTime], str], outside: Callable[[KernelTime], str] = lambda t: _OUTSIDE,
+               key: Callable[[str], Any] = str) -> list[TimeRow]:
+        sums: dict[tuple[bool, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for t in self.times:
+            last = t.kind == UNATTRIBUTED or t.outside or t.graph is None
+            name = t.kernel if t.kind == UNATTRIBUTED else outside(t) if t.outside else _UNKNOWN if last else label(t)
+            entry = sums[last, name]
+            entry[0] += t.ms
+            entry[1] += t.calls
+        rows = []
+        for (last, _), members in group(sums.items(), lambda item: (item[0][0], key(item[0][1]))).items():
+            [(number, name)] = fold(name for (_, name), _ in members)
+            most, (most_ms, _) = max(((own, entry) for (_, own), entry in members), key=lambda item: item[1][0])
+            rows.append((last, TimeRow(name, number, *map(sum, zip(*(entry for _, entry in members))), most, most_ms)))
+        return [row for _, row in sorted(rows, key=lambda entry: (entry[0], -entry[1].ms))]
+
+    def to_json(self, path: str | Path | None = None) -> dict[str, Any]:
+        """Return everything but the trace as JSON-able values, and write it to `path` where one is given."""
+        data = {name: item for name, item in vars(self).items() if name != "trace"}
+        data |= {name: list(map(asdict, data[name])) for name in ("times", "collectives")}
+        data |= {"ms": self.ms, "attributed": self.attributed}
+        if path is not None:
+            Path(path).write_text(json.dumps(data, indent=1) + "\n")
+        return data
+
+    def to_chrome_trace(self, path: str | Path) -> None:
+        """Write a trace that Perfetto and chrome://tracing open: tracks for steps, compute and communication.
+
+        What is in flight at once is on several lines of its track.
+        """
+        rows: list[dict[str, Any]] = []
+        for pid, track in enumerate(("steps", COMPUTE, COMMUNICATION)):
+            rows += [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": track}},
+                     {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}]
+            lanes: list[int] = []  # when each is free
+            for event in sorted((event for event in self.trace if event.track == track), key=lambda event: event.start):
+                lane = next((index for index, free in enumerate(lanes) if free <= event.start), len(lanes))
+                lanes[lane:lane + 1] = [event.start + event.duration]
+                about = {name: item for name, item in asdict(event.time).items() if name not in ("ms", "calls")} \
+                    if event.time else {}
+                rows.append({"ph": "X", "name": event.name, "cat": track, "pid": pid, "tid": lane, "ts": event.start / 1e3,
+                             "dur": event.duration / 1e3, "args": about})
+        Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
+
+    def __str__(self) -> str:
+        lines = [f"profile of {len(self.step_ms)} steps on {self.device}: {self.ms:.2f} ms a step ({self.plain_ms:.2f} without "
+                 f"the profiler), {self.attributed:.0%} in kernels of its graphs"]
+        for what in ("module", "op", "pass", "line"):
+            lines += ["", *self._rows(what, getattr(self, f"by_{what}")())]
+        if self.collectives:
+            lines += ["", _collective_table(self.collectives)]
+        if self.memory:
+            lines += ["", *_memory_lines(self.memory)]
+        return "\n".join(lines)
+
+    def _rows(self, what: str, rows: Sequence[TimeRow]) -> list[str]:
+        no_kernel = {t.kernel for t in self.times if t.kind == UNATTRIBUTED}
+        shown, rest = _cut(rows, [row for row in rows if row.name in no_kernel])
+        cells = [(f"{row.ms:.3f}", f"{row.ms / self.ms:.1%}", f"{row.calls:g}", _row_name(row)) for row in shown]
+        text = tabulate(cells, headers=("ms", "share", "calls", what), disable_numparse=True, colalign=("right",) * 3 + ("left",),
+                        maxcolwidths=[None, None, None, 90])
+        more = f"and {len(rest)} more rows of profile.by_{what}(), {sum(row.ms for row in rest):.3f} ms"
+        return [text, *([more] if rest else [])]
+
+
+def _pattern(name: str) -> tuple[str, ...]:
+    """Return what equal layers share: all but the numbers of a path, of several the last: "blocks.{0..3}.mlp.0"."""
+    split = pieces(name)
+    return (*split[::2], *(split[-2:-1] if len(split) > 3 and not split[-1] else ()))
+
+
+def _row_name(row: TimeRow) -> str:
+    uneven = row.number > 1 and row.most_ms > 2 * row.ms / row.number
+    return f"{row.name}, {row.most_ms:.3f} of it {row.most}" if uneven else row.name
+
+
+def _cut(rows: Sequence[Any], always: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the first rows, and those that are always shown; and the others."""
+    shown = [row for place, row in enumerate(rows) if place < _MAX_ROWS or row in always]
+    return shown, [row for row in rows if row not in shown]
+
+
+def _names(names: Iterable[str], instead: str) -> str:
+    names = list(names)
+    rest = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return " + ".join(names[:_MAX_NAMES]) + rest if names else instead
+
+
+def _paths(modules: Sequence[str]) -> str:
+    """Return some paths, or the module that many are below."""
+    if not modules:
+        return _UNKNOWN
+    if len(modules) <= _MAX_NAMES:
+        return " + ".join(path or _NO_MODULE for path in modules)
+    above = modules[0].split(".")
+    for path in modules[1:]:
+        same = [a == b for a, b in zip(above, path.split("."))]
+        above = above[:(same + [False]).index(False)]
+    return f"{'.'.join(above) or 'model'}: {len(modules)} modules in a kernel"
+
+
+def _collective_table(collectives: Sequence[CollectiveTime]) -> str:
+    rows = [("-" if c.bucket is None else c.bucket, _names(c.parameters, f"{c.module or _NO_MODULE}: {c.start}"),
+             "-" if c.num_bytes is None else size_text(c.num_bytes), f"{c.window_flops / 1e6:.1f}", f"{c.window_ms:.3f}",
+             f"{c.in_flight_ms:.3f}", f"{c.exposed_ms:.3f}") for c in collectives]
+    headers = ("bucket", "gradients", "size", "window MFLOP", "window ms", "in flight ms", "exposed ms")
+    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "left") + ("right",) * 5)
+
+
+def _memory_lines(memory: dict[str, int]) -> list[str]:
+    grouped = group(memory.items(), lambda item: _pattern(item[0])).values()
+    rows = [(sum(size for _, size in members), fold(path for path, _ in members)[0][1]) for members in grouped]
+    shown, rest = _cut(sorted(rows, reverse=True), ())
+    cells = [(size_text(size), name or _NO_MODULE) for size, name in shown]
+    more = f"and {len(rest)} more modules, {size_text(sum(size for size, _ in rest))}"
+    return [tabulate(cells, headers=("bytes at the peak", "module"), disable_numparse=True, colalign=("right", "left")),
+            *([more] if rest else [])]

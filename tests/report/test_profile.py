@@ -1,0 +1,218 @@
+"""Where time goes: kernels are attributed to modules, ops, passes and lines, and what is not is a row of its own."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.report.node_places import NodePlaces
+from apexfx.report.profile import COMMUNICATION, UNATTRIBUTED, KernelTime, Profile, TraceEvent
+from tests.distributed.launch import on_ranks
+
+
+class Block(nn.Module):
+    def __init__(self, hidden):
+        super().__init__()
+        self.norm = nn.LayerNorm(16)
+        self.up, self.down = nn.Linear(16, hidden), nn.Linear(hidden, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Small blocks around products that take nearly all of the time, and a module that nothing uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(32) for _ in range(3))
+        self.wide, self.narrow = nn.Linear(16, 2048), nn.Linear(2048, 16)
+        self.big = nn.Linear(2048, 2048, bias=False)
+        self.unused = nn.Linear(16, 16)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        x = self.wide(x)
+        x = self.big(x)  # the line of most of the time
+        return self.narrow(x)
+
+
+LINE = next(number for number, line in enumerate(open(__file__), 1) if "the line of most" in line)
+BATCH = torch.randn(64, 16), torch.randn(64, 16)
+
+
+def profiled(whole_step, inner, **options):
+    torch.manual_seed(0)
+    net, options = Net(), {"opt_level": "O0", "inner": inner, **options}
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    if whole_step:
+        step = apexfx.train_step(net, F.mse_loss, optimizer, **options)
+        return step.report.profile(step, *BATCH), step.report
+    model = apexfx.transform(net, **options)
+
+    def step(x, y):
+        F.mse_loss(model(x), y).backward()
+        optimizer.zero_grad()
+
+    return model.report.profile(step, *BATCH), model.report
+
+
+def of_module(profile, path):
+    return sum(t.ms for t in profile.times if path in t.modules)
+
+
+@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("whole_step", [True, False], ids=["step", "model"])
+def test_a_module_that_takes_most_of_the_time_is_named(whole_step, inner):
+    profile, _ = profiled(whole_step, inner)
+    products = [t for t in profile.times if set(t.ops) & {"aten.mm", "aten.addmm", "torch.linear"}]
+    assert max(products, key=lambda t: t.ms).modules == ("big",)
+    assert sum("big" in t.modules for t in products) == 3  # forward, and both gradients
+    assert of_module(profile, "big") > 5 * of_module(profile, "blocks.1.up")
+    slowest = max((t for t in products if t.modules == ("big",)), key=lambda t: t.ms)
+    assert slowest.lines == (f"test_profile.py:{LINE}",)
+    assert not any("unused" in path for t in profile.times for path in t.modules)
+    ours = [t for t in profile.times if t.kind != UNATTRIBUTED and not t.outside]
+    assert ours and all(t.graph == 0 and t.modules and t.ops for t in ours)
+    check_sums(profile)
+
+
+def check_sums(profile):
+    """The rows of each table are the recorded step, unattributed ones included."""
+    assert sum(t.ms for t in profile.times) == pytest.approx(profile.ms)
+    assert all(t.ms >= 0 for t in profile.times)
+    for rows in (profile.by_module(), profile.by_op(), profile.by_pass(), profile.by_line()):
+        assert sum(row.ms for row in rows) == pytest.approx(profile.ms)
+    unattributed = [t for t in profile.times if t.kind == UNATTRIBUTED]
+    assert len(unattributed) == 2 and all(str(profile).count(t.kernel) == 4 for t in unattributed)
+
+
+def test_a_cached_graph_knows_its_kernels():
+    before, _ = profiled(False, "inductor")
+    torch._dynamo.reset()
+    after, report = profiled(False, "inductor")
+    assert report.graphs[0].stages[1].from_cache
+    old, new = ({(t.kernel, t.modules) for t in profile.times if t.graph == 0} for profile in (before, after))
+    assert old == new
+
+
+def test_passes_are_told_apart():
+    profile, _ = profiled(True, "eager", opt_level="O1", dtype=torch.bfloat16, max_grad_norm=1.0)
+    by_pass = {row.name: row.ms for row in profile.by_pass()}
+    assert {"as captured", "precision", "unscale_clip_update"} <= by_pass.keys()
+    assert {t.ops for t in profile.times if t.passes == ("precision",)} == {("aten._to_copy",)}
+
+
+def test_it_trains_as_it_says_and_leaves_the_code_as_it_was():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+    step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    reference = nn.Linear(4, 4)
+    reference.load_state_dict(net.state_dict())
+    same = apexfx.train_step(reference, F.mse_loss, torch.optim.SGD(reference.parameters(), lr=0.1), opt_level="O0",
+                             inner="eager")
+    batch = torch.randn(2, 4), torch.randn(2, 4)
+    profile = step.report.profile(step, *batch, num_steps=3, num_warmup=2)
+    assert len(profile.step_ms) == 3
+    for _ in range(2 + 2 * 3 + 1):
+        same(*batch)
+    [ref] = step.report.graphs[0].running
+    assert torch.equal(net.weight, reference.weight) and "apexfx_spans" not in type(ref()).forward.__code__.co_names
+    with pytest.raises(ValueError, match="num_steps=0"):
+        step.report.profile(step, *batch, num_steps=0)
+
+
+def test_a_step_that_fails_leaves_the_code_as_it_was():
+    net, calls = nn.Linear(4, 4), []
+    model = apexfx.transform(net, opt_level="O0", inner="eager")
+
+    def step(x):
+        calls.append(model(x))
+        if len(calls) == 3:
+            raise KeyError("third")
+
+    with pytest.raises(KeyError, match="third"):
+        model.report.profile(step, torch.randn(2, 4), num_steps=1, num_warmup=1)
+    assert all("apexfx_spans" not in type(ref()).forward.__code__.co_names for ref in model.report.graphs[0].running)
+
+
+def test_the_trace_is_one_that_perfetto_reads(tmp_path):
+    profile, _ = profiled(True, "eager")
+    profile.to_chrome_trace(tmp_path / "trace.json")
+    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    tracks = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
+    assert list(tracks.values()) == ["steps", "compute", "communication"]
+    events = [row for row in rows if row["ph"] == "X"]
+    assert {row["ph"] for row in rows} == {"M", "X"} and all(row["ts"] >= 0 and row["dur"] >= 0 for row in events)
+    assert sum(tracks[row["pid"]] == "steps" for row in events) == 5
+    by_lane = {}
+    for row in events:  # complete events of a lane do not overlap
+        assert row["ts"] >= by_lane.get((row["pid"], row["tid"]), 0) - 1e-3
+        by_lane[row["pid"], row["tid"]] = row["ts"] + row["dur"]
+    assert any(row["args"].get("modules") == ["big"] for row in events)
+
+
+def test_names_stay_text(tmp_path):
+    name = '<script>alert("1")</script>'
+    time = KernelTime(kernel=name, kind="compute", ms=1.0, graph=0, modules=(name,), ops=(name,), passes=("",), lines=(name,))
+    profile = Profile("cpu", 1.0, (1.0,), (time,), memory={name: 1}, trace=(TraceEvent("compute", name, 0, 1000, time),))
+    assert str(profile).count(name) == 4
+    profile.to_json(tmp_path / "profile.json")
+    profile.to_chrome_trace(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "profile.json").read_text())["times"][0]["modules"] == [name]
+    [event] = [row for row in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if row["ph"] == "X"]
+    assert event["name"] == name and event["args"]["modules"] == [name]
+
+
+def test_equal_layers_are_a_row_that_says_which_one_takes_most():
+    def row(path, ms):
+        return KernelTime(kernel=path, kind="compute", ms=ms, graph=0, modules=(path,), ops=("mm",), passes=("",))
+
+    times = tuple(row(f"blocks.{i}.mlp.{j}", 10.0 if (i, j) == (2, 0) else 1.0) for i in range(4) for j in (0, 2))
+    rows = Profile("cpu", 17.0, (17.0,), times).by_module()
+    assert [(r.name, r.number, r.ms, r.most) for r in rows] == [
+        ("blocks.{0..3}.mlp.0", 4, 13.0, "blocks.2.mlp.0"), ("blocks.{0..3}.mlp.2", 4, 4.0, "blocks.0.mlp.2")]
+    assert "blocks.{0..3}.mlp.0, 10.000 of it blocks.2.mlp.0" in str(Profile("cpu", 17.0, (17.0,), times))
+
+
+def test_memory_is_by_module():
+    profile, report = profiled(True, "eager")
+    assert sum(profile.memory.values()) == report.memory().peak
+    assert profile.memory["big"] >= 4 * 2048 * 2048
+
+
+def test_backward_ops_belong_to_the_op_that_they_are_the_backward_of():
+    net = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8), nn.Linear(8, 8), nn.Tanh())
+    for inner in ("eager", "inductor"):
+        step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O0", inner=inner)
+        places = step.capture(torch.randn(4, 8), torch.randn(4, 8)).stage("step").places
+        assert isinstance(places, NodePlaces)
+        found = {(op, places.module_of[node]) for node, op in places.ops.items() if op.endswith("_backward")}
+        assert found == {("aten.gelu_backward", "1"), ("aten.threshold_backward", "3"), ("aten.native_layer_norm_backward", "4"),
+                         ("aten.tanh_backward", "6"), ("aten.mse_loss_backward", "")}
+        products = sorted(places.module_of[node] for node, op in places.ops.items() if op == "aten.mm")
+        assert products == ["0", "2", "2", "5", "5"]
+
+
+@on_ranks(2)
+def test_collectives_are_measured_in_their_windows(rank, world_size):
+    torch.manual_seed(0)
+    net = Net()
+    step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner="eager",
+                             ddp=apexfx.BucketConfig(message_size=1_000_000))
+    profile = step.report.profile(step, *BATCH, num_steps=3)
+    plan = step.report.buckets()
+    assert [(c.bucket, c.parameters, c.window_flops) for c in profile.collectives] == [
+        (index, tuple(bucket.parameters), bucket.window_flops) for index, bucket in enumerate(plan.buckets)]
+    first = profile.collectives[plan.bucket_of("big.weight")]
+    assert "big.weight" in first.parameters and first.window_flops > 0
+    assert first.window_ms > 0 and first.in_flight_ms > 0 and first.exposed_ms > 0
+    assert {row.name for row in profile.by_module()} >= {COMMUNICATION}
+    assert sum(event.track == COMMUNICATION for event in profile.trace) == 3 * len(plan.buckets)
+    check_sums(profile)
