@@ -10,7 +10,7 @@ from torch import fx
 
 from ..buckets.flops import node_flops
 from ..graph.mutation import named_bodies
-from ..graph.nodes import GRADIENT_OF, PASS, module_path, op_name, source_line
+from ..graph.nodes import GRADIENT_OF, PASS, module_path, moves_data, op_name, source_line
 
 
 @dataclass
@@ -20,7 +20,7 @@ class NodePlaces:
     Attributes:
         modules: path -> the nodes that were traced in the module; "" is the model itself, and what is outside of it.
         backward_of: path -> the nodes of a backward, by the module that autograd names; where it names none, by the parameter
-            whose gradient they are, or by the results of the forward that they read.
+            whose gradient they are, or by the parameter or results of the forward that they read.
         flops: of matrix products, convolutions and attention; other nodes are left out.
         ops: what each calls; of an op that was decomposed, the op.
         lines: "file.py:12", of a backward that of its module; nodes without are left out, as of the others.
@@ -72,8 +72,9 @@ def node_places(gm: fx.GraphModule) -> NodePlaces:
 class _BackwardNodes:
     """Finds the module whose backward a node computes, where autograd names none: by the results of the forward that it reads.
 
-    An op saves some of what it reads and gives: among the ops that may have saved what a node reads it is the one whose name it
-    has. Where there is none, it is the first, in the order of the forward, of the modules that what it reads belongs to.
+    A product that reads a parameter is of the module whose product reads it in the forward. Other ops save some of what they read
+    and give: among those that may have saved what a node reads it is the one whose name it has. Where there is none, it is the
+    first, in the order of the forward, of the modules that what it reads belongs to.
     """
 
     def __init__(self) -> None:
@@ -81,23 +82,31 @@ class _BackwardNodes:
         self._forward: dict[fx.Node, str] = {}  # node -> path
         self._origin: dict[fx.Node, str] = {}  # of nodes of the backward
         self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._product_of: dict[fx.Node, str] = {}  # parameter -> path of the first product that reads it
 
     def note_forward(self, node: fx.Node, path: str) -> None:
         self._forward[node] = path
         self._order.setdefault(path, len(self._order))
         for source in node.all_input_nodes:
             self._readers[source].append(node)
+        for parameter in _parameters_of_product(node):
+            self._product_of.setdefault(parameter, path)
 
     def note(self, node: fx.Node, path: str) -> None:
         self._origin[node] = path
 
     def module(self, node: fx.Node) -> str:
-        path = next((found for each in _of_same_op(node) if (found := self._match(each)) is not None), None)
+        same = _of_same_op(node)
+        path = next((found for find in (self._of_parameter, self._match) for each in same if (found := find(each)) is not None),
+                    None)
         if path is None:
             found = [self._origin.get(source) or self._forward.get(source) for source in node.all_input_nodes]
             path = min(filter(None, found), key=lambda each: self._order.get(each, 0), default="")
         self.note(node, path)
         return path
+
+    def _of_parameter(self, node: fx.Node) -> str | None:
+        return next((self._product_of[read] for read in _parameters_of_product(node) if read in self._product_of), None)
 
     def _match(self, node: fx.Node) -> str | None:
         """Return the module of the op that has saved most of what a node reads, and whose name it has."""
@@ -107,6 +116,18 @@ class _BackwardNodes:
         same = [each for source in read for each in (source, *self._readers[source])
                 if name.startswith(_op(each).rpartition(".")[2])]
         return self._forward[max(same, key=same.count)] if same else None
+
+
+def _parameters_of_product(node: fx.Node) -> list[fx.Node]:
+    """Return the parameters that a matrix product or convolution reads, through views, copies and casts; [] for other nodes."""
+    if not node_flops(node):
+        return []
+    sources = list(node.all_input_nodes)
+    for index, source in enumerate(sources):
+        while moves_data(source):
+            source = source.all_input_nodes[0]
+        sources[index] = source
+    return [source for source in sources if source.meta.get("apexfx_kind") == "param"]
 
 
 def _of_same_op(node: fx.Node) -> list[fx.Node]:

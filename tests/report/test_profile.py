@@ -200,6 +200,36 @@ def test_backward_ops_belong_to_the_op_that_they_are_the_backward_of():
         assert products == ["0", "2", "2", "5", "5"]
 
 
+class Gated(nn.Module):
+    """Experts whose results are weighed in the module above them, two convolutions of one input, and a table used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.narrow, self.wide = nn.Linear(8, 2), nn.Linear(8, 8), nn.Linear(8, 8, bias=False)
+        self.left, self.right = nn.Conv1d(4, 4, 1), nn.Conv1d(4, 4, 1)
+        self.table, self.head = nn.Embedding(8, 8), nn.Linear(8, 8, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, x):
+        x = x + self.table((x[..., 0] > 0).long())
+        shares = self.router(x).softmax(-1)
+        x = shares[..., :1] * self.narrow(x) + shares[..., 1:] * self.wide(x)
+        return self.head(self.left(x) * self.right(x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_product_of_the_backward_that_reads_a_parameter_is_of_its_module(level):
+    net = nn.Sequential(Gated())
+    step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, inner="eager")
+    places = step.capture(torch.randn(2, 4, 8), torch.randn(2, 4, 8)).stage("step").places
+    products = {path: sorted(places.ops[node] for node in nodes if node in places.flops)
+                for path, nodes in places.backward_of.items()}
+    both = ["aten.mm", "aten.mm"]  # gradient of the input, gradient of the weight
+    assert {path: ops for path, ops in products.items() if ops} == {
+        "0.router": both, "0.narrow": both, "0.wide": both, "0.head": both,
+        "0.left": ["aten.convolution_backward"], "0.right": ["aten.convolution_backward"]}
+
+
 @on_ranks(2)
 def test_collectives_are_measured_in_their_windows(rank, world_size):
     torch.manual_seed(0)
