@@ -17,7 +17,8 @@ from ..graph.nodes import module_path, op_name, source_line
 NAMESPACES = frozenset(("aten", "prims", "apexfx", "_c10d_functional", "mkldnn", "quantized"))
 _FILES = frozenset(("aten::from_file", "aten::save"))  # reads and writes a file that it is given the name of
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-_WORD = re.compile(r"[\w .,:>+-]*")  # a text that ends no literal and no comment, in no language that a compiler writes
+# A text that ends no literal and no comment, and begins none, in no language that a compiler writes; "0/gradients" is a group's.
+_WORD = re.compile(r"[\w .,:>+-]*(/[\w .,:>+-]+)*")
 _META = ("seq_nr", "apexfx_name", "apexfx_kind", "custom")
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import apexfx
 from apexfx.__main__ import main
-from apexfx.observe import bundle
+from apexfx.observe import bundle, graph_data
 from apexfx.observe.digests import digest
 from apexfx.observe.replay import replay
 from tests import fresh_process
@@ -295,6 +295,19 @@ def test_no_text_of_a_compiled_graph_becomes_code(spikes, tmp_path):
     annotated.data["compiled"]["graph"]["nodes"][-2]["custom"] = {"stream": "x"}
     kept = {key for node in annotated.compiled_graph().graph.nodes for key in node.meta}
     assert kept <= {"seq_nr", "apexfx_name", "apexfx_kind"}
+
+
+@pytest.mark.parametrize("text, is_word", [
+    ("0/gradients", True), ("cpu:0", True), ("ab,bc->ac", True), ("", True), ("//", False), ("a//b", False), ("a/*b", False),
+    ("/", False), ("a\nb", False), ("it's", False), ('a"b', False), ("a\\b", False), ("{a}", False), ("f(x)", False), ("#a", False),
+])
+def test_which_texts_a_compiler_is_given(text, is_word):
+    data = {"nodes": [{"op": "call_function", "target": "aten::relu.default", "args": [{"node": "x"}, text], "kwargs": {}}]}
+    if is_word:
+        assert graph_data.for_compiler(data)["nodes"] == data["nodes"]
+    else:
+        with pytest.raises(ValueError, match="which a compiler may write into its code"):
+            graph_data.for_compiler(data)
 
 
 def test_a_text_of_a_stranger_is_no_line_of_ours(copied, capsys):
