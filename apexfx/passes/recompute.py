@@ -41,7 +41,7 @@ class Recompute(Pass):
     written in between, stays, and a copy is not copied for its own sake again.
 
     Without a budget so does what takes longer to compute than to keep: what reads many more bytes than it frees, as a weight in
-    half precision or a sum, and a copy into another layout.
+    half precision or a sum, a copy into another layout, and the output of a batch norm, which no kernel computes on the way.
 
     Before:  h = gelu(x); y = mm(h, w); ...; gw = mm(t(h), gy); gx = gelu_backward(gh, x)
     After:   h = gelu(x); y = mm(h, w); ...; again = gelu(x); gw = mm(t(again), gy); gx = gelu_backward(gh, x)
@@ -174,16 +174,21 @@ class _Peak:
         return sum(not aliases(link) for link in chain) <= _LONGEST_CHAIN
 
     def _costs_no_time(self, memory: int, chain: dict[fx.Node, None]) -> bool:
-        """Return whether computing `chain` again reads little more than `memory` takes, in the order in which it lies there."""
+        """Return whether `chain` becomes a part of what reads it, and reads little more than `memory` takes, as it lies there."""
         read = {each for node in chain for source in _sources(node) if source not in chain for each in self.graph.of(source)}
         few = sum(self.graph.sizes[each] for each in read) <= _MOST_READ * self.graph.sizes[memory]
-        return few and not any(node.kwargs.get("memory_format") for node in chain)
+        return few and not any(node.kwargs.get("memory_format") or _has_kernel(node) for node in chain)
 
     def _is_there(self, node: fx.Node, at: int) -> bool:
         """Return whether a value is alive, and as it was, at the place `at`."""
         start = self._place.get(node, -1)  # of an input
         return all(memory not in self._again and self.graph.lives[memory][1] >= at
                    and not any(start < place < at for place in self._writes.get(memory, ())) for memory in self.graph.of(node))
+
+
+def _has_kernel(node: fx.Node) -> bool:
+    """Return whether a value is computed by a call, which nothing fuses with."""
+    return node.target is _bn_normalize or _statistics(node) is not None
 
 
 def _is_cheap(node: fx.Node) -> bool:

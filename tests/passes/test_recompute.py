@@ -90,7 +90,7 @@ def test_a_batch_norm_is_applied_again_from_its_statistics(residual, monkeypatch
 
     saving, plain = train(verify="each", memory_budget=0), train(skip=["recompute"])
     assert "bn_normalize" in saving.report.code(stage="step")
-    assert ("bn_normalize" in train().report.code(stage="step")) == (not residual)  # a sum reads twice what it frees
+    assert "bn_normalize" not in train().report.code(stage="step")  # a kernel that nothing fuses with
     assert saving.report.memory().peak < plain.report.memory().peak
     torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
 
