@@ -299,7 +299,8 @@ def test_no_text_of_a_compiled_graph_becomes_code(spikes, tmp_path):
 
 @pytest.mark.parametrize("text, is_word", [
     ("0/gradients", True), ("cpu:0", True), ("ab,bc->ac", True), ("", True), ("//", False), ("a//b", False), ("a/*b", False),
-    ("/", False), ("a\nb", False), ("it's", False), ('a"b', False), ("a\\b", False), ("{a}", False), ("f(x)", False), ("#a", False),
+    ("/", False), ("a\nb", False), ("it's", False), ('a"b', False), ("a\\b", False), ("{a}", False), ("f(x)", False),
+    ("#a", False),
 ])
 def test_which_texts_a_compiler_is_given(text, is_word):
     data = {"nodes": [{"op": "call_function", "target": "aten::relu.default", "args": [{"node": "x"}, text], "kwargs": {}}]}
