@@ -149,7 +149,7 @@ def make_model(version: int = 1, debug: bool = False) -> AudioTagger:
     """Return the model, in training mode, always with the same parameters. In version 2 one line is another."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AudioTagger({1: TitleAttention, 2: TitleAttentionInFloat32}[version], debug)
+        return AudioTagger({1: TitleAttention, 2: TitleAttentionInFloat32}[version], debug).train()
 
 
 def make_inputs(seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
