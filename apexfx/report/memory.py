@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+import torch
+from tabulate import tabulate
+from torch import Tensor, fx
 
 from .._torch import OpOverload, tree_leaves
 from ..buckets.windows import MARK
 from ..graph.inputs import Placeholder
 from ..graph.liveness import Liveness
+from ..graph.nodes import value
+from ..graph.printing import describe_value, size_text
+from .fold_repeats import fold, group, pieces
 
 # Kinds, in the order in which they are stacked, and the letter of each in a printed bar.
 ACTIVATIONS = "activations"
 KINDS = {"parameters": "P", "buffers": "B", "optimizer state": "S", "inputs": "I", ACTIVATIONS: "a", "gradients": "G"}
 _OF_PLACEHOLDERS = {"param": "parameters", "buffer": "buffers", "state": "optimizer state"}
 _ROWS, _WIDTH = 24, 60
+_MAX_TENSORS = 5  # rows
+
+
+@dataclass(frozen=True)
+class AliveTensor:
+    """A piece of memory that is alive at the peak.
+
+    Attributes:
+        bytes: of the memory; of a view, of all that it is a view of.
+        tensor: "f32[8,64,4096]", of the first node that lies in it.
+        node: the name of that node; of a parameter, buffer or input its own.
+        module: the one that holds a parameter, buffer or state, or makes a value.
+        kind: one of `KINDS`.
+    """
+
+    bytes: int
+    tensor: str
+    node: str
+    module: str
+    kind: str
 
 
 @dataclass(frozen=True)
@@ -32,12 +58,20 @@ class MemoryTimeline:
     Attributes:
         nodes: their names, in order.
         alive: kind -> bytes, an element a node.
-        at_peak: module -> bytes alive when most are; the module that holds a parameter or buffer, or makes a value.
+        tensors: what is alive when most bytes are, the largest first.
     """
 
     nodes: list[str]
     alive: dict[str, list[int]]
-    at_peak: dict[str, int] = field(default_factory=dict)
+    tensors: list[AliveTensor] = field(default_factory=list)
+
+    @property
+    def at_peak(self) -> dict[str, int]:
+        """Module -> bytes alive when most are; the module that holds a parameter or buffer, or makes a value."""
+        bytes_of: Counter[str] = Counter()
+        for tensor in self.tensors:
+            bytes_of[tensor.module] += tensor.bytes
+        return bytes_of
 
     @property
     def total(self) -> list[int]:
@@ -65,7 +99,26 @@ class MemoryTimeline:
             place = max(places, key=total.__getitem__)  # a peak is not to be lost between two rows
             bar = "".join(letter * round(_WIDTH * self.alive[kind][place] / self.peak) for kind, letter in KINDS.items())
             lines.append(f"{_mib(total[place]):>9}  {bar:{_WIDTH + 3}}  {self.nodes[place]}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *_largest_tensors(self.tensors, self.nodes[at])])
+
+    @classmethod
+    def from_json(cls, row: dict[str, Any]) -> MemoryTimeline:
+        """Read what `dataclasses.asdict` returned."""
+        return cls(**{**row, "tensors": [AliveTensor(**tensor) for tensor in row["tensors"]]})
+
+
+def _largest_tensors(tensors: Iterable[AliveTensor], peak: str) -> list[str]:
+    """Return a table of the largest tensors, those of equal layers in one row."""
+    grouped = group(tensors, lambda each: (each.bytes, each.tensor, each.kind, tuple(pieces(each.module)[::2]),
+                                           tuple(pieces(re.sub(r"_\d+$", "", each.node))[::2])))  # "mm" is one of "mm_1", "mm_2"
+    rows = []
+    for (num_bytes, tensor, kind, *_), members in list(grouped.items())[:_MAX_TENSORS]:
+        names = ", ".join(text for _, text in fold(each.node for each in members))
+        [(_, module)] = fold(each.module for each in members)
+        rows.append((len(members), size_text(num_bytes), tensor, kind, module or "no module", names))
+    table = tabulate(rows, headers=("tensors", "bytes each", "tensor", "kind", "module", "node"), disable_numparse=True,
+                     colalign=("right", "right"))
+    return ["", f"the largest tensors alive at {peak}:", table] if rows else []
 
 
 def _segments(length: int) -> Iterator[range]:
@@ -90,28 +143,29 @@ def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder], mod
     kinds = kinds_of_memory(gm, liveness, placeholders)
     alive = {kind: liveness.alive(lambda memory: kinds.get(memory, ACTIVATIONS) == kind) for kind in KINDS}
     timeline = MemoryTimeline([node.name for node in liveness.nodes], alive)
-    timeline.at_peak.update(_by_module(gm, liveness, dict(enumerate(placeholders)), modules, timeline))
+    peak = timeline.total.index(timeline.peak) if timeline.nodes else 0
+    at_peak = {memory for memory, (first, last) in liveness.lives.items() if first <= peak <= last and liveness.sizes[memory]}
+    known = dict(enumerate(placeholders))
+    tensors: dict[int, AliveTensor] = {}
+    for node in gm.graph.nodes:
+        name, module = _name_and_module(node, known, modules)
+        leaves = [leaf for leaf in tree_leaves(value(node)) if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
+        for memory, leaf in zip(liveness.of(node), leaves):
+            if memory in at_peak and memory not in tensors:
+                tensors[memory] = AliveTensor(liveness.sizes[memory], describe_value(leaf), name, module,
+                                              kinds.get(memory, ACTIVATIONS))
+    timeline.tensors.extend(sorted(tensors.values(), key=lambda each: -each.bytes))
     return timeline
 
 
-def _by_module(gm: fx.GraphModule, liveness: Liveness, known: Mapping[int, Placeholder], modules: Mapping[str, str],
-               timeline: MemoryTimeline) -> Counter[str]:
-    """Return the bytes of each module that are alive at the peak."""
-    owners: dict[int, str] = {}
-    for node in gm.graph.find_nodes(op="placeholder"):
-        placeholder = known.get(getattr(node.meta.get("desc"), "idx", -1))
-        path = placeholder.name if placeholder is not None and placeholder.kind in _OF_PLACEHOLDERS else ""
-        for _ in range(2 if path and placeholder.kind == "state" else 1):  # "fc.weight.momentum_buffer"
-            path = path.rpartition(".")[0]
-        owners.update(dict.fromkeys(liveness.of(node), path))
-    for node in liveness.nodes:
-        for memory in liveness.of(node):
-            owners.setdefault(memory, modules.get(node.name, ""))
-    peak, bytes_of = timeline.total.index(timeline.peak) if timeline.nodes else 0, Counter()
-    for memory, (first, last) in liveness.lives.items():
-        if first <= peak <= last and liveness.sizes[memory]:
-            bytes_of[owners[memory]] += liveness.sizes[memory]
-    return bytes_of
+def _name_and_module(node: fx.Node, known: Mapping[int, Placeholder], modules: Mapping[str, str]) -> tuple[str, str]:
+    placeholder = known.get(getattr(node.meta.get("desc"), "idx", -1)) if node.op == "placeholder" else None
+    if placeholder is None:
+        return node.name, modules.get(node.name, "")
+    path = placeholder.name if placeholder.kind in _OF_PLACEHOLDERS else ""
+    for _ in range(2 if placeholder.kind == "state" else 1):  # "fc.weight.momentum_buffer"
+        path = path.rpartition(".")[0]
+    return placeholder.name, path
 
 
 def kinds_of_memory(gm: fx.GraphModule, liveness: Liveness, placeholders: Sequence[Placeholder]) -> dict[int, str]:

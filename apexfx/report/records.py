@@ -237,5 +237,5 @@ def stage_from_json(row: dict[str, Any], *, from_cache: bool = True) -> StageRep
                             "matches": [Match(**match) for match in p["matches"]],
                             "artifacts": Artifacts.from_json(p["artifacts"])}) for p in row["passes"]]
     return StageReport(row["stage"], row["captured"], passes, from_cache=from_cache, lowered=row["lowered"],
-                       memory=MemoryTimeline(**row["memory"]) if row["memory"] is not None else None,
+                       memory=MemoryTimeline.from_json(row["memory"]) if row["memory"] is not None else None,
                        ops=list(map(OpRow.from_json, row["ops"])), places=NodePlaces(**row["places"]))

@@ -7,6 +7,7 @@ from itertools import accumulate
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch import nn
 
 import apexfx
@@ -53,8 +54,28 @@ def test_it_is_shown():
     lines = str(timeline).splitlines()
     assert lines[0].startswith("memory along the graph: at most ") and "gradients 6.00" in lines[0]
     assert all(f"{letter} {kind}" in lines[1] for kind, letter in KINDS.items())
+    lines = lines[:lines.index("")]
     assert max(float(line.split()[0]) for line in lines[2:]) == pytest.approx(timeline.peak / 2**20, abs=0.01)
     assert max(line.count("G") for line in lines[2:]) > 10
+
+
+def test_the_largest_tensors_at_the_peak_are_listed():
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(64, 256, bias=False), nn.GELU(), nn.Linear(256, 64, bias=False)) for _ in range(2))
+    model = nn.Sequential(*blocks)
+    step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    timeline = step.capture(torch.randn(512, 64), torch.randn(512, 64)).memory()
+    assert sum(tensor.bytes for tensor in timeline.tensors) == timeline.peak
+    _, table = str(timeline).split("\n\n")
+    assert_expected_inline("\n".join(line.rstrip() for line in table.splitlines()), """\
+the largest tensors alive at gelu_backward:
+  tensors    bytes each  tensor        kind         module         node
+---------  ------------  ------------  -----------  -------------  -------------
+        3     512.0 KiB  f32[512,256]  activations  {0, 1}.{0, 2}  mm, mm_{2, 5}
+        1     512.0 KiB  f32[512,256]  activations  0.1            gelu
+        1     512.0 KiB  f32[512,256]  activations  1.1            gelu_backward
+        2     128.0 KiB  f32[512,64]   inputs       no module      batch[{0, 1}]
+        1     128.0 KiB  f32[512,64]   activations  0.2            mm_1""")
 
 
 def test_the_page_holds_the_areas():
