@@ -26,8 +26,8 @@ _NAMED_DTYPES = {
     "torch.float32": torch.float32, "torch.float16": torch.float16, "torch.bfloat16": torch.bfloat16,
 }  # fmt: skip
 # Ops of these families compute nothing: an override of their module leaves them as they are.
-NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place")
-_LEFT_OUTSIDE = (*NOTHING_TO_COMPUTE, "autograd", "foreign")  # of a half model: other ops there compute in float32
+NOTHING_TO_COMPUTE = ("view", "cast", "factory", "lookup", "in_place", "autograd")
+_LEFT_OUTSIDE = (*NOTHING_TO_COMPUTE, "foreign")  # of a half model: other ops there compute in float32
 
 aten = torch.ops.aten
 _CAST_METHODS = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
@@ -228,7 +228,7 @@ class Policy:
             return []
         name = canonical_name(node.target).rstrip("_")
         possible = [*node.meta.get(POSSIBLE_MODULES, ()), *_owners_elsewhere(node)]
-        if not possible or lookup(name, self.rules).family in (*NOTHING_TO_COMPUTE, "autograd"):
+        if not possible or lookup(name, self.rules).family in NOTHING_TO_COMPUTE:
             return []
         return [key for key in self.overrides if any(_is_under(paths, key) for paths in possible)
                 and not self._covers(key, node, name)]

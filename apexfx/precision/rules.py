@@ -117,7 +117,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d lp_pool1d
         lp_pool2d max_unpool1d max_unpool2d max_unpool3d unfold fold pixel_shuffle pixel_unshuffle amax amin max min
         argmax argmin sort topk kthvalue median mode argsort cummax cummin any all"""),
-    ("passthrough", "autograd", "a gradient comes in the dtype of what it belongs to", "grad"),
+    ("passthrough", "autograd", "a gradient comes in the dtype of what it belongs to", "grad apexfx.apply_gradients"),
     ("passthrough", "view", "moves or describes data and computes nothing", """
         getitem setitem view reshape flatten unflatten transpose t T mT mH adjoint permute squeeze unsqueeze expand
         expand_as contiguous narrow select split chunk unbind detach clone diagonal movedim flip roll repeat repeat_interleave

@@ -18,6 +18,7 @@ from .cast_ledger import count_text
 from .fold_repeats import fold, group, pieces
 
 _FLOATS = ("f16", "bf16", "f32", "f64")
+_MOST_OPERANDS = 8  # of an op that `explain` lists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,13 +127,17 @@ class Explanation(OpTable):
     def __str__(self) -> str:
         dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in Counter(op.dtype for op in self).most_common())
         lines = [f"{self.what} at {self.level}: {count_text(len(self), 'op')}, {dtypes}"]
-        for op in self:
+        shown = [op for op in self if op.computes] or list(self)
+        for op in shown:
             lines += ["", f"{op.op} in {op.dtype}, {op.where}" + (f" ({op.source})" if op.source else ""),
                       f"    {op.rule}{': ' if op.rule else ''}{op.reason}"]
             if op.operands:
-                lines.append("    of " + ", ".join(map(str, op.operands)))
+                more = f", and {len(op.operands) - _MOST_OPERANDS} more" if len(op.operands) > _MOST_OPERANDS else ""
+                lines.append("    of " + ", ".join(map(str, op.operands[:_MOST_OPERANDS])) + more)
             if override := self.override(op):
                 lines.append(f"    precision={override} changes it")
+        if len(shown) < len(self):
+            lines += ["", f"and {count_text(len(self) - len(shown), 'op')} that compute nothing: they move or describe data"]
         return "\n".join(lines)
 
     __repr__ = __str__

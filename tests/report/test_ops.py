@@ -143,6 +143,27 @@ def test_what_moves_data_is_no_op_that_computes_and_has_no_override():
     assert {op.name for op in views} >= {"float", "getitem"} and all(explained.override(op) == {} for op in views)
 
 
+def test_no_override_is_advised_of_what_ends_a_step(caplog):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters()), dtype=torch.bfloat16, inner="eager",
+                             precision={"0": "float32"})
+    step(torch.randn(4, 8), torch.randint(4, (4,)))
+    assert "does not reach" not in caplog.text + str(step.report)
+    explained = str(step.report.explain("loss"))
+    assert "F.cross_entropy in f32" in explained and "apply_gradients" not in explained and "getitem" not in explained
+    assert explained.splitlines()[-1].startswith("and ") and explained.endswith("compute nothing: they move or describe data")
+
+
+def test_many_operands_are_cut():
+    class Sum(nn.Module):
+        def forward(self, *xs):
+            return torch.cat(xs).exp()
+
+    line = next(line for line in str(report_of(Sum(), *(torch.randn(2) for _ in range(12))).explain("cat")).splitlines()
+                if line.startswith("    of "))
+    assert line.count(" f32") == 8 and line.endswith(", and 4 more")
+
+
 def test_the_loss_of_a_step_is_outside_of_the_model():
     model = Net(1)
     step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), 0.1), opt_level="O2", inner="eager")
