@@ -9,7 +9,8 @@ or a framework's trainer does, is not seen.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -72,6 +73,8 @@ _OF_TRANSFORM = ("opt_level", "dtype", "keep_batchnorm_fp32", "sync_bn", "ddp")
 _READING = ("item", "detach", "cpu", "clone", "float")  # what a loss is made to be logged by
 _CONVERTERS = ("apex.parallel.convert_syncbn_model", "torch.nn.SyncBatchNorm.convert_sync_batchnorm")
 _WRAPPERS = ("apex.parallel.DistributedDataParallel", "torch.nn.parallel.DistributedDataParallel", "torch.nn.DataParallel")
+_REPLACED_BY_ARGUMENT = (*_WRAPPERS, *_CONVERTERS, "torch.compile", "apex.fp16_utils.network_to_half",
+                         "apex.fp16_utils.FP16_Optimizer")
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,7 @@ class _Script:
             elif instead := self._instead_of_forward(statement):
                 yield statement, instead
             else:
-                instead_of_calls = map(self._instead_of_call, _calls(expressions))
+                instead_of_calls = (self._instead_of_call(call, statement) for call in _calls(expressions))
                 yield from ((statement, instead) for instead in instead_of_calls if instead)
 
     # ---- what the names stand for --------------------------------------------------------------------------------------------
@@ -296,7 +299,23 @@ class _Script:
                 instead.append(f"from {resolve(module)} import {alias.name}{renamed}")
         return "; ".join(dict.fromkeys(instead))
 
-    def _instead_of_call(self, call: ast.Call) -> str:
+    def _instead_of_call(self, call: ast.Call, statement: ast.stmt) -> str:
+        instead = self._instead_of_called(call)
+        if instead.startswith(DELETE) and self._full_name(call.func) in _REPLACED_BY_ARGUMENT:
+            if unwrapped := self._unwrapped(statement):
+                return f"{unwrapped}  # {instead.removeprefix(DELETE)}"
+        return instead
+
+    def _unwrapped(self, statement: ast.stmt) -> str:
+        """Return `ddp_net = net` for `ddp_net = DDP(net)`, "" where nothing is left to do, or where statements are inside."""
+        if not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Return, ast.Expr)):
+            return ""
+        left = _Unwrap(lambda call: self._full_name(call.func) in _REPLACED_BY_ARGUMENT).visit(copy.deepcopy(statement))
+        is_named_alike = {ast.unparse(left.value)} == {ast.unparse(target) for target in getattr(left, "targets", [])}
+        is_bare = isinstance(left, ast.Expr) and not isinstance(left.value, ast.Call)
+        return "" if is_named_alike or is_bare else ast.unparse(left)
+
+    def _instead_of_called(self, call: ast.Call) -> str:
         name, method = self._full_name(call.func), getattr(call.func, "attr", "")
         if name == "torch.nn.utils.clip_grad_norm_" and (norm := _argument(call, 2, "norm_type")) not in ("", "2", "2.0"):
             return f"no counterpart: a step clips the 2-norm, not norm_type={norm}; keep the loop, with apexfx.transform"
@@ -373,6 +392,17 @@ class _Script:
             return step, "or, to keep the loop: amp and parallel of apexfx in place of Apex's, and compile=True here"
         kept = _call("apexfx.transform", [model], {name: options[name] for name in _OF_TRANSFORM if name in options})
         return f"keep it, and below: {step}", f"or, to keep the loop, clipping and GradScaler too: {model} = {kept}"
+
+
+class _Unwrap(ast.NodeTransformer):
+    """Put the first argument in the place of each call that `is_wrapper` names."""
+
+    def __init__(self, is_wrapper: Callable[[ast.Call], bool]) -> None:
+        self._is_wrapper = is_wrapper
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        return node.args[0] if node.args and self._is_wrapper(node) else node
 
 
 def _call(function: str, arguments: Sequence[str], options: dict[str, str]) -> str:
