@@ -230,11 +230,15 @@ class _Run:
 
     def comparison(self, reference: str, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> Comparison:
         """Return what there is to say, `contributions` being to the error of the outputs at `places`."""
+        notes, errors = list(self._notes), self.errors()
+        cut = [place for place in places if not self._reference.wide_outputs[place].requires_grad]
+        if contributions and sum(min(errors[place], 1.0) for place in cut) > sum(min(errors[place], 1.0) for place in places) / 2:
+            contributions = {}
+            notes.append("no shares of the error, and ranked by what each op introduces: most of it goes through an op without a "
+                         "second derivative (GRU, group norm)")
         rows = rows_of(self._traced.gm.graph, _ops(self._traced, self._subject), self._reference, self._ranges.ranges,
                        contributions, self._zero)
-        errors = {self._name(place): error for place, error in self.errors().items()}
         unmeasured = sorted({row.call for row in rows if not row.is_measured})
-        notes = list(self._notes)
         if unmeasured:
             notes.append(f"{', '.join(unmeasured)} cannot run in {reference}, and nobody knows its error")
         total = sum(own for own, _ in contributions.values())
@@ -244,7 +248,8 @@ class _Run:
         if zero := [self._traced.outputs[place] for place in self._zero]:
             notes.append(f"the gradient of {', '.join(zero[:3])}{', ...' if zero[3:] else ''} is zero by the formula, and "
                          "rounding here: left out")
-        return Comparison(rows, reference=reference, errors=errors, first_non_finite=self._non_finite.first(), notes=notes)
+        named = {self._name(place): error for place, error in errors.items()}
+        return Comparison(rows, reference=reference, errors=named, first_non_finite=self._non_finite.first(), notes=notes)
 
     def _errors(self, outputs: Sequence[Any]) -> dict[int, float]:
         errors = {}

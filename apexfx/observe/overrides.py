@@ -58,9 +58,9 @@ class Search:
         if least > tolerance:
             text = f"with precision={_float32(best)} the worst is {least:.1e}" if best else "no override makes it better"
             return None, f"no precision= was found that brings every output and gradient within {tolerance:g}: {text}"
-        for key in reversed(best[:-1]):  # what an entry chosen later has made needless
+        for key in reversed(best):  # what others make needless
             fewer = [each for each in best if each != key]
-            now = error_with(_float32(fewer))
+            now = error_with(_float32(fewer)) if fewer else error
             if now <= tolerance:
                 best, least = fewer, now
         for key in list(best):  # what covers less in the place of an entry

@@ -143,7 +143,11 @@ class Reference:
             return args[0], True
         try:
             with self._inside(node) as function:
-                result = function(*args, **kwargs) if function is not None else evaluate(node, args, kwargs)
+                call = function if function is not None else lambda *args, **kwargs: evaluate(node, args, kwargs)
+                result = call(*args, **kwargs)
+                if constants := set() if writes else _without_derivative(result, (args, kwargs)):
+                    args, kwargs = tree_map(lambda x: x.detach() if id(x) in constants else x, (args, kwargs))
+                    result = call(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no such kernel
             narrow = tree_map(lambda x, like: x.detach().to(like.dtype) if isinstance(like, Tensor) else x, wide, got_call)
             with torch.no_grad():
@@ -335,6 +339,22 @@ def _weights(x: Tensor) -> Tensor:
 
 def _weighted(outputs: Any) -> Tensor:
     return sum((x * _weights(x)).sum() for x in _floating_leaves(outputs))
+
+
+def _without_derivative(result: Any, call: Call) -> set[int]:
+    """Return the ids of the arguments by which autograd cannot differentiate a result, as an op of the backward often cannot."""
+    results, arguments = ([x for x in _floating_leaves(values) if x.requires_grad] for values in (result, call))
+    if not results or any(map(is_without_derivative, results)):
+        return set()
+
+    def has_derivative(*inputs: Tensor) -> bool:
+        try:
+            torch.autograd.grad(results, inputs, list(map(torch.zeros_like, results)), retain_graph=True, allow_unused=True)
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return False
+        return True
+
+    return set() if has_derivative(*arguments) else {id(x) for x in arguments if not has_derivative(x)}
 
 
 def _floating_leaves(values: Any) -> list[Tensor]:

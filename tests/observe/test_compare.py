@@ -179,6 +179,52 @@ class Imaginary(nn.Module):
 def test_what_a_gradient_inherits_has_a_share(model, shape):
     comparison = apexfx.compare(model, torch.randn(shape, generator=torch.Generator().manual_seed(2)))
     assert not [note for note in comparison.notes if "first order" in note]
+    assert all(row.share is not None for row in comparison)
+
+
+class Phases(nn.Module):
+    """Angles of hundreds, beside an op whose backward has no derivative."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag, self.frequencies, self.out = nn.EmbeddingBag(20, 16, mode="mean"), nn.Linear(1, 16), nn.Linear(16, 16)
+        nn.init.normal_(self.frequencies.weight, std=300.0)
+
+    def forward(self, tags, onset):
+        return self.out(self.bag(tags) + torch.sin(self.frequencies(onset)))
+
+
+def test_an_op_without_a_derivative_leaves_others_their_shares():
+    generator = torch.Generator().manual_seed(2)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = apexfx.transform(Phases(), dtype=torch.bfloat16, inner="eager")
+    batch = torch.randint(20, (8, 4), generator=generator), torch.rand(8, 1, generator=generator)
+    comparison = apexfx.compare(model, batch, tolerance=0.1)
+    assert comparison[0].module == "frequencies" and "torch.sin" in comparison[0].consequence, comparison
+    assert comparison[0].share == pytest.approx(1, abs=0.1) and comparison.overrides == {"frequencies": "float32"}, comparison
+
+
+class Inner(nn.Module):
+    """A gradient that is narrowed between a bag of embeddings, which alone is wrong by it, and layers that have little error."""
+
+    def __init__(self):
+        super().__init__()
+        self.bag, self.layers = nn.EmbeddingBag(20, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+
+    def forward(self, tags):
+        y = self.bag(tags)
+        narrow = y.bfloat16().float()
+        return self.layers(y + narrow - narrow.detach())
+
+
+def test_an_error_that_shares_cannot_see_is_not_given_to_others():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Inner()
+    comparison = apexfx.compare(model, torch.randint(20, (4, 3), generator=torch.Generator().manual_seed(2)))
+    assert all(row.share is None for row in comparison) and {row.dtype for row in comparison[:2]} == {"bf16"}, comparison
+    assert any("no shares" in note for note in comparison.notes)
 
 
 def test_what_has_no_derivative_is_said():
