@@ -68,7 +68,7 @@ class OpTable(Sequence[Op]):
         grouped = group(filter(lambda op: op.computes, self.ops), lambda op: (
             op.op, op.dtype, op.rule, tuple(pieces(op.where)[::2]),
             FOLLOWS if op.reason.startswith(FOLLOWS) else tuple(pieces(op.reason)[::2])))
-        return [OpKind(len(members), *key[:3], _merged(op.where for op in members), _merged(op.reason for op in members))
+        return [OpKind(len(members), *key[:3], _merged(op.where for op in members), _reason(members))
                 for key, members in grouped.items()]
 
     @property
@@ -163,6 +163,12 @@ def explain(table: OpTable, what: str) -> Explanation:
 def _and_above(path: str) -> list[str]:
     parts = path.split(".")
     return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _reason(ops: Sequence[Op]) -> str:
+    """Return why they are what they are; the bytes of casts that it names are those of each."""
+    reason = _merged(op.reason for op in ops)
+    return reason.replace(" of casts)", " of casts each)") if ops[1:] else reason
 
 
 def _merged(texts: Any) -> str:

@@ -53,12 +53,13 @@ def test_the_table_folds_equal_layers():
     assert_expected_inline("\n".join(line.rstrip() for line in str(net_report().ops()).splitlines()), """\
 ops at O1: 20 compute: 13 in f32, 7 in bf16; 0 move or describe data
   ops  op            dtype    rule     module                    why
------  ------------  -------  -------  ------------------------  ----------------------------------------------------------
+-----  ------------  -------  -------  ------------------------  ---------------------------------------------------------
     3  F.layer_norm  f32      float    blocks.{0..2}.norm        a variance in half cancels; statistics stay in float32
     6  torch.linear  bf16     half     blocks.{0..2}.mlp.{0, 2}  tensor cores multiply in half and accumulate in float32
     3  torch.gelu    f32      float    blocks.{0..2}.mlp.1       Apex computes it in float32: a difference of nearly equal
                                                                  exponentials
-    3  operator.mul  f32      promote  blocks.{0..2}             promoted by float32 blocks.{0..2}.gamma (2.5 KiB of casts)
+    3  operator.mul  f32      promote  blocks.{0..2}             promoted by float32 blocks.{0..2}.gamma (2.5 KiB of casts
+                                                                 each)
     3  operator.add  f32      promote  blocks.{0..2}             follows its input
     1  mean          f32      float    model                     a long sum in half loses its small terms
     1  torch.linear  bf16     half     head                      tensor cores multiply in half and accumulate in float32""")
