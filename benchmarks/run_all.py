@@ -44,7 +44,8 @@ SHORT = (  # in order of worth
     "memory.py --only batch_norm --json results/memory_cpu.json",
     "pass_time.py --layers 50 --inductor-layers",
     "overlap.py --rounds 5",
-    "safeguard.py --models mlp --rounds 20",
+    "safeguard.py --models mlp --rounds 20 --json results/safeguard.json",
+    "jax_step.py --processes 1 --environment ../../build/jax --json results/jax_step.json",
     "host_time.py --rounds 20",
     "ops_norm.py --op layer_norm --inner eager --shapes 64x64 --seconds 0.2",
     "optimizers.py AdamW --parameters 20",
@@ -54,7 +55,7 @@ SHORT = (  # in order of worth
     "simulate.py --launches 1 --turns 5 --models mlp",
     "coverage.py --models residual_cnn --levels O1 --json results/coverage.json --page results/coverage.md",
 )
-NO_BENCHMARKS = ("roofline.py", "run_all.py")  # a page from a record; this
+NO_BENCHMARKS = ("jax_models.py", "roofline.py", "run_all.py")  # run by jax_step.py; a page from a record; this
 
 # Record -> what is compared of a row of it: more is better.
 RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
@@ -68,6 +69,8 @@ RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
     "passes.json": lambda row: 1 / statistics.median(row["with / without"]),
     "pass_time.json": lambda row: row["compile_s"] / row["pipeline_s"],
     "host_time.json": lambda row: row["ratio"],
+    "jax_step.json": lambda row: row["ratio"],
+    "safeguard.json": lambda row: 1 / row["ratio"],
     "overlap.json": lambda row: row["alone_ms"] / row["backward_ms"],
 }
 _NAMES = ("family", "model", "name", "row", "variant", "pass", "inner", "layers")

@@ -3,6 +3,7 @@
     python benchmarks/train_step.py                                       # small models, one thread
     python benchmarks/train_step.py --models resnet50 bert --threads 2 --rounds 30 --levels O0 O1 O2
     python benchmarks/train_step.py --ranks 2                             # gloo ranks, against torch DDP
+    python benchmarks/train_step.py --mbytes-per-s 250                    # the same behind a simulated slow link (slow_link.py)
     python benchmarks/train_step.py --memory                              # peak memory
     python benchmarks/train_step.py --start 5 --variants torch.compile train_step     # time to the first step
 
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import slow_link
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -165,6 +167,8 @@ def build(name: str, variant: str, level: str, given: argparse.Namespace) -> tup
 def measure(name: str, level: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the rows of a model, of rank 0 where there are several."""
     torch.set_num_threads(given.threads)
+    if given.mbytes_per_s is not None:
+        slow_link.connect(1e6 * given.mbytes_per_s)
     made = {variant: build(name, variant, level, given) for variant in given.variants}
     for step, batch in made.values():
         for _ in range(5):
@@ -246,6 +250,7 @@ def main() -> None:
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--mbytes-per-s", type=float)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--memory", action="store_true")
