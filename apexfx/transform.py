@@ -20,6 +20,7 @@ from .compiler import compiled_model
 from .compiler.compiled_model import CompiledModel, with_private_code
 from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
 from .compiler.model_setup import check_model, set_up
+from .compiler.process_groups import averaged_over_none
 from .compiler.refusals import COMPILES_ITSELF
 from .compiler.stand_ins import StandIns, traced_forward
 from .config import TransformConfig
@@ -61,6 +62,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     check_model(model, config, "transform", give="transform the module",
                 inner="transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
     notes = _notes_of_modules(model, config)
+    if (none := averaged_over_none(config)) and any(p.requires_grad for p in model.parameters()):
+        notes.append(f"{none} by this model: give ddp=True to train it, or wrap the result in DistributedDataParallel")
     passes_.check_names(config)
     compiler = compiler_for(config)
     for note in notes:

@@ -12,6 +12,14 @@ from ..distributed.agreement import Agreement, Label
 from ..distributed.watchdog import watched
 
 
+def averaged_over_none(config: TransformConfig) -> str:
+    """Say that other ranks are there whose gradients are not averaged with this one's; "" where there are none, or they are."""
+    if config.ddp or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1 \
+            or dist.get_backend() == "fake":
+        return ""
+    return f"apexfx: a process group of {dist.get_world_size()} ranks is there, and gradients are averaged over none of them"
+
+
 class Groups:
     """The process groups of one model: the user's, and what graphs communicate over; None where not used.
 

@@ -360,6 +360,19 @@ def note_what_waits(params: Sequence[Tensor], options: StepOptions, report: Repo
                     "not update the first while the backward goes on")
 
 
+def note_ranks_apart(none: str, outside: str, options: StepOptions, report: Report) -> None:
+    """Say that the ranks train apart, where `none` says that no gradient is averaged.
+
+    It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
+    """
+    if none:
+        message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to train "
+                   "apart, or something else averages")
+        report.note(message)
+        if not outside and not options.keep_grads:
+            log.warning(message)
+
+
 def _warn_of_gathered(gathered: set[int]) -> None:
     if gathered:
         log.warning("apexfx: a training step is dropped that has gathered gradients of %d parameters and not applied them: the "

@@ -18,7 +18,7 @@ from .. import passes
 from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
-from ..compiler.process_groups import Groups
+from ..compiler.process_groups import Groups, averaged_over_none
 from ..config import TransformConfig
 from ..errors import NonFiniteError
 from ..report.data import Report
@@ -37,7 +37,7 @@ from .record import Recorder
 from .replicas import replica_check
 from .safeguard import Event, SafeguardState
 from .skipped_steps import SkippedSteps
-from .state import TrainingState, check_optimizer, clipping, note_what_is_outside, note_what_waits
+from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
 
 log = logging.getLogger(__name__)
@@ -77,6 +77,7 @@ class TrainStep:
         note_what_is_outside(model, optimizers, outside, self.report, averages=options.ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
         note_what_waits(trained, options, self.report)
+        note_ranks_apart(averaged_over_none(config), outside, options, self.report)
         # From here on, things change.
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)

@@ -1,0 +1,70 @@
+"""Forgetting ddp=True where there are other ranks: a step warns, a transformed model has a note, and nobody else hears of it."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx._torch import fake_store
+from tests.distributed.launch import on_ranks
+from tests.own_optimizers import RMSprop
+
+APART = "gradients are averaged over none of them"
+
+
+class _Kept(logging.Handler):
+    def __init__(self):
+        super().__init__(logging.WARNING)
+        self.told = []
+
+    def emit(self, record):
+        self.told.append(record.getMessage())
+
+
+def told_by(make):
+    """Return the notes and warnings, of ranks that train apart, of what `make` makes."""
+    handler = _Kept()
+    logging.getLogger("apexfx").addHandler(handler)
+    try:
+        made = make()
+    finally:
+        logging.getLogger("apexfx").removeHandler(handler)
+    return [[text for text in texts if APART in text] for texts in (made.report.notes, handler.told)]
+
+
+def step(optimizer=torch.optim.SGD, **options):
+    model = nn.Linear(3, 2)
+    return apexfx.train_step(model, F.cross_entropy, optimizer(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             **options)
+
+
+def transformed(*, frozen=False, **options):
+    return apexfx.transform(nn.Linear(3, 2).requires_grad_(not frozen), opt_level="O0", inner="eager", **options)
+
+
+@on_ranks(2)
+def test_ranks_that_train_apart_are_told_so(rank, world_size):
+    notes, warnings = told_by(step)
+    assert notes == warnings and len(notes) == 1
+    assert notes[0].startswith("apexfx: a process group of 2 ranks is there, and") and "Give ddp=True" in notes[0]
+    assert told_by(lambda: step(ddp=True)) == [[], []]
+    for may_average in (lambda: step(RMSprop), lambda: step(keep_grads=True), transformed):
+        notes, warnings = told_by(may_average)
+        assert len(notes) == 1 and not warnings
+    assert told_by(lambda: transformed(ddp=True)) == told_by(lambda: transformed(frozen=True)) == [[], []]
+
+
+@pytest.mark.parametrize("backend, world_size", [("gloo", 1), ("fake", 2)])
+def test_without_real_peers_nothing_is_said(backend, world_size):
+    store = fake_store() if backend == "fake" else dist.HashStore()
+    dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
+    try:
+        assert told_by(step) == told_by(transformed) == [[], []]
+    finally:
+        dist.destroy_process_group()
