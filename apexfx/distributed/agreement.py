@@ -194,6 +194,16 @@ def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
     return {key: a[key] for key in apart}, {key: b[key] for key in apart}
 
 
+def _differing_keys(a: Any, b: Any, rank: int) -> str:
+    """Name what differs between two mappings, or between what follows the same name: "lr: rank 0 has 0.1, rank 1 has 0.2"."""
+    if isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 2 and a[0] == b[0]:
+        a, b = a[1], b[1]
+    if not (isinstance(a, dict) and isinstance(b, dict)):
+        return ""
+    keys = [key for key in {**a, **b} if a.get(key, _NOTHING) != b.get(key, _NOTHING)]
+    return "; ".join(f"{key}: rank 0 has {a.get(key, _NOTHING)}, rank {rank} has {b.get(key, _NOTHING)}" for key in keys)
+
+
 def _explain(posts: list[list[str]]) -> str:
     """Say where the ranks part, in the same words on every rank."""
     for rank, (what, _, payload) in enumerate(posts):
@@ -207,6 +217,8 @@ def _explain(posts: list[list[str]]) -> str:
         items = json.loads(payload)
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
+        if keys := _differing_keys(*there, rank):
+            lines.append(f"  {keys}")
         first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
         lines.append(f"  first difference, at position {place}: rank 0 has {first[0]}, rank {rank} has {first[1]}"
                      + (f" (there: the {what})" if what != posts[0][0] else ""))

@@ -146,7 +146,7 @@ def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizer
     label = Label(groups.user, "train_step") if groups.user is not None else ""
     agreement = groups.agreement(label, options.config.buckets)
     if agreement is not None and groups.gradients is not None:
-        agreement.ensure("the options of the training step and its optimizer", _update_rows(optimizers, options))
+        agreement.ensure("options of the training step and its optimizer", _update_rows(optimizers, options))
     parameters, buffers = objective_modules.named_tensors()
     set_up(model, options.config, groups, agreement, parameters=parameters, buffers=buffers)
     return agreement
