@@ -143,6 +143,7 @@ class _Script:
         imported: a name -> the full name of what was imported under it.
         kinds: a variable, as written -> "model", "optimizer" or "scaler".
         options: of train_step, as the script's calls ask for them: keyword -> source text.
+        wrapped: variables that hold a wrapper of the model, of which `.module` is the model.
         scopes: a statement -> the function, or the block without gradients, that it stands in: an evaluation is not a step.
         outputs: (scope, variable) -> the call of the model that it holds.
         training: scopes of an autocast and a backward; the autocast of an evaluation says nothing of a step.
@@ -156,6 +157,7 @@ class _Script:
         self.imported: dict[str, str] = {}
         self.kinds: dict[str, str] = {}
         self.options: dict[str, str] = {}
+        self.wrapped: set[str] = set()
         self.outputs: dict[tuple[ast.AST, str], ast.Call] = {}
         self.new_steps: dict[ast.stmt, tuple[str, str, str]] = {}
         for _, statement in self.statements:
@@ -178,7 +180,17 @@ class _Script:
             self._read_forward(statement)
 
     def changes(self) -> Iterator[tuple[ast.stmt, str]]:
-        """Yield (statement, what stands in its place)."""
+        """Yield (statement, what stands in its place), and of what stays, `model.module` where no wrapper is left."""
+        deleted = set()
+        for statement, instead in self._replacements():
+            deleted |= {statement} if instead.startswith(DELETE) else set()
+            yield statement, instead
+        for expressions, statement in self.statements:
+            for name in dict.fromkeys(map(_dotted, _nodes(expressions))):
+                if statement not in deleted and name.endswith(".module") and name.removesuffix(".module") in self.wrapped:
+                    yield statement, f"{name} -> {name.removesuffix('.module')}"
+
+    def _replacements(self) -> Iterator[tuple[ast.stmt, str]]:
         needs_import = bool(self.new_steps) and "amp" not in self.imported
         for expressions, statement in self.statements:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
@@ -225,6 +237,7 @@ class _Script:
             self._read_initialize(call, statement)
         elif name in (*_WRAPPERS, *_CONVERTERS, "torch.compile") and call.args:
             self._name("model", _dotted(call.args[0]), *targets)
+            self.wrapped |= set(targets) if name in _WRAPPERS else set()
             if name != "torch.compile":
                 self.options["sync_bn" if name in _CONVERTERS else "ddp"] = "True"
         elif name == "torch.amp.GradScaler":
@@ -424,10 +437,14 @@ def _opens_scope(node: ast.AST) -> bool:
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
 
 
-def _calls(expressions: Sequence[ast.AST]) -> Iterator[ast.Call]:
+def _nodes(expressions: Sequence[ast.AST]) -> Iterator[ast.AST]:
     for expression in expressions:
         if not isinstance(expression, (ast.excepthandler, ast.match_case)):  # they hold statements, which have their own turn
-            yield from (node for node in ast.walk(expression) if isinstance(node, ast.Call))
+            yield from ast.walk(expression)
+
+
+def _calls(expressions: Sequence[ast.AST]) -> Iterator[ast.Call]:
+    return (node for node in _nodes(expressions) if isinstance(node, ast.Call))
 
 
 def _dotted(node: ast.AST) -> str:

@@ -82,6 +82,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("def wrap(net): return DDP(net)", "return net  # ddp=True"),
     ("compiled = torch.compile(net)", "compiled = net  # a step is compiled as a whole"),
     ("DDP(net)", "delete: ddp=True"),
+    ("net = DDP(net)\nevaluate(net.module)", "net.module -> net"),
+    ("self.net = DDP(net)\ntorch.save(self.net.module.state_dict(), 'x')", "self.net.module -> self.net"),
+    ("def save(net): torch.save(net.module.state_dict(), 'x')\nnet = DDP(net)", "net.module -> net"),
+    ("net = DDP(net)\nopt = optim.SGD(net.module.parameters())\nloss.backward()", "net.module -> net"),
     ("nn.SyncBatchNorm.convert_sync_batchnorm(net)", "delete: sync_bn=True"),
     ("s = torch.cuda.amp.GradScaler(); s.update()", "delete: the step does it"),
     ("nn.utils.clip_grad_norm_(net.parameters(), 1.0, norm_type=1)", "no counterpart: a step clips the 2-norm, not norm_type=1"),
@@ -129,6 +133,7 @@ def test_what_changes(code, instead):
     "def autocast(): ...\nwith autocast(): pass\nclass GradScaler: ...\ns = GradScaler()\ns.update()",
     "import gym\nenv = gym.make('x')\nenv.step(1)\nschedule.step()\nqueue.update()",
     "import torch\nopt = torch.optim.SGD(model.parameters())\nfoo(opt)",  # the loop is elsewhere
+    "import torch\nself.module = torch.nn.Linear(2, 2)\nnet = Wrapped(self.module)\nnet.module(1)",  # no wrapper of torch's
     "import torch, apexfx\nmodel = apexfx.transform(model)\nopt = torch.optim.SGD(model.parameters())\n"
     "scaler = torch.amp.GradScaler()\nloss = f(model(x), y)\n"
     "scaler.scale(loss).backward()\ntorch.nn.utils.clip_grad_norm_(model.parameters(), 1)\nopt.step()",
