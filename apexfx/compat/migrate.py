@@ -191,12 +191,14 @@ class _Script:
                     yield statement, f"{name} -> {name.removesuffix('.module')}"
 
     def _replacements(self) -> Iterator[tuple[ast.stmt, str]]:
-        needs_import = bool(self.new_steps) and "amp" not in self.imported
+        imports = [statement for _, statement in self.statements if isinstance(statement, (ast.Import, ast.ImportFrom))]
+        is_given = any("import apexfx" in self._instead_of_import(statement).split("; ") for statement in imports)
+        needs_import = bool(self.new_steps) and not is_given and "apexfx" not in self.imported
         for expressions, statement in self.statements:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 if instead := self._instead_of_import(statement):
                     yield statement, instead
-                elif needs_import and statement.names[0].name == "torch":
+                elif needs_import and _imports_torch(statement):
                     yield statement, "keep it, and below: import apexfx"
                     needs_import = False
             elif statement in self.new_steps:
@@ -435,6 +437,11 @@ def _opens_scope(node: ast.AST) -> bool:
         called = [item.context_expr.func for item in node.items if isinstance(item.context_expr, ast.Call)]
         return any(_dotted(function).rpartition(".")[2] in ("no_grad", "inference_mode") for function in called)
     return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+
+
+def _imports_torch(statement: ast.Import | ast.ImportFrom) -> bool:
+    modules = [statement.module or ""] if isinstance(statement, ast.ImportFrom) else [alias.name for alias in statement.names]
+    return not getattr(statement, "level", 0) and any(module.partition(".")[0] == "torch" for module in modules)
 
 
 def _nodes(expressions: Sequence[ast.AST]) -> Iterator[ast.AST]:

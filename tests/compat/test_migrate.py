@@ -152,6 +152,12 @@ def test_an_evaluation_is_not_made_a_step(evaluation):
     assert any("loss = step(x, y)" in texts for texts in rows.values()) and max(rows) <= last
 
 
+@pytest.mark.parametrize("imports", ["import os, torch, torch.nn as nn", "import torch.nn as nn", "from torch.cuda import amp"])
+def test_a_step_needs_the_import_of_apexfx(imports):
+    rows = instead_by_line(f"{imports}\nfrom torch import optim\nopt = optim.SGD(net.parameters())\nloss.backward()")
+    assert sum("import apexfx" in text for texts in rows.values() for text in texts) == 1
+
+
 def test_the_programs_of_this_project_need_no_change():
     for path in (SCRIPTS.parent / "train.py", *SCRIPTS.parent.glob("step_*.py")):
         assert changes(str(path), path.read_text()) == []
