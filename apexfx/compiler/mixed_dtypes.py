@@ -134,7 +134,7 @@ def advice_on_inputs(refusal: str, inputs: Mapping[str, Any]) -> str:
         inputs: what the user gave, by name; any structure of tensors and of numpy's arrays.
     """
     integers = tuple(map(_plain, _INTEGERS)) if _REFUSED_INTEGER.search(refusal) else ()
-    wanted = integers or (("float64",) if re.search(r"\b(dtype|[Dd]ouble)\b", refusal) else ())
+    wanted = integers or (("float64",) if re.search(r"\b(dtype|[Dd]ouble|float64)\b", refusal) else ())
     culprits = {name: [leaf for leaf in tree_leaves(value) if _plain(getattr(leaf, "dtype", "")) in wanted]
                 for name, value in inputs.items()}
     culprits = {name: leaves for name, leaves in culprits.items() if leaves}

@@ -20,11 +20,18 @@ from ..compiler.capture import local_name
 from ..compiler.forward_errors import LENGTHS
 
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
+_REFUSED = re.compile(r"""\bgot \w+\((['"])(.+?)\1\)""")
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 
 
 class CaptureError(RuntimeError):
-    """Raised where a training step cannot be captured: for the call, which may be wrong, or for what the model does."""
+    """Raised where a training step cannot be captured: for the call, which may be wrong, or for what the model does.
+
+    Attributes:
+        refusal: what an op said to its operands, by Dynamo's account; "" where none refused them.
+    """
+
+    refusal = ""
 
 
 class NotOneGraph(CaptureError):
@@ -100,7 +107,9 @@ def capture_errors() -> Iterator[None]:
         if (of_loss := error_of_loss(text)) is not None:
             raise of_loss from error
         if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
-            raise CaptureError(f"apexfx: the model, the loss or their gradients failed: {text}") from error
+            failed = CaptureError(f"apexfx: the model, the loss or their gradients failed: {text}")
+            failed.refusal = refused[2] if (refused := _REFUSED.search(text)) else ""
+            raise failed from error
         if "already consumed grad_fn" in text:  # as of a loss that is returned after its own backward()
             raise calls_backward() from error
         if (external := _EXTERNAL.search(text)) is not None:

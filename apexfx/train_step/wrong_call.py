@@ -50,9 +50,9 @@ class WrongCall:
             self._objective.check(self._batch, self._named)
         try:
             yield
-        except CaptureError:
+        except CaptureError as failed:
             with traceable():
-                if (error := self.find()) is None:
+                if (error := self.find() or self._explain_refusal(failed)) is None:
                     raise
             raise error from None
         except Exception as error:
@@ -99,10 +99,17 @@ class WrongCall:
             return error
         return self._explain(error, self._model)
 
+    def _explain_refusal(self, failed: CaptureError) -> Exception | None:
+        """Return the error of an op that refuses the dtype of an input under Dynamo alone: fake convolutions may take any."""
+        return self._explain(RuntimeError(failed.refusal), self._model) if self._advice(failed.refusal) else None
+
+    def _advice(self, refusal: str) -> str:
+        return advice_on_inputs(refusal, {**{f"batch[{i}]": x for i, x in enumerate(self._batch)}, **self._named})
+
     def _explain(self, error: Exception, model: nn.Module) -> Exception:
         kind = type(error) if type(error) in _PLAIN else RuntimeError
         name = "" if type(error).__module__.startswith(("builtins", "torch")) else f"{type(error).__name__}: "
-        advice = advice_on_inputs(str(error), {**{f"batch[{i}]": x for i, x in enumerate(self._batch)}, **self._named})
+        advice = self._advice(str(error))
         lines = [f"apexfx: {name}{_shortened(str(error))}", *_place(error, model), f"  called: {self}"]
         lines += [f"  {advice}"] if advice else []
         if isinstance(self._objective, SupervisedObjective):

@@ -431,3 +431,12 @@ def test_a_gradient_penalty_is_that_of_eager_torch():
         optimizer.step()
         step(X, Y)
     torch.testing.assert_close(step.model.state_dict(), reference.state_dict(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_convolution_tells_of_float64_as_a_linear_layer_does(bias):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, bias=bias), nn.Flatten(), nn.Linear(144, 4))
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(RuntimeError, match=r"batch\[0\] came in float64, the dtype of numpy's arrays: call .float\(\)") as raised:
+        step(torch.ones(6, 3, 8, 8).double(), Y)
+    assert "should be the same" in str(raised.value).splitlines()[0] and len(str(raised.value).splitlines()) <= 5
