@@ -18,6 +18,7 @@ from ..optimizers.safeguard import LOGGED, NOBODY, NOT_FINITE, new_state
 from .loss_scale import SKIPS
 
 STATE, LOG = "safeguard", "skipped_steps"
+NOT_SEARCHED = "op not searched: read events right behind the call, or give record_dir="
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Event:
         reason: "not finite" or "spike".
         norm: of all gradients, averaged and unscaled, before clipping.
         parameter: the first whose gradient is not finite; None for a spike.
-        where: the first op that made something that is not finite, and the line of the program it comes from; "" where nobody
-            looked: the last step alone can be looked into.
+        where: the first op that made something that is not finite, and the line of the program it comes from, or why no op was
+            searched: the last step alone can be looked into. "" for a spike.
     """
 
     call: int
@@ -159,5 +160,6 @@ class SafeguardState:
 
 def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
     call, reason, norm, place = row
-    return Event(int(call), "not finite" if reason == NOT_FINITE else "spike", norm,
-                 name_of(int(place)) if reason == NOT_FINITE and place != NOBODY else None)
+    if reason != NOT_FINITE:
+        return Event(int(call), "spike", norm)
+    return Event(int(call), "not finite", norm, name_of(int(place)) if place != NOBODY else None, NOT_SEARCHED)

@@ -13,7 +13,7 @@ from .graphs import StepGraphs
 from .last_call import LastCall
 from .loss_scale import SKIPS, LossScale
 from .non_finite import explain
-from .safeguard import Event, SafeguardState
+from .safeguard import NOT_SEARCHED, Event, SafeguardState
 
 
 class SkippedSteps:
@@ -67,7 +67,7 @@ class SkippedSteps:
     def events(self) -> list[Event]:
         """Return those of the safeguard, the last one with the op where it began; waits for the device."""
         events = self._safeguard.read(self.counts, self._name_of)
-        unexplained = events and events[-1].reason == "not finite" and not events[-1].where
+        unexplained = events and events[-1].where == NOT_SEARCHED
         if unexplained and self.call is not None and self.skip > 0:
             events[-1] = self._safeguard.explain_last(self.where())
         return events

@@ -214,6 +214,18 @@ def test_an_event_names_the_parameter():
     assert "call 1: not finite" in str(event) and "body.1.weight" in str(event)
 
 
+def test_an_event_says_why_no_op_was_searched():
+    model = nn.Linear(3, 2)
+    step = apexfx.train_step(model, F.cross_entropy, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True)
+    for factor in (math.inf, 1.0):
+        step(torch.ones(4, 3) * factor, torch.zeros(4, dtype=torch.int64))
+    assert step.events[-1].where == "op not searched: read events right behind the call, or give record_dir="
+    assert str(step.events[-1]).endswith(f": {step.events[-1].where}")
+    step(torch.ones(4, 3) * math.inf, torch.zeros(4, dtype=torch.int64))
+    assert "batch[0]" in step.events[-1].where and step.events[0].where.startswith("op not searched")
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 def test_an_event_names_the_parameter_as_the_call_had_them(frozen):
     """A call that leaves parameters out, or trains others, puts all that come behind them into another order."""
