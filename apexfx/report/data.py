@@ -24,7 +24,7 @@ from .profile import Profile
 from .records import GraphReport, Match, PassReport, StageReport, runs
 from .text import places, report_text
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NO_GRAPH = "apexfx: there is no graph yet; call the model once, or model.capture(*inputs)"
 
 

@@ -89,10 +89,10 @@ def test_a_report_that_was_read_answers_as_the_one_that_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ({"version": 1}, "holds a report of version 1, which an older apexfx wrote, expected version 2; write it anew"),
-    ({"version": 3}, "holds a report of version 3, which a newer apexfx wrote, expected version 2"),
-    ({}, "holds no report"), ([], "holds no report"), ({"version": 2}, r"malformed report \(KeyError: 'config'\)"),
-    ({"version": 2, "config": {}, "notes": [], "graphs": [{}]}, r"malformed report \(KeyError"),
+    ({"version": 1}, "holds a report of version 1, which an older apexfx wrote, expected version 3; write it anew"),
+    ({"version": 4}, "holds a report of version 4, which a newer apexfx wrote, expected version 3"),
+    ({}, "holds no report"), ([], "holds no report"), ({"version": 3}, r"malformed report \(KeyError: 'config'\)"),
+    ({"version": 3, "config": {}, "notes": [], "graphs": [{}]}, r"malformed report \(KeyError"),
 ])
 def test_what_is_no_report_of_this_version_is_refused(content, message, tmp_path):
     path = tmp_path / "report.json"
