@@ -240,8 +240,10 @@ class _Script:
         elif name in (*_WRAPPERS, *_CONVERTERS, "torch.compile") and call.args:
             self._name("model", _dotted(call.args[0]), *targets)
             self.wrapped |= set(targets) if name in _WRAPPERS else set()
-            if name != "torch.compile":
-                self.options["sync_bn" if name in _CONVERTERS else "ddp"] = "True"
+            if name in _CONVERTERS:
+                self.options["sync_bn"] = "True"
+            elif name in _WRAPPERS:
+                self.options["ddp"] = _ddp(call)
         elif name == "torch.amp.GradScaler":
             self._name("scaler", *targets)
         elif name == "torch.autocast" and (self.scopes[statement] in self.training or not self.training):
@@ -336,6 +338,8 @@ class _Script:
             return f"no counterpart: a step clips the 2-norm, not norm_type={norm}; keep the loop, with apexfx.transform"
         if self.is_changed:
             return CALLS[name] if name in (*_WRAPPERS, *_CONVERTERS) or name.startswith("apex.") and name in CALLS else ""
+        if name in _WRAPPERS and (ddp := _ddp(call)) != "True":
+            return f"{DELETE}ddp={ddp} in train_step"
         if name in CALLS:
             return CALLS[name]
         if method == "backward":
@@ -471,6 +475,12 @@ def _argument(call: ast.Call, place: int, name: str) -> str:
     """Return an argument's source text, "" where it is not given."""
     words = [word.value for word in call.keywords if word.arg == name]
     return ast.unparse([*words, *call.args[place:place + 1]][0]) if words or len(call.args) > place else ""
+
+
+def _ddp(call: ast.Call) -> str:
+    """Return the `ddp=` that has the buckets of a wrapper."""
+    sizes = [ast.unparse(word.value) for word in call.keywords if word.arg == "bucket_cap_mb"]
+    return f'apexfx.BucketConfig(layout="ddp", bucket_cap_mb={sizes[0]})' if sizes and sizes[0] != "None" else "True"
 
 
 def _owner_of_parameters(call: ast.Call) -> str:
