@@ -180,12 +180,16 @@ class _Script:
             self._read_forward(statement)
 
     def changes(self) -> Iterator[tuple[ast.stmt, str]]:
-        """Yield (statement, what stands in its place), and of what stays, `model.module` where no wrapper is left."""
+        """Yield (statement, what stands in its place), and what else a statement that stays has to heed."""
         deleted = set()
         for statement, instead in self._replacements():
             deleted |= {statement} if instead.startswith(DELETE) else set()
             yield statement, instead
         for expressions, statement in self.statements:
+            saves = any(self._full_name(call.func) == "torch.save" for call in _calls(expressions))
+            if saves and self.new_steps and "accumulate" in self.options:
+                yield statement, ("call step.flush() on every rank before saving, where the batches of an epoch are no multiple "
+                                  f"of accumulate={self.options['accumulate']}")
             for name in dict.fromkeys(map(_dotted, _nodes(expressions))):
                 if statement not in deleted and name.endswith(".module") and name.removesuffix(".module") in self.wrapped:
                     yield statement, f"{name} -> {name.removesuffix('.module')}"

@@ -86,6 +86,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("net = DDP(net, bucket_cap_mb=10)\nopt = optim.SGD(net.parameters())\nloss.backward()",
      'ddp=apexfx.BucketConfig(layout="ddp", bucket_cap_mb=10))'),
     ("net = DDP(net, bucket_cap_mb=None)", "delete: ddp=True"),
+    ("opt = optim.SGD(net.parameters())\nloss = f(net(x), y) / n\nloss.backward()\ntorch.save(net.state_dict(), 'x')",
+     "call step.flush() on every rank before saving, where the batches of an epoch are no multiple of accumulate=n"),
     ("net = DDP(net)\nevaluate(net.module)", "net.module -> net"),
     ("self.net = DDP(net)\ntorch.save(self.net.module.state_dict(), 'x')", "self.net.module -> self.net"),
     ("def save(net): torch.save(net.module.state_dict(), 'x')\nnet = DDP(net)", "net.module -> net"),
