@@ -16,6 +16,7 @@ from apexfx._torch import make_fx
 from apexfx.observe.interpreter import Interpreter
 from apexfx.observe.non_finite import NonFinite
 from apexfx.train_step.non_finite import first_non_finite
+from apexfx.train_step.safeguard import NOT_SEARCHED
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 MASK = torch.eye(3, 4, dtype=torch.bool)
@@ -202,7 +203,8 @@ def test_only_the_last_call_is_searched():
     step = make()
     for what in ("overflow", "overflow", "none"):
         step(X, what)
-    assert [event.where for event in step.events] == ["", ""]
+    assert {event.where for event in step.events} == {NOT_SEARCHED}
+    assert "op not searched: read events right behind the call" in str(step.events[0])
 
 
 def test_gathered_calls():
