@@ -249,6 +249,8 @@ def _mark_gradients(gm: fx.GraphModule) -> None:
     """
     node = apply_node(gm)
     for parameter, gradient in zip(*node.args[:2]) if node is not None else ():
+        if parameter.op != "placeholder":  # the forward writes it, which is refused later
+            continue
         while isinstance(gradient, fx.Node) and gradient.op == "call_function":
             gradient.meta[GRADIENT_OF] = parameter.meta["apexfx_name"].rpartition(".")[0]
             if not moves_data(gradient):
