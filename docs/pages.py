@@ -50,7 +50,8 @@ def made(page: str) -> str:
         RuntimeError: a command failed. What a Python block raises goes through.
     """
     text = (ROOT / page).read_text()
-    module = sys.modules["page"] = types.ModuleType("page")  # Dynamo imports the module of a function that it traces
+    name = re.sub(r"\W", "_", f"page_{page}")  # Dynamo imports the module of a function that it traces, and keeps it by its name
+    module = sys.modules[name] = types.ModuleType(name)
     namespace = module.__dict__
     printed = io.StringIO()
 
