@@ -77,7 +77,6 @@ class ChannelsLast(Pass):
             convolution.replace_input_with(source, copies[source])
         return [copies[source] for source in sources]
 
-
     def _lay_out_gradients(self, gm: fx.GraphModule, mode: Any) -> None:
         """Lay out float32 gradients of weights as their parameters are, in which the update reads them."""
         node, gradients = gradient_list(gm)
