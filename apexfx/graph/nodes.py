@@ -42,6 +42,8 @@ PASS, GRADIENT_OF = "apexfx_pass", "apexfx_gradient_of"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODULES, OUTSIDE_OF_MODEL, "source_fn_stack",
                    "seq_nr", "partitioner_tag", RULE)
+# What a node has besides that takes the place of another in a backward: whose backward it is.
+_BACKWARD_KEYS = ("fwd_nn_module_stack", "autograd_backward", GRADIENT_OF)
 
 
 _TORCH = f'"{os.path.dirname(torch.__file__)}{os.sep}'  # begins the name of a file of torch's, in a stack trace
@@ -93,6 +95,16 @@ def inherit(node: fx.Node, like: fx.Node) -> None:
     for key in PROVENANCE_KEYS:
         if key in like.meta:
             node.meta.setdefault(key, like.meta[key])
+
+
+def replace(node: fx.Node, target: Callable[..., Any], *, mode: FakeTensorMode | None = None) -> fx.Node:
+    """Put a call of `target`, with the arguments of `node`, in its place."""
+    with node.graph.inserting_before(node):
+        new = call(node.graph, target, node.args, dict(node.kwargs), like=node, mode=mode)
+    new.meta.update({key: node.meta[key] for key in _BACKWARD_KEYS if key in node.meta})
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+    return new
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from ..graph.nodes import call, fake_mode, size_hint, value
+from ..graph.nodes import fake_mode, replace, size_hint, value
 from ..ops import onednn_mm  # noqa: F401  registers the op
 from .base import Pass
 
@@ -46,10 +46,7 @@ class OnednnProducts(Pass):
         mms = graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
         large = [node for node in mms if self._is_large(node)]
         for node in large:
-            with graph.inserting_before(node):
-                new = call(graph, torch.ops.apexfx.onednn_mm.default, node.args, like=node, mode=mode)
-            node.replace_all_uses_with(new)
-            graph.erase_node(node)
+            new = replace(node, torch.ops.apexfx.onednn_mm.default, mode=mode)
             shapes = [tuple(value(argument).shape) for argument in new.args]
             self.record(new, "{} times {}".format(*shapes))
         return PassResult(gm, bool(large))

@@ -17,6 +17,7 @@ from apexfx.compiler.pipeline import Pipeline
 from apexfx.graph.printing import format_graph
 from apexfx.ops.onednn_mm import onednn_mm
 from apexfx.passes.onednn_products import OnednnProducts
+from apexfx.report.node_places import node_places
 from apexfx.testing import assert_close
 from tests.backward_graphs import record
 
@@ -40,6 +41,13 @@ def test_printed_graph():
 %11 = apexfx.onednn_mm.default(%10, %primals_3) -> f32[6,5]""")
     [report] = recorder.reports[0].passes
     assert [match.detail for match in report.matches] == ["(4, 7) times (7, 6)", "(7, 4) times (4, 6)", "(6, 4) times (4, 5)"]
+
+
+def test_a_product_stays_with_its_module():
+    backward = rewritten(layers(), torch.randn(4, 5)).backward[0]
+    module_of = node_places(backward).module_of
+    products = backward.graph.find_nodes(op="call_function", target=torch.ops.apexfx.onednn_mm.default)
+    assert [module_of[node.name] for node in products] == ["2", "2", "0"]
 
 
 def test_its_flops_are_counted_as_those_of_a_product():
