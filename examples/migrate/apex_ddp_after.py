@@ -14,7 +14,8 @@ images, labels = torch.tensor(images).float().reshape(-1, 1, 8, 8) / 16, torch.t
 torch.manual_seed(0)
 model = nn.Sequential(nn.Conv2d(1, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(576, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-step = apexfx.train_step(model, nn.functional.cross_entropy, optimizer, opt_level="O1", sync_bn=True, ddp=True, inner="eager")
+step = apexfx.train_step(model, nn.functional.cross_entropy, optimizer, opt_level="O1", sync_bn=True,
+                         ddp=apexfx.BucketConfig(delay_allreduce=True), inner="eager")
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=28, gamma=0.5)
 
 for epoch in range(2):

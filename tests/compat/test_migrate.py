@@ -34,13 +34,13 @@ def script_changes(name):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_the_line_that_makes_the_step_is_the_one_that_was_written(name):
-    lines = [row.instead.removeprefix("keep it, and below: ") for row in script_changes(f"{name}_before")]
-    [suggested] = [ast.parse(line).body[0] for line in lines if line.startswith("step = ")]
+    lines = [row.instead.removeprefix("keep it, and below:").strip() for row in script_changes(f"{name}_before")]
+    [suggested] = [ast.parse(line) for line in lines if "step = apexfx" in line]
     after = ast.parse((SCRIPTS / f"{name}_after.py").read_text())
-    [written] = [node for node in after.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "step"]
-    written.value.keywords = [word for word in written.value.keywords if word.arg != "inner"]
-    assert ast.unparse(suggested) == ast.unparse(written)
-    [loss] = [line for line in lines if line.startswith("loss = ")]
+    written = [node for node in after.body if isinstance(node, ast.FunctionDef) or ast.unparse(node).startswith("step = ")]
+    written[-1].value.keywords = [word for word in written[-1].value.keywords if word.arg != "inner"]
+    assert ast.unparse(suggested) == "\n".join(map(ast.unparse, written)).strip()
+    [loss] = [line for line in lines if line.startswith("loss") and "= step(" in line]
     assert loss in {ast.unparse(node) for node in ast.walk(after) if isinstance(node, ast.Assign)}
 
 
@@ -103,7 +103,16 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("from apex.contrib.clip_grad import clip_grad_norm_ as clip", "delete: clip_grad_norm_"),
     ("import apex.normalization as norms", "import apexfx.normalization as norms"),
     ("from apex.parallel import LARC", "from apexfx.parallel import LARC"),
+    ("net = DDP(net, device_ids=[0], process_group=group, find_unused_parameters=True)",
+     "delete: ddp=True in train_step, without find_unused_parameters: it is not needed where"),
+    ("opt = optim.SGD(net.parameters())\nnet = DDP(net, process_group=group)\nloss.backward()", "ddp=True, process_group=group)"),
+    ("net = apex.parallel.DistributedDataParallel(net, 100, True, gradient_average=False, num_allreduce_streams=2, prof=False)",
+     "delete: ddp=apexfx.BucketConfig(message_size=100, delay_allreduce=True, gradient_average=False) in train_step, "
+     "without num_allreduce_streams"),
     ("with torch.cuda.amp.autocast(): pass", "delete: opt_level=\"O1\""),
+    ("context = torch.autocast('cuda')\nopt = optim.SGD(net.parameters())\nwith context: loss = f(net(x), y)\nloss.backward()",
+     "step = apexfx.train_step(net, f, opt, opt_level=\"O1\")"),
+    ("context = torch.autocast('cuda')\nwith context: loss = f(net(x), y)", "delete: opt_level=\"O1\""),
     ("try:\n    pass\nexcept Exception:\n    loss.backward()", "delete: the step does it"),
     ("@torch.compile\ndef f(): pass", ""),
     ("optimizer = optim.AdamW(net.parameters())\nwith torch.autocast('cuda', enabled=on): loss = f(net(x), y)\nloss.backward()",
@@ -118,6 +127,33 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("opt = optim.SGD(net.parameters())\nwith torch.autocast('cuda'): loss = f(net(x), y)\nloss.backward()\n"
      "def test():\n    with torch.autocast('cuda', dtype=torch.bfloat16): net(x)",
      "step = apexfx.train_step(net, f, opt, opt_level=\"O1\")"),
+    ("net = DDP(net)\nf(net(x), y).backward()", "step(x, y)"),
+    ("net = DDP(net)\nloss = f(net(x), y)\naccelerator.backward(loss)", "loss = step(x, y)"),
+    ("net = DDP(net)\nloss = f(net(x), y)\nloss.backward()\nout = net(a)\nloss = f(out, b)", "loss = step(x, y)"),
+    # What is read of the forward is returned beside the loss.
+    ("net = DDP(net)\nout = net(x, y)\nloss = f(out, y)\nloss.backward()\nprint(out)", "loss, out = step(x, y, y)"),
+    ("opt = optim.SGD(net.parameters())\nout = net(x.to(d), z[i])\nloss = f(out, y)\nloss.backward()\nprint(out)",
+     "def objective(model, x, z, y):\n    out = model(x, z)\n    return f(out, y), out\nstep = apexfx.train_step(net, "),
+    ("opt = optim.SGD(net.parameters())\nout = net(x[0])\nloss = f(out, x[1])\nloss.backward()\nprint(out)",
+     "def objective(model, inputs, targets):\n    out = model(inputs)\n    return f(out, targets), out\n"),
+    ("net = DDP(net)\nif on:\n    out = net(x)\n    loss = f(out, y)\n    loss.backward()\n"
+     "else:\n    out = net(x)\n    loss = f(out, y)\n    loss.backward()\nprint(out)", "loss, out = step(x, y)"),
+    ("net = DDP(net)\nout = net(x)\nprint(out)\nloss = f(out, y)\nloss.backward()", "keep it, below the step: it reads out"),
+    ("net = DDP(net)\nout, loss = net(x, y)\nloss.backward()\nprint(out)",
+     "loss, out = step(*batch), with this in objective(model, *batch), a function that returns (loss, out)"),
+    ("net = DDP(net)\nfor x in data:\n    h = h.detach()\n    out, h = net(x, h)\n    loss = f(out, y)\n    loss.backward()",
+     "loss, h = step(*batch)"),
+    ("net = DDP(net)\ndef train(self):\n    self.out = net(x)\n    loss = f(self.out, y)\n    loss.backward()\n"
+     "def log(self): print(self.out)", "loss, self.out = step(x, y)"),
+    # Several losses, several models.
+    ("opt = optim.SGD(net.parameters())\na = f(net(x), y)\na.backward()\nb = g(net(x), y)\nb.backward()\nopt.step()",
+     "total, (a, b) = step(*batch), with all that computes a, b in objective(model, *batch), a function that returns (a + b, "),
+    ("opt = optim.SGD(list(a.parameters()) + list(b.parameters()))\nloss = f(b(a(x)), y)\nloss.backward()",
+     "step = apexfx.train_step(torch.nn.ModuleList([a, b]), optimizer=opt, objective=objective"),
+    ("opt = optim.SGD([*net.body.parameters(), *net.head.parameters()])\nloss = f(net(x), y)\nloss.backward()",
+     "step = apexfx.train_step(net, f, opt"),
+    ("a = optim.SGD(net.body.parameters())\nb = optim.Adam(net.head.parameters())\nloss = f(net(x), y)\nloss.backward()",
+     "step = apexfx.train_step(net, f, [a, b], opt_level="),
     # What a step would compute otherwise, were it called with the inputs and the targets alone.
     ("net = DDP(net)\nloss = f(net(x), y, label_smoothing=0.1)\nloss.backward()", "with this in objective(model, *batch)"),
     ("net = DDP(net)\nloss = f(net(x, mask=m), y)\nloss.backward()", "with this in objective(model, *batch)"),
@@ -156,6 +192,42 @@ def test_an_evaluation_is_not_made_a_step(evaluation):
     rows = instead_by_line(IMPORTS + train + f"{evaluation}\n    " + loop.replace("\n", "\n    ") + "print(loss)\n")
     last = IMPORTS.count("\n") + train.count("\n")
     assert any("loss = step(x, y)" in texts for texts in rows.values()) and max(rows) <= last
+
+
+TRAINING = """opt = optim.SGD(net.parameters())
+with autocast('cuda', torch.float16): loss = f(net(x), y)
+loss.backward()
+"""
+
+
+@pytest.mark.parametrize("training, evaluation", [
+    (TRAINING, "with torch.no_grad(), autocast('cuda', torch.bfloat16): net(x)"),
+    (TRAINING, "with autocast('cuda', torch.bfloat16):\n    with torch.no_grad(): net(x)"),
+    (TRAINING, "with autocast('cuda', torch.bfloat16): validate(net)"),
+    (TRAINING, "@torch.no_grad()\ndef score():\n    with autocast('cuda', torch.bfloat16): net(x)"),
+    (TRAINING, "context = autocast('cuda', torch.bfloat16)\nwith torch.no_grad():\n    with context: net(x)"),
+    # Where no block computes a loss.
+    ("def training_step():\n    with autocast('cuda', torch.float16): return net(x)\nopt = optim.SGD(net.parameters())\n"
+     "loss.backward()\n", "def evaluate():\n    with autocast('cuda', torch.bfloat16): return net(x)"),
+])  # fmt: skip
+def test_an_evaluation_stays_under_autocast(training, evaluation):
+    imports = IMPORTS + "from torch.amp import GradScaler, autocast\n"
+    rows = instead_by_line(imports + training + evaluation)
+    assert rows[imports.count("\n")] == ["delete: GradScaler"]
+    assert max(rows) <= imports.count("\n") + training.count("\n")
+    assert any("dtype=torch.float16)" in text for texts in rows.values() for text in texts if "step = " in text)
+
+
+def test_two_networks_that_train_each_other_are_left_to_the_user():
+    loop = ("for x in data:\n    a = f(d(x), y)\n    a.backward()\n    d_opt.step()\n"
+            "    b = f(d(g(z)), y)\n    b.backward()\n    g_opt.step()")
+    rows = instead_by_line(IMPORTS + "d_opt = optim.Adam(d.parameters())\ng_opt = optim.Adam(g.parameters())\n" + loop)
+    said = [text for texts in rows.values() for text in texts]
+    for name in ("d_opt", "g_opt"):
+        assert any(f"{name}_step = apexfx.train_step(torch.nn.ModuleList([d, g]), optimizer={name}, objective={name}_objective"
+                   in text for text in said)
+    assert not any("= step(" in text for text in said)
+    assert sum("left to you: into the objective" in text for text in said) == 2
 
 
 @pytest.mark.parametrize("imports", ["import os, torch, torch.nn as nn", "import torch.nn as nn", "from torch.cuda import amp"])
