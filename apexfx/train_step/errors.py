@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import re
 from collections.abc import Iterator
+from pathlib import Path
+
+import torch
 
 from .._torch import (
     BackendCompilerFailed,
@@ -21,6 +25,9 @@ from ..compiler.forward_errors import LENGTHS
 
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
 _REFUSED = re.compile(r"""\bgot \w+\((['"])(.+?)\1\)""")
+_EXPLAINED = re.compile(r"^  Explanation: (.+)$", re.MULTILINE)
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
+LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))  # no lines of the user's
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 
 
@@ -103,7 +110,7 @@ def capture_errors() -> Iterator[None]:
             "changes momentum or betas, which torch's SGD, Adam and AdamW take as inputs). TORCH_LOGS=recompiles says what it "
             f"is; raise torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
-        text = str(error)
+        text = said = str(error)
         if (of_loss := error_of_loss(text)) is not None:
             raise of_loss from error
         if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
@@ -121,12 +128,27 @@ def capture_errors() -> Iterator[None]:
                     "loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, None), and "
                     "keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
                     "that they compute; those of torch.nn.utils.parametrizations do not")
-        raise NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {text}\nMove that out of the model and "
-                          f"the loss, or {_IN_PIECES}", _in_a_line(text)) from error
+        raise _not_one_graph(text, said) from error
 
 
-def _in_a_line(text: str) -> str:
-    """Return the first line of what Dynamo says, and the last place in the user's code that it names."""
-    places = re.findall(r'File "(.+)", line (\d+), in (\w+)', text)
-    where = " at {}:{}, in {}".format(*places[-1]) if places else ""
-    return text.strip().partition("\n")[0].rstrip(".") + where
+def _not_one_graph(text: str, said: str) -> NotOneGraph:
+    """Return the error of a step that Dynamo refuses: what, at which line of the user's, and what to do.
+
+    Args:
+        text: why; where it is Dynamo's text, its first line and explanation.
+        said: Dynamo's text, which names the frames.
+    """
+    reason, explained = text.strip().partition("\n")[0].rstrip("."), _EXPLAINED.search(text)
+    lines = [f"apexfx: the training step cannot be captured as one graph: {reason}" + (f". {explained[1]}" if explained else "")]
+    frames = [frame for frame in _FRAME.findall(said) if not frame[0].startswith(LIBRARIES)]
+    if frames:
+        file, number, function = frames[-1]
+        reason += f" at {file}:{number}, in {function}"
+        lines.append("  " + place(file, int(number), function))
+    lines.append(f"  Move that out of the model and the loss, or {_IN_PIECES}. All that Dynamo says is in __cause__, above")
+    return NotOneGraph("\n".join(lines), reason)
+
+
+def place(file: str, number: int, function: str) -> str:
+    """Return a line of a program as a message has it."""
+    return f"at {file}:{number}, in {function}: {linecache.getline(file, number).strip()[:120]}"

@@ -7,7 +7,6 @@ import copy
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 
 from .._torch import FakeCopyMode, FakeTensorMode, is_of_fakes, quiet_fakes, tree_leaves, tree_map
 from ..compiler.mixed_dtypes import advice_on_inputs
-from .errors import CaptureError
+from .errors import LIBRARIES, CaptureError, place
 from .function import SupervisedObjective
 from .objective import copy_objective
 
-_LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
 _MOST_LINES, _MOST_CHARACTERS = 4, 200  # of an error's own text
 # Made again with more text. A class of the user's, or one that a program tells apart (OutOfMemoryError), is left as it is.
@@ -172,8 +170,6 @@ def _place(error: Exception, model: nn.Module) -> list[str]:
         if isinstance(module, nn.Module) and paths.get(id(module)):
             where = f"in module {paths[id(module)]!r}, {' '.join(repr(module).split())[:80]}"
         file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, "<")):
-            code = linecache.getline(file, number).strip()
-            if not code.startswith("def "):  # what Dynamo compiled gives no line within
-                line = f"at {file}:{number}, in {frame.f_code.co_name}: {code[:120]}"
+        if not file.startswith((*LIBRARIES, "<")) and not linecache.getline(file, number).strip().startswith("def "):
+            line = place(file, number, frame.f_code.co_name)  # what Dynamo compiled gives no line within a function
     return [f"  {text}" for text in (where, line) if text]
