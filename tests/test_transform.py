@@ -125,7 +125,7 @@ def test_hooks_on_submodules_fire_whenever_they_are_put_on():
     assert len(seen) == 15
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_graph_is_kept_for_another_backward_after_others_were_not(inner):
     source = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2))
     model = transformed(source, inner=inner, verify="off")
@@ -274,7 +274,8 @@ class Shares(nn.Module):
                 "most0": most[:1]}
 
 
-@pytest.mark.parametrize(("opt_level", "inner"), [("O1", "eager"), ("O2", "eager"), ("O3", "eager"), ("O2", "inductor")])
+@pytest.mark.parametrize(("opt_level", "inner"), [
+    ("O1", "eager"), ("O2", "eager"), ("O3", "eager"), pytest.param("O2", "inductor", marks=pytest.mark.long)])
 def test_outputs_that_share_memory_still_do(opt_level, inner):
     def shared(out):
         groups = {}

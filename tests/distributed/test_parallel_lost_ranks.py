@@ -66,7 +66,7 @@ def told(rank, world_size, case):
     os._exit(0)  # the group is broken: no barrier
 
 
-@pytest.mark.parametrize("case", [at_the_first_order, in_a_hook, at_the_loss_scale])
+@pytest.mark.parametrize("case", [at_the_first_order, pytest.param(in_a_hook, marks=pytest.mark.long), at_the_loss_scale])
 def test_peers_of_a_lost_rank_are_told(case):
     run_ranks(told, 3, case, lost=[0])
 

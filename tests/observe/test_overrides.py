@@ -107,7 +107,7 @@ def check(name, monkeypatch, *, exhaustive):
     return comparison.overrides, candidates
 
 
-@pytest.mark.parametrize("name", ["uneven", "attention"])
+@pytest.mark.parametrize("name", ["uneven", pytest.param("attention", marks=pytest.mark.long)])
 def test_overrides_are_found_and_are_enough(name, monkeypatch):
     check(name, monkeypatch, exhaustive=False)
 

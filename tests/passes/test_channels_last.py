@@ -151,9 +151,9 @@ def objective(model, x, y):
     return F.cross_entropy(model.head(features.flatten(1)), y), {"features": features, "last": features.transpose(1, 3)}
 
 
-@pytest.mark.parametrize(("make", "options"), [
-    (Residual, {}), *(pytest.param(Grouped, options, marks=pytest.mark.long) for options in ({}, {"dynamic": True}))],
-    ids=["residual", "grouped", "dynamic"])
+@pytest.mark.long
+@pytest.mark.parametrize(("make", "options"), [(Residual, {}), (Grouped, {}), (Grouped, {"dynamic": True})],
+                         ids=["residual", "grouped", "dynamic"])
 def test_inductor_copies_no_activation(make, options):
     torch.manual_seed(0)
     model = make()

@@ -76,7 +76,8 @@ class Convs(nn.Module):
         return x.mean((2, 3))
 
 
-@pytest.mark.parametrize("residual", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("residual", [False, True])
 def test_a_batch_norm_is_applied_again_from_its_statistics(residual, monkeypatch):
     monkeypatch.setattr(FuseBatchnorm, "_is_faster", lambda self, x: True)
 

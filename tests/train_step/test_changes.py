@@ -75,7 +75,7 @@ def assert_same_training(step, reference):
 
 
 @pytest.mark.parametrize("optimizer", [RMSprop, SGD])
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_parameter_without_a_gradient_shifts_no_other(optimizer, inner):
     step, reference = heads(optimizer, keep_grads=True, inner=inner), Eager(Heads(), optimizer)
     for x, y in samples(2):
@@ -88,7 +88,7 @@ def test_a_parameter_without_a_gradient_shifts_no_other(optimizer, inner):
             assert_same(p.grad, q.grad, **ROUNDING)
 
 
-@pytest.mark.parametrize("optimizer", [Adam, RMSprop, FusedAdam])
+@pytest.mark.parametrize("optimizer", [Adam, pytest.param(RMSprop, marks=pytest.mark.long), FusedAdam])
 def test_accumulated_gradients_of_parameters_that_few_calls_use(optimizer):
     """AdamW would decay, and count, a parameter whose gradient is zero and not None."""
     step, reference = heads(optimizer, accumulate=2), Eager(Heads(), optimizer, accumulate=2)
@@ -183,8 +183,8 @@ def test_a_tensor_that_comes_to_lie_in_the_memory_of_a_parameter_is_refused():
         step(x)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("optimizer", [RMSprop, SGD])
+@pytest.mark.parametrize(("optimizer", "inner"), [
+    (RMSprop, "eager"), (SGD, "eager"), (SGD, "inductor"), pytest.param(RMSprop, "inductor", marks=pytest.mark.long)])
 def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):
     step = heads(optimizer, accumulate=2, keep_grads=True, inner=inner)
     reference = Eager(Heads(), optimizer, accumulate=2)

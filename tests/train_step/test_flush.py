@@ -178,7 +178,8 @@ def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():
 
 @pytest.mark.parametrize("options", [
     {"max_grad_norm": 0.1}, {"max_grad_norm": math.inf, "optimizer": RMSprop}, {"loss_scale": 64.0},
-    {"max_grad_norm": 0.1, "loss_scale": "dynamic", **PIECES}, {"max_grad_norm": 0.1, "inner": "inductor"},
+    {"max_grad_norm": 0.1, "loss_scale": "dynamic", **PIECES},
+    pytest.param({"max_grad_norm": 0.1, "inner": "inductor"}, marks=pytest.mark.long),
 ], ids=["clip", "infinity", "scale", "pieces", "inductor"])  # fmt: skip
 def test_grad_norm_is_that_of_the_unscaled_gradients_before_clipping(options):
     step, data = make(lr=0.01, **options), batches(3)

@@ -159,7 +159,7 @@ def muon_and_adamw(model, lr=0.02):
     return [optim.Muon([model.body.weight], lr=lr), optim.AdamW(model.heads.parameters(), lr=0.01)]
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_several_optimizers_clip_one_norm_and_are_saved_as_a_list(inner):
     model, reference = Net(), Net()
     optimizers, theirs = muon_and_adamw(model), muon_and_adamw(reference)

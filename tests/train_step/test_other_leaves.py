@@ -392,7 +392,8 @@ class BreaksTheGraph(CountingTemperature):
 
 
 @pytest.mark.parametrize("kind, options", [
-    (CountingTemperature, {"loss_scale": 8.0}), (CountingTemperature, {"accumulate": 2, "inner": "inductor"}),
+    (CountingTemperature, {"loss_scale": 8.0}),
+    pytest.param(CountingTemperature, {"accumulate": 2, "inner": "inductor"}, marks=pytest.mark.long),
     (BreaksTheGraph, {"loss_scale": 8.0, "accumulate": 2, "fallback": "transform"}),
 ])  # fmt: skip
 def test_parameters_of_a_loss_are_trained_clipped_and_saved_with_the_model_s(kind, options):

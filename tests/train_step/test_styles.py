@@ -101,8 +101,9 @@ def with_metrics(model, x, y):
     return F.mse_loss(model(x), y), (model.gate.detach() * 2 + 1, model.last.weight.detach().t().exp())
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1e9}, {"loss_scale": 8.0}], ids=str)
+@pytest.mark.parametrize(("options", "inner"), [
+    ({}, "eager"), ({"max_grad_norm": 1e9}, "eager"), ({"loss_scale": 8.0}, "eager"), ({"max_grad_norm": 1e9}, "inductor"),
+    *(pytest.param(options, "inductor", marks=pytest.mark.long) for options in ({}, {"loss_scale": 8.0}))], ids=str)
 def test_what_reads_a_parameter_reads_it_before_its_update(inner, options):
     model, reference, rate = Readers(), Readers(), 100.0
     step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=rate), objective=with_metrics, opt_level="O0",
@@ -210,7 +211,7 @@ class Decays(nn.Module):
         return (self.w * x * self.factor).sum()
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_number_that_the_forward_changes_is_followed_until_too_many_graphs_are_made_for_it(inner):
     model, reference = Decays(), Decays()
     step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x), opt_level="O0",
