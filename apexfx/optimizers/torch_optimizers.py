@@ -33,7 +33,7 @@ class Rule:
         counts: whether updates are counted.
         first: what a state holds at first.
         vectors: the names of numbers of the state, and what they are at first.
-        scheduled: as of `Update`.
+        scheduled, replaces: as of `Update`.
     """
 
     op: str
@@ -43,6 +43,7 @@ class Rule:
     first: float = 0.0
     vectors: Mapping[str, float] = field(default_factory=dict)
     scheduled: Mapping[str, int] = field(default_factory=dict)
+    replaces: str = ""
 
 
 _Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, bool], Rule]
@@ -123,7 +124,7 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
         names = (*(("step",) if rule.counts else ()), *rule.vectors)
         vectors = {name: _one_vector(optimizer, members, name, number) for name, number in zip(names, numbers)}
         yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors,
-                     scheduled=rule.scheduled)
+                     scheduled=rule.scheduled, replaces=rule.replaces)
 
 
 def _as_number(option: Any) -> Any:
@@ -155,10 +156,11 @@ def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, sc
     momentum, dampening, weight_decay, nesterov = (group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov"))
     states = ("momentum_buffer",) if momentum else ()
     dampens = bool(momentum and dampening)
+    has_op = dtype == torch.float32 and not group["maximize"] and not dampens
     if scheduled and momentum:
         return Rule("sgd", (group["maximize"], 0.0, dampening, weight_decay, nesterov), states, counts=dampens,
-                    scheduled={"momentum": 1})
-    if dtype == torch.float32 and not group["maximize"] and not dampens:
+                    scheduled={"momentum": 1}, replaces="sgd_" if has_op else "")
+    if has_op:
         # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
         return Rule("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
     return Rule("sgd", (group["maximize"], momentum, dampening, weight_decay, nesterov), states, counts=dampens)
@@ -167,12 +169,13 @@ def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, sc
 def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
     moments, decoupled = ("exp_avg", "exp_avg_sq"), bool(group["decoupled_weight_decay"])
     numbers = (*group["betas"], group["eps"], group["weight_decay"], decoupled)
-    if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"] and not scheduled:
+    has_op = dtype == torch.float32 and not group["maximize"] and not group["amsgrad"]
+    if has_op and not scheduled:
         return Rule("adam_", (*numbers, True), moments)
     if scheduled:
         numbers = (0.0, 0.0, *numbers[2:])
     return Rule("adam", (group["maximize"], *numbers), (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ())),
-                scheduled={"beta1": 1, "beta2": 2} if scheduled else {})
+                scheduled={"beta1": 1, "beta2": 2} if scheduled else {}, replaces="adam_" if has_op else "")
 
 
 def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:

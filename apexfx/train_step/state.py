@@ -15,6 +15,7 @@ from .._torch import any_has_gradient_hooks, note_optimizer_ran
 from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
+from ..optimizers.update import Update
 from ..report.data import Report
 from .ema import COUNTS, EmaState
 from .forward_writes import ForwardWrites
@@ -128,6 +129,8 @@ class TrainingState:
         self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
         self._scheduled |= cycled(self._optimizers)
         state = None if outside else OptimizerState(self._optimizers, set(map(id, trained)), self._labels, self._scheduled)
+        if state is not None:
+            note_what_is_scheduled(state.updates, self._report)
         known = dict(zip(map(id, self.params), self.buffers))
         self._optimizer_state, self.params = state, trained if state is None else state.params
         if self._options.accumulate > 1:
@@ -350,6 +353,13 @@ def note_what_is_outside(model: nn.Module, optimizers: OptimizerList, outside: s
         waits = "; each step waits for the device, to know whether it is skipped" if skips else ""
         follows = "; the averages of ema= follow it op by op" if averages else ""
         report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
+
+
+def note_what_is_scheduled(updates: Sequence[Update], report: Report) -> None:
+    """Say in the report which ops do not update, since a schedule changes what they take as constants."""
+    for op in sorted({update.replaces for update in updates} - {""}):
+        report.note(f"apexfx: the update is composed of single ops in the place of {op}, which takes momentum and betas as "
+                    "constants: a schedule changes them here. OneCycleLR and CyclicLR do, unless cycle_momentum=False is given")
 
 
 def note_what_waits(params: Sequence[Tensor], options: StepOptions, report: Report) -> None:
