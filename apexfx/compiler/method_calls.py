@@ -38,19 +38,24 @@ class MethodFrames:
 
         Args:
             node: of a graph of Dynamo's.
-            recorded: class of the module that Dynamo recorded for it; its frames, and what lies around them, are known.
+            recorded: class of the module that Dynamo recorded for it. Where that inherits its forward from torch, no frame need be
+                its own: those of others, if they do not lie within one that is, lie around it.
 
         Returns:
             The modules of the innermost frame that is a method's; [] where `recorded` is the module, or there is none.
         """
         if recorded is not None and _is_torchs(recorded):
             return []
+        is_known = recorded is None or not _is_torchs(next(cls for cls in recorded.__mro__ if "forward" in vars(cls)))
+        innermost: list[nn.Module] = []
         for file, line, name in reversed(_FRAME.findall(node.stack_trace or "")):
             classes = [cls for lines, cls in self._methods.get((file, name), ()) if int(line) in lines]
             if recorded is not None and any(issubclass(recorded, cls) for cls in classes):
-                return []
-            if classes:
-                return [module for ref in self._modules if isinstance(module := ref(), tuple(classes))]
+                return innermost
+            if classes and not innermost:
+                innermost = [module for ref in self._modules if isinstance(module := ref(), tuple(classes))]
+            if innermost and is_known:
+                return innermost
         return []
 
 

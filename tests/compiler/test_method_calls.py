@@ -95,3 +95,34 @@ def test_what_an_override_may_miss_is_said(call, num_blocks, path, text, caplog)
 
 def test_an_override_of_another_module_says_nothing():
     assert "warning" not in halves("loop", 2, "head")[1]
+
+
+class Plain(nn.Linear):
+    """Inherits its forward from torch."""
+
+
+class Layer(nn.TransformerEncoderLayer):
+    """Inherits its forward, which calls a method of this class, and that one of a block."""
+
+    def __init__(self):
+        super().__init__(4, 1, 4, dropout=0.0, batch_first=True)
+        self.block = Block()
+
+    def _ff_block(self, x):
+        return self.block.project(x)
+
+
+class Inheriting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.plain, self.layer = Plain(4, 4), Layer()
+
+    def forward(self, x):
+        return self.plain(self.layer(x))
+
+
+def test_a_forward_inherited_from_torch_is_no_method_called_alone():
+    model = apexfx.transform(Inheriting(), inner="eager", precision={"plain": "float32", "layer.block": "float32"})
+    model(torch.randn(1, 3, 4))
+    assert {op.module: op.dtype for op in model.report.ops() if op.name in ("linear", "matmul")} == {
+        "plain": "f32", "layer.block.fc": "f32", "layer.block": "f32"}
