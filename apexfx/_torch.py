@@ -197,14 +197,16 @@ def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
 def recompile_reason() -> str:
     """Return, in a line, the guard that failed where Dynamo is compiling a frame anew; "" for a frame's first graph."""
     reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason") or ""  # None for the first
-    reason = re.sub(r"^\d+/\d+: ", "", reason.strip().partition("\n")[0])
-    return re.sub(r"\bL\['(\w+)'\]", r"\1", reason).partition("  # ")[0].strip()
+    reason = re.sub(r"^\d+/\d+: ", "", reason.strip().partition("\n")[0]).partition("  # ")[0].strip()
+    if (constant := re.fullmatch(r"(.+) == (.+)", reason)) and isinstance(now := _traced(constant[1]), (bool, int, float, str)):
+        reason = f"{constant[1]} {now!r}, was {constant[2]}"
+    return re.sub(r"\bL\['(\w+)'\]", r"\1", reason)
 
 
 def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
     reason = "a branch on data" if reason.startswith("generic_jump") else reason.partition("\n")[0]
     function = re.sub(r"torch_dynamo_resume_in_(.+)_at_\d+", r"\1", place.name)
-    return f"{reason} at {place.filename}:{place.lineno}, in {function}"
+    return f"{reason} at {place.filename}:{place.lineno}, in {function}" + (f": {place.line}" if place.line else "")
 
 
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -271,14 +273,25 @@ def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
 
 def traced_value(source: object) -> object | None:
     """Return what Dynamo, which is compiling a graph, found at `source`; None where that cannot be read."""
+    return _traced(source.name)
+
+
+def _traced(expression: str) -> object | None:
     translator = getattr(symbolic_convert.tls, "current_tx", None)
     if translator is None:
         return None
     scope = {"L": translator.output.local_scope, "G": translator.output.global_scope}
     try:
-        return eval(source.name, scope)
+        return eval(expression, scope, translator.output.local_scope)  # of which a guard's text has the names alone
     except Exception:  # of the user's objects, or a source that only guards can read
         return None
+
+
+def traced_constants() -> list[object]:
+    """Return the sources of the numbers, flags and texts that the graph which Dynamo is compiling holds as constants."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    guards = translator.output.guards if translator is not None else ()
+    return [guard.originating_source for guard in guards if guard.create_fn_name() == "CONSTANT_MATCH"]
 
 
 @dynamo_skip

@@ -54,7 +54,7 @@ def test_nothing_to_rewrite_is_said(caplog):
     for _ in range(2):
         model(torch.randn(3))
     of_break, of_pass = warnings_of(caplog)
-    assert "Dynamo broke the graph 1 times" in of_break and of_pass == f"apexfx: {NOTHING}"
+    assert "Dynamo broke the graph 1 time" in of_break and of_pass == f"apexfx: {NOTHING}"
     assert str(model.report).count("rewrote nothing") == 1 and f"warning: {NOTHING}" in str(model.report)
     with pytest.raises(apexfx.PassError, match="precision.*rewrote nothing"):
         transformed(nn.ReLU(), opt_level="O1", fullgraph=True)(torch.randn(3))

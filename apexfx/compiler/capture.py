@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled
+from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled, traced_constants, traced_value
 from ..graph.inputs import Placeholder
 from ..graph.nodes import MODULE_PATHS, OUTSIDE_OF_MODEL, POSSIBLE_MODULES, graphs, set_value
-from .model_index import ModelIndex
+from .model_index import ModelIndex, role
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
 _FROM_NUMPY = re.compile(r"^___from_numpy\((.+)\)$")  # around the source of an array
@@ -120,6 +120,15 @@ def is_of_numpy(placeholder: fx.Node) -> bool:
     """Return whether an input of a captured graph is an array of numpy's."""
     source = dynamo_source(placeholder)
     return source is not None and _FROM_NUMPY.match(source.name) is not None
+
+
+def constants() -> dict[str, str]:
+    """Return {name: value} of the numbers, flags and texts that are constants of the graph that Dynamo is compiling.
+
+    Those of arguments are called as these are, "temperature", those of a module by its path, "blocks.0.drop.p".
+    """
+    values = {role(source): traced_value(source) for source in traced_constants()}
+    return {name: repr(values[name]) for name in sorted(values) if name and isinstance(values[name], (bool, int, float, str))}
 
 
 def _size(size: Any) -> int:

@@ -110,7 +110,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     record = GraphReport(len(report.graphs), trains, forward, local=not reduces,
                          parameters=tuple(p.name for p in placeholders if p.kind == "param"), mode=mode,
                          inputs=tuple(f"{p.name} {_shape(p)}" for p in placeholders if p.kind == "input"),
-                         breaks=tuple(graph_breaks_around(gm)))
+                         breaks=tuple(graph_breaks_around(gm)), constants=capture.constants())
     record.recompiled = _why_compiled_again(record, report.graphs)
     uuid = cache.uuid(config.describe(), pipeline.passes, {
         "groups": groups.describe(), "reduce": reduces, "inputs": [[p.name, p.kind] for p in placeholders]})

@@ -29,6 +29,7 @@ from .._torch import (
 from ..config import TransformConfig
 from ..precision.rules import HALVES
 from ..precision.written_arguments import Cast, CastCall
+from ..report.cast_ledger import count_text
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms
@@ -213,7 +214,7 @@ class CompiledModel:
         self._checked = True
         if breaks:
             shown = "; ".join(breaks[:3]) + (f"; and {len(breaks) - 3} more" if len(breaks) > 3 else "")
-            message = (f"apexfx: Dynamo broke the graph {len(breaks)} times: {shown}. What runs between the graphs is out of "
+            message = (f"apexfx: Dynamo broke the graph {count_text(len(breaks), 'time')}: {shown}. What runs between the graphs is out of "
                        "reach of the passes")
             self._warn(message) if self._asks_for_passes(model) else self.report.note(message)
         obstacles = untraceable(self._submodules)

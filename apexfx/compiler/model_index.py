@@ -221,6 +221,18 @@ def _chain(source: Any) -> list[Any]:
     return chain
 
 
+def role(source: Any) -> str:
+    """Return a readable name for a constant of a graph: the variable, or the path below the outermost module; "" for our own."""
+    chain = _chain(source)
+    values = [traced_value(link) for link in chain]
+    root = next((link for link, value in reversed([*zip(chain, values)]) if isinstance(value, nn.Module)), None)
+    if root is not None:
+        name = text_name(source.name).removeprefix(f"{text_name(root.name)}.")
+    else:
+        name = "" if type(values[-1]).__module__.startswith("apexfx.") else _ROOT.sub(r"\1", source.name)
+    return name if re.fullmatch(r"[\w.\[\]']+", name) and "__" not in name else ""
+
+
 def text_name(source: str) -> str:
     """Return a readable name for what Dynamo reached from `source`: "stages.0.weight" for L['stages'][0].weight."""
     text = _CLOSURE.sub(r".cell\1", _REGISTRIES.sub("", source))

@@ -38,7 +38,9 @@ class Operand:
     cast_bytes: int = 0
 
     def __str__(self) -> str:
-        return f"{self.name} {self.cast_from}{' -> ' if self.cast_from else ''}{self.dtype}"
+        if not self.cast_from:
+            return f"{self.name} {self.dtype}"
+        return f"{self.name} {self.cast_from} -> {self.dtype} ({size_text(self.cast_bytes)})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +73,11 @@ class OpRow:
     module: str = ""
     source: str = ""
     outside: bool = False
+
+    @property
+    def cast_bytes(self) -> int:
+        """Bytes that the casts of its operands write in a step; where one serves several ops, each counts it."""
+        return sum(operand.cast_bytes for operand in self.operands)
 
     @property
     def computes(self) -> bool:

@@ -25,7 +25,7 @@ class Change:
     """One thing that is different.
 
     Attributes:
-        kind: "option", "graph", "op", "casts", "bucket" or "memory".
+        kind: "option", "graph", "constant", "op", "casts", "bucket" or "memory".
         what: which one.
         before, after: how it is in either report; "" where it is not.
     """
@@ -37,7 +37,7 @@ class Change:
 
 
 class Comparison(Sequence[Change]):
-    """The changes between two reports, in order: options, graphs, ops, casts, buckets, memory. `print` it for a table."""
+    """The changes between two reports, in order: options, graphs, constants, ops, casts, buckets, memory. `print` it for a table."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self.changes = tuple(changes)
@@ -50,7 +50,7 @@ class Comparison(Sequence[Change]):
 
     def __str__(self) -> str:
         if not self.changes:
-            return "the reports agree: options, graphs, ops, casts, buckets, memory"
+            return "the reports agree: options, graphs, constants, ops, casts, buckets, memory"
         kinds = Counter(change.kind for change in self.changes)
         rows = [(f"{number} x {kind}" if number > 1 else kind, what, before or "-", after or "-")
                 for kind, number, what, before, after in _folded(self.changes)]
@@ -69,7 +69,7 @@ def compare(before: Report, after: Report) -> Comparison:
     changes += _differences("graph", *({label: _inputs(report.graphs[index]) for index, label in own.items()}
                                        for report, own in zip((before, after), labels)))
     shared = [{index: label for index, label in own.items() if label in both} for own in labels]
-    for kind, read in (("op", _ops), ("casts", _casts), ("bucket", _buckets), ("memory", _memory)):
+    for kind, read in (("constant", _constants), ("op", _ops), ("casts", _casts), ("bucket", _buckets), ("memory", _memory)):
         changes += _differences(kind, *map(read, (before, after), shared))
     return Comparison(changes)
 
@@ -101,10 +101,16 @@ def _folded(changes: Sequence[Change]) -> Iterator[tuple[str, int, str, str, str
     def texts(change: Change) -> tuple[str, str, str]:
         return change.what, change.before, change.after
 
-    for members in group(changes, lambda change: (change.kind, change.kind != "op" and texts(change),
+    for members in group(changes, lambda change: (change.kind, change.kind not in ("constant", "op") and texts(change),
                                                   *(tuple(pieces(text)[::2]) for text in texts(change)))).values():
         what, before, after = (fold(column)[0][1] for column in zip(*map(texts, members)))
         yield members[0].kind, len(members), what, before, after
+
+
+def _constants(report: Report, labels: Mapping[int, str]) -> dict[str, str]:
+    """Return {"train, temperature": "0.5", "train, blocks.0.drop.p": "0.1"}."""
+    return {f"{labels[graph.index]}, {name}": value for graph in report.graphs if graph.index in labels
+            for name, value in graph.constants.items()}
 
 
 def _ops(report: Report, labels: Mapping[int, str]) -> dict[str, str]:

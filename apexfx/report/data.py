@@ -24,7 +24,7 @@ from .profile import Profile
 from .records import GraphReport, Match, PassReport, StageReport, runs
 from .text import places, report_text
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 NO_GRAPH = "apexfx: there is no graph yet; call the model once, or model.capture(*inputs)"
 
 
@@ -288,7 +288,7 @@ class Report:
         return report
 
     def compare(self, other: Report) -> Comparison:
-        """Return what is different in `other`, another run, commit or level: options, graphs, ops, casts, buckets, memory.
+        """Return what is different in `other`, another run, commit or level: options, graphs, constants, ops, casts, buckets, memory.
 
         Names of nodes and line numbers, which differ by accident, are left out. `print` it for a table.
         """

@@ -145,6 +145,7 @@ class GraphReport:
             step's earlier calls.
         mode: "train" or "eval", the mode of the model; "" where that is not known.
         inputs: of its inputs, those that are neither parameters, buffers nor state: "x f32[4,8]"; "?" for a dynamic size.
+        constants: arguments and attributes of modules that are constants of it: "temperature" -> "0.5", "drop.p" -> "0.1".
         recompiled: the guard that failed, where it is not the first graph of its code.
         breaks: the graph breaks that it begins behind and ends in, each with its reason and place.
         running: graphs that run as they are, which inner="eager" does.
@@ -159,6 +160,7 @@ class GraphReport:
     local: bool = False
     mode: str = ""
     inputs: tuple[str, ...] = ()
+    constants: dict[str, str] = field(default_factory=dict)
     recompiled: str = ""
     breaks: tuple[str, ...] = ()
     running: list[weakref.ref[fx.GraphModule]] = field(default_factory=list)
@@ -176,8 +178,8 @@ class GraphReport:
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON-able values; `from_json` reads them back."""
         return {"index": self.index, "training": self.training, "local": self.local, "parameters": list(self.parameters),
-                "mode": self.mode, "inputs": list(self.inputs), "recompiled": self.recompiled, "breaks": list(self.breaks),
-                "stages": [stage_to_json(stage) for stage in self.stages]}
+                "mode": self.mode, "inputs": list(self.inputs), "constants": self.constants, "recompiled": self.recompiled,
+                "breaks": list(self.breaks), "stages": [stage_to_json(stage) for stage in self.stages]}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> GraphReport:
@@ -185,7 +187,7 @@ class GraphReport:
         stages = [stage_from_json(stage, from_cache=stage["from_cache"]) for stage in row["stages"]]
         lists = {name: tuple(row[name]) for name in ("parameters", "inputs", "breaks")}
         return cls(row["index"], row["training"], *stages, local=row["local"], mode=row["mode"],
-                   recompiled=row["recompiled"], **lists)
+                   constants=row["constants"], recompiled=row["recompiled"], **lists)
 
     @property
     def stages(self) -> list[StageReport]:

@@ -165,5 +165,5 @@ def test_a_frame_of_its_own_is_its_module():
     assert {cast.tensor for cast in model.report.casts() if cast.tensor.endswith("weight")} == {"0.a.weight", "1.weight"}
     assert {cast.module for cast in model.report.casts()} >= {"0.a", "1"}
     [note] = model.report.notes
-    assert note.startswith("apexfx: Dynamo broke the graph 1 times: Call to `torch._dynamo.graph_break()` at ")
-    assert "test_model_index.py:" in note and ", in forward. What runs between" in note
+    assert note.startswith("apexfx: Dynamo broke the graph 1 time: Call to `torch._dynamo.graph_break()` at ")
+    assert "test_model_index.py:" in note and ", in forward: torch._dynamo.graph_break(). What runs between" in note

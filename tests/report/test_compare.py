@@ -70,6 +70,7 @@ def test_a_graph_says_which_break_it_is_next_to():
     model(torch.randn(2, 4))
     first, second = [graph.identity for graph in model.report.graphs]
     assert "next to a graph break: " in first and "test_compare.py:" in first
+    assert first.endswith(", in forward: torch._dynamo.graph_break()")
     assert "test_compare.py:" in second and "compiled again" not in second
 
 
@@ -89,10 +90,10 @@ def test_a_report_that_was_read_answers_as_the_one_that_was_written(tmp_path):
 
 
 @pytest.mark.parametrize("content, message", [
-    ({"version": 1}, "holds a report of version 1, which an older apexfx wrote, expected version 3; write it anew"),
-    ({"version": 4}, "holds a report of version 4, which a newer apexfx wrote, expected version 3"),
-    ({}, "holds no report"), ([], "holds no report"), ({"version": 3}, r"malformed report \(KeyError: 'config'\)"),
-    ({"version": 3, "config": {}, "notes": [], "graphs": [{}]}, r"malformed report \(KeyError"),
+    ({"version": 1}, "holds a report of version 1, which an older apexfx wrote, expected version 4; write it anew"),
+    ({"version": 5}, "holds a report of version 5, which a newer apexfx wrote, expected version 4"),
+    ({}, "holds no report"), ([], "holds no report"), ({"version": 4}, r"malformed report \(KeyError: 'config'\)"),
+    ({"version": 4, "config": {}, "notes": [], "graphs": [{}]}, r"malformed report \(KeyError"),
 ])
 def test_what_is_no_report_of_this_version_is_refused(content, message, tmp_path):
     path = tmp_path / "report.json"
@@ -148,8 +149,32 @@ memory  train, activations                1000 B           1.9 KiB
 memory  train, gradients                  840 B            1.6 KiB""")
 
 
+class Scaled(nn.Module):
+    def __init__(self, p):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(p)) for _ in range(3)))
+
+    def forward(self, x, temperature=1.0):
+        return self.layers(x) / temperature
+
+
+def test_a_constant_that_changed_is_named_by_its_role():
+    def report(p, *temperatures):
+        torch.compiler.reset()
+        model = apexfx.transform(Scaled(p), inner="eager", dynamic=False)
+        for temperature in temperatures:
+            model(torch.randn(2, 4), temperature)
+        return model.report
+
+    first, second = report(0.1, 1.0), report(0.2, 0.5, 0.25)
+    changed = {change.what: (change.before, change.after) for change in first.compare(second) if change.kind == "constant"}
+    assert changed == {"train, temperature": ("1.0", "0.5"), **{f"train, layers.{i}.1.p": ("0.1", "0.2") for i in range(3)}}
+    assert "3 x constant  train, layers.{0..2}.1.p" in str(first.compare(second))
+    assert second.graphs[1].identity.endswith("compiled again: temperature 0.25, was 0.5")
+
+
 def test_equal_runs_do_not_differ():
-    assert str(step_report().compare(step_report())) == "the reports agree: options, graphs, ops, casts, buckets, memory"
+    assert str(step_report().compare(step_report())) == "the reports agree: options, graphs, constants, ops, casts, buckets, memory"
     assert len(Report({}).compare(Report({}))) == 0
 
 

@@ -71,17 +71,17 @@ blocks.1.mlp at O1: 3 ops, 2 in bf16, 1 in f32
 
 torch.linear in bf16, blocks.1.mlp.0 (test_ops.py:27)
     half: tensor cores multiply in half and accumulate in float32
-    of layer_norm_1 f32 -> bf16, blocks.1.mlp.0.weight f32 -> bf16, blocks.1.mlp.0.bias f32 -> bf16
+    of layer_norm_1 f32 -> bf16 (1.2 KiB), blocks.1.mlp.0.weight f32 -> bf16 (16.0 KiB), blocks.1.mlp.0.bias f32 -> bf16 (256 B)
     precision={'blocks.1.mlp.0': 'float32'} changes it
 
 torch.gelu in f32, blocks.1.mlp.1 (test_ops.py:27)
     float: Apex computes it in float32: a difference of nearly equal exponentials
-    of input_5 bf16 -> f32
+    of input_5 bf16 -> f32 (5.0 KiB)
     precision={'blocks.1.mlp.1': 'half'} changes it
 
 torch.linear in bf16, blocks.1.mlp.2 (test_ops.py:27)
     half: tensor cores multiply in half and accumulate in float32
-    of input_6 f32 -> bf16, blocks.1.mlp.2.weight f32 -> bf16, blocks.1.mlp.2.bias f32 -> bf16
+    of input_6 f32 -> bf16 (2.5 KiB), blocks.1.mlp.2.weight f32 -> bf16 (16.0 KiB), blocks.1.mlp.2.bias f32 -> bf16 (128 B)
     precision={'blocks.1.mlp.2': 'float32'} changes it""")
 
 
@@ -90,7 +90,7 @@ def test_a_promotion_names_its_cause_and_what_it_costs():
     assert op.promoted_by == ("blocks.0.gamma",) and op.dtype == "f32" and op.module == "blocks.0"
     assert op.reason == "promoted by float32 blocks.0.gamma (2.5 KiB of casts)"  # one cast of 2 x 5 x 64 elements
     cast = op.operands[1]
-    assert (cast.cast_from, cast.dtype, cast.cast_bytes) == ("bf16", "f32", 2 * 5 * 64 * 4)
+    assert (cast.cast_from, cast.dtype, cast.cast_bytes) == ("bf16", "f32", 2 * 5 * 64 * 4) and op.cast_bytes == cast.cast_bytes
 
 
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
