@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from ..host_copy import HostCopy
 from ..ops.apply_gradients import SafeguardRow
 from ..optimizers.safeguard import LOGGED, NOBODY, NOT_FINITE, new_state
 from .loss_scale import SKIPS
+
+log = logging.getLogger(__name__)
 
 STATE, LOG = "safeguard", "skipped_steps"
 NOT_SEARCHED = "op not searched: read events right behind the call, or give record_dir="
@@ -91,54 +94,65 @@ class SafeguardState:
     Args:
         options: what the user asked for.
         device: of the tensors.
-        own_skips: whether no loss scale counts the skips.
+        skips: what a loss scale counts the skips in; None where there is none.
 
     Attributes:
-        tensors: those of the graph, by name.
+        tensors: those of the graph, by name, beside those of the loss scale.
+        skips: how many there were, in all and in a row.
     """
 
-    def __init__(self, options: Safeguard, device: torch.device, *, own_skips: bool) -> None:
+    def __init__(self, options: Safeguard, device: torch.device, skips: Tensor | None) -> None:
         self._options = options
-        state, log = new_state(device)
-        self.tensors: dict[str, Tensor] = {STATE: state, LOG: log}
-        if own_skips:
-            self.tensors[SKIPS] = torch.zeros(2, dtype=torch.float32, device=device)
+        self.tensors: dict[str, Tensor] = dict(zip((STATE, LOG), new_state(device)))
+        if skips is None:
+            skips = self.tensors[SKIPS] = torch.zeros(2, dtype=torch.float32, device=device)
+        self.skips = skips
         # Every rank looks after the same calls, so that all raise after the same one: late enough for the device to be done.
         self._interval = 1 if device.type == "cpu" else min(10, options.max_consecutive_skips)
-        self.forget()
+        self._forget(0)
 
     def row(self, scalars: list[str]) -> SafeguardRow:
         """Return what a plan says of it; `scalars` are the names of all."""
         return SafeguardRow(scalars.index(STATE), scalars.index(LOG), self._options.window, self._options.spike_factor)
 
-    def forget(self) -> None:
-        """Forget what the host has seen of earlier steps."""
+    def _forget(self, num_skips: int) -> None:
+        """Forget what the host has seen of earlier steps, of which so many were skipped."""
         self._calls, self._copy = 0, None
+        self._num_before, self._tell_at = num_skips, 1
         self._events: list[Event] = []
-        self._num_read: int | None = None  # skips that are in `_events`, or were before this step was made or loaded
+        self._num_read = 0  # skips that are in `_events`, or that nobody has written down
 
-    def too_many(self, skips: Tensor) -> int:
-        """Return how many steps in a row were skipped where those are too many, else 0."""
+    def too_many(self) -> int:
+        """Return how many steps in a row were skipped where those are too many, else 0; log the 1st skip, the 10th, the 100th."""
         self._calls += 1
         if self._calls % self._interval:
             return 0
-        copy, self._copy = self._copy, HostCopy(skips)
+        copy, self._copy = self._copy, HostCopy(self.skips)
         if self._interval == 1:
             copy = self._copy
-        in_a_row = int(copy.get()[1]) if copy is not None else 0
+        if copy is None:
+            return 0
+        num_skips, in_a_row = map(int, copy.get().tolist())
+        self._tell(num_skips - self._num_before)
         return in_a_row if in_a_row >= self._options.max_consecutive_skips else 0
 
-    def read(self, skips: Tensor, name_of: Callable[[int], str | None]) -> list[Event]:
+    def _tell(self, num_skips: int) -> None:
+        if num_skips < self._tell_at:
+            return
+        self._tell_at = 10 ** len(str(num_skips))
+        log.warning("apexfx: safeguard= has skipped %d step%s, where a gradient was not finite or their norm was a spike; "
+                    "step.events has the calls and reasons", num_skips, "s"[:num_skips > 1])
+
+    def read(self, name_of: Callable[[int], str | None]) -> list[Event]:
         """Return the events so far, the last 64 at least; waits for the device.
 
         Args:
-            skips: how many there were, as of `judge`.
             name_of: of a parameter, by its place.
         """
-        num_skips, log = int(skips[0]), self.tensors[LOG].tolist()
-        first = max(self._num_read or 0, num_skips - LOGGED)
-        self._events += [_event(log[number % LOGGED], name_of) for number in range(first, num_skips)
-                         if log[number % LOGGED][0]]  # no call: a loss scale had skipped it before there was a safeguard
+        num_skips, rows = int(self.skips[0]), self.tensors[LOG].tolist()
+        first = max(self._num_read, num_skips - LOGGED)
+        self._events += [_event(rows[number % LOGGED], name_of) for number in range(first, num_skips)
+                         if rows[number % LOGGED][0]]  # no call: a loss scale had skipped it before there was a safeguard
         self._num_read = num_skips
         return list(self._events)
 
@@ -152,10 +166,10 @@ class SafeguardState:
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned, behind the state of the loss scale."""
         for name, tensor in self.tensors.items():
             tensor.copy_(state[name]) if name in state else tensor.zero_()
-        self.forget()
+        self._forget(int(self.skips[0]))
 
 
 def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:

@@ -61,12 +61,11 @@ class SkippedSteps:
     @property
     def counts(self) -> Tensor | None:
         """How many steps were skipped, in all and in a row, on the device; None where none may be."""
-        counts = [each.tensors[SKIPS] for each in (self._scale, self._safeguard) if each is not None and SKIPS in each.tensors]
-        return counts[0] if counts else None
+        return self._safeguard.skips if self._safeguard is not None else self._scale.tensors.get(SKIPS)
 
     def events(self) -> list[Event]:
         """Return those of the safeguard, the last one with the op where it began; waits for the device."""
-        events = self._safeguard.read(self.counts, self._name_of)
+        events = self._safeguard.read(self._name_of)
         unexplained = events and events[-1].where == NOT_SEARCHED
         if unexplained and self.call is not None and self.skip > 0:
             events[-1] = self._safeguard.explain_last(self.where())
@@ -86,4 +85,4 @@ class SkippedSteps:
 
     def too_many(self) -> int:
         """Return how many steps in a row were skipped where a safeguard takes those for too many, else 0."""
-        return self._safeguard.too_many(self.counts) if self._safeguard is not None else 0
+        return self._safeguard.too_many() if self._safeguard is not None else 0

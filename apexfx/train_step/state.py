@@ -111,7 +111,7 @@ class TrainingState:
         """Make the lists, and write down for the graph what happens to the gradients."""
         self._structure = None
         if self._safeguard is not None and self.params:  # events have the places of parameters in the lists of then
-            self._safeguard.read((self._scale if SKIPS in self._scale.tensors else self._safeguard).tensors[SKIPS], self.name_of)
+            self._safeguard.read(self.name_of)
         if self._before is None:
             self._before = [{p: dict(held) for p, held in optimizer.state.items()} for optimizer in self._optimizers]
         trained = trained_parameters(self._model, self._objective_modules, self._optimizers)

@@ -27,7 +27,7 @@ from .ema import EmaState
 from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
 from .graphs import StepGraphs, trace_gradients
-from .loss_scale import SCALE, LossScale
+from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
 from .objective import ObjectiveModules, owners_of
 from .optimizer_list import OptimizerList
@@ -71,7 +71,7 @@ class TrainStep:
         self._scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None,
                                 self._device)
         self._safeguard = None if options.safeguard is None else SafeguardState(options.safeguard, self._device,
-                                                                                own_skips=self._scale.mode is None)
+                                                                                self._scale.tensors.get(SKIPS))
         self._ema = EmaState(options.ema) if options.ema is not None else None
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
         note_what_is_outside(model, optimizers, outside, self.report, averages=options.ema is not None,
@@ -112,6 +112,7 @@ class TrainStep:
             RankMismatchError: the ranks run different graphs, or it could be captured on some of them only.
             ReplicaMismatchError: the ranks' parameters or optimizer state differed after an update before.
             RankFailureError: another rank did not come.
+            NonFiniteError: a safeguard has skipped too many steps in a row.
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
@@ -134,10 +135,8 @@ class TrainStep:
             else:
                 self._note_applied(*ran)
         self._check_replicas(updated=not gathers)
-        if not gathers and (skips := self._skipped.too_many()):
-            self._recorder.record_where_skipped()
-            raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
-                                 f"{self.events[-1]}")
+        if not gathers:
+            self._check_skips()
         if skips := self._scale.skips_to_tell():
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
                         skips, self.loss_scale, self._skipped.where())
@@ -178,6 +177,13 @@ class TrainStep:
                 buffer.zero_()
             self._note_applied(*applied)
         self._check_replicas(updated=True)
+        self._check_skips()
+
+    def _check_skips(self) -> None:
+        if skips := self._skipped.too_many():
+            self._recorder.record_where_skipped()
+            raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
+                                 f"{self.events[-1]}")
 
     def _check_replicas(self, *, updated: bool) -> None:
         if self._replicas is not None:

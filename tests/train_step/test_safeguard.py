@@ -6,6 +6,7 @@ import contextlib
 import copy
 import math
 import random
+import re
 from collections import OrderedDict, deque
 
 import pytest
@@ -257,15 +258,34 @@ def test_too_many_in_a_row_raise():
     assert bool(step.updated)
 
 
+@pytest.mark.parametrize("loss_scale", [None, 1.0])  # both count skips
+def test_the_first_skip_is_logged_and_the_tenth(loss_scale, caplog):
+    step, generator = make(loss_scale=loss_scale), torch.Generator().manual_seed(0)
+
+    def logged(*kinds):
+        caplog.clear()
+        for kind in kinds:
+            step(*batch(kind, generator))
+        return re.findall(r"has skipped (\d+ steps?), .* step\.events", caplog.text)
+
+    assert logged(GOOD, GOOD) == []
+    assert logged(NAN_INPUT) == ["1 step"]
+    assert logged(*[NAN_INPUT] * 8) == []
+    assert logged(INFINITE, NAN_INPUT) == ["10 steps"]
+    step.load_state_dict(copy.deepcopy(step.state_dict()))
+    assert step.skipped == 11 and logged(GOOD) == [] and logged(NAN_INPUT) == ["1 step"]
+
+
 def test_flush_of_a_bad_batch_takes_everything_back():
-    step = make(accumulate=3)
+    step = make(accumulate=3, safeguard=apexfx.Safeguard(max_consecutive_skips=1))
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         step(*batch(GOOD, generator))
     before = everything(step)
     step(*batch(NAN_INPUT, generator))
     step(*batch(GOOD, generator))
-    step.flush()
+    with pytest.raises(apexfx.NonFiniteError, match="1 steps in a row.*call 2: not finite"):
+        step.flush()
     assert not bool(step.updated) and step.events[-1].call == 2
     assert_equal(everything(step), before)
 
