@@ -154,6 +154,7 @@ class StepGraphs:
         if not self.why_in_pieces and not self._calls_backward:
             with contextlib.suppress(NotCompiled):
                 return self._call_cached(function, batch, named)
+        self._warn_of_eval_mode()
         self._state.prepare()
         gradients = grad_versions(self._state.params)
         self._state.keep_forward_writes(in_pieces=bool(self.why_in_pieces))
@@ -176,6 +177,15 @@ class StepGraphs:
         compiler = self._compiler if function == "last" else self._compiler_of_earlier
         with torch.no_grad(), self._model.traceable(cached=True) as model, compiler.repeating():
             return self._cached[function](StepInputs(model, self._objective, **self._state.inputs()), batch, named)
+
+    def _warn_of_eval_mode(self) -> None:
+        """Say that no module of the model is in training mode; guards of graphs see the modes that they depend on."""
+        message = ("apexfx: the step trains a model in eval mode, as from_pretrained() returns one: dropout is off, and batch "
+                   "norms use their running statistics and leave them as they are. Call model.train() before the step, and "
+                   "behind each evaluation, unless this is meant")
+        if not any(module.training for module in self._model.model.modules()) and message not in self._report.notes:
+            self._report.note(message)
+            log.warning(message)
 
     def _patched(self) -> contextlib.AbstractContextManager[Any]:
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._functions.dynamo.items())
