@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -59,6 +60,13 @@ class StepOptions:
         if isinstance(own["safeguard"], bool):
             own = {**own, "safeguard": Safeguard() if own["safeguard"] else None}
         return cls(config, **own)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the options for reports: all of `config`, and those of the step that are not the default."""
+        own = {f.name: value for f in dataclasses.fields(self)
+               if f.name != "config" and (value := getattr(self, f.name)) != f.default}
+        return {**self.config.describe(), **{name: dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+                                             for name, value in own.items()}}
 
     def _check_numbers(self) -> None:
         scale, norm, accumulate, budget = self.loss_scale, self.max_grad_norm, self.accumulate, self.memory_budget

@@ -22,6 +22,7 @@ from ..compiler.process_groups import Groups, averaged_over_none
 from ..config import TransformConfig
 from ..errors import NonFiniteError
 from ..report.data import Report
+from ..report.text import options_text
 from .averages import averaged_copies
 from .ema import EmaState
 from .forward_writes import ForwardWrites
@@ -58,7 +59,7 @@ class TrainStep:
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
         passes.check_names(config, whole_step=True)
         self.model, self.optimizer, self._objective, self._options = model, optimizer, objective, options
-        self.report = Report(config.describe())
+        self.report = Report(options.describe())
         self._groups = Groups(config)
         check_modules(model, self._groups.batch_norm)
         self._objective_modules = ObjectiveModules(objective, model)
@@ -220,6 +221,12 @@ class TrainStep:
         with call.explained(self._step_model.traceable, by_kernels=False):
             return trace_gradients(self._step_model, self._objective, params, config, self._groups, batch, named,
                                    scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
+
+    def __repr__(self) -> str:
+        ranks, num_graphs = self._num_ranks(), len(self.report.graphs)
+        compiled = "in pieces" if self._graphs.why_in_pieces else f"{num_graphs or 'no'} graph{'s'[:num_graphs > 1]}"
+        return (f"TrainStep({type(self.model).__name__}, {self._optimizers.name}, {options_text(self.report.config)}, "
+                f"{ranks} rank{'s'[:ranks > 1]}): {compiled}")
 
     def __reduce__(self) -> Any:
         raise TypeError("apexfx: a training step can be neither copied nor pickled; copy the model and make another step of "

@@ -600,6 +600,27 @@ def test_the_graph_is_printed_and_named():
         assert forbidden not in final
 
 
+def test_a_step_says_in_a_line_what_it_is():
+    step = make(safeguard=True, ema=apexfx.EMA(0.5), max_grad_norm=1.0, accumulate=2)
+    options = "O0, safeguard, inner=eager, max_grad_norm=1.0, accumulate=2, ema=0.5"
+    assert str(step.report).startswith(f"apexfx report ({options}): no graph yet")
+    assert repr(step) == f"TrainStep(Sequential, AdamW, {options}, 1 rank): no graph"
+    step(*batches(1)[0])
+    assert repr(step).endswith(": 1 graph")
+
+
+def test_a_model_in_eval_mode_is_said_once(caplog):
+    model = net().insert(5, nn.Dropout())
+    model[1].eval()  # a frozen batch norm is meant
+    step = make(model=model)
+    step(*batches(1)[0])
+    assert "eval mode" not in caplog.text
+    model.eval()
+    for batch in batches(2):
+        step(*batch)
+    assert caplog.text.count("model in eval mode") == 1 and "eval mode" in str(step.report)
+
+
 class Forgets(apexfx.Pass):
     """Leave out the optimizer's op: the outputs of the graph are the same."""
 
