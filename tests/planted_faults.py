@@ -191,6 +191,8 @@ FAULTS = (
           "return torch.where(skipped.to(new.device), before, new)", "return new", _SAFEGUARD),
     Fault("what earlier calls of an accumulation wrote is taken back", "train_step/forward_writes.py",
           "if copies and self._copies is None:", "if copies:", _SAFEGUARD),
+    Fault("a step keeps nothing of another that is skipped", "train_step/forward_writes.py",
+          "later._begin_before(self, skipped)", "pass", _SAFEGUARD),
     Fault("what a call kept that did not run is forgotten", "train_step/state.py",
           "self._forward_writes.forget()  # of a call that failed, or was captured alone", "pass", _SAFEGUARD),
     Fault("an optimizer outside of the graph is skipped", "train_step/state.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _OF_TORCH = frozenset({*nn.Module().__dict__, "_is_hf_initialized"})
 _MOST_ITEMS = 256  # of a list or dictionary that is looked into
 _PLAIN = (int, float, bool, str)
+_numbers = itertools.count()
 _Container = dict[Any, Any] | list[Any] | deque[Any]
 
 
@@ -51,6 +53,9 @@ class _Held:
 class ForwardWrites:
     """Keeps what forwards may write from the first call of an update until it is known whether that is skipped.
 
+    Where the calls of several steps over one model gather in turns, a step may keep what another has written: if that one is
+    skipped, it is to keep what was there before.
+
     Args:
         modules: returns those of model and objective, each once.
         objects: other objects of the objective.
@@ -61,6 +66,7 @@ class ForwardWrites:
         self._modules, self._objects, self._report = modules, objects, report
         self._attributes: list[_Held] | None = None
         self._copies: list[tuple[Tensor, Tensor]] | None = None  # what may be written, and what was in it
+        self._began = 0  # in which order steps have begun to keep copies
         self._writers: set[type] = set()  # classes of what forwards have written to
         self._noted: set[str] = set()
 
@@ -82,9 +88,13 @@ class ForwardWrites:
                         for t in (tree_leaves(item) if isinstance(item, tuple) else [item]) if isinstance(t, Tensor)]
             with torch.no_grad():
                 self._copies = [(t, t.clone()) for t in {id(t): t for t in tensors}.values()]
+            self._began = next(_numbers)
+            _with_copies.add(self)
 
     def forget(self) -> None:
         """Keep nothing: the update is over."""
+        if self._copies is not None:
+            _with_copies.discard(self)
         self._attributes = self._copies = None
 
     def undo(self, skip: Tensor) -> None:
@@ -95,9 +105,24 @@ class ForwardWrites:
         with torch.no_grad():
             for tensor, before in self._copies or ():
                 tensor.copy_(torch.where(skipped.to(tensor.device), before, tensor))
+            if self._copies is not None:
+                for later in [each for each in _with_copies if each._began > self._began]:
+                    later._begin_before(self, skipped)
             for held in self._attributes:
                 self._undo(held, skipped)
         self.forget()
+
+    def _begin_before(self, other: ForwardWrites, skipped: Tensor) -> None:
+        """Keep what `other`, which began earlier, has kept, where that is skipped."""
+        copies = {id(tensor): copy for tensor, copy in self._copies}
+        for tensor, before in other._copies:
+            if id(tensor) in copies:
+                copies[id(tensor)].copy_(torch.where(skipped.to(tensor.device), before, copies[id(tensor)]))
+        own = {id(held.container): held.items for held in self._attributes}
+        for held in other._attributes:
+            items = own.get(id(held.container), {})
+            items.update({key: self._kept(f"{held.name}.{key}", before, items[key], skipped)
+                          for key, before in held.items.items() if key in items})
 
     def _undo(self, held: _Held, skipped: Tensor) -> None:
         now = dict(_items(held.container))
@@ -136,6 +161,9 @@ class ForwardWrites:
                        "one shape and dtype; keep it in a buffer")
             self._report.note(message)
             log.warning(message)
+
+
+_with_copies: weakref.WeakSet[ForwardWrites] = weakref.WeakSet()
 
 
 def _containers(owner: Any) -> list[_Container]:

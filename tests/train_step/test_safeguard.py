@@ -290,6 +290,23 @@ def test_flush_of_a_bad_batch_takes_everything_back():
     assert_equal(everything(step), before)
 
 
+def test_two_steps_that_gather_in_turns_and_are_skipped_keep_nothing_of_each_other():
+    model, generator = Net(), torch.Generator().manual_seed(0)
+    steps = [apexfx.train_step(model, objective=objective, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0",
+                               inner="eager", safeguard=True, accumulate=2) for _ in range(2)]
+
+    def train(kind):
+        for data in (batch(kind, generator), batch(GOOD, generator)):
+            for step in steps:
+                step(*data)
+
+    train(GOOD)
+    before = everything(steps[0])
+    train(NAN_INPUT)
+    assert [step.skipped for step in steps] == [1, 1]
+    assert_equal(everything(steps[0]), before)
+
+
 def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
     step, other = (make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4)) for _ in range(2))
     generator = torch.Generator().manual_seed(0)
