@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 from .._torch import tree_map
 from ..graph import printing
 from ..graph.collectives import group_name, is_collective
-from .digests import Code, Digests, run_compiled
+from .digests import Code, Digests, digest, run_compiled
 from .graph_data import for_compiler, from_data, to_data
 from .interpreter import Interpreter, world_size
 
@@ -161,6 +161,19 @@ class Run:
         with self._bundle.random_state():
             data["compiled"]["digests"], tensors["compiled_received"] = run_compiled(
                 self._compiled.code, self._compiled.gm.graph, self._bundle.inputs())
+
+    def check_norm(self, norm: Tensor) -> None:
+        """Have the event say, behind `compute`, where the run has not given the norm that the step had."""
+        data = self._bundle.data
+        is_comparable = (self._compiled is None) == (data["compiled"] is None)
+        if is_comparable and digest(norm) not in (data["compiled"] or data)["digests"].values():
+            data["event"] += ("; this graph gives another norm, since calls before had gathered gradients, other ranks took "
+                              "part, or the model was changed since")
+
+    @property
+    def event(self) -> str | None:
+        """What is said of the event."""
+        return self._bundle.data["event"]
 
     def write(self, path: Path) -> None:
         """Write a bundle, behind `compute`; the folder is there whole, or not at all.

@@ -82,7 +82,7 @@ class Recorder:
         try:
             self._compute(run, communicates=communicates)
             run.write(path)
-            log.warning("apexfx: %s; python -m apexfx replay %s runs it again", self._skipped.events()[-1], path)
+            log.warning("apexfx: %s; python -m apexfx replay %s runs it again", run.event, path)
         except Exception as error:
             self._warn(error)
 
@@ -141,6 +141,8 @@ class Recorder:
             "recorded", "graph that is recorded", [self._state.num_calls])
         with running:
             run.compute(communicates=communicates, may_raise=False)
+        if run.event is not None and self._skipped.norm.isfinite():  # of what is not, the event says where it began
+            run.check_norm(self._skipped.norm)
 
     def _all_are(self, *, ready: bool) -> bool:
         """Return whether there are other ranks, and all are ready to run the graph at once; each has to ask."""

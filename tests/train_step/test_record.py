@@ -348,6 +348,18 @@ def test_what_is_recorded_is_not_trained_otherwise(tmp_path):
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_bundle_of_a_model_that_was_changed_since_says_so(tmp_path):
+    step = make(model=Small, safeguard=apexfx.Safeguard(spike_factor=2.0, window=1))
+    step(X, Y, ONE)
+    step(X, Y, 100 * ONE)
+    step.record(tmp_path / "at once")
+    with torch.no_grad():
+        step.model.head.weight.mul_(2)
+    step.record(tmp_path / "later")
+    said = [" this graph gives another norm" in replay(str(tmp_path / name))[0] for name in ("at once", "later")]
+    assert said == [False, True]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_flush_records_the_call_before_it(accumulate, tmp_path):
     step = make(model=Small, safeguard=guarded(tmp_path), accumulate=accumulate)
