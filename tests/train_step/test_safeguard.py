@@ -494,6 +494,22 @@ def test_an_infinite_norm_of_finite_gradients_does_not_end_the_average():
     assert state.isfinite().all() and [row[:3] for row in log[:3].tolist()] == [[5, 0, math.inf], [6, 0, 1e3], [0, 0, 0]]
 
 
+@pytest.mark.long
+def test_ten_thousand_sequences_are_judged_as_by_the_automaton():
+    rng = random.Random(0)
+    for _ in range(10_000):
+        window, factor = rng.choice([1, 2, 5]), rng.choice([None, 2.0, 8.0])
+        automaton, skips, (state, log) = Automaton(window, factor), torch.zeros(2), new_state(torch.device("cpu"))
+        for call in range(1, 13):
+            kind = rng.choice([GOOD, GOOD, SPIKE, NAN_INPUT])
+            norm = torch.tensor(rng.expovariate(1.0) * {GOOD: 1.0, SPIKE: 100.0, NAN_INPUT: math.nan}[kind])
+            skip = judge(norm.isnan().float(), norm, norm.reshape(1), [0], skips, state, log, window, factor)
+            assert bool(skip) is automaton.judge(call, kind, norm.item())
+            skips += skip
+        assert state.tolist() == [12, automaton.average, automaton.norms]
+        assert [(int(row[0]), "not finite" if row[1] else "spike") for row in log[:int(skips[0])].tolist()] == automaton.skips
+
+
 def test_the_report_says_what_it_costs():
     assert "needs all gradients before the first update, 0.0 MiB" in str(make().report)
     assert "needs all gradients" not in str(make(max_grad_norm=1.0).report)

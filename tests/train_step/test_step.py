@@ -588,7 +588,8 @@ def test_an_optimizer_of_another_model_is_refused_and_one_that_misses_parameters
 
 
 def test_the_graph_is_printed_and_named():
-    step = make(max_grad_norm=1.0, loss_scale="dynamic")
+    safeguard = apexfx.Safeguard(spike_factor=8.0)
+    step = make(max_grad_norm=1.0, loss_scale="dynamic", safeguard=safeguard, ema=apexfx.EMA())
     step(*batches(1)[0])
     captured = step.print_readable(after="captured", print_output=False)
     final = step.print_readable(print_output=False)
