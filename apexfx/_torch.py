@@ -94,6 +94,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import SUPPORTED_NODES, tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointFunction, _CheckpointFrame
 from torch.utils.data.dataloader import _BaseDataLoaderIter as DataLoaderIterator
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakTensorKeyDictionary
 
 # The stack of torch function modes of this thread: how many are on, take the topmost off, put one on.
@@ -209,6 +210,12 @@ def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
     return f"{reason} at {place.filename}:{place.lineno}, in {function}" + (f": {place.line}" if place.line else "")
 
 
+def is_alone_in_memory(tensor: torch.Tensor) -> bool:
+    """Return whether torch itself has allocated the memory of a strided tensor, and no other tensor lies in it."""
+    storage = tensor.untyped_storage()  # which counts itself as well
+    return storage.resizable() and torch._C._storage_Use_Count(storage._cdata) == 2
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether functions are registered to run around the steps of this optimizer, or of all, and do not only observe."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
@@ -229,9 +236,9 @@ def has_gradient_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
-def any_has_gradient_hooks(tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether functions are registered on some of `tensors`, as `has_gradient_hooks`, in a fraction of the time."""
-    return any(tensor._backward_hooks or tensor._post_accumulate_grad_hooks for tensor in tensors)
+def num_hooks() -> int:
+    """Return how many hooks of any kind this process has registered: where that is as before, no tensor has a new one."""
+    return RemovableHandle.next_id
 
 
 @contextlib.contextmanager

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from .._torch import has_own_step, has_step_hooks, tensor_version, tree_leaves
 from ..ops.apply_gradients import UpdateRow
@@ -127,31 +126,58 @@ def momenta(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Group, list[Any
             for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)}
 
 
-class Structure:
-    """What a step's graph and its lists follow from, of optimizers, to be compared from call to call: all but the learning rates.
+class _NotOneTensor(TorchFunctionMode):
+    """Raises where two tensors are compared."""
 
-    None of that has a version, so that each call looks: at parameters and state by identity, in loops that are not Python's.
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise ValueError("two tensors")
+
+
+_not_one_tensor = _NotOneTensor()
+
+
+def same_tensors(one: Any, other: Any) -> bool:
+    """Return whether two lists or dictionaries hold the very same tensors, in a loop that is not Python's.
+
+    Python takes an object to be equal to itself before it asks the object: tensors are compared where they are two.
+    """
+    try:
+        with _not_one_tensor:
+            return one == other
+    except Exception:  # two tensors, or other arrays
+        return False
+
+
+class Structure:
+    """What a step's graph and its lists follow from, of optimizers: all but the learning rates.
+
+    None of that has a version, so that each call compares it.
 
     Args:
         scheduled: as of `OptimizerState`: of these groups all but whether there is momentum is left out of momentum and betas.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Group] = ()) -> None:
-        self._facts = [part for place, optimizer in enumerate(optimizers) for part in _facts(optimizer, _of(place, scheduled))]
-        self._params = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-        held = [part for each in optimizers for part in each.state.values()]
-        state = chain.from_iterable(part.values() if isinstance(part, dict) else (part,) for part in held)
-        owners = chain.from_iterable(each.state for each in optimizers)
-        self._objects = [*self._params, *owners, *state]  # kept alive, so that none is taken for another in its place
+        self._optimizers, self._scheduled = optimizers, scheduled
+        self._facts, self._params = self._facts_now(), self._params_now()
+        # Copies that keep all of it alive, so that nothing is taken for another in its place.
+        self._states = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
+                        for each in optimizers]
 
-    def has_changed(self, now: Structure) -> bool:
-        """Return whether another structure, made later, differs."""
-        return self._facts != now._facts or len(self._objects) != len(now._objects) \
-            or not all(map(operator.is_, self._objects, now._objects))
+    def has_changed(self) -> bool:
+        """Return whether something is not as it was."""
+        return not same_tensors([self._facts_now(), self._params_now(), [each.state for each in self._optimizers]],
+                                [self._facts, self._params, self._states])
 
     def of_guards(self) -> list[Any]:
         """Return what graphs follow from as well, and Dynamo's guards see: of the parameters that a graph reads or trains."""
-        return [(p.requires_grad, p.dtype, p.device) for p in self._params]
+        return [(p.requires_grad, p.dtype, p.device) for params in self._params for p in params]
+
+    def _facts_now(self) -> list[Any]:
+        return [part for place, each in enumerate(self._optimizers) for part in _facts(each, _of(place, self._scheduled))]
+
+    def _params_now(self) -> list[list[Tensor]]:
+        return [[*group["params"]] for each in self._optimizers for group in each.param_groups]
 
 
 def _of(optimizer: int, groups: Collection[Group]) -> set[int]:
@@ -163,7 +189,7 @@ def _facts(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> list
     facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for place, group in enumerate(optimizer.param_groups):
         left_out = ("lr", "params", "initial_lr", *(_MAY_CHANGE if place in scheduled else ()))
-        facts += id(group), len(group["params"]), place not in scheduled or bool(group.get("momentum", True))
+        facts += id(group), place not in scheduled or bool(group.get("momentum", True))
         facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
                   if name not in left_out]
     return facts

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import has_gradient_hooks
+from .._torch import has_gradient_hooks, is_alone_in_memory
 from ..compiler.model_setup import set_up
 from ..compiler.process_groups import Groups
 from ..distributed.agreement import Agreement, Label
@@ -20,8 +22,6 @@ from ..graph.inputs import Placeholder
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-
-_MOST_SEEN = 10_000  # pieces of memory
 
 
 def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList) -> list[Tensor]:
@@ -87,12 +87,7 @@ def _check_memory(model: nn.Module, objective_modules: ObjectiveModules, trained
 
 def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the places of each two tensors that reach over the same memory."""
-    ranges = []
-    for place, tensor in enumerate(tensors):
-        if tensor.layout == torch.strided and tensor.numel():
-            reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-            ranges.append((str(tensor.device), tensor.data_ptr(), tensor.data_ptr() + (reach + 1) * tensor.itemsize, place))
-    ranges.sort()
+    ranges = sorted((str(tensor.device), *_extent(tensor), place) for place, tensor in enumerate(tensors) if _has_memory(tensor))
     for i, (device, _, end, place) in enumerate(ranges):
         for other_device, begin, _, other in ranges[i + 1:]:
             if other_device != device or begin >= end:
@@ -100,10 +95,21 @@ def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
             yield place, other
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory begins, and where it ends."""
+    reach, begin = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())), tensor.data_ptr()
+    return begin, begin + (reach + 1) * tensor.itemsize
+
+
 class MemoryCheck:
     """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
 
-    Memory that was looked at is not looked at again while what is updated stays where it is.
+    All is compared with all at first, and where a parameter has moved. As long as none has, and each other input is alone in its
+    memory, nothing can have come to share any: nobody shares the memory of two tensors of an optimizer's state.
 
     Args:
         placeholders: the inputs.
@@ -112,10 +118,12 @@ class MemoryCheck:
 
     def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
         self._placeholders, self._updated = placeholders, set(updated)
+        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._updated]
         self._is_updated = [place in self._updated for place in range(len(placeholders))]
-        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and not self._is_updated[place]]
-        self._where: list[int] = []
-        self._seen: set[tuple[int, int]] = set()
+        self._is_trained = [p.kind == "param" and place in self._updated for place, p in enumerate(placeholders)]
+        self._parameters: list[int] | None = None  # where they are
+        self._where: list[int] = []  # is all that is updated
+        self._extents: list[tuple[int, int]] = []  # of that, sorted
 
     def __call__(self, args: Sequence[Any]) -> None:
         """Look at the inputs of a call.
@@ -123,13 +131,23 @@ class MemoryCheck:
         Raises:
             ValueError: it names both.
         """
+        parameters = list(map(Tensor.data_ptr, itertools.compress(args, self._is_trained)))
+        others = [args[place] for place in self._others if args[place].layout == torch.strided]
+        if parameters == self._parameters and all(map(is_alone_in_memory, others)):
+            return
         where = list(map(Tensor.data_ptr, itertools.compress(args, self._is_updated)))
-        if where != self._where or len(self._seen) > _MOST_SEEN:
-            self._seen.clear()
-        pieces = {(args[place].data_ptr(), args[place].nbytes) for place in self._others if args[place].layout == torch.strided}
-        if not pieces <= self._seen:
+        if where != self._where or any(map(self._meets, others)):
             self._check_all(args)
-            self._where, self._seen = where, self._seen | pieces
+            self._extents = sorted(map(_extent, filter(_has_memory, itertools.compress(args, self._is_updated))))
+            self._parameters, self._where = parameters, where
+
+    def _meets(self, other: Tensor) -> bool:
+        """Return whether a tensor reaches into what is updated, which is disjoint."""
+        if not _has_memory(other):
+            return False
+        begin, end = _extent(other)
+        place = bisect.bisect(self._extents, begin, key=operator.itemgetter(1))  # the first that ends behind `begin`
+        return place < len(self._extents) and self._extents[place][0] < end
 
     def _check_all(self, args: Sequence[Any]) -> None:
         places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]

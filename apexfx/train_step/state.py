@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import any_has_gradient_hooks, note_optimizer_ran
+from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
 from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
@@ -62,6 +62,7 @@ class TrainingState:
         self._safeguard, self._ema, self._forward_writes = safeguard, ema, forward_writes
         self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
         self._structure: Structure | None = None  # of the optimizers, which the lists follow from
+        self._num_hooks = num_hooks()
         self._of_guards: list[Any] = []  # what they follow from as well, and guards of graphs see
         self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
@@ -88,9 +89,9 @@ class TrainingState:
         Args:
             cached: for graphs that were compiled before alone, whose guards see the rest.
         """
-        if self._structure is None or self._structure.has_changed(self._structure_now()) \
+        if self._structure is None or self._structure.has_changed() \
                 or self._optimizer_state is not None and self._optimizer_state.was_counted_by_others() \
-                or any_has_gradient_hooks(self.params) or not cached and self._structure.of_guards() != self._of_guards:
+                or self._has_new_hooks() or not cached and self._structure.of_guards() != self._of_guards:
             self._read_optimizer()
         if self._optimizer_state is not None:
             self._optimizer_state.set_hyperparameters()
@@ -153,14 +154,16 @@ class TrainingState:
                                 **({f"{self.names[id(p)]}.average": average for p, average in zip(self._averaged(),
                                                                                                   self._ema.averages)}
                                    if self._ema is not None else {})})
-        self._structure = self._structure_now()
+        self._structure = Structure(list(self._optimizers), state.scheduled if state is not None else ())
         self._of_guards = self._structure.of_guards()
 
     def _averaged(self) -> list[Tensor]:
         return [p for place, p in enumerate(self.params) if place not in self._not_averaged]
 
-    def _structure_now(self) -> Structure:
-        return Structure(list(self._optimizers), self._optimizer_state.scheduled if self._optimizer_state is not None else ())
+    def _has_new_hooks(self) -> bool:
+        """Return whether a hook is on a parameter that was not there when the lists were made."""
+        before, self._num_hooks = self._num_hooks, num_hooks()
+        return self._num_hooks != before and any(map(has_gradient_hooks, self.params))
 
     def _make_plan(self, scalars: list[str]) -> str:
         state, dynamic = self._optimizer_state, self._scale.mode == "dynamic"

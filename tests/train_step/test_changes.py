@@ -160,6 +160,8 @@ def test_a_batch_in_the_memory_of_a_parameter_is_refused(given):
         step(torch.ones(2, 4), given(model.weight))
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     step(torch.ones(2, 4), given(model.weight).clone())
+    with pytest.raises(ValueError, match="share memory that it updates"):
+        step(torch.ones(2, 4), given(model.weight))
 
 
 def test_a_tensor_that_comes_to_lie_in_the_memory_of_a_parameter_is_refused():
@@ -169,18 +171,20 @@ def test_a_tensor_that_comes_to_lie_in_the_memory_of_a_parameter_is_refused():
 
     model, x = Anchored(4, 4), torch.ones(2, 4)  # a batch in memory of its own would have all memory looked at again
     model.anchor = model.bias.detach().clone()
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             objective=lambda m, x: m(x).sum())
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = apexfx.train_step(model, optimizer=optimizer, opt_level="O0", inner="eager", objective=lambda m, x: m(x).sum())
     for _ in range(2):
         step(x)
     model.anchor = model.bias.detach()
     with pytest.raises(ValueError, match="share memory that it updates"):
         step(x)
-    model.anchor = model.bias.detach().clone()
-    step(x)
-    model.bias.data = model.anchor
-    with pytest.raises(ValueError, match="share memory that it updates"):
+    for moved in (model.bias, optimizer.state[model.bias]["momentum_buffer"]):
+        model.anchor, before = model.bias.detach().clone(), moved.data
         step(x)
+        moved.data = model.anchor
+        with pytest.raises(ValueError, match="share memory that it updates"):
+            step(x)
+        moved.data = before
 
 
 @pytest.mark.parametrize(("optimizer", "inner"), [
@@ -322,6 +326,18 @@ def test_a_change_of_the_optimizer_is_seen(change):
                 change_lr["lr"] *= 0.5
             each(*batch)
     assert_same_training(step, reference)
+
+
+def test_state_that_equals_what_it_replaces_is_the_one_that_a_step_updates():
+    model = nn.Linear(1, 1)  # of tensors of one element Python may ask whether they are equal
+    step = heads(model=model)
+    batch = torch.ones(1, 1), torch.zeros(1, 1)
+    step(*batch)
+    held = step.optimizer.state[model.weight]
+    for name in ("step", "exp_avg", "exp_avg_sq"):
+        before, held[name] = held[name].clone(), held[name].clone()
+        step(*batch)
+        assert not torch.equal(held[name], before), name
 
 
 def test_a_parameter_that_another_group_takes_over():
@@ -615,6 +631,7 @@ def test_the_model_holds_its_own_modules_after_a_step():
 ])  # fmt: skip
 def test_a_hook_that_would_not_run_is_refused_when_made_and_later(register, what):
     step, model = heads(SGD, norms()), norms()
+    step(*samples(1)[0])
     before = copy.deepcopy(step.model.state_dict())
     register(model)
     with pytest.raises(ValueError, match=what):
@@ -655,8 +672,12 @@ def test_two_parameters_over_one_memory_are_refused():
         apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (x @ m.first).sum())
     both = torch.randn(2, WIDTH)
     model = nn.ParameterList([nn.Parameter(both[0]), nn.Parameter(both[1])])  # beside each other, as an LSTM has them on CUDA
-    apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (x * m[0] * m[1]).sum(),
-                      opt_level="O0", inner="eager")(torch.ones(WIDTH))
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: (x * m[0] * m[1]).sum(),
+                             opt_level="O0", inner="eager")
+    step(torch.ones(WIDTH))
+    model[0].data = model[1].data
+    with pytest.raises(ValueError, match="share memory that it updates"):
+        step(torch.ones(WIDTH))
 
 
 def test_a_parameter_that_the_forward_writes_is_refused():
