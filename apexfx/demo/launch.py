@@ -100,13 +100,13 @@ def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
     (out / "ranks.json").unlink()
     print("\ntest accuracy")
     for result in (ranks, eager):
-        print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}   "
-              f"{result.seconds:5.1f} s")
-    print("  (seconds on processes that share the cores, capture included; docs/train_step.md has measurements)")
-    print(f"\n{seconds:.0f} s in all; under {out}/: graphs, report.html, report.json, bucket_plan.json, casts.txt, "
-          "loss.svg")
-    if ranks.step:
-        print(f"\n{ranks.step}; open {out}/report.html to read it pass by pass")
+        print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}")
+    print(f"\nthe training step ({ranks.name})")
+    for what, fact in ranks.facts:
+        print(f"  {what:<14} {fact}")
+    print(f"\n{seconds:.0f} s in all, on processes that share the cores, and on digits too small to measure by: for that see "
+          f"docs/train_step.md.\nOpen {out}/report.html to read the step pass by pass; beside it are graphs/, report.json, "
+          "bucket_plan.json, casts.txt and loss.svg.")
     if good and close:
         return 0
     problem = f"below {100 * REQUIRED_ACCURACY:.0f} %" if not good else "more than one point below float32"

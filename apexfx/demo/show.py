@@ -26,14 +26,18 @@ def passes(report: Report, log: Callable[[str], None]) -> None:
     log(f"\n{str(report.memory()).splitlines()[0]}; report.html draws it")
 
 
-def in_short(report: Report) -> str:
-    """Return what a training step is now, in a sentence."""
-    graph = report.graphs[0]
+def in_short(report: Report) -> list[tuple[str, str]]:
+    """Return what a training step is now: (of what, what)."""
+    graph, buckets = report.graphs[0], report.buckets().buckets
     num_norms = sum(len(entry.matches) for _, _, entry in runs([graph]) if entry.name == "sync_batchnorm")
     [stage] = [stage for stage in graph.stages if stage.stage == "step"]
-    return (f"One step is one graph of {stage.passes[-1].nodes_after} nodes, from the forward to the update: "
-            f"{num_norms} batch norms over all ranks, {len(report.casts())} casts, and "
-            f"{len(report.buckets().buckets)} allreduces of gradients, each started inside of the backward")
+    num_hidden = sum(bool(bucket.window_flops) for bucket in buckets)
+    return [
+        ("one graph", f"{stage.passes[-1].nodes_after} nodes from the forward to the update, without a break"),
+        ("allreduces", f"{len(buckets)} of gradients, {num_hidden} of them under way while the backward goes on"),
+        ("batch norms", f"{num_norms}, with the statistics of all ranks"),
+        ("casts", f"{report.casts().summary.partition(': ')[2]}: casts.txt has the reason of each"),
+    ]
 
 
 def excerpt(code: str, *, context: int = 2, most: int = 40) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import sys
 import time
@@ -18,14 +19,14 @@ from torch import nn
 from ..config import BucketConfig
 from ..train_step import train_step
 from . import show
-from .data import Digits, batches, load_digits
+from .data import NUM_TRAIN, Digits, batches, load_digits
 from .model import ResidualNet
 
 _LEARNING_RATE = 0.1
 _WEIGHT_DECAY = 1e-3
 _LABEL_SMOOTHING = 0.1
 _MESSAGE_SIZE = 20_000  # elements: the default is ten million, which would put this small model into one bucket
-
+_DDP_STEPS = 5
 
 _loss = functools.partial(F.cross_entropy, label_smoothing=_LABEL_SMOOTHING)
 
@@ -50,13 +51,21 @@ class Options:
 
 @dataclass
 class Result:
-    """How a training went: loss a sample by epoch, share of the test images classified correctly, seconds, what a step is."""
+    """How a training went.
+
+    Attributes:
+        losses: a sample, by epoch.
+        accuracy: the share of the test images that are classified correctly.
+        capture_s, seconds: of the first step's capture and compilation, and of all that followed.
+        facts: what can be said of a step: (of what, what).
+    """
 
     name: str
     losses: list[float] = field(default_factory=list)
     accuracy: float = 0.0
+    capture_s: float = 0.0
     seconds: float = 0.0
-    step: str = ""
+    facts: list[tuple[str, str]] = field(default_factory=list)
 
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # images, labels -> the loss
@@ -96,7 +105,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, digits: 
         result.accuracy = accuracy(model, digits, rank=rank, num_ranks=num_ranks, device=device)
         result.seconds = time.perf_counter() - start
         log(f"  epoch {epoch + 1:3}/{options.epochs}   loss {result.losses[-1]:.4f}   test accuracy "
-            f"{100 * result.accuracy:5.1f} %   {result.seconds:5.1f} s")
+            f"{100 * result.accuracy:5.1f} %")
 
 
 def accuracy(model: nn.Module, digits: Digits, *, rank: int, num_ranks: int, device: torch.device) -> float:
@@ -139,14 +148,21 @@ def train_rank(options: Options) -> None:
         optimizer = new_optimizer(model)
         step = train_step(model, _loss, optimizer, opt_level=options.opt_level, sync_bn=True, inner=options.inner,
                           ddp=BucketConfig(message_size=_MESSAGE_SIZE), **dtype)
+        digits = load_digits()
         log(f"\n{options.opt_level} with synchronized batch norm and bucketed allreduce on {ranks} of {backend}, inner "
             f"compiler {options.inner!r}, {options.global_batch // num_ranks} images a rank and step")
-        fit(model, optimizer, step, load_digits(), options, result, rank=rank, num_ranks=num_ranks, device=device, log=log)
+        start = time.perf_counter()
+        index = next(batches(NUM_TRAIN, options.global_batch, 0, rank=rank, num_ranks=num_ranks))
+        step.capture(digits.train_images[index].to(device), digits.train_labels[index].to(device))
+        result.capture_s = time.perf_counter() - start
+        fit(model, optimizer, step, digits, options, result, rank=rank, num_ranks=num_ranks, device=device, log=log)
         _check_ranks_agree(model, log)
+        log(f"  the graph took {result.capture_s:.1f} s to capture, and {options.epochs} epochs {result.seconds:.1f} s")
+        difference = _difference_from_ddp(digits, options, device)
         if rank == 0:
             show.passes(step.report, log)
             show.write(step.report, Path(options.out))
-            result.step = show.in_short(step.report)
+            result.facts = [*show.in_short(step.report), ("torch's DDP", _compared(difference))]
             show.write_json(asdict(result), Path(options.out) / "ranks.json")
         dist.barrier()
     finally:
@@ -166,6 +182,27 @@ def train_float32(options: Options) -> Result:
     finally:
         torch.set_num_threads(threads)
     return result
+
+
+def _difference_from_ddp(digits: Digits, options: Options, device: torch.device) -> float:
+    """Return the largest difference between parameters after steps in float32 and after those of torch's DDP in eager."""
+    models = [initial_model().to(device) for _ in range(2)]
+    optimizers = [new_optimizer(model) for model in models]
+    wrapped = nn.parallel.DistributedDataParallel(models[1])
+    steps = [train_step(models[0], _loss, optimizers[0], opt_level="O0", ddp=BucketConfig(layout="ddp"), inner="eager"),
+             eager_step(wrapped, optimizers[1])]
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    for index in itertools.islice(batches(NUM_TRAIN, options.global_batch, 0, rank=rank, num_ranks=num_ranks), _DDP_STEPS):
+        images, labels = digits.train_images[index].to(device), digits.train_labels[index].to(device)
+        for step in steps:
+            step(images, labels)
+    pairs = zip(*(model.parameters() for model in models))
+    return max(float((own - theirs).detach().abs().max()) for own, theirs in pairs)
+
+
+def _compared(difference: float) -> str:
+    same = "the same parameters, bit for bit" if difference == 0 else f"parameters that differ by at most {difference:.1e}"
+    return f"{_DDP_STEPS} steps of DistributedDataParallel and {_DDP_STEPS} of O0 leave {same}"
 
 
 def _check_ranks_agree(model: nn.Module, log: Callable[[str], None]) -> None:

@@ -64,14 +64,14 @@ def test_float32_training_learns():
 ])  # fmt: skip
 def test_the_exit_status_is_the_verdict(tmp_path, capsys, ranks, float32, status, says):
     (tmp_path / "ranks.json").write_text("{}")
-    results = [Result("O2, 2 ranks", [1.0, 0.5], ranks, 1.0, "One step is one graph"),
-               Result("float32", [1.0, 0.4], float32, 1.0)]
+    results = [Result("O2, 2 ranks", [1.0, 0.5], ranks, facts=[("one graph", "596 nodes")]),
+               Result("float32", [1.0, 0.4], float32)]
     assert launch._conclude(*results, tmp_path, 12.0) == status
     assert json.loads((tmp_path / "summary.json").read_text())["passed"] is (status == 0)
     captured = capsys.readouterr()
     assert says in captured.err if says else captured.err == ""
     assert f"{100 * ranks:.2f} %" in captured.out and f"{100 * float32:.2f} %" in captured.out
-    assert captured.out.endswith(f"One step is one graph; open {tmp_path}/report.html to read it pass by pass\n")
+    assert "  one graph      596 nodes\n" in captured.out and f"Open {tmp_path}/report.html" in captured.out
 
 
 @pytest.mark.parametrize("losses", [[1.09, 0.637, 0.569], [0.3], [math.nan], [0.3, math.inf, 0.2]])
@@ -132,7 +132,7 @@ def test_the_whole_demo(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("epoch   4/4", "apexfx report (O2, sync_bn, ddp", "bucket_allreduce", "cast ledger at O2: ",
                  "bucket plan: 5 ", "_c10d_functional.all_reduce_.default", "plain eager float32", "test accuracy\n",
-                 "One step is one graph of "):
+                 "without a break", "the same parameters, bit for bit"):
         assert text in done.stdout, text
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] and summary["ranks"]["accuracy"] >= 0.97
