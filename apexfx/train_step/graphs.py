@@ -42,6 +42,8 @@ _DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_n
            "specialize_float": True,
            # Hooks that are registered, and parameters that are tied, after the first call.
            "skip_nnmodule_hook_guards": False, "skip_no_tensor_aliasing_guards_on_parameters": False}
+# Whether it is Python that checks, at each call, that a parameter of the model is one to update: both are inputs.
+_CHECKS_IN_PYTHON = "use_lamba_guard_for_object_aliasing"
 
 
 @dataclass(frozen=True)
@@ -265,4 +267,7 @@ def _nothing() -> None:
 def _dynamo_settings() -> dict[str, Any]:
     loggers = {getattr(logging.Logger, name) for name in _LOGGERS if hasattr(logging.Logger, name)}
     # Logging would break the graph: what the model logs is left out.
-    return {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers}
+    settings = {**_DYNAMO, "ignore_logging_functions": dynamo_config.ignore_logging_functions | loggers}
+    if hasattr(dynamo_config, _CHECKS_IN_PYTHON):
+        settings[_CHECKS_IN_PYTHON] = False
+    return settings
