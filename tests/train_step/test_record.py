@@ -297,6 +297,10 @@ def test_no_text_of_a_compiled_graph_becomes_code(spikes, tmp_path):
     assert kept <= {"seq_nr", "apexfx_name", "apexfx_kind"}
 
 
+def test_a_digest_of_one_element_is_that_of_its_bits():
+    assert digest(torch.ones(()).expand(1)) == digest(torch.ones(1)) != digest(torch.zeros(1))
+
+
 @pytest.mark.parametrize("text, is_word", [
     ("0/gradients", True), ("cpu:0", True), ("ab,bc->ac", True), ("", True), ("//", False), ("a//b", False), ("a/*b", False),
     ("/", False), ("a\nb", False), ("it's", False), ('a"b', False), ("a\\b", False), ("{a}", False), ("f(x)", False),
