@@ -116,6 +116,8 @@ class StepCompiler:
         check_plain(placeholders, example_inputs)
         _erase_unwritten(gm)
         _check_no_backward(gm)
+        if self.safeguard and not self.reduce_gradients:
+            self._note_written_parameters(gm)
         leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
@@ -144,6 +146,15 @@ class StepCompiler:
         self._check_budget(graph.record)
         warn_unmatched(self.report)
         return self._guarded(compiled, graph.record, collectives, placeholders, places, leaves)
+
+    def _note_written_parameters(self, gm: fx.GraphModule) -> None:
+        memory = frozenset().union(*(storages(value(source)) for node in gm.graph.nodes for source in written(node)))
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if node.meta.get("apexfx_kind") == "param" and storages(value(node)) & memory:
+                message = (f"apexfx: calls that gather gradients write the parameter {node.meta['apexfx_name']!r}, which "
+                           "requires none, and a step that is skipped does not undo that; keep it in a buffer")
+                self.report.note(message)
+                log.warning(message)
 
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory

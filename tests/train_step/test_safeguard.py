@@ -378,6 +378,20 @@ def test_what_cannot_be_taken_back_is_said(write, named, caplog):
     assert caplog.text.count("does not undo") == 1
 
 
+def test_a_frozen_parameter_that_gathering_calls_write_is_said(caplog):
+    def write(model, y):
+        model.codes.data.lerp_(y, 0.1)
+
+    model = Writes(write)
+    model.codes = nn.Parameter(torch.zeros(3), requires_grad=False)
+    step = apexfx.train_step(model, F.cross_entropy, SGD([model.weight, model.bias], lr=0.1), opt_level="O0", inner="eager",
+                             safeguard=True, accumulate=2)
+    x, y, _ = batch(GOOD, torch.Generator().manual_seed(0))
+    for _ in range(4):
+        step(x, y)
+    assert caplog.text.count("write the parameter 'codes'") == 1 and "'codes'" in str(step.report)
+
+
 def test_an_attribute_that_the_first_step_makes_is_taken_back():
     def make_attribute(model, y):
         model.made = y
