@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import HigherOrderOperator, OpOverload, computes_channels_last, tree_leaves
+from .._torch import HigherOrderOperator, OpOverload, computes_channels_last, statically_known_true, tree_leaves
 from ..graph.inputs import gradient_list, replace_gradients
 from ..graph.nodes import before_upcast, call, evaluate, fake_mode, insert_after, set_value, value
 from ..graph.order import draws_random_numbers
@@ -32,6 +33,9 @@ class ChannelsLast(Pass):
     Before:  y = convolution(x, w); ...; gx, gw, _ = convolution_backward(gy, x, w)
     After:   x1 = clone(x, channels_last); w1 = clone(w, channels_last); y = convolution(x1, w1); ...;
              gx, gw, _ = convolution_backward(gy, x1, w1)
+
+    Images of one channel lie either way at once, and a convolution of what may be contiguous computes contiguous: they are read
+    through a view whose strides are those of channels_last.
 
     A float32 gradient that comes out of `convolution_backward` channels_last is laid out as its parameter is: the update would
     copy it otherwise, which takes longer. A half one it copies in less time than Inductor's code does.
@@ -66,14 +70,22 @@ class ChannelsLast(Pass):
         return PassResult(gm, bool(moved))
 
     def _lay_out(self, convolution: fx.Node, copies: dict[fx.Node, fx.Node], mode: Any) -> list[fx.Node]:
-        """Have a convolution read copies of what is not channels_last; return them."""
-        sources = [x for x in convolution.args[:2] if not value(x).is_contiguous(memory_format=torch.channels_last)]
+        """Have a convolution read copies of what is not channels_last, or does not say so; return them."""
+        insert = functools.partial(call, convolution.graph, like=convolution, mode=mode)
+        images, weight = convolution.args[:2]
+        is_ambiguous = _is_ambiguous(value(images))
+        sources = [x for x in (images, weight)
+                   if not value(x).is_contiguous(memory_format=torch.channels_last) or x is images and is_ambiguous]
         for source in sources:
             if source not in copies:
+                detail = "once, for forward and backward"
                 with convolution.graph.inserting_before(convolution):
-                    copies[source] = call(convolution.graph, aten.clone.default, (source,),
-                                          {"memory_format": torch.channels_last}, like=convolution, mode=mode)
-                self.record(copies[source], f"{tuple(value(source).shape)} once, for forward and backward")
+                    if source is images and is_ambiguous:
+                        rows = insert(aten.unsqueeze.default, (insert(aten.squeeze.dim, (source, 1)), 3))
+                        copies[source], detail = insert(aten.permute.default, (rows, [0, 3, 1, 2])), "as a view, without a copy"
+                    else:
+                        copies[source] = insert(aten.clone.default, (source,), {"memory_format": torch.channels_last})
+                self.record(copies[source], f"{tuple(value(source).shape)} {detail}")
             convolution.replace_input_with(source, copies[source])
         return [copies[source] for source in sources]
 
@@ -90,6 +102,12 @@ class ChannelsLast(Pass):
                                             {"memory_format": torch.contiguous_format}, like=gradient, mode=mode)
                 self.record(gradients[place], f"{tuple(value(gradient).shape)} as its parameter lies")
         replace_gradients(node, gradients)
+
+
+def _is_ambiguous(images: Tensor) -> bool:
+    """Return whether images of one channel have the strides of contiguous ones, for which torch then takes them."""
+    (_, channels, *_), (_, stride, *_) = images.shape, images.stride()
+    return statically_known_true(channels == 1) and images.is_contiguous() and not statically_known_true(stride == 1)
 
 
 def _lies_otherwise(gradient: Tensor, parameter: Tensor) -> bool:

@@ -71,6 +71,24 @@ def test_printed_graph():
     assert not ChannelsLast()(gm).modified
 
 
+def test_images_of_one_channel_say_that_they_are_channels_last():
+    def run(x, w):
+        y = convolution(x, w)
+        return y, convolution_backward(y, x, w)[1]
+
+    gm, tensors = traced(run, (2, 1, 5, 5), (4, 1, 3, 3))
+    expected = gm(*tensors)
+    pass_ = ChannelsLast()
+    assert pass_(gm).modified and [match.detail for match in pass_.matches] == ["(2, 1, 5, 5) as a view, without a copy"]
+    convolutions = gm.graph.find_nodes(op="call_function", target=aten.convolution.default)
+    assert all(map(is_channels_last, convolutions)) and not gm.graph.find_nodes(op="call_function", target=aten.clone.default)
+    gm.recompile()
+    results = gm(*tensors)
+    assert results[0].is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-4)  # sums in another order
+    assert not ChannelsLast()(gm).modified
+
+
 def reads_strides(x, w):
     y = convolution(x, w)
     return aten.as_strided.default(y, [3], [1])
