@@ -52,6 +52,8 @@ if os.path.exists(CHECKPOINT):
     optimizer.load_state_dict(saved["optimizer"])
     schedule.load_state_dict(saved["schedule"])
     first_epoch = saved["epoch"]
+    if rank == 0:
+        print(f"{CHECKPOINT} has {first_epoch} of {EPOCHS} epochs; delete it to begin anew")
 
 for epoch in range(first_epoch, EPOCHS):
     model.train()

@@ -49,6 +49,11 @@ def test_the_reference_has_every_name_that_is_promised():
     assert names == {name for name in dir(apexfx) if name != "__version__"}
 
 
+def test_the_site_has_every_page():
+    site = (pages.ROOT / "mkdocs.yml").read_text()
+    assert [path.name for path in (pages.ROOT / "docs").glob("*.md") if f" {path.name}\n" not in site] == []
+
+
 def test_the_ratios_of_the_pages_are_those_on_record():
     def ratios(record):
         rows = json.loads((pages.ROOT / "benchmarks/results" / record).read_text())["rows"]
