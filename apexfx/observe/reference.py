@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import TorchDispatchMode, custom_op_function, is_without_derivative, tree_leaves, tree_map
+from .._torch import TorchDispatchMode, custom_op_function, is_without_derivative, tree_flatten, tree_leaves, tree_map
 from ..graph.mutation import written
 from .interpreter import evaluate
 from .non_finite import is_of_backward
@@ -87,6 +87,7 @@ class Reference:
         for node in reversed(graph.nodes):
             self._last_read_by[node] = [source for source in node.all_input_nodes if source not in read]
             read.update(node.all_input_nodes)
+        self._constant_arguments: dict[Any, list[int]] = {}  # kind of a call -> places of those that it has no derivative by
         self._roots: list[Tensor] = []
         self._deltas: dict[fx.Node, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._trains = any(map(is_of_backward, graph.nodes))
@@ -145,7 +146,7 @@ class Reference:
             with self._inside(node) as function:
                 call = function if function is not None else lambda *args, **kwargs: evaluate(node, args, kwargs)
                 result = call(*args, **kwargs)
-                if constants := set() if writes else _without_derivative(result, (args, kwargs)):
+                if constants := set() if writes else self._without_derivative(node, result, (args, kwargs)):
                     args, kwargs = tree_map(lambda x: x.detach() if id(x) in constants else x, (args, kwargs))
                     result = call(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no such kernel
@@ -156,6 +157,15 @@ class Reference:
         if isinstance(result, tuple) and "norm" in name and "backward" not in name:  # its backward's derivative knows statistics
             result = (result[0], *map(_detached, result[1:]))
         return tree_map(lambda x: _detached(x) if isinstance(x, Tensor) and is_without_derivative(x) else x, result), True
+
+    def _without_derivative(self, node: fx.Node, result: Any, call: Call) -> set[int]:
+        """Return the ids of the arguments of `_without_derivative`, which is asked once for each kind of call."""
+        leaves, structure = tree_flatten(call)
+        kind = (node.target, structure, *((x.dtype, x.dim(), x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves))
+        if kind not in self._constant_arguments:
+            constants = _without_derivative(result, call)
+            self._constant_arguments[kind] = [place for place, x in enumerate(leaves) if id(x) in constants]
+        return {id(leaves[place]) for place in self._constant_arguments[kind]}
 
     @contextlib.contextmanager
     def _inside(self, node: fx.Node) -> Iterator[Any]:
