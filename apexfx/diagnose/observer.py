@@ -45,12 +45,14 @@ class ParameterOps:
     Attributes:
         tensors: address -> the parameter that it is, or whose gradient.
         of_gradients: whether it reads gradients, and no parameters.
+        writes: whether it writes to the parameters.
     """
 
     uses: Uses = field(default_factory=Uses)
     tensors: dict[int, Tensor] = field(default_factory=dict)
     names: Counter[str] = field(default_factory=Counter)
     of_gradients: bool = False
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class Observer(TorchDispatchMode):
     def _note_read(self, tensor: Tensor, ms: float) -> None:
         if self._in_method or not (tensor.is_cuda or self._is_dependent(tensor) and not self.in_optimizer):
             return
-        if (place := places.here()) is not None:
+        if (place := places.here()) is not None and not places.is_below_torch("amp"):  # a GradScaler's, which has to
             self.reads[place].add(self.num_steps, ms)
 
     def _watched(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -201,5 +203,6 @@ class Observer(TorchDispatchMode):
         ops.uses.add(self.num_steps, ms)
         ops.names[name] += 1
         ops.of_gradients |= bool(read)
+        ops.writes |= name.endswith("_") and addresses[0] in self._parameters
         for address in updated or read[:1]:
             ops.tensors[address] = self._parameters[address]

@@ -63,7 +63,7 @@ class Plan:
             if len(ops.tensors) >= _MANY_PARAMETERS and session.observer.is_usual(ops.uses):
                 self.loops[loop_span(place)].append(ops)
         for span, lines in self.loops.items():
-            if all(set(ops.names) <= _AVERAGING and not ops.of_gradients for ops in lines):
+            if all(set(ops.names) <= _AVERAGING and not ops.of_gradients and not ops.writes for ops in lines):
                 self.foreach_ms[span] = foreach_ms(list({key: t for ops in lines for key, t in ops.tensors.items()}.values()))
         return list(self.loops)
 

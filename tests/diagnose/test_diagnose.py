@@ -63,6 +63,7 @@ CASES = {
     "average of a dictionary": ("ema_loop", {
         "OPTIMIZER": "average = copy.deepcopy(model).state_dict()",
         "AFTER": "for k, v in model.state_dict().items(): average[k] = 0.9 * average[k] + 0.1 * v.detach() #!"}),
+    "weight decay": ("parameter_loop", {"AFTER": "for p in model.parameters(): p.data.mul_(0.999) #!"}),  # no average
     "norms of gradients": ("parameter_loop", {
         "AFTER": "norms = [p.grad.norm() for p in model.parameters()] #!"}),
     "norms of new gradients": ("parameter_loop", {
@@ -95,6 +96,8 @@ CLEAN = {
     "averages at once": {"OPTIMIZER": "averages = [p.detach().clone() for p in model.parameters()]",
                          "AFTER": "torch._foreach_lerp_(averages, list(model.parameters()), 0.01)"},
     "clips": {"AFTER": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
+    "scales losses": {"OPTIMIZER": "scaler = torch.amp.GradScaler('cpu')",
+                      "AFTER": "scaler.scale(run(inputs).sum()).backward(); scaler.step(optimizer); scaler.update()"},
     "zeros gradients": {"AFTER": "optimizer.zero_grad(set_to_none=False)"},
     "compiled": {"MODEL": "run = torch.compile(model, backend='eager')"},
     "compiled in place": {"MODEL": "model.compile(backend='eager')"},
