@@ -214,8 +214,8 @@ class CompiledModel:
         self._checked = True
         if breaks:
             shown = "; ".join(breaks[:3]) + (f"; and {len(breaks) - 3} more" if len(breaks) > 3 else "")
-            message = (f"apexfx: Dynamo broke the graph {count_text(len(breaks), 'time')}: {shown}. What runs between the graphs is out of "
-                       "reach of the passes")
+            message = (f"apexfx: Dynamo broke the graph {count_text(len(breaks), 'time')}: {shown}. What runs between the "
+                       "graphs is out of reach of the passes")
             self._warn(message) if self._asks_for_passes(model) else self.report.note(message)
         obstacles = untraceable(self._submodules)
         if len(self.report.graphs) == self._first_graph:

@@ -38,8 +38,8 @@ class MethodFrames:
 
         Args:
             node: of a graph of Dynamo's.
-            recorded: class of the module that Dynamo recorded for it. Where that inherits its forward from torch, no frame need be
-                its own: those of others, if they do not lie within one that is, lie around it.
+            recorded: class of the module that Dynamo recorded for it. Where that inherits its forward from torch, no frame need
+                be its own: those of others, if they do not lie within one that is, lie around it.
 
         Returns:
             The modules of the innermost frame that is a method's; [] where `recorded` is the module, or there is none.

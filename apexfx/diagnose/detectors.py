@@ -99,8 +99,8 @@ def _not_compiled(session: Session, plan: Plan) -> Iterator[Finding | str]:
         name = type(target).__name__ if note.module is not None else getattr(target, "__name__", "a function")
         if not note.num_calls:
             rows.append((f"compile {index}", note.place, f"what this torch.compile makes of {name} was not called in "
-                         f"{session.num_steps} steps", "call what it returns, or model.compile(); where it is for later, as for an "
-                         "evaluation, nothing"))
+                         f"{session.num_steps} steps", "call what it returns, or model.compile(); where it is for later, as for "
+                         "an evaluation, nothing"))
     for name, place, what, change in rows:
         experiment, saved = plan.tried.get(name), session.saving(name)
         if isinstance(experiment, CompiledModule) and experiment.error:

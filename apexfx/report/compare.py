@@ -37,7 +37,7 @@ class Change:
 
 
 class Comparison(Sequence[Change]):
-    """The changes between two reports, in order: options, graphs, constants, ops, casts, buckets, memory. `print` it for a table."""
+    """The changes between two reports: options, graphs, constants, ops, casts, buckets, memory. `print` it for a table."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
         self.changes = tuple(changes)

@@ -288,7 +288,7 @@ class Report:
         return report
 
     def compare(self, other: Report) -> Comparison:
-        """Return what is different in `other`, another run, commit or level: options, graphs, constants, ops, casts, buckets, memory.
+        """Return what differs in `other`, another run, commit or level: options, graphs, constants, ops, casts, buckets, memory.
 
         Names of nodes and line numbers, which differ by accident, are left out. `print` it for a table.
         """
