@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import ddp_bucket_indices
 from ..config import HALVES, BucketConfig
+from ..graph.printing import count_text
 from . import ddp_layout
 from .bucket import Bucket, GradientSpec, Slot, dim_order, group_gradients
 from .windows import Window
@@ -266,8 +267,8 @@ class BucketPlan:
                 for index, bucket in enumerate(self.buckets)]
         headers = ("bucket", "parameters", "n", "dtype", "MiB", "divide pre / post", "start after", "wait before",
                    "window MFLOP")
-        title = (f"bucket plan: {len(self.buckets)} allreduces, {self.total_bytes / 2**20:.3f} MiB, "
-                 f"{self.world_size} ranks, layout {self.layout!r}\n")
+        title = (f"bucket plan: {count_text(len(self.buckets), 'allreduce')}, {self.total_bytes / 2**20:.3f} MiB, "
+                 f"{count_text(self.world_size, 'rank')}, layout {self.layout!r}\n")
         return title + tabulate(rows, headers=headers, disable_numparse=True)
 
 

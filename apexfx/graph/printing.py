@@ -50,6 +50,11 @@ def size_text(number: int) -> str:
     return f"{number / 1024:.1f} KiB" if number < 2**20 else f"{number / 2**20:.2f} MiB"
 
 
+def count_text(number: int, noun: str) -> str:
+    """Return "1 cast", "2 casts"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def describe_value(val: Any) -> str:
     """Return "f32[4,8]" for a tensor, "" for anything else."""
     if isinstance(val, torch.Tensor):

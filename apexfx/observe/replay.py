@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from .._torch import register_process_group, resolve_process_group, tree_leaves, tree_map, unregister_process_group
 from ..graph.nodes import op_name, source_line
+from ..graph.printing import count_text
 from . import bundle as bundles
 from .digests import Code, Digests, run_compiled
 from .interpreter import Interpreter
@@ -87,10 +88,10 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
         return "\n".join(lines), bool(changes)
     if different:
         first = different[0]
-        lines.append(f"other bits in {len(different)} of {len(compared)} nodes; the first is {first.name}: {op_name(first)}"
-                     f"{_where(first)}")
+        lines.append(f"other bits in {len(different)} of {count_text(len(compared), 'node')}; the first is {first.name}: "
+                     f"{op_name(first)}{_where(first)}")
         return "\n".join(lines), bool(changes)
-    lines.append(f"the same bits in all of {len(compared)} nodes")
+    lines.append(f"the same bits in all of {count_text(len(compared), 'node')}")
     if until is not None or compiler is None or bundle.data["compiled"] is None:
         return "\n".join(lines), True
     text, same = _compiled_again(bundle, compiler)
@@ -108,10 +109,11 @@ def _compiled_again(bundle: bundles.Bundle, compiler: Callable[[fx.GraphModule, 
     except Exception as error:
         raise ValueError(f"apexfx: the compiled graph cannot be run here: {str(error).strip()}") from error
     recorded = bundle.data["compiled"]["digests"]
+    results = count_text(len(recorded), "result")
     different = [name for name in recorded if recorded[name] != digests.get(name)]
     if different:
-        return f"compiled: other bits in {len(different)} of {len(recorded)} results; the first is {different[0]}", False
-    return f"compiled: the same bits in all of {len(recorded)} results", True
+        return f"compiled: other bits in {len(different)} of {results}; the first is {different[0]}", False
+    return f"compiled: the same bits in all of {results}", True
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from ..errors import PassError
 from ..graph.inputs import Placeholder, gradient_list, gradients, replace_gradients
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, value
 from ..graph.printed_names import identifier
-from ..graph.printing import short_dtype
+from ..graph.printing import count_text, short_dtype
 from ..report.records import Artifacts
 from .base import Pass
 
@@ -126,7 +126,7 @@ class BucketAllreduce(Pass):
             emitter.finish(index, start)
         emitter.connect_outputs()
         for start, bucket in zip(starts, plan.buckets):
-            self.record(start, f"allreduce of {len(bucket.slots)} gradients, {bucket.total_bytes} bytes")
+            self.record(start, f"allreduce of {count_text(len(bucket.slots), 'gradient')}, {bucket.total_bytes} bytes")
         self.plan = plan.with_windows(windows(gm))
         return PassResult(gm, True)
 

@@ -14,6 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 from .._torch import below_functorch, has_kernel
 from ..graph.mutation import bodies
 from ..graph.nodes import call, fake_mode, insert_after, size_hint, value
+from ..graph.printing import count_text
 from ..ops import layer_norm, rms_norm  # noqa: F401  registers the ops
 from ..precision.casts import RemovedCast
 from ..report.records import Artifacts
@@ -104,7 +105,7 @@ class FuseNorm(Pass):
             outputs = call(graph, target, (*inputs, *parameters, *tail), like=norm.root, mode=mode)
         with insert_after(outputs):
             y = call(graph, operator.getitem, (outputs, 0), like=norm.root, mode=mode)
-        self.record(norm.root, f"{norm.op} -> {target} ({len(norm.nodes)} nodes)")
+        self.record(norm.root, f"{norm.op} -> {target} ({count_text(len(norm.nodes), 'node')})")
         norm.root.replace_all_uses_with(y)
         if norm.residual is not None:
             add = norm.nodes[0]

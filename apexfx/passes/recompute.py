@@ -19,6 +19,7 @@ from ..graph.liveness import Liveness
 from ..graph.mutation import written
 from ..graph.nodes import call, fake_mode
 from ..graph.order import aliases
+from ..graph.printing import count_text
 from ..report.memory import kinds_of_memory
 from .base import Pass
 
@@ -76,7 +77,7 @@ class Recompute(Pass):
                 break
             chain = peak.chain(memory, at_any_cost=self.budget is not None)
             if chain:
-                self.record(chain[-1], f"{len(chain)} ops again for {peak.graph.sizes[memory]} bytes")
+                self.record(chain[-1], f"{count_text(len(chain), 'op')} again for {peak.graph.sizes[memory]} bytes")
                 peak.recompute(memory, chain)
                 left -= peak.graph.sizes[memory]
         return len(self.matches) > before

@@ -14,6 +14,7 @@ from ..buckets.windows import Window, windows
 from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import written
 from ..graph.order import aliases
+from ..graph.printing import count_text
 from ..report.records import Artifacts
 from .base import Pass
 from .bucket_allreduce import DELAYED
@@ -60,7 +61,8 @@ class ScheduleComm(Pass):
         self.schedule = windows(gm)
         by_name = {node.name: node for node in order}
         for window in self.schedule:
-            self.record(by_name[window.start], f"{window.nodes} nodes and {window.flops} flops between start and wait")
+            between = f"{count_text(window.nodes, 'node')} and {window.flops} flops"
+            self.record(by_name[window.start], f"{between} between start and wait")
         return PassResult(gm, modified)
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:

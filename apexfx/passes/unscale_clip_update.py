@@ -14,6 +14,7 @@ from ..config import HALVES
 from ..graph.inputs import apply_node, trained_inputs
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import CASTS, before_upcast, call, fake_mode, inline, insert_after, value
+from ..graph.printing import count_text
 from ..ops.apply_gradients import StepPlan
 from ..optimizers.compositions import COMPOSITIONS
 from ..optimizers.update import apply
@@ -71,7 +72,7 @@ class UnscaleClipUpdate(Pass):
                 user.replace_all_uses_with((skip, norm)[place])
             gm.graph.erase_node(user)
         for group in plan.groups:
-            self.record(node, f"{group.op} over {group.num_params} parameters")
+            self.record(node, f"{group.op} over {count_text(group.num_params, 'parameter')}")
         if not plan.groups:
             self.record(node, "the gradients leave the graph, for an optimizer that runs outside of it")
         gm.graph.erase_node(node)

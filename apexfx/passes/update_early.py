@@ -17,6 +17,7 @@ from ..graph.collectives import is_collective, is_wait
 from ..graph.mutation import written
 from ..graph.nodes import call, fake_mode, size_hint, value
 from ..graph.order import readers
+from ..graph.printing import count_text
 from ..report.records import Artifacts
 from .base import Pass
 
@@ -57,7 +58,7 @@ class UpdateEarly(Pass):
             if len(parts) > 1 or parts[0].is_late():
                 for part in parts:
                     early = part.put(placed)
-                    self.record(early, f"{len(part.members)} parameters behind {part.anchor.name}")
+                    self.record(early, f"{count_text(len(part.members), 'parameter')} behind {part.anchor.name}")
                 gm.graph.erase_node(update)
                 modified = True
         gm.graph.eliminate_dead_code(is_impure_node=lambda node: node.target not in _READS_COUNT)

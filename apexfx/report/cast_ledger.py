@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..graph.printing import size_text
+from ..graph.printing import count_text, size_text
 from ..precision.casts import RemovedCast
 from .fold_repeats import fold, group
 
@@ -114,8 +114,3 @@ class CastLedger(Sequence[Cast]):
 def _where(members: Sequence[Cast], most: int = 2) -> str:
     kinds = [text for _, text in fold(member.tensor for member in members)]
     return ", ".join(kinds[:most]) + (f" and {len(kinds) - most} more" if len(kinds) > most else "")
-
-
-def count_text(number: int, noun: str) -> str:
-    """Return "1 cast", "2 casts"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tabulate import tabulate
 
-from ..graph.printing import size_text
-from .cast_ledger import count_text
+from ..graph.printing import count_text, size_text
 from .fold_repeats import fold, group, pieces
 from .ops import Op
 from .records import GraphReport, runs
@@ -136,8 +135,8 @@ def _buckets(report: Report, labels: Mapping[int, str]) -> dict[str, str]:
     """Return {"train, bucket 0": "12 gradients, 1.25 MiB float32, fc.bias to conv.weight"} of every plan."""
     plans = [(labels[graph.index], entry.artifacts.plan) for graph, _, entry in runs(report.graphs)
              if entry.artifacts.plan is not None and graph.index in labels]
-    return {f"{label}, bucket {index}": f"{len(bucket.slots)} gradients, {size_text(bucket.total_bytes)} {bucket.dtypes()}, "
-                                        f"{bucket.parameters[0]} to {bucket.parameters[-1]}"
+    return {f"{label}, bucket {index}": f"{count_text(len(bucket.slots), 'gradient')}, {size_text(bucket.total_bytes)} "
+                                        f"{bucket.dtypes()}, {bucket.parameters[0]} to {bucket.parameters[-1]}"
             for label, plan in plans for index, bucket in enumerate(plan.buckets)}
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from tabulate import tabulate
 
+from ..graph.printing import count_text
 from ..precision.op_rows import FOLLOWS, OpRow
 from ..precision.policy import covers
-from .cast_ledger import count_text
 from .fold_repeats import fold, group, pieces
 
 _FLOATS = ("f16", "bf16", "f32", "f64")

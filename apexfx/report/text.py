@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..graph.printing import shorten_hashes
+from ..graph.printing import count_text, shorten_hashes
 from .fold_repeats import fold
 from .records import GraphReport, Match, runs, uncovered, unmatched
 
@@ -33,15 +33,15 @@ def report_text(config: dict[str, Any], graphs: Sequence[GraphReport], notes: Se
         rows.append((graph.index, stage.stage + (" (cached)" if stage.from_cache else ""), entry.name, len(entry.matches),
                      f"{entry.nodes_before} -> {entry.nodes_after}", ops_text(entry.added, entry.removed), f"{entry.ms:.1f}"))
     headers = ("graph", "stage", "pass", "matches", "nodes", "ops added (+), removed (-)", "ms")
-    lines = [f"apexfx report ({options_text(config)}): {len(graphs)} graph{'' if len(graphs) == 1 else 's'}, "
-             f"{num_runs} pass runs, {ms:.1f} ms",
+    lines = [f"apexfx report ({options_text(config)}): {count_text(len(graphs), 'graph')}, "
+             f"{count_text(num_runs, 'pass run')}, {ms:.1f} ms",
              tabulate(rows, headers=headers, disable_numparse=True,
                       colalign=("right", "left", "left", "right", "right", "left", "right"))]
     lines += [f"graph {graph.index}: {graph.identity}" for graph in graphs[:_MAX_GRAPHS] if graph.identity]
     if graphs[_MAX_GRAPHS:]:
-        lines.append(f"and {len(graphs) - _MAX_GRAPHS} more graphs: report.graphs, each with its `identity`")
+        lines.append(f"and {count_text(len(graphs) - _MAX_GRAPHS, 'more graph')}: report.graphs, each with its `identity`")
     if left_out:
-        lines.append(f"{left_out} rows in which a pass had nothing to do are left out.")
+        lines.append(f"Left out: {count_text(left_out, 'row')} in which a pass had nothing to do.")
     return "\n".join([*lines, *_places_lines(graphs), *remarks(graphs, notes)])
 
 
@@ -52,7 +52,7 @@ def ops_text(added: Counter[str], removed: Counter[str]) -> str:
         common = Counter(ops).most_common()
         lines += [f"{sign} {number} {op}" for op, number in common[:_MAX_OPS]]
         if rest := common[_MAX_OPS:]:
-            lines.append(f"{sign} {sum(number for _, number in rest)} of {len(rest)} other ops")
+            lines.append(f"{sign} {sum(number for _, number in rest)} of {count_text(len(rest), 'other op')}")
     return "\n".join(lines) or "-"
 
 

@@ -180,7 +180,7 @@ def test_ledger_keeps_what_was_cancelled_apart():
 def test_buckets_returns_the_plan():
     plan = make_report(Plan(), ddp=True).buckets()
     assert plan.parameters == ("weight",)
-    assert "bucket plan: 1 allreduces" in str(plan)
+    assert "bucket plan: 1 allreduce," in str(plan)
     with pytest.raises(RuntimeError, match="ask for it by ddp=True"):
         make_report(Plan()).buckets()
     with pytest.raises(RuntimeError, match=r"run a training step \(loss.backward\(\)\)"):
