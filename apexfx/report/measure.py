@@ -14,13 +14,14 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from .._torch import ProfiledEvent, ProfilerSpan, profiled_events
-from .profile import COMMUNICATION, COMPUTE, UNATTRIBUTED, CollectiveTime, KernelTime, Profile, TraceEvent
+from .profile import COMMUNICATION, COMPUTE, LOSS, UNATTRIBUTED, UPDATE, CollectiveTime, KernelTime, Profile, TraceEvent
 from .records import GraphReport
 from .spans import GraphCode, graph_codes, marked
 
 _STEP = "apexfx step"
 _COLLECTIVE = "_c10d_functional"  # in the names of ops
 _VIEWS = {f"aten.{name}" for name in ("view", "reshape", "t", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice")}
+_UPDATES = ("unscale_clip_update", "update_early")  # passes that put in the optimizer's update
 _BACKENDS = ("gloo", "mpi", "ucc")  # that communicate on the host, by the names of their events
 
 
@@ -168,19 +169,22 @@ def _describe(run: _Run, calls: float, ms: float) -> KernelTime:
     known = [place for node in code.kernels.get(run.kernel, ()) if (place := _place(code, node)) is not None]
     own = [place for place in known if run.kernel.startswith(f"torch.ops.{place[1]}.")]
     known = own or known  # of an op that Inductor calls as it is, without the views that it is given
-    modules, ops, passes, lines = (tuple(dict.fromkeys(column)) for column in zip(*known)) if known else ((),) * 4
+    modules, ops, passes, lines, captured = (tuple(dict.fromkeys(column)) for column in zip(*known)) if known else ((),) * 5
     modules, passes = tuple(sorted(modules)), tuple(sorted(passes))
     ops = tuple(op for op in ops if op not in _VIEWS) or ops
     name = run.kernel if code.by_node else run.kernel.rpartition(":")[0]
     if name.startswith("torch.ops."):  # torch may name the node that wrote its memory last
         ops = (name.removeprefix("torch.ops.").rpartition(".")[0],)
     return KernelTime(kernel=name, kind=run.kind, calls=calls, ms=ms, graph=code.graph.index if code.graph else None,
-                      stage=code.stage, nodes=tuple(code.kernels.get(run.kernel, ())), modules=modules, ops=ops, passes=passes,
-                      lines=tuple(filter(None, lines)))
+                      stage=code.stage, nodes=tuple(code.kernels.get(run.kernel, ())), captured=tuple(filter(None, captured)),
+                      modules=modules, ops=ops, passes=passes, lines=tuple(filter(None, lines)))
 
 
-def _place(code: GraphCode, node: str) -> tuple[str, str, str, str] | None:
-    """Return module, op, pass and line of a node; None where its graph is not one of the report's, or torch has made it."""
+def _place(code: GraphCode, node: str) -> tuple[str, str, str, str, str] | None:
+    """Return module, op, pass and line of a node, and that of the captured graph that it comes from.
+
+    None where its graph is not one of the report's, or torch has made it.
+    """
     if code.graph is None:
         return None
     places, captured = code.places, code.graph.forward.places
@@ -191,7 +195,8 @@ def _place(code: GraphCode, node: str) -> tuple[str, str, str, str] | None:
     if not node:
         return None
     origin = places.passes.get(node) or captured.passes.get(source, "")
-    return places.module_of.get(node, ""), places.ops[node], origin, places.lines.get(node, "")
+    module = places.module_of.get(node, "") or (UPDATE if origin in _UPDATES else LOSS if source in code.outside else "")
+    return module, places.ops[node], origin, places.lines.get(node, ""), source
 
 
 def _collectives(timeline: _Timeline) -> Iterator[CollectiveTime]:

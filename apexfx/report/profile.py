@@ -11,12 +11,14 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..graph.printing import size_text
+from ..graph.printing import count_text, size_text
 from .fold_repeats import fold, group, pieces
 
 COMPUTE, COMMUNICATION, UNATTRIBUTED = "compute", "communication", "unattributed"
+UPDATE, LOSS, _MODEL = "the update", "the loss", "model"  # of what belongs to no module
 _NO_MODULE, _CAPTURED, _OUTSIDE, _UNKNOWN = "no module", "as captured", "outside of graphs", "compiled code of no report"
 _MAX_ROWS, _MAX_NAMES = 12, 3
+COLLECTIVE_HEADERS = ("bucket", "gradients", "size", "window MFLOP", "window ms", "in flight ms", "exposed ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +31,10 @@ class KernelTime:
         ms: milliseconds a step; of communication, those in which nothing else runs.
         calls: a step.
         graph, stage: of the report; None where it belongs to no graph of it.
-        nodes: of the stage's graph that it computes; several where they are fused.
-        modules, ops, passes, lines: of these nodes, each once; "" is no module, and no pass.
+        nodes: of the graph that runs that it computes; several where they are fused.
+        captured: nodes of the captured graph that those were lowered from.
+        modules, ops, passes, lines: of these nodes, each once; "" is the model itself, and no pass; "the update" and "the loss"
+            are of a training step.
         outside: whether it ran in no graph.
     """
 
@@ -41,6 +45,7 @@ class KernelTime:
     graph: int | None = None
     stage: str = ""
     nodes: tuple[str, ...] = ()
+    captured: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     ops: tuple[str, ...] = ()
     passes: tuple[str, ...] = ()
@@ -189,11 +194,20 @@ class Profile:
                              "dur": event.duration / 1e3, "args": about})
         Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
 
+    @property
+    def summary(self) -> str:
+        """One line: how long a step takes, where, and how much of it is known."""
+        return (f"profile of {count_text(len(self.step_ms), 'step')} on {self.device}: {self.ms:.2f} ms a step "
+                f"({self.plain_ms:.2f} without the profiler), {self.attributed:.0%} in kernels of its graphs")
+
+    def tables(self) -> dict[str, list[TimeRow]]:
+        """Return the tables that are printed, by what their rows are."""
+        return {"module": self.by_module(), "op": self.by_op(), "pass": self.by_pass(), "line": self.by_line()}
+
     def __str__(self) -> str:
-        lines = [f"profile of {len(self.step_ms)} steps on {self.device}: {self.ms:.2f} ms a step ({self.plain_ms:.2f} without "
-                 f"the profiler), {self.attributed:.0%} in kernels of its graphs"]
-        for what in ("module", "op", "pass", "line"):
-            lines += ["", *self._rows(what, getattr(self, f"by_{what}")())]
+        lines = [self.summary]
+        for what, rows in self.tables().items():
+            lines += ["", *self._rows(what, rows)]
         if self.collectives:
             lines += ["", _collective_table(self.collectives)]
         if self.memory:
@@ -203,10 +217,10 @@ class Profile:
     def _rows(self, what: str, rows: Sequence[TimeRow]) -> list[str]:
         no_kernel = {t.kernel for t in self.times if t.kind == UNATTRIBUTED}
         shown, rest = _cut(rows, [row for row in rows if row.name in no_kernel])
-        cells = [(f"{row.ms:.3f}", f"{row.ms / self.ms:.1%}", f"{row.calls:g}", _row_name(row)) for row in shown]
+        cells = [(f"{row.ms:.3f}", f"{row.ms / self.ms:.1%}", f"{row.calls:g}", row_name(row)) for row in shown]
         text = tabulate(cells, headers=("ms", "share", "calls", what), disable_numparse=True, colalign=("right",) * 3 + ("left",),
                         maxcolwidths=[None, None, None, 90])
-        more = f"and {len(rest)} more rows of profile.by_{what}(), {sum(row.ms for row in rest):.3f} ms"
+        more = f"and {count_text(len(rest), 'more row')} of profile.by_{what}(), {sum(row.ms for row in rest):.3f} ms"
         return [text, *([more] if rest else [])]
 
 
@@ -216,7 +230,8 @@ def _pattern(name: str) -> tuple[str, ...]:
     return (*split[::2], *(split[-2:-1] if len(split) > 3 and not split[-1] else ()))
 
 
-def _row_name(row: TimeRow) -> str:
+def row_name(row: TimeRow) -> str:
+    """Return the name of a row; of uneven layers, with the one that takes most."""
     uneven = row.number > 1 and row.most_ms > 2 * row.ms / row.number
     return f"{row.name}, {row.most_ms:.3f} of it {row.most}" if uneven else row.name
 
@@ -238,20 +253,24 @@ def _paths(modules: Sequence[str]) -> str:
     if not modules:
         return _UNKNOWN
     if len(modules) <= _MAX_NAMES:
-        return " + ".join(path or _NO_MODULE for path in modules)
+        return " + ".join(path or _MODEL for path in modules)
     above = modules[0].split(".")
     for path in modules[1:]:
         same = [a == b for a, b in zip(above, path.split("."))]
         above = above[:(same + [False]).index(False)]
-    return f"{'.'.join(above) or 'model'}: {len(modules)} modules in a kernel"
+    return f"{'.'.join(above) or _MODEL}: {len(modules)} modules in a kernel"
 
 
 def _collective_table(collectives: Sequence[CollectiveTime]) -> str:
-    rows = [("-" if c.bucket is None else c.bucket, _names(c.parameters, f"{c.module or _NO_MODULE}: {c.start}"),
+    return tabulate(collective_cells(collectives), headers=COLLECTIVE_HEADERS, disable_numparse=True,
+                    colalign=("right", "left") + ("right",) * 5)
+
+
+def collective_cells(collectives: Sequence[CollectiveTime]) -> list[tuple[str, ...]]:
+    """Return the texts of a table, under `COLLECTIVE_HEADERS`."""
+    return [("-" if c.bucket is None else str(c.bucket), _names(c.parameters, f"{c.module or _NO_MODULE}: {c.start}"),
              "-" if c.num_bytes is None else size_text(c.num_bytes), f"{c.window_flops / 1e6:.1f}", f"{c.window_ms:.3f}",
              f"{c.in_flight_ms:.3f}", f"{c.exposed_ms:.3f}") for c in collectives]
-    headers = ("bucket", "gradients", "size", "window MFLOP", "window ms", "in flight ms", "exposed ms")
-    return tabulate(rows, headers=headers, disable_numparse=True, colalign=("right", "left") + ("right",) * 5)
 
 
 def _memory_lines(memory: dict[str, int]) -> list[str]:
@@ -259,6 +278,6 @@ def _memory_lines(memory: dict[str, int]) -> list[str]:
     rows = [(sum(size for _, size in members), fold(path for path, _ in members)[0][1]) for members in grouped]
     shown, rest = _cut(sorted(rows, reverse=True), ())
     cells = [(size_text(size), name or _NO_MODULE) for size, name in shown]
-    more = f"and {len(rest)} more modules, {size_text(sum(size for size, _ in rest))}"
+    more = f"and {count_text(len(rest), 'more module')}, {size_text(sum(size for size, _ in rest))}"
     return [tabulate(cells, headers=("bytes at the peak", "module"), disable_numparse=True, colalign=("right", "left")),
             *([more] if rest else [])]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,6 +49,11 @@ class GraphCode:
     stage: str = ""
     places: NodePlaces = field(default_factory=NodePlaces)
     by_node: bool = False
+
+    @functools.cached_property
+    def outside(self) -> set[str]:
+        """Nodes of the captured graph that belong to no module of the model: the loss of a training step."""
+        return {op.node for op in self.graph.forward.ops if op.outside} if self.graph is not None else set()
 
 
 def graph_codes(graphs: Sequence[GraphReport]) -> list[GraphCode]:

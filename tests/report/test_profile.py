@@ -107,6 +107,9 @@ def test_passes_are_told_apart():
     by_pass = {row.name: row.ms for row in profile.by_pass()}
     assert {"as captured", "precision", "unscale_clip_update"} <= by_pass.keys()
     assert {t.ops for t in profile.times if t.passes == ("precision",)} == {("aten._to_copy",)}
+    assert {t.modules for t in profile.times if "unscale_clip_update" in t.passes} == {("the update",)}
+    assert ("the loss",) in {t.modules for t in profile.times if "aten.mse_loss" in t.ops}
+    assert {"the update", "the loss"} <= {row.name for row in profile.by_module()}
 
 
 def test_it_trains_as_it_says_and_leaves_the_code_as_it_was():
