@@ -51,6 +51,7 @@ SHORT = (  # in order of worth
     "optimizers.py AdamW --parameters 20",
     "recurrent.py --steps 20 --rounds 3",
     "gradient_check.py --steps 10",
+    "page.py --layers 2 --rounds 2",
     "leaks.py --makes 8 --json results/leaks.json",
     "simulate.py --launches 1 --turns 5 --models mlp",
     "coverage.py --models residual_cnn --levels O1 --json results/coverage.json --page results/coverage.md",

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from .._torch import tree_leaves
 from ..graph.nodes import module_path, op_name, source_line, value
-from ..graph.printing import short_dtype
+from ..graph.printing import count_text, short_dtype
 from ..precision.op_rows import OP, OpRow
 from .non_finite import Finding, is_of_backward
 from .ranges import Range
@@ -149,6 +149,26 @@ class Comparison(Sequence[Row]):
             json.dump(self.to_json(), file, indent=1)
 
     @property
+    def summary(self) -> list[str]:
+        """What is farthest off, and the verdict; nothing where there is no reference."""
+        if not self.reference:
+            return []
+        farthest = ", ".join(f"{name} {number}" for name, number in self.farthest()[:3]) or "nothing to compare"
+        more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
+        return [f"against {self.reference}: {farthest}{more}", self.verdict]
+
+    def farthest(self) -> list[tuple[str, str]]:
+        """Return the outputs and gradients, those first whose error is largest, and their errors as text."""
+        return [(name, _number(error)) for name, error in sorted(self.errors.items(), key=lambda item: -item[1])]
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """Of the columns of the table."""
+        if self.reference:
+            return "share", "introduced", "inherited", "op", "dtype", "rule", "module", "line"
+        return "largest", "smallest", "zeros", "underflow", "overflow", "op", "dtype", "module", "line"
+
+    @property
     def verdict(self) -> str:
         """The answer in a line or two."""
         finding, lost = self.first_non_finite, next((row for row in self.rows if row.is_lost), None)
@@ -176,28 +196,20 @@ class Comparison(Sequence[Row]):
         return f"{_where(row)} introduces an error of {row.introduced:.2g}{dtype}{share}{consequence}"
 
     def __str__(self) -> str:
-        lines = []
-        if self.reference:
-            worst = sorted(self.errors.items(), key=lambda item: -item[1])
-            lines += [f"against {self.reference}: " + (", ".join(f"{name} {_number(error)}" for name, error in worst[:3]) or
-                                                        "nothing to compare")
-                      + (f", and {len(worst) - 3} more" if len(worst) > 3 else ""), self.verdict]
-        lines += [f"note: {note}" for note in self.notes]
+        lines = [*self.summary, *(f"note: {note}" for note in self.notes)]
         rows = [row for row in self.rows if row.stands_out] if any(row.is_lost for row in self.rows) else self.rows
         rows = rows[:_MAX_ROWS]
-        table = [self._cells(row) for row in rows]
-        headers = ("share", "introduced", "inherited", "op", "dtype", "rule", "module", "line") if self.reference else \
-            ("largest", "smallest", "zeros", "underflow", "overflow", "op", "dtype", "module", "line")
-        if table:
-            lines += ["", tabulate(table, headers=headers, disable_numparse=True, maxcolwidths=[None] * 3 + [44] * 6,
-                                   colalign=("right",) * (3 if self.reference else 5))]
+        if rows:
+            lines += ["", tabulate([self.cells(row) for row in rows], headers=self.headers, disable_numparse=True,
+                                   maxcolwidths=[None] * 3 + [44] * 6, colalign=("right",) * (3 if self.reference else 5))]
         if len(self.rows) > len(rows):
-            lines.append(f"and {len(self.rows) - len(rows)} more rows")
+            lines.append(f"and {count_text(len(self.rows) - len(rows), 'more row')}")
         return "\n".join(lines)
 
     __repr__ = __str__
 
-    def _cells(self, row: Row) -> tuple[str, ...]:
+    def cells(self, row: Row) -> tuple[str, ...]:
+        """Return the texts of a row of the table, under `headers`."""
         if not self.reference:
             r = row.range
             return (f"{r.largest:.2g}", f"{r.smallest:.2g}", f"{r.zeros:.1%}", f"{r.underflow:.1%}", f"{r.overflow:.1%}",

@@ -294,13 +294,18 @@ class Report:
         """
         return compare(self, other)
 
-    def to_html(self, path: str | Path) -> None:
+    def to_html(self, path: str | Path, *, profile: Profile | None = None, comparison: Any = None) -> None:
         """Write one self-contained HTML page to look at: graphs, diffs, modules drawn, ops and dtypes, memory, buckets.
+
+        Args:
+            profile: what `profile()` returned: where the time goes, at nodes and modules.
+            comparison: what `apexfx.compare()` returned for the model or step: which op makes it differ, at nodes and modules.
 
         Raises:
             RuntimeError: before any graph exists.
+            ValueError: a profile or comparison of something else.
         """
-        Path(path).write_text(report_page(self), encoding="utf-8")
+        Path(path).write_text(report_page(self, profile, comparison), encoding="utf-8")
 
     def __str__(self) -> str:
         return report_text(self.config, self.graphs, self.notes)

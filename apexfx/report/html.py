@@ -9,8 +9,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from .diff import opcodes
 from .memory import MemoryTimeline
+from .node_numbers import Place, errors_of, kernels_of, rows_at
 from .ops import Explanation
+from .profile import COLLECTIVE_HEADERS, KernelTime, Profile, collective_cells, row_name
 from .records import GraphReport, StageReport
 from .text import ops_text, options_text, places, remarks
 
@@ -27,20 +30,13 @@ if TYPE_CHECKING:
     from .data import Report
 
 _PAGE = Path(__file__).parent / "page"
-_SCRIPTS = ("dagre.js", "page.js", "code.js", "views.js", "draw.js", "timeline.js", "start.js")
-
-# (graph, stage) -> what, "error" or "time" -> name of a node -> number
-Overlays = Mapping[tuple[int, str], Mapping[str, Mapping[str, float]]]
+_SCRIPTS = ("dagre.js", "page.js", "numbers.js", "code.js", "views.js", "draw.js", "timeline.js", "start.js")
 
 
-def report_page(report: Report, overlays: Overlays | None = None) -> str:
-    """Return the whole page.
-
-    Args:
-        overlays: numbers by which the page can colour nodes.
-    """
+def report_page(report: Report, profile: Profile | None = None, comparison: Any = None) -> str:
+    """Return the whole page; arguments as of `Report.to_html`."""
     style, *scripts = ((_PAGE / name).read_text(encoding="utf-8") for name in ("page.css", *_SCRIPTS))
-    block = json.dumps(page_data(report, overlays or {}), separators=(",", ":")).replace("<", "\\u003c")
+    block = json.dumps(page_data(report, profile, comparison), separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     policy = f"default-src 'none'; style-src {_hash(style)}; script-src {' '.join(map(_hash, scripts))}"
     parts = {"policy": policy, "style": style, "data": block,
              "scripts": "\n".join(f"<script>{script}</script>" for script in scripts)}
@@ -65,7 +61,7 @@ class _Texts:
         return list(map(self, texts))
 
 
-def page_data(report: Report, overlays: Overlays) -> dict[str, Any]:
+def page_data(report: Report, profile: Profile | None = None, comparison: Any = None) -> dict[str, Any]:
     """Return what the page shows, as JSON-able values; a number in the place of a text is an index into "texts"."""
     number, ledger, table = _Texts(), report.casts(), report.ops()
     about = Explanation(table, table.level, "model", table)
@@ -75,17 +71,23 @@ def page_data(report: Report, overlays: Overlays) -> dict[str, Any]:
     casts = [[cast.graph, *number.all([cast.node, cast.op, cast.rule, cast.reason, cast.source_dtype, cast.target_dtype,
                                        cast.tensor, cast.source, getattr(cast, "removed", "")]), cast.bytes]
              for cast in (*ledger.casts, *ledger.removed)]
+    places = rows_at(report.graphs, comparison) if comparison is not None else []
+    kernels, errors = kernels_of(report.graphs, profile), errors_of(comparison, places) if comparison is not None else {}
     graphs = [{"index": graph.index, "identity": graph.identity, "breaks": list(graph.breaks), "plan": _plan(graph),
-               "stages": [_stage(stage, number, overlays.get((graph.index, stage.stage), {})) for stage in graph.stages]}
+               "stages": [_stage(stage, number, kernels.get(place, ()), errors.get(place, {}))
+                          for stage in graph.stages for place in [(graph.index, stage.stage)]]}
               for graph in report.graphs]
     return {"options": options_text(report.config), "graphs": graphs, "ops": ops, "casts": casts,
             "kinds": [list(vars(kind).values()) for kind in table.kinds()],
             "cast_kinds": [list(vars(kind).values()) for kind in ledger.kinds()],
+            "profile": _profile(profile) if profile is not None else None,
+            "comparison": _comparison(report, comparison, places) if comparison is not None else None,
             "summaries": [table.summary, ledger.summary],
             "remarks": [line for line in remarks(report.graphs, report.notes) if line], "texts": list(number.numbers)}
 
 
-def _stage(stage: StageReport, number: _Texts, overlays: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+def _stage(stage: StageReport, number: _Texts, kernels: Iterable[tuple[KernelTime, list[str]]],
+           errors: Mapping[str, Mapping[str, float | None]]) -> dict[str, Any]:
     codes = [("captured", stage.captured), *((entry.name, entry.code) for entry in stage.passes)]
     statements = [_statements(code) for _, code in codes]
     passes = [{"name": entry.name, "ms": round(entry.ms, 1), "nodes": [entry.nodes_before, entry.nodes_after],
@@ -101,8 +103,28 @@ def _stage(stage: StageReport, number: _Texts, overlays: Mapping[str, Mapping[st
         "flops": [[number(node), flops] for node, flops in stage.places.flops.items()],
         "windows": list(map(asdict, next(filter(None, (entry.artifacts.schedule for entry in reversed(stage.passes))), ()))),
         "memory": _memory(stage.memory, number) if stage.memory is not None else None,
-        "overlays": {what: [[number(node), x] for node, x in values.items()] for what, values in overlays.items()},
+        "kernels": [[time.kernel, time.ms, time.calls, number.all(nodes)] for time, nodes in kernels],
+        "errors": {what: [[number(node), x] for node, x in values.items()] for what, values in errors.items()},
     }
+
+
+def _profile(profile: Profile) -> dict[str, Any]:
+    tables = [[what, [[row_name(row), row.ms, row.calls] for row in rows]] for what, rows in profile.tables().items()]
+    return {"title": profile.summary, "ms": profile.ms, "tables": tables, "headers": COLLECTIVE_HEADERS,
+            "collectives": collective_cells(profile.collectives)}
+
+
+def _comparison(report: Report, comparison: Any, places: Sequence[Mapping[Place, Sequence[str]]]) -> dict[str, Any]:
+    order = {(graph.index, "forward", op.node): index for graph in report.graphs for index, op in enumerate(graph.forward.ops)}
+    rows = []
+    for row, stages in zip(comparison, places):
+        at = next(((*place, nodes[0]) for place, nodes in stages.items()), None)
+        place = order.get(at, len(order)) if row.phase == "forward" else len(order) + 1
+        share = row.share if row.share is not None and math.isfinite(row.share) else None
+        rows.append({"cells": comparison.cells(row), "share": share, "stands_out": row.stands_out, "at": at, "place": place})
+    headers = comparison.headers
+    return {"verdict": comparison.summary, "notes": comparison.notes, "errors": comparison.farthest(), "headers": headers,
+            "numeric": headers.index("op"), "rows": rows}
 
 
 def _statements(code: str) -> list[str]:

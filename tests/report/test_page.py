@@ -6,18 +6,24 @@ import base64
 import hashlib
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import apexfx
 from apexfx.report.data import Report
 from apexfx.report.html import page_data, report_page
 from apexfx.report.node_places import node_places
+from apexfx.report.profile import KernelTime, Profile
 from tests.report.test_report import Casts, Plan, Softsign, captured, make_report
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts import what lies beside them
+from page import chromium
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", "<!--<script>", "\u2028\ud800 {{data}}")
 FETCHES = re.compile(r"\bfetch\(|XMLHttp|WebSocket|\bimport\(|@import|url\((?!#)|innerHTML|outerHTML|document\.write|eval\(")
@@ -45,8 +51,8 @@ class _Page(HTMLParser):
             self.texts.append(text)
 
 
-def page_of(report):
-    page = _Page(report_page(report))
+def page_of(report, **measured):
+    page = _Page(report_page(report, **measured))
     return page, next(json.loads(text) for text in page.texts if text.startswith('{"options"'))
 
 
@@ -62,7 +68,7 @@ def test_the_page_is_one_well_formed_file(tmp_path):
     text = (tmp_path / "report.html").read_text()
     page, data = page_of(report)
     assert not [row for row in page.attributes if row[1] in ("src", "href", "style") or row[1][:2] == "on"], "nothing is fetched"
-    own = text.replace(page.texts[-7], "")  # dagre has a comment with its address
+    own = text.replace(page.texts[-8], "")  # dagre has a comment with its address
     assert not FETCHES.search(own) and "default-src 'none'" in text
     softsign, casts, _ = data["graphs"][0]["stages"][0]["passes"]
     assert num_changed(softsign["edits"]) == (3 + 2 + 1, 9 + 2 + 1), "tanh, the products that read one, the return"
@@ -93,7 +99,7 @@ def test_names_are_data_and_never_markup(name):
     text = report_page(report)
     text.encode()
     page, data = page_of(report)
-    assert len(page.texts) == 9, "a style, seven scripts and the data"
+    assert len(page.texts) == 10, "a style, eight scripts and the data"
     assert f"note: {name}" in data["remarks"] and name in [path for path, _ in data["graphs"][0]["stages"][0]["modules"]]
     assert "<img" not in text and "alert(2)</script>" not in text
 
@@ -109,17 +115,47 @@ def test_texts_are_written_once_and_whole():
     report, name = make_report(Softsign(), Casts()), "4a2ad14e7181d5235b64cf37fcd715cb5ce5c8e7"
     entry = report.graphs[0].forward.passes[-1]
     entry.code = entry.code.replace("        return ", f"        group = '{name}'\n        return ")
-    data = page_data(report, {})
+    data = page_data(report)
     for label, numbers in data["graphs"][0]["stages"][0]["codes"]:
         text = report.code(after=None if label == entry.name else label)
         assert [data["texts"][number] for number in numbers] == [line for line in text.splitlines() if line.strip()]
     assert len(set(data["texts"])) == len(data["texts"]) and any(name in text for text in data["texts"])
 
 
-def test_numbers_of_nodes_come_with_the_page():
-    report = make_report(Softsign())
-    [stage] = page_data(report, {(0, "forward"): {"error": {"mm_default": 0.5}}})["graphs"][0]["stages"]
-    assert list(stage["overlays"]) == ["error"] and stage["overlays"]["error"][0][1] == 0.5
+def small_step():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    return apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), dtype=torch.bfloat16, inner="eager")
+
+
+BATCH = torch.randn(2, 4), torch.randn(2, 4)
+
+
+def test_the_times_of_a_profile_come_with_the_page():
+    step = small_step()
+    profile = step.report.profile(step, *BATCH, num_steps=1, num_warmup=0)
+    data = page_data(step.report, profile)
+    forward, whole = data["graphs"][0]["stages"]
+    ours = sum(time.ms for time in profile.times if time.graph == 0)
+    assert 0.9 * ours < sum(ms for _, ms, _, _ in whole["kernels"]) <= 1.001 * ours
+    [tanh] = [nodes for name, _, _, nodes in forward["kernels"] if name == "tanh"]
+    assert [data["texts"][node] for node in tanh] == ["input_2"], "the captured graph, too"
+    assert [what for what, _ in data["profile"]["tables"]] == ["module", "op", "pass", "line"] and data["comparison"] is None
+    with pytest.raises(ValueError, match="profile= names no node"):
+        page_data(make_report(Softsign()), profile)
+
+
+def test_the_errors_of_a_comparison_come_with_the_page():
+    step = small_step()
+    comparison = apexfx.compare(step, BATCH)
+    data = page_data(step.capture(*BATCH), comparison=comparison)
+    forward, whole = data["graphs"][0]["stages"]
+    errors = {data["texts"][node]: error for node, error in whole["errors"]["error introduced"]}
+    assert set(forward["errors"]) == {"error introduced", "share of the error"}
+    assert any("tanh_backward" in node for node in errors) and all(error is not None for error in errors.values())
+    [row] = [row for row in data["comparison"]["rows"] if "torch.tanh" in row["cells"]]
+    assert row["at"] == (0, "forward", "input_2") and data["comparison"]["verdict"] == comparison.summary
+    with pytest.raises(ValueError, match="comparison= names no op"):
+        page_data(make_report(Softsign()), comparison=comparison)
 
 
 def test_a_backward_belongs_to_the_module_of_its_forward():
@@ -141,17 +177,10 @@ def test_places_of_a_graph():
 
 def browser():
     """Return Chromium without a window, or skip."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    programs = {name: next((path for path in (Path("/usr/bin") / each for each in names) if path.exists()), None)
-                for name, names in {"browser": ("chromium", "google-chrome"), "driver": ("chromedriver",)}.items()}
-    if None in programs.values():
-        pytest.skip("Chromium or its driver is not installed")
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(programs["browser"])
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(str(programs["driver"])))
+    try:
+        return chromium()
+    except RuntimeError as error:
+        pytest.skip(str(error))
 
 
 @pytest.mark.long
@@ -164,7 +193,9 @@ def test_a_browser_shows_searches_folds_and_draws(tmp_path):
         [[f"mm_default{'_' * bool(i)}{i or ''}", f"abs_default{'_' * bool(i)}{i or ''}", f"add_tensor{'_' * bool(i)}{i or ''}",
           f"div_tensor{'_' * bool(i)}{i or ''}"] for i in range(12)])}
     stage.places.modules[HOSTILE[0]] = []
-    report.to_html(tmp_path / "report.html")
+    slow = KernelTime(kernel=HOSTILE[0], kind="compute", ms=2.0, graph=0, stage="forward", modules=("layers.7",),
+                      nodes=("mm_default_7", "abs_default_7"), ops=("aten.mm",), passes=("",))
+    report.to_html(tmp_path / "report.html", profile=Profile("cpu", 3.0, (3.0,), (slow,)))
     page = browser()
     try:
         def go(route):
@@ -189,6 +220,12 @@ def test_a_browser_shows_searches_folds_and_draws(tmp_path):
         before = len(find(".line"))
         folded[1].click()
         assert len(find(".line")) > before, "a layer unfolds"
+        page.execute_script("document.querySelectorAll('.line.fold')[1].focus()")
+        page.switch_to.active_element.send_keys("\n")
+        assert len(find(".line")) == before and page.switch_to.active_element == find(".line.fold")[1], "and folds by key"
+        page.execute_script("chosen.value = 'time'; chosen.dispatchEvent(new Event('change'))")
+        page.execute_async_script("requestAnimationFrame(() => setTimeout(arguments[0], 60))")
+        assert [cell.text for cell in find(".measured") if cell.text] == ["2.00 ms"], "of its layer"
         go("#module/0/forward/")
         assert len(find("#drawing .module")) == 12
         find("#search")[0].send_keys("mm_default_7")
@@ -198,11 +235,12 @@ def test_a_browser_shows_searches_folds_and_draws(tmp_path):
         assert "mm_default_7" in find(".line.at")[0].text
         next(name for name in find(".line.at .name") if name.text == "mm_default_7").click()
         assert "layers.7" in find("aside")[0].text
+        assert f"kernel {HOSTILE[0]}, which computes 1 other node" in find("aside")[0].text
         colours = {page.execute_script("return getComputedStyle(document.body).backgroundColor")}
         find("#theme")[0].click()
         colours.add(page.execute_script("return getComputedStyle(document.body).backgroundColor"))
         assert len(colours) == 2
-        for route in ("#ops", "#casts", "#buckets/0/weight", "#time/0/forward", "#pass/0/forward/all", "#overview"):
+        for route in ("#ops", "#casts", "#profile", "#buckets/0/weight", "#time/0/forward", "#pass/0/forward/all", "#overview"):
             go(route)
             assert "Nothing can be shown" not in find("main")[0].text
         assert not [row for row in page.get_log("browser") if row["level"] == "SEVERE"]

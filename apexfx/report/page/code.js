@@ -4,7 +4,10 @@ const LINE_PX = 18, LONGEST = 1200; // a line's height; characters of a line tha
 const TOKENS = /(#.*$)|("[^"]*"|'[^']*')|((?<![.\w])torch\.[\w.]+)|((?<![.\w])[A-Za-z_]\w*)/g;
 const WORDS = /(?<![.\w"'])[A-Za-z_]\w*(?!\w*\s=)/g;
 
-/** Return {lines, nodes}: nodes by name, in order, each with its op, type, line, module, what it reads and who reads it. */
+/**
+ * Return {lines, of, nodes}: the node of each line; nodes by name, in order, each with its op, type, line, module, what it reads and
+ * who reads it. `isAfter`: of no module, and behind the backward of one, as the update of a training step is.
+ */
 function parse(stage, index) {
   stage.parsed ??= {};
   return stage.parsed[index] ??= parseLines(stage, stage.codes[index][1].map(textOf));
@@ -37,8 +40,11 @@ function parseLines(stage, lines) {
     const [, own, type, expression] = match;
     const reads = [...new Set([...expression.matchAll(WORDS)].map(m => prefix + m[0]).filter(name => nodes.has(name)))];
     add(own, { op: opOf(expression), type: type || "", line: i, reads, expression, input: false });
+    const node = nodes.get(prefix + own), sources = reads.map(read => nodes.get(read));
+    node.isAfter = !node.backward && !node.module && (/_backward(_data)?$/.test(node.op) || sources.some(source => source.backward || source.isAfter));
     for (const read of reads) nodes.get(read).readers.push(prefix + own);
   });
+  setLayers([...nodes.values()]);
   return { lines, of, nodes };
 }
 function opOf(expression) {
@@ -49,10 +55,17 @@ function opOf(expression) {
   return parts[2] === "aten" ? parts[3] : `${parts[2]}.${parts[3]}`;
 }
 
-/** The layer of a node: its module's path up to the first number; "" where there is none. */
-function layerOf(node) {
-  const path = node && node.module.match(/^(.*?(?:^|\.)\d+)(?:\.|$)/);
-  return path ? path[1] + (node.backward ? " (backward)" : "") : "";
+/** Give each node its layer: its module's path up to the first number, or, of one that holds most of its list, a later one; or "". */
+function setLayers(nodes) {
+  const upToNumbers = new Map(), counts = new Map(), listOf = path => path.replace(/\d+$/, "*");
+  for (const { module } of nodes) {
+    if (!upToNumbers.has(module)) upToNumbers.set(module, [...module.matchAll(/(?:^|\.)\d+(?=\.|$)/g)].map(m => module.slice(0, m.index + m[0].length)));
+    for (const key of upToNumbers.get(module).flatMap(path => [path, listOf(path)])) counts.set(key, (counts.get(key) || 0) + 1);
+  }
+  for (const node of nodes) {
+    const paths = upToNumbers.get(node.module), layer = paths.find(path => counts.get(path) < 0.6 * counts.get(listOf(path))) ?? paths[0];
+    node.layer = layer ? layer + (node.backward ? " (backward)" : "") : "";
+  }
 }
 
 /** Return a line as coloured elements; names of nodes open the inspector. */
@@ -69,26 +82,28 @@ function paint(line, stage, index) {
     else if (parse(stage, index).nodes.has(m[4])) parts.push(el("span", { class: "name", "data-node": m[4] }, m[4]));
     else parts.push(m[4]);
   }
-  parts.push(shown.slice(end), line.length > LONGEST ? el("span", { class: "comment" }, ` ... ${line.length - LONGEST} characters more`) : "");
+  parts.push(shown.slice(end), line.length > LONGEST ? el("span", { class: "comment" }, ` ... and ${counted(line.length - LONGEST, "more character")}`) : "");
   return parts;
 }
 
 /** Return a list that draws the rows in sight; `draw(row)` returns an element. Its `show(rows)` replaces them, `goTo(i)` scrolls. */
 function lineList(draw) {
   const inner = el("div"), list = el("div", { class: "lines code", tabindex: 0 }, inner);
-  let rows = [], first = -1, last = -1;
+  let rows = [], first = 0, last = -1; // first and last drawn
   const render = () => {
     const from = Math.max(0, Math.floor(list.scrollTop / LINE_PX) - 15), to = Math.min(rows.length, from + Math.ceil(list.clientHeight / LINE_PX) + 30);
     if (from === first && to === last) return;
-    [first, last] = [from, to];
+    const focused = [...inner.children].indexOf(document.activeElement);
     inner.replaceChildren(...rows.slice(from, to).map((row, i) => {
       const line = draw(row);
       line.style.top = `${(from + i) * LINE_PX}px`;
       return line;
     }));
+    if (focused >= 0) (inner.children[first + focused - from] || list).focus({ preventScroll: true });
+    [first, last] = [from, to];
   };
   list.show = (newRows, characters) => {
-    [rows, first] = [newRows, -1];
+    [rows, last] = [newRows, -1];
     Object.assign(inner.style, { height: `${rows.length * LINE_PX}px`, width: `${Math.min(characters, LONGEST + 40) + 4}ch` });
     render();
   };
@@ -105,7 +120,7 @@ function codeView(graph, stage, index, focus) {
   lines.forEach((line, i) => { // lines of one layer that follow each other; comments belong to the line below them
     let j = i;
     while (j < lines.length - 1 && !of[j] && /^\s*#/.test(lines[j])) j++;
-    const key = of[j] && of[j].input ? "inputs" : layerOf(of[j]), run = runs[runs.length - 1];
+    const key = of[j] && of[j].input ? "inputs" : of[j] ? of[j].layer : "", run = runs[runs.length - 1];
     if (run && run.key === key) run.lines.push(i); else runs.push({ key, lines: [i] });
   });
   for (let i = runs.length - 2; i > 0; i--) // a few lines of no layer amid one are shown with it
@@ -117,14 +132,17 @@ function codeView(graph, stage, index, focus) {
   runs.forEach((run, i) => { if (run.lines.includes(at)) open.add(i); });
   const list = lineList(row => row.fold === undefined ? codeLine(row.line) : foldLine(row.fold));
   const codeLine = i => {
-    const node = of[i], style = node ? { borderLeftColor: overlayColour(stage, node) } : {};
-    return el("div", { class: `line ${i === at ? "at" : ""}`, style }, paint(lines[i], stage, index));
+    const node = of[i], style = node ? { borderLeftColor: nodeColour(stage, node) } : {};
+    return el("div", { class: `line ${i === at ? "at" : ""}`, style }, numberCell(node && nodeNumber(stage, node)), paint(lines[i], stage, index));
   };
+  const numberCell = text => isMeasured() ? el("span", { class: "measured" }, text) : "";
   const foldLine = i => {
     const inside = runs[i].lines.map(line => of[line]).filter(Boolean);
     const dtypes = Object.entries(count(inside.filter(n => n.type), n => n.type.split("[")[0])).flatMap(([d, n]) => [` ${n} `, chip(d)]);
-    return el("div", { class: "line fold", "data-fold": runs[i].key, onclick: () => { open.has(i) ? open.delete(i) : open.add(i); show(); } },
-      `${open.has(i) ? "▾" : "▸"} ${runs[i].key}  ·  ${inside.length} ${runs[i].key === "inputs" ? "inputs" : "ops"} `, dtypes);
+    const measured = isMeasured() ? numberOfAll(stage, inside) : undefined, most = overlay.what === "time" ? totalTime(stage) : numbersOf(stage, overlay.what).most;
+    return el("div", { class: "line fold", "data-fold": runs[i].key, "aria-expanded": open.has(i) ? "true" : "false", style: { borderLeftColor: heat(measured, most) },
+      onclick: () => { open.has(i) ? open.delete(i) : open.add(i); show(); } }, numberCell(measured === undefined ? "" : numberText(overlay.what, measured)),
+      `${open.has(i) ? "▾" : "▸"} ${runs[i].key}  ·  ${counted(inside.length, runs[i].key === "inputs" ? "input" : "op")} `, dtypes);
   };
   let rows = [];
   const show = () => {
@@ -163,9 +181,9 @@ function diffView(graph, stage, before, after, edits) {
   }
   equal(left.length, true);
   const pane = (side, index, mark) => lineList(row => {
-    if (row.gap) return el("div", { class: "line fold", onclick: () => { rows.splice(rows.indexOf(row), 1, ...row.gap); show(); } }, `▸ ${row.gap.length} lines as before`);
+    if (row.gap) return el("div", { class: "line fold", onclick: () => { rows.splice(rows.indexOf(row), 1, ...row.gap); show(); } }, `▸ ${counted(row.gap.length, "line")} as before`);
     const own = row[side];
-    const style = own && own.node && overlay.what !== "dtype" ? { borderLeftColor: overlayColour(stage, own.node) } : {};
+    const style = own && own.node && isMeasured() ? { borderLeftColor: nodeColour(stage, own.node) } : {};
     const cast = own && own.node && castOf(graph, stage, own.node), kind = !own ? "empty" : row.kind && mark;
     const marked = own && own.line.includes("_c10d_functional.") ? "collective" : cast ? "cast" : "";
     return el("div", { class: `line ${kind} ${marked}`, style, title: cast ? castText(cast) : undefined }, own ? paint(own.line, stage, index) : "");
@@ -202,10 +220,16 @@ function inspect(graph, stage, index, name) {
     ["where", node.source], ["why this dtype", op && `${op.rule && `${op.rule}: `}${op.reason}`], ["of", op && op.operands.join(", ")],
     ["to change it", op && op.override && el("code", {}, op.override)], ["cast", cast && castText(cast)],
     ["matrix product", node.flops && `${(node.flops / 1e6).toLocaleString("en", { maximumFractionDigits: 1 })} MFLOP`],
-    ...Object.keys(stage.overlays).map(what => [what, String(overlayValues(stage, what).get(name) ?? "")]),
+    ...numberRows(stage, name),
     ["reads", list(node.reads)], ["read by", list(node.readers)], ["line", node.expression && el("code", {}, node.expression.slice(0, 2000))],
   ].filter(([, value]) => value);
   panel.replaceChildren(el("button", { class: "close", type: "button", onclick: () => { panel.hidden = true; } }, "close"), el("h1", {}, name),
     link("show in the graph", "code", graph, stage.stage, index, name), el("dl", {}, rows.flatMap(([key, value]) => [el("dt", {}, key), el("dd", {}, value)])));
   panel.hidden = false;
+}
+
+/** Return a link that shows what is known of a node of the graph that runs. */
+function inspectLink(label, graph, stageName, name) {
+  const stage = stageOf(graph, stageName);
+  return el("a", { onclick: () => inspect(graph, stage, lastCode(stage), name) }, label);
 }

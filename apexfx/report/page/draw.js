@@ -6,8 +6,9 @@ const drawing = { backward: false, views: false };
 
 /** Return boxes (key -> {label, sub, node, module, ...}) and edges of a module; ops of other modules at its border are "outside". */
 function region(stage, path) {
+  const backward = drawing.backward || stage.stage === "backward";
   const { nodes } = parse(stage, lastCode(stage)), boxes = new Map(), edges = new Map(), below = path ? `${path}.` : "";
-  const inside = node => !node.input && node.backward === drawing.backward && (node.module === path || node.module.startsWith(below) && (path || node.module));
+  const inside = node => !node.input && Boolean(node.backward || node.isAfter) === backward && (node.module === path || node.module.startsWith(below) && (path || node.module));
   const keyOf = node => {
     const [first, second] = node.module === path ? [""] : node.module.slice(below.length).split(".");
     const rest = /^\d+$/.test(second) ? `${first}.${second}` : first; // the layers of a list, rather than the list
@@ -32,6 +33,8 @@ function region(stage, path) {
       edges.set(`${from}→${key}`, [from, key]);
     }
   }
+  const linked = new Set([...edges.values()].flat());
+  if (stage.stage === "step" && !path) for (const key of boxes.keys()) if (!linked.has(key)) boxes.delete(key); // counters of the update
   for (const box of boxes.values()) { // what leaves a module: the last of its results that is read outside of it
     if (!box.members) continue;
     const members = new Set(box.members.map(node => node.name)), leaves = node => node.type && node.readers.some(reader => !members.has(reader));
@@ -44,17 +47,20 @@ function drawRegion(graph, stage, path) {
   const { boxes, edges } = region(stage, path);
   if (!boxes.size) return el("p", { class: "dim" }, `No op of ${path || "the model"} is in this part of the graph.`);
   if (boxes.size > MOST_BOXES) return el("p", {}, `${boxes.size} boxes are too many to read; choose a module below it at the side.`);
+  const numbers = [...boxes.values()].map(box => box.number = isMeasured() && !box.outside ? numberOfAll(stage, box.members || [box.node]) : undefined);
+  const most = overlay.what === "time" ? numbers.reduce((most, x) => x > most ? x : most, 0) : numbersOf(stage, overlay.what).most;
+  for (const box of boxes.values()) if (box.number !== undefined) box.sub = [box.sub, numberText(overlay.what, box.number)].filter(Boolean).join(" · ");
   const layout = new dagre.graphlib.Graph().setGraph({ rankdir: "TB", nodesep: 22, ranksep: 30, marginx: 12, marginy: 12 }).setDefaultEdgeLabel(() => ({}));
   for (const [key, box] of boxes) layout.setNode(key, { width: 24 + 6.6 * Math.max(box.label.length, (box.sub || "").length), height: box.sub ? 36 : 24 });
   for (const [from, to] of edges.values()) layout.setEdge(from, to);
   dagre.layout(layout);
-  const open = box => box.path ? () => { location.hash = link("", "module", graph, stage.stage, box.path).hash; } : () => inspect(graph, stage, lastCode(stage), box.node.name);
+  const open = box => box.path ? () => { location.hash = address("module", graph, stage.stage, box.path); } : () => inspect(graph, stage, lastCode(stage), box.node.name);
   const shapes = [...boxes].map(([key, box]) => {
-    const { x, y, width, height } = layout.node(key), kind = box.path ? "module" : box.outside ? "outside" : "";
-    const colour = box.node ? overlayColour(stage, box.node) : `var(--${dtypeClass(box.sub || "")})`;
-    return svg("g", { class: kind, transform: `translate(${x - width / 2} ${y - height / 2})`, style: { color: colour === "transparent" ? "var(--other)" : colour }, onclick: open(box) },
-      svg("rect", { width, height, rx: 6 }), svg("text", { x: width / 2, y: 15 }, box.label), box.sub ? svg("text", { class: "sub", x: width / 2, y: 29 }, box.sub) : "",
-      svg("title", {}, box.path ? `${box.path}: ${box.members.length} ops` : box.node.name));
+    const { x, y, width, height } = layout.node(key), kind = `${box.path ? "module" : box.outside ? "outside" : ""} ${box.number > 0 ? "hot" : ""}`;
+    const dtype = overlay.what === "dtype" ? `var(--${dtypeClass(box.sub || "")})` : "var(--other)";
+    return svg("g", { class: kind, transform: `translate(${x - width / 2} ${y - height / 2})`, style: { color: dtype }, onclick: open(box), "aria-label": box.path || box.node.name },
+      svg("rect", { width, height, rx: 6, style: box.number > 0 ? { fill: heat(box.number, most) } : {} }), svg("text", { x: width / 2, y: 15 }, box.label), box.sub ? svg("text", { class: "sub", x: width / 2, y: 29 }, box.sub) : "",
+      svg("title", {}, box.path ? `${box.path}: ${counted(box.members.length, "op")}` : box.node.name));
   });
   const lines = layout.edges().map(edge => svg("path", { d: "M" + layout.edge(edge).points.map(p => `${p.x} ${p.y}`).join("L"), "marker-end": "url(#arrow)" }));
   const { width, height } = layout.graph();
@@ -67,7 +73,7 @@ function panned(picture, width, height) {
   let view;
   const apply = () => picture.setAttribute("viewBox", `${view.x} ${view.y} ${view.w} ${view.h}`);
   new ResizeObserver((_, observer) => {
-    const { clientWidth: w, clientHeight: h } = picture, scale = Math.max(0.55, Math.min(1.25, w / width, h / height));
+    const { clientWidth: w, clientHeight: h } = picture, scale = Math.max(0.8, Math.min(1.25, w / width, h / height));
     view = { x: (width - w / scale) / 2, y: height * scale < h ? (height - h / scale) / 2 : 0, w: w / scale, h: h / scale };
     apply();
     observer.disconnect();
@@ -94,8 +100,8 @@ function moduleView(graph, stageName, path) {
   const toggle = (label, key) => el("button", { type: "button", class: drawing[key] ? "on" : "", onclick: () => { drawing[key] = !drawing[key]; show(); } }, label);
   const below = ops.filter(op => op.graph === graph && op.computes && (!path || op.where === path || op.where.startsWith(`${path}.`)));
   return [el("h1", {}, link("model", "module", graph, stage.stage, ""), crumbs),
-    el("div", { class: "row" }, own.map(s => el("a", { href: link("", "module", graph, s.stage, path).hash }, el("button", { type: "button", class: s === stage ? "on" : "" }, s.stage))),
-      stage.backward_of.length ? toggle("its backward", "backward") : "", toggle("views, too", "views"),
+    el("div", { class: "row" }, own.map(s => el("a", { class: `tab ${s === stage ? "on" : ""}`, href: address("module", graph, s.stage, path) }, s.stage)),
+      stage.stage === "step" && stage.backward_of.length ? toggle("its backward", "backward") : "", toggle("views, too", "views"),
       el("span", { class: "dim" }, "thick: a module, click to go in · dashed: from outside · drag, wheel to zoom")),
-    drawRegion(graph, stage, path), below.length ? [el("h2", {}, `${below.length} ops that compute`), opRows(below.slice(0, 300))] : ""];
+    moduleTime(graph, path), drawRegion(graph, stage, path), below.length ? [el("h2", {}, `${counted(below.length, "op")} that ${below.length === 1 ? "computes" : "compute"}`), opRows(below)] : ""];
 }

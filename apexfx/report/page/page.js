@@ -10,16 +10,20 @@ function fill(element, attributes, children) {
     else if (key === "style") Object.assign(element.style, value);
     else if (value !== undefined && value !== false) element.setAttribute(key, value);
   }
+  if (attributes.onclick && element.tagName !== "BUTTON") fill(element, { role: "button", tabindex: 0 }, []); // for the keyboard
   element.append(...children.flat(Infinity).filter(child => child !== null && child !== undefined && child !== ""));
   return element;
 }
 const el = (tag, attributes = {}, ...children) => fill(document.createElement(tag), attributes, children);
 const svg = (tag, attributes = {}, ...children) => fill(document.createElementNS(SVG, tag), attributes, children);
-const link = (label, ...route) => el("a", { href: "#" + route.map(encodeURIComponent).join("/") }, label);
+const address = (...route) => "#" + route.map(part => encodeURIComponent(String(part).toWellFormed())).join("/");
+const link = (label, ...route) => el("a", { href: address(...route) }, label);
+const plural = (number, noun) => noun + (number === 1 ? "" : "s");
+const counted = (number, noun) => `${number} ${plural(number, noun)}`;
 
-function table(headers, rows, attributes = {}) {
+function table(headers, rows) {
   const numeric = header => header.startsWith("#") ? "number" : "";
-  return el("table", attributes, el("tr", {}, headers.map(h => el("th", { class: numeric(h) }, h.replace("#", "")))),
+  return el("table", {}, el("tr", {}, headers.map(h => el("th", { class: numeric(h) }, h.replace("#", "")))),
     rows.map(row => el("tr", {}, row.map((cell, i) => el("td", { class: numeric(headers[i]) + (typeof cell === "string" ? " pre" : "") }, cell)))));
 }
 
@@ -38,7 +42,7 @@ function shareBar(counts) {
   return el("div", { class: "share", title }, Object.entries(counts).map(([dtype, n]) => el("i", { class: dtypeClass(dtype), style: { flex: n } })));
 }
 function count(items, key) {
-  const counts = {};
+  const counts = { __proto__: null };
   for (const item of items) counts[key(item)] = (counts[key(item)] || 0) + 1;
   return counts;
 }
@@ -51,22 +55,3 @@ const casts = data.casts.map(([graph, node, op, rule, reason, from, to, tensor, 
   graph, bytes, node: textOf(node), op: textOf(op), rule: textOf(rule), reason: textOf(reason), from: textOf(from), to: textOf(to),
   tensor: textOf(tensor), source: textOf(source), removed: textOf(removed) }));
 const stageOf = (graph, name) => data.graphs[graph].stages.find(stage => stage.stage === name);
-
-// What nodes are coloured by: their dtype, or the numbers that came with the report.
-const overlay = { what: "dtype" };
-const overlays = ["dtype", "nothing", ...new Set(data.graphs.flatMap(g => g.stages.flatMap(s => Object.keys(s.overlays))))];
-function overlayColour(stage, node) {
-  if (overlay.what === "nothing") return "transparent";
-  if (overlay.what === "dtype") return node.type ? `var(--${dtypeClass(node.type)})` : "transparent";
-  const values = overlayValues(stage, overlay.what);
-  const value = values.get(node.name);
-  return value > 0 ? `rgb(214 40 40 / ${Math.round(100 * (0.12 + 0.88 * Math.sqrt(value / values.most)))}%)` : "transparent";
-}
-function overlayValues(stage, what) {
-  stage.values ??= {};
-  if (!stage.values[what]) {
-    stage.values[what] = new Map((stage.overlays[what] || []).map(([node, x]) => [textOf(node), x]));
-    stage.values[what].most = Math.max(...stage.values[what].values());
-  }
-  return stage.values[what];
-}

@@ -1,11 +1,11 @@
 "use strict";
 // From the address to what is shown: #pass/0/forward/1.
-const routes = { overview, ops: opsView, op: opView, casts: castsView, buckets: bucketsView, pass: passView, code: codePage, module: moduleView, time: timelineView };
+const routes = { __proto__: null, overview, ops: opsView, op: opView, casts: castsView, profile: timeView, error: errorView, buckets: bucketsView, pass: passView, code: codePage, module: moduleView, time: timelineView };
 
 function show() {
-  const [name, ...rest] = location.hash.slice(1).split("/").map(decodeURIComponent), graph = /^\d+$/.test(rest[0]) ? [Number(rest[0]), ...rest.slice(1)] : rest;
   let content;
   try {
+    const [name, ...rest] = location.hash.slice(1).split("/").map(decodeURIComponent), graph = /^\d+$/.test(rest[0]) ? [Number(rest[0]), ...rest.slice(1)] : rest;
     content = (routes[name] || overview)(...graph);
   } catch (error) {
     content = [el("p", { class: "warning" }, `Nothing can be shown for ${location.hash} (${error.message}).`)];
@@ -22,6 +22,13 @@ chosen.addEventListener("change", () => { overlay.what = chosen.value; show(); }
 root.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 document.getElementById("theme").addEventListener("click", () => { root.dataset.theme = root.dataset.theme === "dark" ? "light" : "dark"; });
 addEventListener("hashchange", show);
+addEventListener("keydown", event => {
+  if (event.key === "Escape") document.getElementById("inspector").hidden = true;
+  if ((event.key === "Enter" || event.key === " ") && event.target.getAttribute("role") === "button") {
+    event.preventDefault();
+    event.target.dispatchEvent(new MouseEvent("click", { bubbles: true })); // a drawn box has no click()
+  }
+});
 side();
 startSearch();
 show();

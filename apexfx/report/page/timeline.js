@@ -5,17 +5,16 @@ const WIDTH = 1200, axis = { by: "nodes" };
 
 function timelineView(graph, stageName) {
   const stage = stageOf(graph, stageName), nodes = [...parse(stage, lastCode(stage)).nodes.values()].filter(node => !node.name.includes(".") && !node.input);
-  const measured = stage.overlays.time ? overlayValues(stage, "time") : null;
-  const weights = { nodes: () => 1, flops: node => node.flops, time: node => measured.get(node.name) || 0 };
+  const weights = { nodes: () => 1, flops: node => node.flops, time: node => numbersOf(stage, "time").share.get(node.name) || 0 };
   const total = nodes.reduce((sum, node) => sum + weights[axis.by](node), 0) || 1;
   let sum = 0; // every node is at least a little wide, so that none hides behind another
   const at = [0, ...nodes.map(node => sum += 0.9 * weights[axis.by](node) / total + 0.1 / nodes.length)].map(x => WIDTH * x / (sum || 1));
   const place = new Map(nodes.map((node, i) => [node.name, i]));
-  const picture = svg("svg", { class: "timeline", role: "img" });
+  const picture = svg("svg", { class: "timeline", role: "img", tabindex: 0 });
   let y = 14;
   const label = text => { picture.append(svg("text", { x: 0, y, class: "dim" }, text)); y += 6; };
   label("compute, by layer (lighter: backward)");
-  for (const [key, from, to] of layerRuns(nodes)) picture.append(block(at[from], at[to], y, 22, layerColour(key), key, `${key || "no layer"}: ${to - from} nodes`));
+  for (const [key, from, to] of layerRuns(nodes)) picture.append(block(at[from], at[to], y, 22, layerColour(key), key, `${key || "no layer"}: ${counted(to - from, "node")}`));
   y += 44;
   if (stage.windows.length) {
     label("communication, from start to wait");
@@ -28,7 +27,7 @@ function timelineView(graph, stageName) {
       ends[lane] = to;
       const plan = data.graphs[graph].plan, bytes = plan && plan.buckets[window.bucket] ? `, ${size(plan.buckets[window.bucket].bytes)}` : "";
       picture.append(block(from, to, y + 20 * lane, 16, "#a8247f", name + bytes,
-        `${name}${bytes}: ${window.start} to ${window.wait}, ${window.nodes} nodes and ${(window.flops / 1e6).toFixed(1)} MFLOP in between`));
+        `${name}${bytes}: ${window.start} to ${window.wait}, ${counted(window.nodes, "node")} and ${(window.flops / 1e6).toFixed(1)} MFLOP in between`));
     }
     y += 20 * ends.length + 22;
   }
@@ -39,7 +38,7 @@ function timelineView(graph, stageName) {
     y += 225;
   }
   picture.setAttribute("viewBox", `0 0 ${WIDTH} ${y}`);
-  const cursor = svg("line", { class: "cursor", y1: 0, y2: y, x1: -9, x2: -9 }), here = el("p", { id: "here", class: "dim" }, "Point at the picture: the op there. Click: all about it.");
+  const cursor = svg("line", { class: "cursor", y1: 0, y2: y, x1: -9, x2: -9 }), here = el("p", { id: "here", class: "dim" }, "Point at the picture, or take the arrow keys: the op there. Click or Enter: all about it.");
   picture.append(cursor);
   const nearest = event => {
     const box = picture.getBoundingClientRect(), x = WIDTH * (event.clientX - box.left) / box.width;
@@ -47,24 +46,35 @@ function timelineView(graph, stageName) {
     while (low < high) { const middle = (low + high + 1) >> 1; if (at[middle] <= x) low = middle; else high = middle - 1; }
     return low;
   };
-  picture.addEventListener("pointermove", event => {
-    const i = nearest(event), node = nodes[i], m = memoryAt && memoryAt.get(node.name);
+  let pointed = 0;
+  const point = i => {
+    pointed = i;
+    const node = nodes[i], m = memoryAt && memoryAt.get(node.name);
     cursor.setAttribute("x1", at[i]);
     cursor.setAttribute("x2", at[i]);
     const alive = Object.entries(kinds).map(([kind, bytes]) => [kind, bytes[m]]).filter(([, bytes]) => bytes);
     here.replaceChildren(el("b", {}, node.name), ` ${node.op} `, chip(node.type), ` ${node.module && `of ${node.module}${node.backward ? " (backward)" : ""}`} ${node.source}`, el("br"),
       alive.length ? `alive: ${size(alive.reduce((sum, [, bytes]) => sum + bytes, 0))} = ${alive.map(([kind, bytes]) => `${kind} ${size(bytes)}`).join(" + ")}` : "");
+  };
+  const inspectPointed = () => inspect(graph, stage, lastCode(stage), nodes[pointed].name);
+  picture.addEventListener("pointermove", event => point(nearest(event)));
+  picture.addEventListener("click", event => { point(nearest(event)); inspectPointed(); });
+  picture.addEventListener("keydown", event => {
+    const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (event.key === "Enter") inspectPointed();
+    if (!step) return;
+    event.preventDefault();
+    point(Math.max(0, Math.min(nodes.length - 1, pointed + step)));
   });
-  picture.addEventListener("click", event => inspect(graph, stage, lastCode(stage), nodes[nearest(event)].name));
   const by = (key, text) => el("button", { type: "button", class: axis.by === key ? "on" : "", onclick: () => { axis.by = key; show(); } }, text);
   return [el("h1", {}, `Time and memory of graph ${graph}, ${stageName}`),
-    el("div", { class: "row" }, "along", by("nodes", "nodes in order"), nodes.some(node => node.flops) ? by("flops", "FLOP of matrix products") : "", measured ? by("time", "measured time") : "",
+    el("div", { class: "row" }, "along", by("nodes", "nodes in order"), nodes.some(node => node.flops) ? by("flops", "FLOP of matrix products") : "", stage.kernels.length ? by("time", "measured time") : "",
       el("span", { class: "legend" }, Object.keys(kinds).map(kind => el("span", { style: { borderColor: KINDS[kind] } }, kind)))), here, picture];
 }
 
 function* layerRuns(nodes) {
   for (let from = 0, i = 1; i <= nodes.length; i++)
-    if (i === nodes.length || layerOf(nodes[i]) !== layerOf(nodes[from])) { yield [layerOf(nodes[from]), from, i]; from = i; }
+    if (i === nodes.length || nodes[i].layer !== nodes[from].layer) { yield [nodes[from].layer, from, i]; from = i; }
 }
 function layerColour(key) {
   if (!key) return "var(--line)";

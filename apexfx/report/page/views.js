@@ -5,13 +5,15 @@ const stages = () => data.graphs.flatMap(g => g.stages.map(stage => [g, stage]))
 
 function overview() {
   const computing = ops.filter(op => op.computes), plans = data.graphs.map(g => g.plan).filter(Boolean), memory = stages().map(([, s]) => s.memory).filter(Boolean);
+  const kept = casts.filter(cast => !cast.removed).length;
   const card = (big, small) => el("div", {}, el("b", {}, big), small);
   const passes = stages().flatMap(([g, stage]) => stage.passes.map((entry, i) => [String(g.index), stage.stage + (stage.cached ? " (cached)" : ""),
     link(entry.name, "pass", g.index, stage.stage, i), String(entry.num_matches), `${entry.nodes[0]} → ${entry.nodes[1]}`, entry.ops, String(entry.ms)]));
   return [el("h1", {}, "Overview"),
-    el("div", { class: "cards" }, card(data.graphs.length, "graphs"), card(computing.length, "ops that compute"), card(casts.filter(c => !c.removed).length, "casts"),
-      plans.length ? card(plans[0].buckets.length, `allreduces of ${size(plans[0].total_bytes)}`) : "", memory.length ? card(size(memory[0].peak), "alive at most, before fusion") : ""),
-    shareBar(count(computing, op => op.dtype)), el("p", {}, data.summaries[0]),
+    el("div", { class: "cards" }, data.profile ? card(ms(data.profile.ms), "a step, as measured") : "", card(data.graphs.length, plural(data.graphs.length, "graph")),
+      card(computing.length, computing.length === 1 ? "op that computes" : "ops that compute"), card(kept, plural(kept, "cast")),
+      plans.length ? card(plans[0].buckets.length, `${plural(plans[0].buckets.length, "allreduce")} of ${size(plans[0].total_bytes)}`) : "", memory.length ? card(size(memory[0].peak), "alive at most, before fusion") : ""),
+    shareBar(count(computing, op => op.dtype)), el("p", {}, data.summaries[0]), data.comparison ? data.comparison.verdict.map(line => el("p", {}, line)) : "",
     data.remarks.map(line => el("p", { class: line.startsWith("warning") ? "warning" : "" }, line)),
     data.graphs.map(g => el("p", {}, el("b", {}, `graph ${g.index} `), g.identity)),
     el("h2", {}, "What the passes did"), table(["#graph", "stage", "pass", "#matches", "#nodes", "ops added (+), removed (−)", "#ms"], passes)];
@@ -21,11 +23,11 @@ function opsView() {
   const rows = data.kinds.map(([n, op, dtype, rule, module, reason]) => [String(n), link(op, "op", op), chip(dtype), rule, module, reason]);
   return [el("h1", {}, "Ops: which dtype, and why"), el("p", {}, data.summaries[0]), table(["#ops", "op", "dtype", "rule", "module", "why"], rows)];
 }
-const opRows = rows => table(["op", "dtype", "module", "why", "of", "to change it"], rows.map(op => [
-  el("a", { onclick: () => inspect(op.graph, stageOf(op.graph, "forward"), lastCode(stageOf(op.graph, "forward")), op.node) }, op.op), chip(op.dtype),
+const opRows = rows => [table(["op", "dtype", "module", "why", "of", "to change it"], rows.slice(0, MOST_ROWS).map(op => [
+  inspectLink(op.op, op.graph, "forward", op.node), chip(op.dtype),
   op.where === "model" || op.where === "loss" ? op.where : link(op.where, "module", op.graph, "forward", op.where),
-  `${op.rule && `${op.rule}: `}${op.reason}${op.source && ` (${op.source})`}`, op.operands.join(", "), op.override ? el("code", {}, op.override) : ""]));
-const opView = name => [el("h1", {}, name), opRows(ops.filter(op => op.op === name).slice(0, 500))];
+  `${op.rule && `${op.rule}: `}${op.reason}${op.source && ` (${op.source})`}`, op.operands.join(", "), op.override ? el("code", {}, op.override) : ""])), rest(rows.length - MOST_ROWS, "op")];
+const opView = name => [el("h1", {}, name), opRows(ops.filter(op => op.op === name))];
 
 function castsView() {
   const kinds = data.cast_kinds.map(([n, op, rule, from, to, reason, bytes, tensors]) => [String(n), op, rule, el("span", { class: "short" }, chip(from), " → ", chip(to)), size(bytes), tensors, reason]);
@@ -37,10 +39,10 @@ function castsView() {
 function bucketsView(graph, wanted) {
   const { plan } = data.graphs[graph];
   return [el("h1", {}, `Bucket plan of graph ${graph}`),
-    el("p", {}, `${plan.buckets.length} allreduces, ${size(plan.total_bytes)} a step, ${plan.world_size} ranks, layout ${plan.layout}`),
+    el("p", {}, `${counted(plan.buckets.length, "allreduce")}, ${size(plan.total_bytes)} a step, ${counted(plan.world_size, "rank")}, layout ${plan.layout}`),
     table(["#bucket", "gradients, as they lie in the buffer", "#bytes", "dtype", "divide", "starts after", "waits before"], plan.buckets.map((bucket, i) => [
       String(i), el("details", { open: bucket.slots.some(([name]) => name === wanted) },
-        el("summary", {}, `${bucket.slots.length} gradients: ${bucket.slots[0][0]}${bucket.slots.length > 1 ? " ..." : ""}`),
+        el("summary", {}, `${counted(bucket.slots.length, "gradient")}: ${bucket.slots[0][0]}${bucket.slots.length > 1 ? " ..." : ""}`),
         bucket.slots.map(([name, bytes]) => el("div", { class: name === wanted ? "f32" : "" }, `${name}  `, el("span", { class: "count" }, size(bytes))))),
       size(bucket.bytes), bucket.dtypes, bucket.divide, bucket.start, bucket.wait]))];
 }
@@ -52,7 +54,7 @@ function passView(graph, stageName, i) {
   return [el("div", { class: "row" }, el("h1", {}, all ? "All passes" : entry.name), el("span", { class: "dim" }, `graph ${graph}, ${stageName}`),
       link("the whole graph after it", "code", graph, stageName, after)),
     entry && entry.warning ? el("p", { class: "warning" }, `rewrote nothing: ${entry.warning}`) : "",
-    places.length ? el("details", { open: places.length <= 6 }, el("summary", {}, `rewrote ${entry.num_matches} places, ${places.length} kinds`),
+    places.length ? el("details", { open: places.length <= 6 }, el("summary", {}, `rewrote ${counted(entry.num_matches, "place")}${places.length < entry.num_matches ? `, ${counted(places.length, "kind")}` : ""}`),
       el("div", { style: { maxHeight: "9em", overflow: "auto" } }, places.map(([n, place]) => el("div", { class: "code" }, `${n} × ${place}`)))) : "",
     edits.length ? diffView(graph, stage, before, after, edits) : el("p", {}, "left the graph as it was")];
 }
@@ -62,9 +64,13 @@ function codePage(graph, stageName, index, focus) {
   return [el("h1", {}, `graph ${graph}, ${stageName}: ${index > 0 ? "after " : ""}${stage.codes[index][0]}`), codeView(graph, stage, Number(index), focus)];
 }
 
+/** Return the first graph that a module has ops in. */
+const firstGraphs = new Map(stages().reverse().flatMap(([g, stage]) => stage.modules.map(([path]) => [path, g.index])));
+const graphOf = path => firstGraphs.get(path) ?? 0;
+
 // Modules as a tree, with the dtypes of the ops below each; siblings that are equal but for their number are one entry.
 function moduleTree() {
-  const root = { path: "", name: "model", children: new Map(), dtypes: {} }, owner = {};
+  const root = { path: "", name: "model", children: new Map(), dtypes: {} };
   const visit = (path, dtype) => {
     let at = root;
     for (const name of path ? path.split(".") : []) {
@@ -73,15 +79,20 @@ function moduleTree() {
       if (dtype) at.dtypes[dtype] = (at.dtypes[dtype] || 0) + 1;
     }
   };
-  for (const [g, stage] of stages()) for (const [path] of stage.modules) { visit(path); owner[path] ??= g.index; }
-  for (const op of ops) if (op.computes && op.graph === (owner[op.where] ?? 0) && op.where !== "loss" && op.where !== "model") visit(op.where, op.dtype);
+  for (const [g, stage] of stages()) for (const [path] of stage.modules) visit(path);
+  for (const op of ops) if (op.computes && op.graph === graphOf(op.where) && op.where !== "loss" && op.where !== "model") visit(op.where, op.dtype);
   return root;
 }
-const signature = module => JSON.stringify([module.dtypes, [...module.children.values()].map(child => [child.name, signature(child)])]);
+const signatures = new Map(); // of a module, with what is below it -> a number
+function signature(module) {
+  const text = JSON.stringify([module.dtypes, [...module.children.values()].map(child => [child.name, signature(child)])]);
+  if (!signatures.has(text)) signatures.set(text, signatures.size);
+  return module.signature ??= signatures.get(text);
+}
 function moduleEntry(module) {
-  const head = [link(module.name, "module", 0, "", module.path), shareBar(module.dtypes)];
-  const row = () => el("span", { style: { display: "inline-grid", gridTemplateColumns: "1fr 64px", width: "calc(100% - 1.2em)", alignItems: "center" } }, head);
-  return module.children.size ? lazy(row(), () => moduleEntries(module)) : el("div", { style: { paddingLeft: "1em" } }, row());
+  const head = [link(module.name, "module", graphOf(module.path), "", module.path), shareBar(module.dtypes)];
+  const row = el("span", { class: "module" }, head);
+  return module.children.size ? lazy(row, () => moduleEntries(module)) : el("div", { class: "leaf" }, row);
 }
 function moduleEntries(module) {
   const groups = [];
@@ -102,27 +113,31 @@ function side() {
   const graphs = data.graphs.map(g => el("details", { open: data.graphs.length <= 3 }, el("summary", { title: g.identity }, `graph ${g.index} `, el("span", { class: "quiet" }, g.identity)),
     g.stages.map(stage => el("details", { open: true }, el("summary", {}, stage.stage),
       link("captured", "code", g.index, stage.stage, 0),
-      stage.passes.map((entry, i) => el("a", { href: link("", "pass", g.index, stage.stage, i).hash }, `${entry.name} `, el("span", { class: "count" }, entry.num_matches || ""))),
+      stage.passes.map((entry, i) => el("a", { href: address("pass", g.index, stage.stage, i) }, `${entry.name} `, el("span", { class: "count" }, entry.num_matches || ""))),
       stage.passes.length > 1 ? link("all passes, before and after", "pass", g.index, stage.stage, "all") : "",
       link("the graph that runs", "code", g.index, stage.stage, lastCode(stage)),
       lastCode(stage) < stage.codes.length - 1 ? link("lowered", "code", g.index, stage.stage, stage.codes.length - 1) : "",
       stage.memory || stage.windows.length ? link("time and memory", "time", g.index, stage.stage) : "")),
     g.plan ? link("buckets", "buckets", g.index) : ""));
   document.getElementById("side").append(link("Overview", "overview"), link("Ops and dtypes", "ops"), casts.length ? link("Casts", "casts") : "",
+    data.profile ? link("Time of a step", "profile") : "", data.comparison ? link("Error", "error") : "",
     el("h2", {}, "GRAPHS"), ...graphs, el("h2", {}, "MODULES"), link("model", "module", 0, "", ""), ...moduleEntries(moduleTree()).flat());
 }
 
 /** What can be searched for: [kind, label, detail, route], made at the first search. */
-let index;
+let searchItems;
 function searchIndex() {
+  if (searchItems) return searchItems;
   const modules = new Set(stages().flatMap(([, stage]) => stage.modules.map(([path]) => path)).filter(Boolean));
-  return index ??= [
-    ...[...modules].map(path => ["module", path, "", ["module", 0, "", path]]),
+  const nodes = stages().flatMap(([g, stage]) => [...parse(stage, lastCode(stage)).nodes.values()].map(node => [g, stage, node]));
+  const item = ([g, stage, node]) => ["node", node.name, `${node.op} ${node.type}  ·  graph ${g.index}, ${stage.stage}  ·  ${node.source}`,
+    ["code", g.index, stage.stage, lastCode(stage), node.name]];
+  return searchItems = [
+    ...[...modules].map(path => ["module", path, "", ["module", graphOf(path), "", path]]),
     ...stages().flatMap(([g, stage]) => stage.passes.map((entry, i) => ["pass", entry.name, `graph ${g.index}, ${stage.stage}`, ["pass", g.index, stage.stage, i]])),
     ...data.graphs.flatMap(g => (g.plan ? g.plan.buckets : []).flatMap((bucket, i) => bucket.slots.map(([name]) => ["parameter", name, `bucket ${i}`, ["buckets", g.index, name]]))),
     ...[...new Set(ops.map(op => op.op))].map(op => ["op", op, "", ["op", op]]),
-    ...stages().flatMap(([g, stage]) => [...parse(stage, lastCode(stage)).nodes.values()].map(node =>
-      ["node", node.name, `${node.op} ${node.type}  ·  graph ${g.index}, ${stage.stage}  ·  ${node.source}`, ["code", g.index, stage.stage, lastCode(stage), node.name]])),
+    ...nodes.filter(([, , node]) => !node.input).map(item), ...nodes.filter(([, , node]) => node.input).map(item), // inputs last
   ];
 }
 function search(text) {
