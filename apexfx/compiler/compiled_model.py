@@ -27,9 +27,9 @@ from .._torch import (
     run_cached_graphs,
 )
 from ..config import TransformConfig
+from ..graph.printing import count_text
 from ..precision.rules import HALVES
 from ..precision.written_arguments import Cast, CastCall
-from ..report.cast_ledger import count_text
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms

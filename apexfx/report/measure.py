@@ -195,7 +195,7 @@ def _place(code: GraphCode, node: str) -> tuple[str, str, str, str, str] | None:
     if not node:
         return None
     origin = places.passes.get(node) or captured.passes.get(source, "")
-    module = places.module_of.get(node, "") or (UPDATE if origin in _UPDATES else LOSS if source in code.outside else "")
+    module = places.module_of.get(node, "") or (UPDATE if origin in _UPDATES else LOSS if code.is_of_loss(node, source) else "")
     return module, places.ops[node], origin, places.lines.get(node, ""), source
 
 

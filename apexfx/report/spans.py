@@ -50,10 +50,21 @@ class GraphCode:
     places: NodePlaces = field(default_factory=NodePlaces)
     by_node: bool = False
 
+    def is_of_loss(self, node: str, source: str) -> bool:
+        """Return whether a node of no module is of a training step's loss, or of its backward; `source`: its captured node."""
+        forward, backward, _ = self.places.ops.get(node, "").partition("_backward")
+        return source in self._loss or bool(backward) and forward in self._loss_ops
+
     @functools.cached_property
-    def outside(self) -> set[str]:
-        """Nodes of the captured graph that belong to no module of the model: the loss of a training step."""
-        return {op.node for op in self.graph.forward.ops if op.outside} if self.graph is not None else set()
+    def _loss(self) -> set[str]:
+        """Nodes of the captured graph."""
+        return {op.node for op in self.graph.forward.ops if op.outside and op.op != "torch.grad"}
+
+    @functools.cached_property
+    def _loss_ops(self) -> set[str]:
+        """What those were lowered to, less what is said of a forward: "aten.nll_loss"."""
+        places = self.places
+        return {places.ops[node].removesuffix("_forward") for node, source in places.sources.items() if source in self._loss}
 
 
 def graph_codes(graphs: Sequence[GraphReport]) -> list[GraphCode]:
