@@ -191,8 +191,11 @@ class Comparison(Sequence[Row]):
             return f"the backward that {_where(row)} has registered is not the derivative of its forward, in {self.reference} too"
         if row.is_magnifier and not row.consequence:
             return f"{_where(row)} makes {row.magnifies:.0f} times as much of the error of its inputs: {row.inherited:.2g}{dtype}"
-        share = f", and with that {min(row.share, 1):.0%} of the error" if row.share is not None else ""
         consequence = f", of which {row.consequence}" if row.consequence else ""
+        share = "" if row.share is None else f"{min(row.share, 1):.0%} of the error"
+        if share and not row.introduced:  # it has introduced it where it inherits little
+            return f"{_where(row)} makes {share}{dtype}{consequence}"
+        share = f", and with that {share}" if share else ""
         return f"{_where(row)} introduces an error of {row.introduced:.2g}{dtype}{share}{consequence}"
 
     def __str__(self) -> str:
@@ -214,7 +217,7 @@ class Comparison(Sequence[Row]):
             r = row.range
             return (f"{r.largest:.2g}", f"{r.smallest:.2g}", f"{r.zeros:.1%}", f"{r.underflow:.1%}", f"{r.overflow:.1%}",
                     _op_text(row), row.dtype, row.module or "model", row.source)
-        share = "-" if row.share is None else f"{row.share:.1%}"
+        share = "-" if row.share is None else f"{round(row.share, 3) + 0.0:.1%}"  # no "-0.0%"
         introduced = "not finite" if row.is_lost else _number(row.introduced) if row.is_measured else "?"
         inherited = _number(row.inherited) + (f" ({row.magnifies:.0f} x)" if row.magnifies >= _MAGNIFIES else "")
         return share, introduced, inherited, _op_text(row), row.dtype, row.rule, row.module or "model", row.source
