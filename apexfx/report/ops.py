@@ -125,9 +125,9 @@ class Explanation(OpTable):
         return names
 
     def __str__(self) -> str:
-        dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in Counter(op.dtype for op in self).most_common())
-        lines = [f"{self.what} at {self.level}: {count_text(len(self), 'op')}, {dtypes}"]
         shown = [op for op in self if op.computes] or list(self)
+        dtypes = ", ".join(f"{number} in {dtype}" for dtype, number in Counter(op.dtype for op in shown).most_common())
+        lines = [f"{self.what} at {self.level}: {count_text(len(shown), 'op')}, {dtypes}"]
         for op in shown:
             lines += ["", f"{op.op} in {op.dtype}, {op.where}" + (f" ({op.source})" if op.source else ""),
                       f"    {op.rule}{': ' if op.rule else ''}{op.reason}"]
@@ -144,7 +144,7 @@ class Explanation(OpTable):
 
 
 def explain(table: OpTable, what: str) -> Explanation:
-    """Return the ops of the module, of those below it, or of the op that `what` names.
+    """Return the ops of the module, of those below it, or of the op that `what` names, or those that read the parameter.
 
     Raises:
         ValueError: nothing is called so.
@@ -152,11 +152,12 @@ def explain(table: OpTable, what: str) -> Explanation:
     name = what.removeprefix("torch.").removeprefix("F.")
     ops = [op for op in table if op.where == what or not op.outside and covers(what, op.module)
            or any(fnmatch.fnmatchcase(own, pattern) for own in (op.op, op.name, op.node) for pattern in (what, name))]
+    ops = ops or [op for op in table if any(operand.name == what for operand in op.operands)]
     if not ops:
         known = {above for op in table for above in _and_above(op.where)} | {op.name for op in table} | {op.op for op in table}
         near = difflib.get_close_matches(what, sorted(known), n=1)
-        raise ValueError(f"apexfx: explain({what!r}) was asked for, and no module, op or node of the graphs is called so"
-                         + (f"; did you mean {near[0]!r}?" if near else ".") + " report.ops() lists them")
+        raise ValueError(f"apexfx: explain({what!r}) was asked for, and no module, op, node or parameter of the graphs is "
+                         "called so" + (f"; did you mean {near[0]!r}?" if near else ".") + " report.ops() lists them")
     return Explanation(ops, table.level, what, table)
 
 

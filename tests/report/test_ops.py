@@ -151,7 +151,9 @@ def test_no_override_is_advised_of_what_ends_a_step(caplog):
     step(torch.randn(4, 8), torch.randint(4, (4,)))
     assert "does not reach" not in caplog.text + str(step.report)
     explained = str(step.report.explain("loss"))
+    assert explained.startswith("loss at O1: 1 op, 1 in f32\n")
     assert "F.cross_entropy in f32" in explained and "apply_gradients" not in explained and "getitem" not in explained
+    assert [op.op for op in step.report.explain("2.weight") if op.computes] == ["torch.linear"]
     assert explained.splitlines()[-1].startswith("and ") and explained.endswith("compute nothing: they move or describe data")
 
 
