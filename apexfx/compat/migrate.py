@@ -58,6 +58,7 @@ METHODS = {
     ("model", "no_sync"): f"{DELETE}accumulate= in train_step reduces once for so many calls",
 }  # fmt: skip
 
+_CLIP = "torch.nn.utils.clip_grad_norm_"
 _TOP_MODULES = ("amp_C", "apex_C")
 _OF_TRANSFORM = ("opt_level", "dtype", "keep_batchnorm_fp32", "sync_bn", "ddp", "process_group")
 _REPLACED_BY_ARGUMENT = (*WRAPPERS, *CONVERTERS, "torch.compile", "apex.fp16_utils.network_to_half",
@@ -212,7 +213,7 @@ class _Advice:
     def _instead_of_called(self, call: ast.Call, statement: ast.stmt) -> str:
         script = self._script
         name, method = script.full_name(call.func), getattr(call.func, "attr", "")
-        if name == "torch.nn.utils.clip_grad_norm_" and (norm := argument(call, 2, "norm_type")) not in ("", "2", "2.0"):
+        if name == _CLIP and (norm := argument(call, 2, "norm_type")) not in ("", "2", "2.0"):
             return f"no counterpart: a step clips the 2-norm, not norm_type={norm}; keep the loop, with apexfx.transform"
         if script.is_changed:
             return CALLS[name] if name in (*WRAPPERS, *CONVERTERS) or name.startswith("apex.") and name in CALLS else ""
@@ -221,7 +222,9 @@ class _Advice:
             return f"{DELETE}ddp={ddp} in train_step" + (left_out and f", {left_out}")
         if name == "torch.autocast" and script.stays_under_autocast(statement):
             return ""
-        if name == "torch.nn.utils.clip_grad_norm_" and script.is_several:
+        if name in (_CLIP, "apex.amp.master_params") and (kept := _kept_norm(statement, script)):
+            return kept
+        if name == _CLIP and script.is_several:
             return f"{DELETE}give max_grad_norm={argument(call, 1, 'max_norm')} to the step of these parameters"
         if name in CALLS:
             return CALLS[name]
@@ -401,6 +404,15 @@ def _first_line(loss: Loss) -> int:
 
 def _removes(instead: str) -> bool:
     return bool(instead) and not instead.startswith("no counterpart")
+
+
+def _kept_norm(statement: ast.stmt, script: Script) -> str:
+    """Return what stands for `norm = clip_grad_norm_(...)`, where the norm is kept; "" elsewhere."""
+    value = statement.value if isinstance(statement, ast.Assign) else None
+    if not isinstance(value, ast.Call) or script.full_name(value.func) != _CLIP:
+        return ""
+    names = " = ".join(map(ast.unparse, statement.targets))
+    return f"{names} = step.grad_norm, below the step, with max_grad_norm= in train_step"
 
 
 class _Unwrap(ast.NodeTransformer):

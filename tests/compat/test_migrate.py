@@ -95,6 +95,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("nn.SyncBatchNorm.convert_sync_batchnorm(net)", "delete: sync_bn=True"),
     ("s = torch.cuda.amp.GradScaler(); s.update()", "delete: the step does it"),
     ("nn.utils.clip_grad_norm_(net.parameters(), 1.0, norm_type=1)", "no counterpart: a step clips the 2-norm, not norm_type=1"),
+    ("norm = nn.utils.clip_grad_norm_(amp.master_params(opt), 1.0)", "norm = step.grad_norm, below the step, with max_grad_norm"),
     ("nn.utils.clip_grad_value_(net.parameters(), 1.0)", "no counterpart in a step"),
     ("net = torch.compile(net)", "delete: a step is compiled as a whole"),
     ("net = nn.DataParallel(net)", "delete: start one process a device"),
