@@ -20,6 +20,7 @@ from .digests import Code, Digests, run_compiled
 from .interpreter import Interpreter
 from .non_finite import NonFinite, is_of_backward
 
+_NOT_GIVEN = ("None", "False", "{}", "[]", "()", "off")  # options as a bundle writes them
 _MAY_DIFFER = ("python",)
 _DOUBLE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
            torch.complex32: torch.complex128, torch.complex64: torch.complex128}
@@ -157,7 +158,10 @@ class _Until:
 def _about(bundle: bundles.Bundle) -> list[str]:
     data = bundle.data
     recorded = ", ".join(f"{name} {value}" for name, value in data["machine"].items() if value is not None)
-    rows = {"recorded event": data.get("event"), "options": data.get("options"), "recorded on": recorded}
+    options = data.get("options")
+    if isinstance(options, dict):
+        options = ", ".join(f"{name}={value}" for name, value in options.items() if value not in _NOT_GIVEN)
+    rows = {"recorded event": data.get("event"), "options": options, "recorded on": recorded}
     return [f"{name}: {_one_line(str(value))}" for name, value in rows.items() if value]
 
 
