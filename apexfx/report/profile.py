@@ -150,7 +150,7 @@ class Profile:
         """Return the time by line of the program; of a backward, by the line of its module."""
         return self._table(lambda t: _names(t.lines, "no line"))
 
-    def _table(self, label: Callable[[KernelTime], str], outside: Callable[[KernelTime], str] = lambda t: _OUTSIDE,
+    def _table(self, label: Callable[[KernelTime], str], outside: Callable[[KernelTime], str] = lambda t: f"kernels {_OUTSIDE}",
                key: Callable[[str], Any] = str) -> list[TimeRow]:
         sums: dict[tuple[bool, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
         for t in self.times:
