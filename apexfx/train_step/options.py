@@ -35,7 +35,7 @@ class StepOptions:
         if self.safeguard is not None and not isinstance(self.safeguard, Safeguard):
             raise TypeError(f"apexfx: safeguard={self.safeguard!r} was given, expected True, an apexfx.Safeguard, False or None")
         if self.ema is not None and not isinstance(self.ema, EMA):
-            raise TypeError(f"apexfx: ema={self.ema!r} was given, expected an apexfx.EMA or None")
+            raise TypeError(f"apexfx: ema={self.ema!r} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or None")
         if self.fallback not in (None, "transform"):
             raise ValueError(f"apexfx: fallback={self.fallback!r} was given, expected 'transform' or None")
         if self.fallback is not None and self.config.fullgraph:
