@@ -24,7 +24,8 @@ def kernels_of(graphs: Sequence[GraphReport], profile: Profile | None) -> dict[P
     kernels: dict[Place, list[tuple[KernelTime, list[str]]]] = defaultdict(list)
     known = {(graph.index, stage.stage): stage.places.ops for graph in graphs for stage in graph.stages}
     for time in profile.times if profile is not None else ():
-        for stage, names in ((time.stage, time.nodes), ("forward", time.captured)):
+        # In a forward that runs, nodes have other names than in the captured graph, which is the one that is shown.
+        for stage, names in {time.stage: time.nodes, "forward": time.captured}.items():
             nodes = [node for node in names if node in known.get((time.graph, stage), ())]
             if nodes:
                 kernels[time.graph, stage].append((time, nodes))

@@ -18,6 +18,7 @@ from torch import nn
 import apexfx
 from apexfx.report.data import Report
 from apexfx.report.html import page_data, report_page
+from apexfx.report.node_numbers import kernels_of
 from apexfx.report.node_places import node_places
 from apexfx.report.profile import KernelTime, Profile
 from tests.report.test_report import Casts, Plan, Softsign, captured, make_report
@@ -144,6 +145,14 @@ def test_the_times_of_a_profile_come_with_the_page():
         page_data(make_report(Softsign()), profile)
 
 
+def test_a_kernel_of_a_forward_is_of_the_captured_graph_alone():
+    """The graph that runs may give the name of one of its nodes to another."""
+    report = make_report(Softsign())
+    first, second = report.graphs[0].forward.ops[:2]
+    time = KernelTime(kernel="k", kind="compute", ms=1.0, graph=0, stage="forward", nodes=(first.node,), captured=(second.node,))
+    assert kernels_of(report.graphs, Profile("cpu", 1.0, (1.0,), (time,))) == {(0, "forward"): [(time, [second.node])]}
+
+
 def test_the_errors_of_a_comparison_come_with_the_page():
     step = small_step()
     comparison = apexfx.compare(step, BATCH)
@@ -194,7 +203,7 @@ def test_a_browser_shows_searches_folds_and_draws(tmp_path):
           f"div_tensor{'_' * bool(i)}{i or ''}"] for i in range(12)])}
     stage.places.modules[HOSTILE[0]] = []
     slow = KernelTime(kernel=HOSTILE[0], kind="compute", ms=2.0, graph=0, stage="forward", modules=("layers.7",),
-                      nodes=("mm_default_7", "abs_default_7"), ops=("aten.mm",), passes=("",))
+                      captured=("mm_default_7", "abs_default_7"), ops=("aten.mm",), passes=("",))
     report.to_html(tmp_path / "report.html", profile=Profile("cpu", 3.0, (3.0,), (slow,)))
     page = browser()
     try:
