@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,8 @@ _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])
 _REFUSED = re.compile(r"""\bgot \w+\((['"])(.+?)\1\)""")
 _EXPLAINED = re.compile(r"^  Explanation: (.+)$", re.MULTILINE)
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
-LIBRARIES = tuple(str(Path(package.__file__).parent) for package in (torch, __import__("apexfx")))  # no lines of the user's
+# What the names of files begin with that have no lines of the user's; torchvision has.
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import apexfx
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.passes.base import Pass
+from apexfx.train_step.errors import LIBRARIES
 from tests.own_optimizers import Adagrad
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -219,6 +221,7 @@ def test_without_a_fallback_the_error_names_it():
     assert re.match(r"  at .*test_in_pieces\.py:\d+, in <lambda>: .*graph_break\(\)", where)
     assert "fallback='transform'" in advice and "from user code" in str(raised.value.__cause__)
     assert not step.report.graphs
+    assert not f"{Path(torch.__file__).parent}vision/models/resnet.py".startswith(LIBRARIES), "has lines worth naming"
 
 
 def test_under_inductor():
