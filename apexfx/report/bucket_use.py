@@ -7,7 +7,7 @@ from typing import Any
 
 from ..buckets.bucket import Bucket
 from ..buckets.plan import BucketPlan
-from ..graph.printing import size_text
+from ..graph.printing import count_text, size_text
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class BucketUse:
         bucket, others = self.bucket, len(self.bucket.slots) - 1
         flops = "an unknown number of" if bucket.window_flops is None else f"{bucket.window_flops / 1e6:.1f}"
         lines = [f"{self.parameter}: bucket {self.index} of 0 to {len(self.plan.buckets) - 1}, {size_text(bucket.total_bytes)} "
-                 f"{bucket.dtypes()}, with {others} other gradient{'' if others == 1 else 's'}",
+                 f"{bucket.dtypes()}, with {count_text(others, 'other gradient')}",
                  f"starts after {bucket.start_after or bucket.start}, waits before {bucket.wait_before or '-'}; in between: "
                  f"{flops} MFLOP of matrix products"]
         communication, window = self.communication_s, self.window_s

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import is_number
+from ..graph.printing import count_text
 from ..host_copy import HostCopy
 from ..ops.apply_gradients import SafeguardRow
 from ..optimizers.safeguard import LOGGED, NOBODY, NOT_FINITE, new_state
@@ -140,8 +141,8 @@ class SafeguardState:
         if num_skips < self._tell_at:
             return
         self._tell_at = 10 ** len(str(num_skips))
-        log.warning("apexfx: safeguard= has skipped %d step%s, where a gradient was not finite or their norm was a spike; "
-                    "step.events has the calls and reasons", num_skips, "s"[:num_skips > 1])
+        log.warning("apexfx: safeguard= has skipped %s, where a gradient was not finite or their norm was a spike; "
+                    "step.events has the calls and reasons", count_text(num_skips, "step"))
 
     def read(self, name_of: Callable[[int], str | None]) -> list[Event]:
         """Return the events so far, the last 64 at least; waits for the device.

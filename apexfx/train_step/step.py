@@ -21,6 +21,7 @@ from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
 from ..config import TransformConfig
 from ..errors import NonFiniteError
+from ..graph.printing import count_text
 from ..report.data import Report
 from ..report.text import options_text
 from .averages import averaged_copies
@@ -183,8 +184,8 @@ class TrainStep:
     def _check_skips(self) -> None:
         if skips := self._skipped.too_many():
             self._recorder.record_where_skipped()
-            raise NonFiniteError(f"apexfx: {skips} steps in a row were skipped, and nothing is trained any more. The last: "
-                                 f"{self.events[-1]}")
+            raise NonFiniteError(f"apexfx: {count_text(skips, 'step')} in a row skipped, and nothing is trained any more. The "
+                                 f"last: {self.events[-1]}")
 
     def _check_replicas(self, *, updated: bool) -> None:
         if self._replicas is not None:
@@ -223,10 +224,10 @@ class TrainStep:
                                    scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 
     def __repr__(self) -> str:
-        ranks, num_graphs = self._num_ranks(), len(self.report.graphs)
-        compiled = "in pieces" if self._graphs.why_in_pieces else f"{num_graphs or 'no'} graph{'s'[:num_graphs > 1]}"
+        num_graphs = len(self.report.graphs)
+        compiled = "in pieces" if self._graphs.why_in_pieces else count_text(num_graphs, "graph") if num_graphs else "no graph"
         return (f"TrainStep({type(self.model).__name__}, {self._optimizers.name}, {options_text(self.report.config)}, "
-                f"{ranks} rank{'s'[:ranks > 1]}): {compiled}")
+                f"{count_text(self._num_ranks(), 'rank')}): {compiled}")
 
     def __reduce__(self) -> Any:
         raise TypeError("apexfx: a training step can be neither copied nor pickled; copy the model and make another step of "

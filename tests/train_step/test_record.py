@@ -387,7 +387,7 @@ def test_there_are_at_most_so_many(tmp_path):
 
 def test_the_last_step_before_an_error_is_recorded(tmp_path):
     step = make(model=Small, safeguard=guarded(tmp_path, max_consecutive_skips=1))
-    with pytest.raises(apexfx.NonFiniteError, match="1 steps in a row"):
+    with pytest.raises(apexfx.NonFiniteError, match="1 step in a row"):
         step(X, Y, INFINITE)
     assert [path.name for path in tmp_path.iterdir()] == ["call-1-rank-0"]
 

@@ -251,7 +251,7 @@ def test_too_many_in_a_row_raise():
     for kind in (NAN_INPUT, NAN_INPUT, GOOD, INFINITE, INFINITE):
         step(*batch(kind, generator))
     before = everything(step)
-    with pytest.raises(apexfx.NonFiniteError, match="3 steps in a row were skipped.*call 6: not finite"):
+    with pytest.raises(apexfx.NonFiniteError, match="3 steps in a row skipped.*call 6: not finite"):
         step(*batch(NAN_INPUT, generator))
     assert_equal(everything(step), before)
     step(*batch(GOOD, generator))  # and it goes on where the user goes on
@@ -284,7 +284,7 @@ def test_flush_of_a_bad_batch_takes_everything_back():
     before = everything(step)
     step(*batch(NAN_INPUT, generator))
     step(*batch(GOOD, generator))
-    with pytest.raises(apexfx.NonFiniteError, match="1 steps in a row.*call 2: not finite"):
+    with pytest.raises(apexfx.NonFiniteError, match="1 step in a row skipped.*call 2: not finite"):
         step.flush()
     assert not bool(step.updated) and step.events[-1].call == 2
     assert_equal(everything(step), before)
