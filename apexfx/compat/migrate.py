@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..graph.printing import count_text
 from .migrate_losses import Loss
 from .migrate_script import CONVERTERS, OPTIONS, SPELLINGS, WRAPPERS, NewStep, Script, buckets_of
 from .migrate_syntax import argument, calls, divisor, dotted, nodes, targets
@@ -89,7 +90,7 @@ def changes(path: str, source: str) -> list[Change]:
 def text(rows: Sequence[Change]) -> str:
     """Return changes as text, two lines each or more."""
     lines = [f"{row.path}:{row.line}: {row.code}\n    -> {row.instead.replace(chr(10), chr(10) + ' ' * 7)}" for row in rows]
-    return "\n".join([*lines, f"{len(rows)} change{'' if len(rows) == 1 else 's'}"])
+    return "\n".join([*lines, count_text(len(rows), "change")])
 
 
 def check(paths: Sequence[str]) -> tuple[list[Change], list[str]]:
@@ -151,8 +152,8 @@ class _Advice:
     def _replacements(self) -> Iterator[tuple[ast.stmt, str]]:
         script = self._script
         imports = [statement for _, statement in script.statements if isinstance(statement, (ast.Import, ast.ImportFrom))]
-        is_given = any("import apexfx" in self._instead_of_import(statement).split("; ") for statement in imports)
-        needs_import = bool(script.new_steps) and not is_given and "apexfx" not in script.imported
+        is_imported = any("import apexfx" in self._instead_of_import(statement).split("; ") for statement in imports)
+        needs_import = bool(script.new_steps) and not is_imported and "apexfx" not in script.imported
         for expressions, statement in script.statements:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 if instead := self._instead_of_import(statement):
@@ -328,8 +329,8 @@ class _Advice:
         lines = []
         for optimizer in step.optimizers:
             objective = f"{optimizer.rpartition('.')[2]}_objective"
-            made = _call("apexfx.train_step", [_module_of(models)], {"optimizer": optimizer, "objective": objective} | options)
-            lines.append(f"left to you, below all of these: {optimizer}_step = {made}, where {objective}(models, *batch) returns "
+            call = _call("apexfx.train_step", [_module_of(models)], {"optimizer": optimizer, "objective": objective} | options)
+            lines.append(f"left to you, below all of these: {optimizer}_step = {call}, where {objective}(models, *batch) returns "
                          f"the loss that {optimizer} is to minimize (examples/step_gan.py)")
         return lines
 

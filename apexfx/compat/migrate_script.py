@@ -174,8 +174,8 @@ class Script:
                                             left_out and f"  # without {left_out}")
 
     def _find_losses(self, losses: Losses) -> list[Loss]:
-        found = (losses.of(statement, call) for call, statement in self.calls())
-        rows = list({loss.statements[-1]: loss for loss in found if loss is not None}.values())
+        started = (losses.of(statement, call) for call, statement in self.calls())
+        rows = list({loss.statements[-1]: loss for loss in started if loss is not None}.values())
         for name in {loss.name for loss in rows}:  # the branches of an if compute it alike
             read = {key: readers for loss in rows if loss.name == name for key, readers in loss.read.items()}
             rows = [dataclasses.replace(loss, read=read) if loss.name == name else loss for loss in rows]
@@ -243,14 +243,14 @@ def buckets_of(name: str, call: ast.Call) -> tuple[str, str]:
     """Return the `ddp=` that stands for a wrapper, and which of its arguments that leaves out, in words."""
     is_apex = name.startswith("apex.")
     places = zip(_APEX_ARGUMENTS if is_apex else _TORCH_ARGUMENTS, call.args)
-    given = {name: ast.unparse(value) for name, value in places} | {
+    arguments = {name: ast.unparse(value) for name, value in places} | {
         word.arg or "**": ast.unparse(word.value) for word in call.keywords}
-    given = {name: text for name, text in given.items() if text not in ("None", "False", _DEFAULTS.get(name))
-             or name == "gradient_average" and text == "False"}
-    options = {name: given.pop(name) for name in _OF_BUCKETS if is_apex and name in given}
-    if not is_apex and (size := given.pop("bucket_cap_mb", "")):
+    arguments = {name: text for name, text in arguments.items() if text not in ("None", "False", _DEFAULTS.get(name))
+                 or name == "gradient_average" and text == "False"}
+    options = {name: arguments.pop(name) for name in _OF_BUCKETS if is_apex and name in arguments}
+    if not is_apex and (size := arguments.pop("bucket_cap_mb", "")):
         options = {"layout": '"ddp"', "bucket_cap_mb": size}
-    left_out = [f"without {name}" + (f": {_LEFT_OUT[name]}" if name in _LEFT_OUT else "") for name in given
+    left_out = [f"without {name}" + (f": {_LEFT_OUT[name]}" if name in _LEFT_OUT else "") for name in arguments
                 if name not in _NOT_NEEDED]
     config = ", ".join(f"{name}={text}" for name, text in options.items())
     return f"apexfx.BucketConfig({config})" if options else "True", "; ".join(left_out)
@@ -277,6 +277,6 @@ def _whole(models: Iterable[str]) -> tuple[str, ...]:
 
 def _names(call: ast.Call, place: int, name: str) -> tuple[str, ...]:
     """Return the variables that an argument names: one, or those of a list."""
-    given = [*(word.value for word in call.keywords if word.arg == name), *call.args[place:place + 1]]
-    parts: Sequence[ast.expr] = getattr(given[0], "elts", given[:1]) if given else ()
+    values = [*(word.value for word in call.keywords if word.arg == name), *call.args[place:place + 1]]
+    parts: Sequence[ast.expr] = getattr(values[0], "elts", values[:1]) if values else ()
     return tuple(filter(None, map(dotted, parts)))

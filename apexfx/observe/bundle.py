@@ -227,8 +227,8 @@ def load(path: Path) -> Bundle:
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"apexfx: {path / _JSON} is damaged ({type(error).__name__}: {error})") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        found = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"apexfx: {path} is a bundle of format {found}, and this apexfx reads format {FORMAT}")
+        version = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise ValueError(f"apexfx: {path} is a bundle of format {version}, and this apexfx reads format {FORMAT}")
     try:
         tensors = torch.load(path / _TENSORS, map_location=None if torch.cuda.is_available() else "cpu", weights_only=True)
     except Exception as error:  # whatever is in the file

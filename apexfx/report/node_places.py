@@ -97,11 +97,11 @@ class _BackwardNodes:
 
     def module(self, node: fx.Node) -> str:
         same = _of_same_op(node)
-        path = next((found for find in (self._of_parameter, self._match) for each in same if (found := find(each)) is not None),
-                    None)
+        paths = (find(each) for find in (self._of_parameter, self._match) for each in same)
+        path = next((path for path in paths if path is not None), None)
         if path is None:
-            found = [self._origin.get(source) or self._forward.get(source) for source in node.all_input_nodes]
-            path = min(filter(None, found), key=lambda each: self._order.get(each, 0), default="")
+            read = [self._origin.get(source) or self._forward.get(source) for source in node.all_input_nodes]
+            path = min(filter(None, read), key=lambda each: self._order.get(each, 0), default="")
         self.note(node, path)
         return path
 
@@ -132,11 +132,11 @@ def _parameters_of_product(node: fx.Node) -> list[fx.Node]:
 
 def _of_same_op(node: fx.Node) -> list[fx.Node]:
     """Return a node, and those around it that an op of a backward was decomposed into with it."""
-    op, found = _op(node), [node]
-    for each in found if "backward" in op else ():  # which grows
-        found += [other for other in dict.fromkeys((*each.all_input_nodes, *each.users))
-                  if other not in found and other.op == "call_function" and _op(other) == op]
-    return found
+    op, same = _op(node), [node]
+    for each in same if "backward" in op else ():  # which grows
+        same += [other for other in dict.fromkeys((*each.all_input_nodes, *each.users))
+                 if other not in same and other.op == "call_function" and _op(other) == op]
+    return same
 
 
 _FORWARD_OF = {"threshold_backward": "relu", "bn_backward_reduce": "bn_normalize", "bn_backward_elementwise": "bn_normalize"}
