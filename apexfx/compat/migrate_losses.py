@@ -67,11 +67,11 @@ class Losses:
         if sources:
             start, last = next((row for row in sources if self._depends_on_model(row[1])), sources[0])
             name = dotted(dividend(start))
-        elif any(map(self._is_model, calls(starts))):
+        elif any(map(self._is_model, calls(starts))) or isinstance(starts[0], ast.BinOp) and self._depends_on_model(backward):
             start, last, name = starts[0], backward, ""
         else:
             return None
-        number, dividing = start.right if isinstance(start, ast.BinOp) else None, []
+        number, dividing = start.right if dividend(start) is not start else None, []
         while _divides_only(last, name) and (source := self._source(name, last)) is not None:
             dividing.append(last)
             number, last = divisor(last), source

@@ -74,13 +74,17 @@ def argument(call: ast.Call, place: int, name: str) -> str:
 
 
 def divisor(statement: ast.stmt) -> ast.expr | None:
-    """Return n of `loss = ... / n` and `loss /= n`."""
+    """Return n of `loss = ... / n` and `loss /= n`; None where that is computed from a batch, as `mask.sum()` is."""
     value = getattr(statement, "value", None)
     if isinstance(statement, ast.AugAssign):
-        return value if isinstance(statement.op, ast.Div) else None
-    return value.right if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) else None
+        return value if isinstance(statement.op, ast.Div) and not any(calls([value])) else None
+    return value.right if _divides(value) else None
 
 
 def dividend(value: ast.expr) -> ast.expr:
-    """Return what is divided."""
-    return value.left if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) else value
+    """Return what is divided by such a number."""
+    return value.left if _divides(value) else value
+
+
+def _divides(value: ast.expr | None) -> bool:
+    return isinstance(value, ast.BinOp) and isinstance(value.op, ast.Div) and not any(calls([value.right]))

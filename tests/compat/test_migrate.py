@@ -162,6 +162,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
     ("net = DDP(net)\nout = net(x)\nloss = f(out, y) + g(out)\nloss.backward()", "with this in objective(model, *batch)"),
     ("opt = optim.SGD(net.parameters())\nloss = f(net(x), y)\nloss = loss + aux\nloss.backward()",
      "train_step(net, optimizer=opt, objective=objective"),
+    # A number of its elements is none of batches.
+    *((f"net = DDP(net)\nloss = f(net(x), y){code}", "step(*batch), with this in objective(model, *batch)")
+      for code in (" / y.numel()\nloss.backward()", "\nloss = loss / y.numel()\nloss.backward()",
+                   "\nloss /= y.numel()\nloss.backward()", "\n(loss / y.numel()).backward()",
+                   "\nscaler.scale(loss / y.numel()).backward()")),
     ("opt = optim.SGD(net.parameters())\n(f(net(x), y) + aux).backward()", "train_step(net, optimizer=opt, objective=objective"),
 ])  # fmt: skip
 def test_what_changes(code, instead):
