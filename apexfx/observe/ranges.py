@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,15 +57,20 @@ class Ranges:
 
 def range_of(tensor: Tensor) -> Range:
     """Return the range of a floating tensor that has elements."""
-    tiny = torch.finfo(tensor.dtype).tiny
-    size = tensor.detach().abs().double()
-    finite, nonzero = size.isfinite(), size > 0
-    inside = finite & nonzero
-    largest = torch.where(finite, size, 0.0).max()
-    smallest = torch.where(inside, size, torch.inf).min()
-    shares = [x.double().mean() for x in (~nonzero & ~size.isnan(), inside & (size < tiny), ~finite)]
-    largest, smallest, zeros, underflow, overflow = torch.stack([largest, smallest, *shares]).tolist()
-    return Range(tensor.dtype, largest, smallest if largest else 0.0, zeros, underflow, overflow)
+    tiny, size = torch.finfo(tensor.dtype).tiny, tensor.detach().abs()
+    smallest, largest = (float(x) for x in torch.aminmax(size))
+    zeros = underflow = overflow = 0
+    if not math.isfinite(largest):  # of nan both are nan
+        inside = size.isfinite()
+        overflow = size.numel() - int(inside.sum())
+        largest = float(torch.where(inside, size, 0.0).max())
+        smallest = float(torch.where(inside, size, torch.inf).min())
+    if smallest < tiny:
+        zeros = size.numel() - int(size.count_nonzero())
+        smallest = float(torch.where(size > 0, size, torch.inf).nan_to_num(torch.inf, torch.inf).min())
+        underflow = int((size < tiny).sum()) - zeros
+    shares = (count / size.numel() for count in (zeros, underflow, overflow))
+    return Range(tensor.dtype, largest, smallest if largest else 0.0, *shares)
 
 
 def _exponent(magnitude: float) -> str:
