@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "cases"
+KINDS = {"buffer broadcast": "buffer_broadcast", "compile never entered": "compile_not_entered", "EMA loop": "ema_loop",
+         "graph break": "graph_break", "host sync in the loop": "host_sync", "host sync in the model": "host_sync",
+         "host sync in the model (the second)": "host_sync", "optimizer groups": "optimizer_groups",
+         "small gradient buckets": "many_allreduces"}
 
 
 @dataclass(frozen=True)

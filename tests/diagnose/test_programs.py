@@ -8,12 +8,8 @@ import sys
 
 import pytest
 
-from tests.diagnose.expectations import FOLDER, programs
+from tests.diagnose.expectations import FOLDER, KINDS, programs
 
-KINDS = {"buffer broadcast": "buffer_broadcast", "compile never entered": "compile_not_entered", "EMA loop": "ema_loop",
-         "graph break": "graph_break", "host sync in the loop": "host_sync", "host sync in the model": "host_sync",
-         "host sync in the model (the second)": "host_sync", "optimizer groups": "optimizer_groups",
-         "small gradient buckets": "many_allreduces"}
 WHERE_IT_SAVES = "many_allreduces"  # named where one allreduce takes less time than all of them: not on every machine
 
 
