@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 
 import apexfx
 from apexfx.__main__ import main
+from apexfx.observe.ranges import range_of
 
 X = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
 
@@ -299,6 +301,17 @@ def test_what_a_fused_kernel_does_not_overflow_is_said():
     model.forward = lambda x: (model.a(x).half() * 3e4 * 3e-4).float()
     comparison = apexfx.compare(torch.compile(model), X * 100)
     assert "overflows in eager" in str(comparison) and "are finite" in str(comparison), comparison
+
+
+@pytest.mark.parametrize("values", [
+    [1.0, -3.0], [0.0, 0.0], [0.0, 2.0, -1e-6], [math.inf, 1.0, 0.0], [math.nan, -2.0], [math.nan, math.inf], [1e-6]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_range_counts_zeros_subnormal_and_infinite_values(values, dtype):
+    range_, size = range_of(torch.tensor(values, dtype=dtype)), [abs(x) for x in torch.tensor(values, dtype=dtype).tolist()]
+    inside = [x for x in size if 0 < x < math.inf]
+    assert (range_.largest, range_.smallest) == (max(inside, default=0), min(inside, default=0))
+    shares = size.count(0), sum(x < torch.finfo(dtype).tiny for x in inside), sum(not math.isfinite(x) for x in size)
+    assert (range_.zeros, range_.underflow, range_.overflow) == tuple(count / len(size) for count in shares)
 
 
 def test_ranges_alone():
