@@ -161,8 +161,9 @@ class Reference:
     def _without_derivative(self, node: fx.Node, result: Any, call: Call) -> set[int]:
         """Return the ids of the arguments of `_without_derivative`, which is asked once for each kind of call."""
         leaves, structure = tree_flatten(call)
+        first = {id(x): place for place, x in reversed([*enumerate(leaves)])}  # of op(x, x) both are x
         kind = (node.target, structure,
-                *((x.dtype, x.dim(), x.requires_grad) if isinstance(x, Tensor) else repr(x) for x in leaves))
+                *((x.dtype, x.dim(), x.requires_grad, first[id(x)]) if isinstance(x, Tensor) else repr(x) for x in leaves))
         if kind not in self._constant_arguments:
             constants = _without_derivative(result, call)
             self._constant_arguments[kind] = [place for place, x in enumerate(leaves) if id(x) in constants]
