@@ -209,6 +209,10 @@ FAULTS = (
           "        with _not_one_tensor:\n            return", "        if True:\n            return", _CHANGES),
     Fault("a parameter that moved to another group is read again", "train_step/optimizer_state.py",
           "[self._facts_now(), self._params_now(),", "[self._facts_now(), self._params,", _CHANGES),
+    Fault("state that is shared is refused", "train_step/state.py",
+          "check_state([*((", "list([*((", _CHANGES),
+    Fault("images of one channel that lie otherwise are copied", "passes/channels_last.py",
+          " and images.is_contiguous() and not", " and not", ("tests/passes/test_channels_last.py",)),
     Fault("a hyperparameter is read again", "train_step/optimizer_state.py",
           "not same_tensors([self._facts_now(),", "not same_tensors([self._facts,", _CHANGES),
 )

@@ -85,6 +85,17 @@ def _check_memory(model: nn.Module, objective_modules: ObjectiveModules, trained
                              "of which would be updated as if it were alone; register one Parameter under both names")
 
 
+def check_state(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse state that shares memory with other state, or a parameter, as after `load_state_dict(other.state_dict())`.
+
+    Args:
+        named: (name, tensor) of what a step updates; one tensor of two parameters is there twice.
+    """
+    for one, other in overlapping([tensor for _, tensor in named]):
+        raise ValueError(f"apexfx: {named[one][0]!r} and {named[other][0]!r} share memory, and each would be updated as if it "
+                         "were alone: load_state_dict() copies nothing; give it copy.deepcopy(optimizer.state_dict())")
+
+
 def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Yield the places of each two tensors that reach over the same memory."""
     ranges = sorted((str(tensor.device), *_extent(tensor), place) for place, tensor in enumerate(tensors) if _has_memory(tensor))
@@ -109,7 +120,7 @@ class MemoryCheck:
     """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
 
     All is compared with all at first, and where a parameter has moved. As long as none has, and each other input is alone in its
-    memory, nothing can have come to share any: nobody shares the memory of two tensors of an optimizer's state.
+    memory, nothing can have come to share any: what an optimizer's state shares is found where its tensors are read.
 
     Args:
         placeholders: the inputs.

@@ -25,7 +25,7 @@ from .optimizer_list import OptimizerList
 from .optimizer_state import Group, OptimizerState, Structure, cycled, momenta
 from .options import StepOptions
 from .other_leaves import unshared
-from .parameters import missed_parameters, trained_parameters
+from .parameters import check_state, missed_parameters, trained_parameters
 from .safeguard import SafeguardState
 
 log = logging.getLogger(__name__)
@@ -148,6 +148,8 @@ class TrainingState:
         self._scalars, self._plan = list(scalars.values()), self._make_plan(list(scalars))
         of_objective, _ = self._objective_modules.named_tensors()
         self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
+        if state is not None:
+            check_state([*((self.names[id(p)], p) for p in state.params), *state.named(self.names)])
         self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **of_step,
                                 **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)},

@@ -89,6 +89,13 @@ def test_images_of_one_channel_say_that_they_are_channels_last():
     assert not ChannelsLast()(gm).modified
 
 
+def test_images_of_one_channel_that_are_not_contiguous_are_copied():
+    gm, _ = traced(lambda x, w: (convolution(x.mT, w),), (2, 1, 5, 5), (4, 1, 3, 3))
+    pass_ = ChannelsLast()
+    assert pass_(gm).modified and [match.detail for match in pass_.matches] == ["(2, 1, 5, 5) once, for forward and backward"]
+    assert all(map(is_channels_last, gm.graph.find_nodes(op="call_function", target=aten.convolution.default)))
+
+
 def reads_strides(x, w):
     y = convolution(x, w)
     return aten.as_strided.default(y, [3], [1])

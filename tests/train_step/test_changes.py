@@ -903,3 +903,18 @@ def test_attributes_that_are_set_on_a_layer_while_a_copy_stands_in_for_it():
         assert_same(step(x), loss.detach(), **ROUNDING)
     assert model.layer.calls == 3
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+def test_state_that_another_optimizer_holds_is_refused():
+    models = nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)])
+    optimizers = [SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    step = apexfx.train_step(models, objective=lambda models, x, y: F.mse_loss(models[1](models[0](x)), y), optimizer=optimizers,
+                             opt_level="O0", inner="eager")
+    first, second, third = samples(3)
+    step(*first)
+    state = optimizers[0].state_dict()
+    optimizers[1].load_state_dict(state)
+    with pytest.raises(ValueError, match="'0.weight.momentum_buffer' and '1.weight.momentum_buffer' share memory"):
+        step(*second)
+    optimizers[1].load_state_dict(copy.deepcopy(state))
+    step(*third)
