@@ -119,8 +119,8 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 class MemoryCheck:
     """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
 
-    All is compared with all at first, and where a parameter has moved. As long as none has, and each other input is alone in its
-    memory, nothing can have come to share any: what an optimizer's state shares is found where its tensors are read.
+    All is compared with all at first, and where something that is updated has moved. As long as nothing has, an input that is
+    alone in its memory shares none.
 
     Args:
         placeholders: the inputs.
@@ -131,9 +131,7 @@ class MemoryCheck:
         self._placeholders, self._updated = placeholders, set(updated)
         self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._updated]
         self._is_updated = [place in self._updated for place in range(len(placeholders))]
-        self._is_trained = [p.kind == "param" and place in self._updated for place, p in enumerate(placeholders)]
-        self._parameters: list[int] | None = None  # where they are
-        self._where: list[int] = []  # is all that is updated
+        self._where: list[int] | None = None  # is what is updated
         self._extents: list[tuple[int, int]] = []  # of that, sorted
 
     def __call__(self, args: Sequence[Any]) -> None:
@@ -142,19 +140,15 @@ class MemoryCheck:
         Raises:
             ValueError: it names both.
         """
-        parameters = list(map(Tensor.data_ptr, itertools.compress(args, self._is_trained)))
-        others = [args[place] for place in self._others if args[place].layout == torch.strided]
-        if parameters == self._parameters and all(map(is_alone_in_memory, others)):
-            return
         where = list(map(Tensor.data_ptr, itertools.compress(args, self._is_updated)))
-        if where != self._where or any(map(self._meets, others)):
+        if where != self._where or any(map(self._meets, (args[place] for place in self._others))):
             self._check_all(args)
             self._extents = sorted(map(_extent, filter(_has_memory, itertools.compress(args, self._is_updated))))
-            self._parameters, self._where = parameters, where
+            self._where = where
 
     def _meets(self, other: Tensor) -> bool:
         """Return whether a tensor reaches into what is updated, which is disjoint."""
-        if not _has_memory(other):
+        if not _has_memory(other) or is_alone_in_memory(other):
             return False
         begin, end = _extent(other)
         place = bisect.bisect(self._extents, begin, key=operator.itemgetter(1))  # the first that ends behind `begin`

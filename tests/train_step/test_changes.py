@@ -169,7 +169,7 @@ def test_a_tensor_that_comes_to_lie_in_the_memory_of_a_parameter_is_refused():
         def forward(self, x):
             return super().forward(x) * self.anchor
 
-    model, x = Anchored(4, 4), torch.ones(2, 4)  # a batch in memory of its own would have all memory looked at again
+    model, x = Anchored(4, 4), torch.ones(2, 4)
     model.anchor = model.bias.detach().clone()
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = apexfx.train_step(model, optimizer=optimizer, opt_level="O0", inner="eager", objective=lambda m, x: m(x).sum())
@@ -185,6 +185,18 @@ def test_a_tensor_that_comes_to_lie_in_the_memory_of_a_parameter_is_refused():
         with pytest.raises(ValueError, match="share memory that it updates"):
             step(x)
         moved.data = before
+
+
+def test_state_that_comes_to_lie_in_other_state_is_refused():
+    model = nn.Linear(4, 4)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step = apexfx.train_step(model, optimizer=optimizer, opt_level="O0", inner="eager", objective=lambda m, x: m(x).sum())
+    for _ in range(2):
+        step(torch.ones(2, 4))
+    of_weight, of_bias = (optimizer.state[p]["momentum_buffer"] for p in (model.weight, model.bias))
+    of_bias.data = of_weight.data[0]
+    with pytest.raises(ValueError, match="share memory that it updates"):
+        step(torch.ones(2, 4))
 
 
 @pytest.mark.parametrize(("optimizer", "inner"), [
