@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,14 +96,16 @@ def check_state(named: Sequence[tuple[str, Tensor]]) -> None:
                          "were alone: load_state_dict() copies nothing; give it copy.deepcopy(optimizer.state_dict())")
 
 
-def overlapping(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-    """Yield the places of each two tensors that reach over the same memory."""
+def overlapping(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the places of each two tensors that reach over the same memory, in their order, not in that of their addresses."""
     ranges = sorted((str(tensor.device), *_extent(tensor), place) for place, tensor in enumerate(tensors) if _has_memory(tensor))
+    pairs = []
     for i, (device, _, end, place) in enumerate(ranges):
         for other_device, begin, _, other in ranges[i + 1:]:
             if other_device != device or begin >= end:
                 break
-            yield place, other
+            pairs.append((min(place, other), max(place, other)))
+    return sorted(pairs)
 
 
 def _has_memory(tensor: Tensor) -> bool:
