@@ -352,7 +352,7 @@ def test_parameters_of_neither_model_nor_objective_are_refused():
         apexfx.train_step(model, Temperature(), SGD([*model.parameters(), *other.parameters()], lr=0.1))
     loss = Temperature()
     loss.log = nn.Parameter(model.bias.data[0])
-    with pytest.raises(ValueError, match="'objective.loss_fn.log' and 'bias' share memory"):
+    with pytest.raises(ValueError, match="'bias' and 'objective.loss_fn.log' share memory"):
         apexfx.train_step(model, loss, SGD([*model.parameters(), loss.log], lr=0.1))
 
 
