@@ -17,11 +17,12 @@ from .compiler.inner_compilers import Traced
 from .compiler.process_groups import Groups
 from .compiler.refusals import is_apex
 from .config import TransformConfig, is_number
+from .graph.nodes import value
 from .observe.bundle import exact_copy
 from .observe.comparison import Comparison, Row, ops_of, rows_of, rows_of_ranges
 from .observe.interpreter import Interpreter
 from .observe.non_finite import NonFinite
-from .observe.overrides import Search
+from .observe.overrides import Search, ops_in_half
 from .observe.ranges import Ranges
 from .observe.reference import Reference, relative
 from .precision.op_rows import OpRow
@@ -73,6 +74,7 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
         raise ValueError("apexfx: tolerance= looks for the precision= of a model of transform(), or of a train_step(), and this "
                          "one is neither; transform it first")
     traced = subject.trace(*arguments, subject.config)
+    _check_dense(traced)
     if reference is None:
         return _ranges(traced, subject)
     run = _Run(traced, _DTYPES[reference], subject)
@@ -81,12 +83,17 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
     comparison = run.comparison(reference, contributions, wanted)
     if tolerance is not None:
         search = Search(traced.ops, run.by_op(contributions, wanted), subject.config.precision)
+        num_in_half: dict[frozenset[str], int] = {}  # by what is overridden
 
         def errors_with(overrides: dict[str, str]) -> float:
             config = dataclasses.replace(subject.config, precision={**subject.config.precision, **overrides})
-            return run.error_of(subject.trace(*arguments, config))
+            other = subject.trace(*arguments, config)
+            num_in_half[frozenset(overrides)] = len(ops_in_half(other.ops))
+            return run.error_of(other)
 
         comparison.overrides, text = search.run(max(comparison.errors.values(), default=0.0), tolerance, errors_with)
+        if comparison.overrides:
+            text += f"; {num_in_half[frozenset(comparison.overrides)]} of {len(ops_in_half(traced.ops))} ops in half stay so"
         comparison.notes.append(text)
     comparison.notes[:0] = subject.notes(traced, comparison.rows)  # last, since Inductor may rewrite the graph
     return comparison
@@ -242,14 +249,16 @@ class _Run:
         if unmeasured:
             notes.append(f"{', '.join(unmeasured)} cannot run in {reference}, and nobody knows its error")
         total = sum(own for own, _ in contributions.values())
-        if contributions and self._unexplained(contributions, places) > total:
+        shares_hold = not contributions or self._unexplained(contributions, places) <= total
+        if not shares_hold:
             notes.append("shares are those of first order, and most of the error is not: an error decides a comparison (relu, "
                          "max, topk), is large, or goes through an op without a second derivative (GRU, group norm)")
         if zero := [self._traced.outputs[place] for place in self._zero]:
             notes.append(f"the gradient of {', '.join(zero[:3])}{', ...' if zero[3:] else ''} is zero by the formula, and "
                          "rounding here: left out")
         named = {self._name(place): error for place, error in errors.items()}
-        return Comparison(rows, reference=reference, errors=named, first_non_finite=self._non_finite.first(), notes=notes)
+        return Comparison(rows, reference=reference, errors=named, first_non_finite=self._non_finite.first(), notes=notes,
+                          shares_hold=shares_hold)
 
     def _errors(self, outputs: Sequence[Any]) -> dict[int, float]:
         errors = {}
@@ -293,6 +302,13 @@ def _ranges(traced: Traced, subject: _Subject) -> Comparison:
 def _ops(traced: Traced, subject: _Subject) -> dict[str, OpRow | None]:
     """Return the rows of a graph's ops by name; None for those of a loss that is not the user's."""
     return {op.node: op if subject.has_loss or not op.outside or op.source else None for op in traced.ops}
+
+
+def _check_dense(traced: Traced) -> None:
+    for node, name in zip(traced.gm.graph.output_node().args[0], traced.outputs):
+        if name and isinstance(val := value(node), Tensor) and val.layout != torch.strided:
+            raise ValueError(f"apexfx: the gradient of {name!r} is sparse, and compare() measures dense ones; compare with "
+                             "sparse=False in the embedding")
 
 
 def _notes_on_fusion(traced: Traced, rows: Sequence[Row]) -> list[str]:

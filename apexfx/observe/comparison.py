@@ -121,14 +121,15 @@ class Comparison(Sequence[Row]):
         errors: of each output ("output 0") and gradient ("gradient of head.weight"), relative to its norm.
         first_non_finite: where nan or an infinity begins, in the reference too: the formula is at fault, not a dtype; or None.
         notes: what else there is to say.
+        shares_hold: False where most of the error is not of first order, which shares are of: the verdict names none then.
         overrides: the `precision=` that brings all errors below the tolerance that was asked for; None where none was, or there
             is none.
     """
 
     def __init__(self, rows: Sequence[Row], *, reference: str, errors: Mapping[str, float],
-                 first_non_finite: Finding | None = None, notes: Sequence[str] = ()) -> None:
+                 first_non_finite: Finding | None = None, notes: Sequence[str] = (), shares_hold: bool = True) -> None:
         self.rows, self.reference, self.errors = tuple(rows), reference, dict(errors)
-        self.first_non_finite, self.notes = first_non_finite, list(notes)
+        self.first_non_finite, self.notes, self.shares_hold = first_non_finite, list(notes), shares_hold
         self.overrides: dict[str, str] | None = None
 
     def __len__(self) -> int:
@@ -177,10 +178,11 @@ class Comparison(Sequence[Row]):
         if lost is None and not any(self.errors.values()) and not any(row.wrong_backward for row in self.rows):
             return f"no error: outputs and gradients are those of {self.reference}"
         first = self.rows[0]
-        text = self._of(first) if first.stands_out or first.is_source else ""
+        text = self._of(first) if first.stands_out or first.is_source and self.shares_hold else ""
         if not text:
-            text = "no op stands out: each introduces what the rounding of its dtype does" + (
-                f"; most is due to {_where(first)}, {first.share:.0%}" if first.share is not None else "")
+            text = "no op stands out: each introduces what the rounding of its dtype does"
+            if self.shares_hold and first.share is not None and first.share > 0:
+                text += f"; the largest share is that of {_where(first)}, {first.share:.0%}"
         return text + (f"; then {self._of(lost)}" if lost is not None and lost is not first and not first.consequence else "")
 
     def _of(self, row: Row) -> str:
@@ -192,7 +194,7 @@ class Comparison(Sequence[Row]):
         if row.is_magnifier and not row.consequence:
             return f"{_where(row)} makes {row.magnifies:.0f} times as much of the error of its inputs: {row.inherited:.2g}{dtype}"
         consequence = f", of which {row.consequence}" if row.consequence else ""
-        share = "" if row.share is None else f"{min(row.share, 1):.0%} of the error"
+        share = "" if row.share is None or not self.shares_hold else f"{min(row.share, 1):.0%} of the error"
         if share and not row.introduced:  # it has introduced it where it inherits little
             return f"{_where(row)} makes {share}{dtype}{consequence}"
         share = f", and with that {share}" if share else ""

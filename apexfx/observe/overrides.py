@@ -24,7 +24,7 @@ class Search:
     """
 
     def __init__(self, ops: Sequence[OpRow], contributions: Mapping[str, float], present: Mapping[str, object]) -> None:
-        halves = [op for op in ops if op.overridable and _computes_in_half(op)]
+        halves = ops_in_half(ops)
         keys = {key for op in halves for key in (*_and_above(op.module), op.name.rstrip("_"))} - present.keys()
         self._contributions = {op.node: max(contributions.get(op.node, 0.0), 0.0) for op in halves}
         self.candidates: dict[str, frozenset[str]] = {}  # each key, and the ops that it covers; one key for the same ops
@@ -70,6 +70,10 @@ class Search:
                 if now <= tolerance:
                     best, least = other, now
                     break
+        for key in reversed(best):  # what another entry covers by now
+            if self.candidates[key] <= self._covered([each for each in best if each != key]):
+                best = [each for each in best if each != key]
+                least = error_with(_float32(best))
         overrides = _float32(best)
         return overrides, f"precision={overrides} brings every output and gradient within {tolerance:g} (the worst: {least:.1e})"
 
@@ -105,6 +109,11 @@ class Search:
 
 def _float32(keys: Sequence[str]) -> dict[str, str]:
     return dict.fromkeys(keys, "float32")
+
+
+def ops_in_half(ops: Sequence[OpRow]) -> list[OpRow]:
+    """Return the ops that compute in a half type, or with operands of one, and that an override can change."""
+    return [op for op in ops if op.overridable and _computes_in_half(op)]
 
 
 def _computes_in_half(op: OpRow) -> bool:

@@ -234,6 +234,12 @@ def test_what_has_no_derivative_is_said():
     assert any("an op without a second derivative" in note for note in comparison.notes)
 
 
+def test_the_verdict_names_no_share_where_shares_do_not_hold():
+    comparison = apexfx.compare(apexfx.transform(Net("variance"), dtype=torch.bfloat16, inner="eager"), X)
+    assert any("first order, and most of the error is not" in note for note in comparison.notes), comparison
+    assert "of the error" not in comparison.verdict.replace("of the error of its inputs", ""), comparison.verdict
+
+
 def test_a_straight_through_estimator_is_no_fault():
     assert "no op stands out" in apexfx.compare(Net("rounded"), X).verdict
 
@@ -318,6 +324,42 @@ def test_ranges_alone():
     comparison = apexfx.compare(apexfx.transform(Net("overflow"), dtype=torch.float16, inner="eager"), X, reference=None)
     assert comparison[0].source == line_of("overflow") and comparison[0].range.overflow > 0 and comparison.errors == {}
     assert comparison[0].range.exponents.endswith("of 2^-14 .. 2^15") and "underflow" in str(comparison)
+
+
+def test_a_sparse_gradient_is_refused():
+    with pytest.raises(ValueError, match=r"the gradient of '0.weight' is sparse.*sparse=False"):
+        apexfx.compare(nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.tensor([1, 2]))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = self.a(x)
+        return torch.cond(h.sum() < 1e9, lambda h: (h + 300).bfloat16().float() - 300, lambda h: h * 3, (h,))  # branch
+
+
+def test_a_cast_in_a_branch_is_seen():
+    comparison = apexfx.compare(Branches(), X[..., :8])
+    assert comparison[0].source == line_of("branch") and comparison.errors["output 0"] > 0.1, comparison
+
+
+def test_an_override_says_how_many_ops_stay_in_half():
+    model = apexfx.transform(nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), dtype=torch.bfloat16, inner="eager")
+    comparison = apexfx.compare(model, X, tolerance=1e-5)
+    assert comparison.notes[-1].endswith("; 0 of 3 ops in half stay so"), comparison
+
+
+def test_what_a_loss_trains_goes_by_its_name():
+    loss = nn.Module()
+    loss.scale = nn.Parameter(torch.ones(()))
+    loss.forward = lambda y, target: F.mse_loss(loss.scale * y, target)
+    model = nn.Linear(32, 32)
+    optimizer = torch.optim.SGD([*model.parameters(), loss.scale], lr=0.1)
+    step = apexfx.train_step(model, loss, optimizer, inner="eager", opt_level="O0")
+    assert "gradient of objective.loss_fn.scale" in apexfx.compare(step, (X, X)).errors
 
 
 def test_no_override_is_found_where_there_is_none():

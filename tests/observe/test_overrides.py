@@ -10,6 +10,7 @@ from torch import nn
 
 import apexfx
 from apexfx.observe import overrides
+from apexfx.precision.op_rows import OpRow
 
 
 class Residual(nn.Module):
@@ -105,6 +106,18 @@ def check(name, monkeypatch, *, exhaustive):
         for keys in itertools.combinations(candidates, number):
             assert error_with(dict.fromkeys(keys, "float32")) > tolerance, (comparison.overrides, keys)
     return comparison.overrides, candidates
+
+
+def test_no_entry_is_left_that_another_covers():
+    ops = [OpRow(node=node, op=name, name=name, dtype="bf16", rule="half", family="matmul", reason="", module=module)
+           for node, name, module in (("a", "conv2d", "body.a"), ("b", "relu", "body.b"), ("c", "relu", "body.c"),
+                                      ("d", "conv2d", "stem"))]
+    search = overrides.Search(ops, {"a": 4.0, "b": 2.0, "c": 1.0, "d": 1.0}, {})
+
+    def error_with(chosen):
+        return 0.001 if {"conv2d"} <= chosen.keys() or {"body", "stem"} <= chosen.keys() else 0.5
+
+    assert search.run(0.5, 0.01, error_with)[0] == {"conv2d": "float32"}
 
 
 @pytest.mark.parametrize("name", ["uneven", pytest.param("attention", marks=pytest.mark.long)])
