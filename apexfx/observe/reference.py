@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,7 @@ class Reference:
             self._last_read_by[node] = [source for source in node.all_input_nodes if source not in read]
             read.update(node.all_input_nodes)
         self._constant_arguments: dict[Any, list[int]] = {}  # kind of a call -> places of those that it has no derivative by
+        self._bodies: dict[fx.GraphModule, fx.GraphModule] = {}
         self._roots: list[Tensor] = []
         self._deltas: dict[fx.Node, list[tuple[Tensor, Tensor, Tensor]]] = {}
         self._trains = any(map(is_of_backward, graph.nodes))
@@ -325,7 +327,18 @@ class Reference:
         return tree_map(self._lift, values)
 
     def _dtype(self, x: Any) -> Any:
+        if isinstance(x, fx.GraphModule):  # the body of a torch.cond
+            return self._widened(x)
         return self._dtypes.get(x, x) if isinstance(x, torch.dtype) else x
+
+    def _widened(self, body: fx.GraphModule) -> fx.GraphModule:
+        """Return a body whose own casts do not narrow."""
+        if body not in self._bodies:
+            wide = self._bodies[body] = copy.deepcopy(body)
+            for node in wide.graph.nodes:
+                node.args, node.kwargs = tree_map(self._dtype, (node.args, node.kwargs))
+            wide.recompile()
+        return self._bodies[body]
 
 
 class _Wide(TorchDispatchMode):

@@ -252,8 +252,9 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], params: lis
         model, objective, params, scale, calls: as of `StepInputs`.
         config, groups: as of `StepCompiler`.
     """
-    compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None,
-                            index=ModelIndex(lambda: model.model, model.stand_ins.of), on_run=_nothing,
+    index = ModelIndex(lambda: model.model, model.stand_ins.of)
+    index.add_parameters(model.objective_modules.named_tensors()[0])
+    compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index, on_run=_nothing,
                             on_communication=_nothing, reduce_gradients=False, traces=True)
     inputs = StepInputs(model.model, objective, params, buffers=[], gathered=[], states=[], scalars=[], scale=scale, calls=calls,
                         plan="")
