@@ -135,7 +135,9 @@ class Explanation(OpTable):
                 more = f", and {len(op.operands) - _MOST_OPERANDS} more" if len(op.operands) > _MOST_OPERANDS else ""
                 lines.append("    of " + ", ".join(map(str, op.operands[:_MOST_OPERANDS])) + more)
             if override := self.override(op):
-                lines.append(f"    precision={override} changes it")
+                others = sum(_reaches(key, each) for key in override for each in self.model if each.graph == op.graph) - 1
+                more = f", and {count_text(others, 'other op')}" if others else ""
+                lines.append(f"    precision={override} changes it{more}")
         if len(shown) < len(self):
             lines += ["", f"and {count_text(len(self) - len(shown), 'op')} that compute nothing: they move or describe data"]
         return "\n".join(lines)
@@ -159,6 +161,10 @@ def explain(table: OpTable, what: str) -> Explanation:
         raise ValueError(f"apexfx: explain({what!r}) was asked for, and no module, op, node or parameter of the graphs is "
                          "called so" + (f"; did you mean {near[0]!r}?" if near else ".") + " report.ops() lists them")
     return Explanation(ops, table.level, what, table)
+
+
+def _reaches(key: str, op: Op) -> bool:
+    return op.overridable and (not op.outside and covers(key, op.module) or fnmatch.fnmatchcase(op.name.rstrip("_"), key))
 
 
 def _and_above(path: str) -> list[str]:

@@ -86,7 +86,9 @@ torch.linear in bf16, blocks.1.mlp.2 (test_ops.py:27)
 
 
 def test_a_promotion_names_its_cause_and_what_it_costs():
-    [op] = net_report().explain("mul")[:1]
+    explained = net_report().explain("mul")
+    assert "precision={'mul': 'half'} changes it, and 2 other ops" in str(explained)
+    op = explained[0]
     assert op.promoted_by == ("blocks.0.gamma",) and op.dtype == "f32" and op.module == "blocks.0"
     assert op.reason == "promoted by float32 blocks.0.gamma (2.5 KiB of casts)"  # one cast of 2 x 5 x 64 elements
     cast = op.operands[1]
