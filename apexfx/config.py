@@ -179,6 +179,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("half_dtype", "cast_model_type"), ": it is called 'dtype' here."),
     "master_weights": ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
     "cast_model_outputs": ": what leaves the model has the dtype that it has without casts, float32 as a rule.",
+    "record_dir": ": a training step takes it as safeguard=apexfx.Safeguard(record_dir=...).",
     "verbosity": ": print(model.report) shows what was done.",
     "optimizers": ": an optimizer built before or after needs no change; apexfx.amp.initialize takes both.",
 }

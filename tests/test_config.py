@@ -31,6 +31,7 @@ def test_unknown_option_names_the_nearest():
     ("enabled", "'O0' casts nothing"), ("sync_batchnorm", "did you mean 'sync_bn'"), ("backend", "did you mean 'inner'"),
     ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"), ("num_losses", "use torch.amp.GradScaler"),
     ("master_weights", "are the master weights"), ("verbosity", "print(model.report)"),
+    ("record_dir", "safeguard=apexfx.Safeguard(record_dir=...)"),
 ])  # fmt: skip
 def test_options_of_apex_and_of_trainers_are_led_to_ours(key, hint):
     with pytest.raises(ValueError, match=f"unknown option '{key}'[:;] .*{re.escape(hint)}.* Known options: opt_level, "):
