@@ -16,6 +16,7 @@ from tabulate import tabulate
 
 from . import __version__, ops
 from ._torch import has_kernel, registered_ops
+from .graph.printing import count_text
 
 # Every environment variable the package or its build reads, and what it does.
 ENVIRONMENT = {
@@ -107,7 +108,7 @@ def report(of_demo: Iterable[str] = ()) -> str:
     known = facts()
     lines = [
         f"apexfx {known.apexfx}, Python {known.python}, torch {known.torch} "
-        f"({f'CUDA {known.torch_cuda}' if known.torch_cuda else 'no CUDA'}), {known.threads} threads",
+        f"({f'CUDA {known.torch_cuda}' if known.torch_cuda else 'no CUDA'}), {count_text(known.threads, 'thread')}",
         f"CUDA devices: {', '.join(known.cuda_devices) or 'none'}",
         f"C++ compiler: {known.cxx or 'not found'}",
         f"nvcc: {known.nvcc or 'not found'}",
