@@ -112,6 +112,8 @@ class WrongCall:
         lines += [f"  {advice}"] if advice else []
         if isinstance(self._objective, SupervisedObjective):
             lines.append("  expected: step(inputs, *targets), where inputs that are a tuple, list or dictionary are unpacked")
+        else:
+            lines.append("  expected: step(...) with what objective takes behind the model; step(*batch) unpacks a tuple")
         return kind("\n".join(lines))
 
     def __str__(self) -> str:

@@ -97,7 +97,8 @@ KEYWORDS = {
     "step(x=x, label=y), of an objective": (lambda s: s(x=X, label=Y), TypeError, [
         "unexpected keyword argument 'label'", "objective(model, x=float32[6, 8], label=int64[6])"]),
     # Give the objective its labels.
-    "step(x), of an objective": (lambda s: s(X), TypeError, ["'labels'", "objective(model, float32[6, 8])"]),
+    "step(x), of an objective": (lambda s: s(X), TypeError, ["'labels'", "objective(model, float32[6, 8])",
+                                                        "expected: step(...) with what"]),
 }
 
 
