@@ -54,17 +54,19 @@ class SafeguardRow:
     """Which steps a plan skips besides those of a loss scale: what is not finite at any dtype, and spikes of the norm.
 
     Attributes:
-        state: index among the scalars of a float64 vector of three: how many steps were judged, the running average of the norm,
-            and how many norms are in it.
+        state: index among the scalars of a float64 vector of four: how many steps were judged, the running average of the norm,
+            how many norms are in it, and how many calls there were.
         log: index of a float64 matrix of which each row is a skipped step: see `optimizers/safeguard.py`.
         window: how many norms the running average is over, and how many are needed before one is a spike.
         spike_factor: a norm above so many times the average is a spike; None where none is.
+        calls: how many have gathered the gradients.
     """
 
     state: int
     log: int
     window: int
     spike_factor: float | None = None
+    calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,11 @@ class StepPlan:
                 if not group[name]:
                     del group[name]
         return json.dumps(row, sort_keys=True)
+
+    def of_calls(self, calls: int) -> StepPlan:
+        """Return the plan where so many calls have gathered the gradients."""
+        judged = self.safeguard and dataclasses.replace(self.safeguard, calls=calls)
+        return dataclasses.replace(self, safeguard=judged)
 
     @classmethod
     def from_json(cls, text: str) -> StepPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -16,13 +17,15 @@ def new_state(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the state and the empty log of a safeguard, float64: see `SafeguardRow`.
 
     A row of the log is a skipped step: which one, counted from 1; `NOT_FINITE` or `SPIKE`; the norm; the place among the
-    parameters of the first gradient that is not finite. Skip number i, counted from 0, is in the row i modulo `LOGGED`.
+    parameters of the first gradient that is not finite; the running average of the norm and the limit, NaN where none is a
+    spike; the first and the last of the calls that gathered its gradients. Skip number i, counted from 0, is in the row i modulo
+    `LOGGED`.
     """
-    return torch.zeros(3, dtype=torch.float64, device=device), torch.zeros(LOGGED, 4, dtype=torch.float64, device=device)
+    return torch.zeros(4, dtype=torch.float64, device=device), torch.zeros(LOGGED, 8, dtype=torch.float64, device=device)
 
 
 def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int], skips: Tensor, state: Tensor, log: Tensor,
-          window: int, spike_factor: float | None) -> Tensor:
+          window: int, spike_factor: float | None, calls: int) -> Tensor:
     """Return whether a step is to be skipped, 1 or 0, float32; note it in the log, or the norm in the running average.
 
     Args:
@@ -32,21 +35,22 @@ def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int]
         members: its place among the parameters.
         skips: how many steps were skipped before, and how many in a row.
         state, log: as of `new_state`; both are written.
-        window, spike_factor: as of `SafeguardRow`.
+        window, spike_factor, calls: as of `SafeguardRow`.
     """
-    judged, average, averaged = state[0], state[1], state[2]
+    judged, average, averaged, called = state[0], state[1], state[2], state[3]
+    limit = average * (spike_factor if spike_factor is not None else math.nan)
     norm, skip = _to(norm, torch.float64), found_inf
     if spike_factor is not None:
-        skip = torch.maximum(found_inf, _to((averaged >= window) & (norm > average * spike_factor), torch.float32))
+        skip = torch.maximum(found_inf, _to((averaged >= window) & (norm > limit), torch.float32))
     skipped = skip > 0
     places = torch.cat([_count(first, last, norms.device) for first, last in _runs(members)])
     place = torch.where(norms.isfinite(), NOBODY, _to(places, torch.float64)).amin()
-    entry = _stack([judged + 1, _to(found_inf > 0, torch.float64), norm, place])
+    entry = _stack([judged + 1, _to(found_inf > 0, torch.float64), norm, place, average, limit, called + 1, called + calls])
     here = _count(0, LOGGED, log.device) == skips[0].remainder(LOGGED)
     log.copy_(torch.where((here & skipped).unsqueeze(1), entry, log))
     left_out, more = skipped | ~norm.isfinite(), torch.clamp_max(averaged + 1, window)  # finite ones may have an infinite norm
     state.copy_(_stack([judged + 1, torch.where(left_out, average, average + (norm - average) / more),
-                        torch.where(left_out, averaged, more)]))
+                        torch.where(left_out, averaged, more), called + calls]))
     return skip
 
 

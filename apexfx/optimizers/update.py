@@ -118,7 +118,7 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
     if plan.safeguard is not None:
         judged, members = plan.safeguard, [place for place, g in enumerate(grads) if g is not None]
         skip = call(safeguard.judge, found_inf, norm, norms, members, scalars[plan.skips], scalars[judged.state],
-                    scalars[judged.log], judged.window, judged.spike_factor)
+                    scalars[judged.log], judged.window, judged.spike_factor, judged.calls)
     if plan.max_grad_norm not in (None, math.inf):
         clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
     counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..config import is_number
@@ -76,6 +77,8 @@ class Event:
         parameter: the first whose gradient is not finite; None for a spike.
         where: the first op that made something that is not finite, and the line of the program it comes from, or why no op was
             searched: the last step alone can be looked into. "" for a spike.
+        batches: the first and the last call that gathered its gradients, counted from 1, of all; None in an older checkpoint.
+        average, limit: of a spike, the running average of the norm, and the norm that it allows; None in an older checkpoint.
     """
 
     call: int
@@ -83,10 +86,17 @@ class Event:
     norm: float
     parameter: str | None = None
     where: str = ""
+    batches: tuple[int, int] | None = None
+    average: float | None = None
+    limit: float | None = None
 
     def __str__(self) -> str:
+        first, last = self.batches or (self.call, self.call)
+        batches = "" if first == last == self.call else f" (batch {first})" if first == last else f" (batches {first} to {last})"
+        limit = f" above {self.limit:g}, average {self.average:g}" if self.limit is not None else ""
         parameter = f", gradient of {self.parameter}" if self.parameter else ""
-        return f"call {self.call}: {self.reason}, norm {self.norm:g}{parameter}{f': {self.where}' if self.where else ''}"
+        return (f"call {self.call}{batches}: {self.reason}, norm {self.norm:g}{limit}{parameter}"
+                f"{f': {self.where}' if self.where else ''}")
 
 
 class SafeguardState:
@@ -96,14 +106,15 @@ class SafeguardState:
         options: what the user asked for.
         device: of the tensors.
         skips: what a loss scale counts the skips in; None where there is none.
+        calls: how many make up an update.
 
     Attributes:
         tensors: those of the graph, by name, beside those of the loss scale.
         skips: how many there were, in all and in a row.
     """
 
-    def __init__(self, options: Safeguard, device: torch.device, skips: Tensor | None) -> None:
-        self._options = options
+    def __init__(self, options: Safeguard, device: torch.device, skips: Tensor | None, calls: int) -> None:
+        self._options, self._calls_an_update = options, calls
         self.tensors: dict[str, Tensor] = dict(zip((STATE, LOG), new_state(device)))
         if skips is None:
             skips = self.tensors[SKIPS] = torch.zeros(2, dtype=torch.float32, device=device)
@@ -114,7 +125,8 @@ class SafeguardState:
 
     def row(self, scalars: list[str]) -> SafeguardRow:
         """Return what a plan says of it; `scalars` are the names of all."""
-        return SafeguardRow(scalars.index(STATE), scalars.index(LOG), self._options.window, self._options.spike_factor)
+        return SafeguardRow(scalars.index(STATE), scalars.index(LOG), self._options.window, self._options.spike_factor,
+                            self._calls_an_update)
 
     def _forget(self, num_skips: int) -> None:
         """Forget what the host has seen of earlier steps, of which so many were skipped."""
@@ -169,12 +181,20 @@ class SafeguardState:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Load what `state_dict` returned, behind the state of the loss scale."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(state[name]) if name in state else tensor.zero_()
+            tensor.copy_(_widened(state[name], tensor)) if name in state else tensor.zero_()
+        if STATE in state and len(state[STATE]) < len(self.tensors[STATE]):  # older: nobody counted calls
+            self.tensors[STATE][3] = self.tensors[STATE][0] * self._calls_an_update
         self._forget(int(self.skips[0]))
 
 
+def _widened(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return what an older release has saved with fewer columns, the others zero."""
+    return F.pad(tensor, (0, like.shape[-1] - tensor.shape[-1]))
+
+
 def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
-    call, reason, norm, place = row
+    call, reason, norm, place, average, limit, first, last = row
+    batches, known = ((int(first), int(last)), (average, limit)) if last else (None, (None, None))
     if reason != NOT_FINITE:
-        return Event(int(call), "spike", norm)
-    return Event(int(call), "not finite", norm, name_of(int(place)) if place != NOBODY else None, NOT_SEARCHED)
+        return Event(int(call), "spike", norm, None, "", batches, *known)
+    return Event(int(call), "not finite", norm, name_of(int(place)) if place != NOBODY else None, NOT_SEARCHED, batches)

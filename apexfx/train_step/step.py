@@ -22,6 +22,7 @@ from ..compiler.process_groups import Groups, averaged_over_none
 from ..config import TransformConfig
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
+from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from ..report.text import options_text
 from .averages import averaged_copies
@@ -72,8 +73,8 @@ class TrainStep:
         in_float16 = config.opt_level != "O0" and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         self._scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None,
                                 self._device)
-        self._safeguard = None if options.safeguard is None else SafeguardState(options.safeguard, self._device,
-                                                                                self._scale.tensors.get(SKIPS))
+        self._safeguard = None if options.safeguard is None else SafeguardState(
+            options.safeguard, self._device, self._scale.tensors.get(SKIPS), options.accumulate)
         self._ema = EmaState(options.ema) if options.ema is not None else None
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
         note_what_is_outside(model, optimizers, outside, self.report, averages=options.ema is not None,
@@ -174,7 +175,9 @@ class TrainStep:
                 state.end_accumulation()
                 return
             state.note_change()
-            applied = apply_gradients(StepInputs(self.model, self._objective, **state.inputs()), grads)
+            inputs = StepInputs(self.model, self._objective, **state.inputs())
+            inputs.plan = StepPlan.from_json(inputs.plan).of_calls(num_calls).to_json()
+            applied = apply_gradients(inputs, grads)
             for buffer in state.buffers:
                 buffer.zero_()
             self._note_applied(*applied)

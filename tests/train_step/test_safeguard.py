@@ -17,6 +17,7 @@ from torch import nn
 import apexfx
 from apexfx.optimizers import FusedAdam
 from apexfx.optimizers.safeguard import judge, new_state
+from apexfx.train_step.safeguard import _event
 from tests.own_optimizers import RMSprop
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -90,8 +91,8 @@ def assert_equal(one, other):
 class Automaton:
     """Decides from kinds and norms alone which steps are skipped."""
 
-    def __init__(self, window, spike_factor):
-        self.window, self.spike_factor = window, spike_factor
+    def __init__(self, window, spike_factor, calls=1):
+        self.window, self.spike_factor, self.calls = window, spike_factor, calls
         self.norms, self.average, self.skips = 0, 0.0, []
 
     def judge(self, call, kind, norm):
@@ -99,7 +100,9 @@ class Automaton:
         finite = kind not in (NAN_INPUT, INFINITE) and math.isfinite(norm)
         spike = finite and self.spike_factor is not None and self.norms >= self.window and norm > self.spike_factor * self.average
         if not finite or spike:
-            self.skips.append((call, "spike" if spike else "not finite"))
+            allowed = (self.average, self.spike_factor * self.average) if spike else (None, None)
+            batches = ((call - 1) * self.calls + 1, call * self.calls)
+            self.skips.append((call, "spike" if spike else "not finite", batches, *allowed))
             return True
         self.norms = min(self.norms + 1, self.window)
         self.average += (norm - self.average) / self.norms
@@ -133,7 +136,11 @@ def run(step, kinds, automaton, seed=0):
         else:
             assert not torch.equal(after[0]["head.weight"], before[0]["head.weight"])
             assert all(t.isfinite().all() for t in (*after[0].values(), *after[1:3]))
-    assert [(event.call, event.reason) for event in step.events] == automaton.skips[-64:]
+    assert list(map(told, step.events)) == automaton.skips[-64:]
+
+
+def told(event):
+    return event.call, event.reason, event.batches, event.average, event.limit
 
 
 def kinds_of(rng, count):
@@ -144,7 +151,7 @@ def kinds_of(rng, count):
 def test_a_skipped_step_leaves_nothing_behind(style):
     options = dict(STYLES[style])
     step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4), **options)
-    run(step, kinds_of(random.Random(style), 24), Automaton(4, 8.0))
+    run(step, kinds_of(random.Random(style), 24), Automaton(4, 8.0, options.get("accumulate", 1)))
     assert step.skipped == len(step.events) > 0
 
 
@@ -160,7 +167,7 @@ def test_many_random_sequences(style, seed):
     rng = random.Random(seed)
     window, factor = rng.choice([1, 3, 6]), rng.choice([None, 4.0, 20.0])
     step = make(safeguard=apexfx.Safeguard(spike_factor=factor, window=window), **STYLES[style])
-    run(step, kinds_of(rng, 200), Automaton(window, factor), seed)
+    run(step, kinds_of(rng, 200), Automaton(window, factor, STYLES[style].get("accumulate", 1)), seed)
 
 
 def test_without_a_bad_step_it_is_the_same_training():
@@ -284,10 +291,13 @@ def test_flush_of_a_bad_batch_takes_everything_back():
     before = everything(step)
     step(*batch(NAN_INPUT, generator))
     step(*batch(GOOD, generator))
-    with pytest.raises(apexfx.NonFiniteError, match="1 step in a row skipped.*call 2: not finite"):
+    with pytest.raises(apexfx.NonFiniteError, match=r"1 step in a row skipped.*call 2 \(batches 4 to 5\): not finite"):
         step.flush()
     assert not bool(step.updated) and step.events[-1].call == 2
     assert_equal(everything(step), before)
+    with pytest.raises(apexfx.NonFiniteError, match=r"call 3 \(batches 6 to 8\): not finite"):
+        for kind in (GOOD, NAN_INPUT, GOOD):
+            step(*batch(kind, generator))
 
 
 def test_two_steps_that_gather_in_turns_and_are_skipped_keep_nothing_of_each_other():
@@ -321,9 +331,29 @@ def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
         for one in data:
             each(*one)
     assert_equal(everything(other), everything(step))
-    assert [(e.call, e.reason) for e in other.events] == [(3, "not finite"), (6, "spike")]
+    assert [(e.call, e.reason, e.batches) for e in other.events] == [(3, "not finite", (3, 3)), (6, "spike", (6, 6))]
     other.load_state_dict(copy.deepcopy(make(safeguard=None).state_dict()))
     assert other.events == [] and other.skipped == 0
+
+
+def test_a_state_of_an_older_release_loads():
+    """It has neither limits nor the numbers of calls."""
+    step, other = (make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=2)) for _ in range(2))
+    generator = torch.Generator().manual_seed(0)
+    for kind in (GOOD, GOOD, SPIKE, NAN_INPUT):
+        step(*batch(kind, generator))
+    spike = step.events[0]
+    assert str(spike) == f"call 3: spike, norm {spike.norm:g} above {spike.limit:g}, average {spike.average:g}"
+    state = copy.deepcopy(step.state_dict())
+    held = state["safeguard"]
+    held.update(safeguard=held["safeguard"][:3], skipped_steps=held["skipped_steps"][:, :4])
+    other.load_state_dict(state)
+    assert [str(event).partition(":")[0] for event in other.events] == ["call 3", "call 4"]
+    assert told(other.events[0]) == (3, "spike", None, None, None)
+    for each in (step, other):
+        torch.manual_seed(3)
+        each(*batch(SPIKE, torch.Generator().manual_seed(1)))
+    assert other.events[-1] == step.events[-1] and other.events[-1].batches == (5, 5)
 
 
 def test_skips_from_before_there_was_a_safeguard_are_no_events():
@@ -502,7 +532,7 @@ def test_what_an_object_of_the_objective_keeps_is_taken_back(options):
 def test_an_infinite_norm_of_finite_gradients_does_not_end_the_average():
     found_inf, skips, (state, log) = torch.zeros(()), torch.zeros(2), new_state(torch.device("cpu"))
     for norm, skipped in ((1.0, 0), (math.inf, 0), (2.0, 0), (1.5, 0), (math.inf, 1), (1e3, 1), (1.4, 0)):
-        skip = judge(found_inf, torch.tensor(norm), torch.ones(1), [0], skips, state, log, 2, 10.0)
+        skip = judge(found_inf, torch.tensor(norm), torch.ones(1), [0], skips, state, log, 2, 10.0, 1)
         assert skip.item() == skipped
         skips += skip
     assert state.isfinite().all() and [row[:3] for row in log[:3].tolist()] == [[5, 0, math.inf], [6, 0, 1e3], [0, 0, 0]]
@@ -513,15 +543,15 @@ def test_ten_thousand_sequences_are_judged_as_by_the_automaton():
     rng = random.Random(0)
     for _ in range(10_000):
         window, factor = rng.choice([1, 2, 5]), rng.choice([None, 2.0, 8.0])
-        automaton, skips, (state, log) = Automaton(window, factor), torch.zeros(2), new_state(torch.device("cpu"))
+        automaton, skips, (state, log) = Automaton(window, factor, 3), torch.zeros(2), new_state(torch.device("cpu"))
         for call in range(1, 13):
             kind = rng.choice([GOOD, GOOD, SPIKE, NAN_INPUT])
             norm = torch.tensor(rng.expovariate(1.0) * {GOOD: 1.0, SPIKE: 100.0, NAN_INPUT: math.nan}[kind])
-            skip = judge(norm.isnan().float(), norm, norm.reshape(1), [0], skips, state, log, window, factor)
+            skip = judge(norm.isnan().float(), norm, norm.reshape(1), [0], skips, state, log, window, factor, 3)
             assert bool(skip) is automaton.judge(call, kind, norm.item())
             skips += skip
-        assert state.tolist() == [12, automaton.average, automaton.norms]
-        assert [(int(row[0]), "not finite" if row[1] else "spike") for row in log[:int(skips[0])].tolist()] == automaton.skips
+        assert state.tolist() == [12, automaton.average, automaton.norms, 36]
+        assert [told(_event(row, str)) for row in log[:int(skips[0])].tolist()] == automaton.skips
 
 
 def test_the_report_says_what_it_costs():
