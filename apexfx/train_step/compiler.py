@@ -27,7 +27,7 @@ from ..config import TransformConfig
 from ..distributed.agreement import Agreement
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
-from ..graph.mutation import storages, written
+from ..graph.mutation import storages, written, written_storages
 from ..graph.nodes import GRADIENT_OF, moves_data, value
 from ..observe.non_finite import BACKWARD
 from ..precision.casts import is_inserted_cast
@@ -118,6 +118,9 @@ class StepCompiler:
         _check_no_backward(gm)
         if self.safeguard and not self.reduce_gradients:
             self._note_written_parameters(gm)
+        memory = written_storages(gm)
+        by_forward = [place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+                      if placeholders[place].stride is not None and storages(value(node)) & memory]
         leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
@@ -145,10 +148,10 @@ class StepCompiler:
         compiled = graph.compile(other_stages, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
-        return self._guarded(compiled, graph.record, collectives, placeholders, places, leaves)
+        return self._guarded(compiled, graph.record, collectives, placeholders, places, by_forward, leaves)
 
     def _note_written_parameters(self, gm: fx.GraphModule) -> None:
-        memory = frozenset().union(*(storages(value(source)) for node in gm.graph.nodes for source in written(node)))
+        memory = written_storages(gm)
         for node in gm.graph.find_nodes(op="placeholder"):
             if node.meta.get("apexfx_kind") == "param" and storages(value(node)) & memory:
                 message = (f"apexfx: calls that gather gradients write the parameter {node.meta['apexfx_name']!r}, which "
@@ -167,17 +170,19 @@ class StepCompiler:
         self.report.note(message)
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, collectives: list[Any],
-                 placeholders: Sequence[Placeholder], updated: Sequence[int], leaves: OtherLeaves) -> Callable[..., Any]:
+                 placeholders: Sequence[Placeholder], updated: Sequence[int], by_forward: Sequence[int],
+                 leaves: OtherLeaves) -> Callable[..., Any]:
         """Have the ranks compare what they will communicate wherever that is not what they communicated last.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
 
         Args:
             updated: the inputs that the end of the step writes; no other input may share their memory.
+            by_forward: those that the forward writes; what shares their memory may not change.
             leaves: those whose gradients the graph returns beside what was captured.
         """
         agreement = self.agreement if collectives else None
-        check_memory = MemoryCheck(placeholders, updated) if updated else None
+        check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         variant, what = "last" if self.reduce_gradients else "earlier", f"collectives of training step {record.index}"
         nothing, has_run = contextlib.nullcontext(), False
 

@@ -121,19 +121,22 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 class MemoryCheck:
     """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
 
-    All is compared with all at first, and where something that is updated has moved. As long as nothing has, an input that is
-    alone in its memory shares none.
+    What the forward writes, running statistics say, may share memory with what it shared memory with at the first call, for which
+    the graph was compiled. All is compared with all then, and where something that is written has moved. As long as nothing has,
+    an input that is alone in its memory shares none.
 
     Args:
         placeholders: the inputs.
         updated: the places of those that the step updates.
+        written: the places of those that the forward writes.
     """
 
-    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int]) -> None:
-        self._placeholders, self._updated = placeholders, set(updated)
-        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._updated]
-        self._is_updated = [place in self._updated for place in range(len(placeholders))]
-        self._where: list[int] | None = None  # is what is updated
+    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int], written: Sequence[int]) -> None:
+        self._placeholders, self._updated, self._written = placeholders, set(updated), {*updated, *written}
+        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._written]
+        self._is_written = [place in self._written for place in range(len(placeholders))]
+        self._shared: list[tuple[int, int]] | None = None  # places of two that share memory which the forward writes
+        self._where: list[int] | None = None  # is what is written
         self._extents: list[tuple[int, int]] = []  # of that, sorted
 
     def __call__(self, args: Sequence[Any]) -> None:
@@ -142,14 +145,14 @@ class MemoryCheck:
         Raises:
             ValueError: it names both.
         """
-        where = list(map(Tensor.data_ptr, itertools.compress(args, self._is_updated)))
-        if where != self._where or any(map(self._meets, (args[place] for place in self._others))):
+        where = list(map(Tensor.data_ptr, itertools.compress(args, self._is_written)))
+        if self._shared or where != self._where or any(map(self._meets, (args[place] for place in self._others))):
             self._check_all(args)
-            self._extents = sorted(map(_extent, filter(_has_memory, itertools.compress(args, self._is_updated))))
+            self._extents = sorted(map(_extent, filter(_has_memory, itertools.compress(args, self._is_written))))
             self._where = where
 
     def _meets(self, other: Tensor) -> bool:
-        """Return whether a tensor reaches into what is updated, which is disjoint."""
+        """Return whether a tensor reaches into what is written, which is disjoint."""
         if not _has_memory(other) or is_alone_in_memory(other):
             return False
         begin, end = _extent(other)
@@ -158,11 +161,20 @@ class MemoryCheck:
 
     def _check_all(self, args: Sequence[Any]) -> None:
         places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]
-        for one, other in overlapping([args[place] for place in places]):
-            if not {places[one], places[other]}.isdisjoint(self._updated):
-                first, second = (self._placeholders[places[i]].name for i in (one, other))
+        pairs = [(places[one], places[other]) for one, other in overlapping([args[place] for place in places])]
+        for pair in pairs:
+            if not self._updated.isdisjoint(pair):
+                first, second = (self._placeholders[place].name for place in pair)
                 raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
                                  "a copy (.clone()) of a parameter, or use the parameter itself")
+        shared = [pair for pair in pairs if not self._written.isdisjoint(pair)]
+        if self._shared is None:
+            self._shared = shared
+        for pair in sorted({*shared} ^ {*self._shared}):
+            first, second = (self._placeholders[place].name for place in pair)
+            change = "share" if pair in shared else "no longer share"
+            raise ValueError(f"apexfx: since the step was compiled, {first!r} and {second!r} {change} memory that the forward "
+                             "writes, and the graph would compute as before; undo that, or make a new step")
 
 
 def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,

@@ -187,6 +187,54 @@ def test_a_tensor_that_comes_to_lie_in_the_memory_of_a_parameter_is_refused():
         moved.data = before
 
 
+def lay_over(model):
+    model[3].running_mean.data = model[1].running_mean.data
+
+
+def lay_apart(model):
+    model[3].running_mean.data = model[3].running_mean.data.clone()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("at_first", "later", "change"),
+                         [(lay_apart, lay_over, "share"), (lay_over, lay_apart, "no longer share")], ids=["over", "apart"])
+def test_running_statistics_that_come_to_lie_otherwise_are_refused(at_first, later, change, accumulate):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4))
+    at_first(model)
+    reference = copy.deepcopy(model)
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.0), opt_level="O0", inner="eager",
+                             objective=lambda m, x: m(x).sum(), accumulate=accumulate)
+    for number in range(3):
+        x = torch.randn(8, 4) + number
+        step(x)
+        reference(x)
+    assert_same(dict(model.named_buffers()), dict(reference.named_buffers()), **ROUNDING)
+    later(model)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=f"'1.running_mean' and '3.running_mean' {change} memory that the forward writes"):
+        step(x)
+    assert_same(model.state_dict(), before, rtol=0, atol=0)
+    at_first(model)
+    step(x)
+
+
+def test_a_batch_that_comes_to_lie_beside_a_part_of_what_the_forward_writes_is_refused():
+    class Table(nn.Linear):
+        def forward(self, x):
+            self.table.add_(1)
+            return super().forward(x) * self.part
+
+    model, x = Table(4, 2), torch.ones(2, 4)
+    model.register_buffer("table", torch.zeros(16))
+    model.register_buffer("part", model.table[2:4])
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             objective=lambda m, x: m(x).square().mean())
+    step(x)
+    step(x)
+    with pytest.raises(ValueError, match="share memory that the forward writes"):
+        step(model.table[8:].view(2, 4))
+
+
 def test_state_that_comes_to_lie_in_other_state_is_refused():
     model = nn.Linear(4, 4)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
