@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -17,8 +16,8 @@ def new_state(device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the state and the empty log of a safeguard, float64: see `SafeguardRow`.
 
     A row of the log is a skipped step: which one, counted from 1; `NOT_FINITE` or `SPIKE`; the norm; the place among the
-    parameters of the first gradient that is not finite; the running average of the norm and the limit, NaN where none is a
-    spike; the first and the last of the calls that gathered its gradients. Skip number i, counted from 0, is in the row i modulo
+    parameters of the first gradient that is not finite; the running average of the norm and the limit, read of a spike
+    alone; the first and the last of the calls that gathered its gradients. Skip number i, counted from 0, is in the row i modulo
     `LOGGED`.
     """
     return torch.zeros(4, dtype=torch.float64, device=device), torch.zeros(LOGGED, 8, dtype=torch.float64, device=device)
@@ -38,7 +37,7 @@ def judge(found_inf: Tensor, norm: Tensor, norms: Tensor, members: Sequence[int]
         window, spike_factor, calls: as of `SafeguardRow`.
     """
     judged, average, averaged, called = state[0], state[1], state[2], state[3]
-    limit = average * (spike_factor if spike_factor is not None else math.nan)
+    limit = average if spike_factor is None else average * spike_factor  # where there are no spikes, nobody reads it
     norm, skip = _to(norm, torch.float64), found_inf
     if spike_factor is not None:
         skip = torch.maximum(found_inf, _to((averaged >= window) & (norm > limit), torch.float32))
