@@ -240,6 +240,7 @@ def test_apexfx_ext_0_loads_nothing():
 
 def test_doctor_says_what_is_there():
     report = doctor.report()
+    assert re.search(r"\), (1 thread|\d+ threads)\n", report)
     for text in (torch.__version__, "adam_", "Compiled libraries", *doctor.ENVIRONMENT):
         assert text in report
 

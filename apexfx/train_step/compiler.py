@@ -191,10 +191,10 @@ class StepCompiler:
             if self._repeats_only and not has_run:
                 raise NotCompiled
             leaves.check(args)
-            if self._captures_only:
-                raise _Captured
             if check_memory is not None:
                 check_memory(args)
+            if self._captures_only:
+                raise _Captured
             with nothing if agreement is None else agreement.running(variant, what, collectives):
                 if self.config.inner != "eager":
                     self.on_run()

@@ -121,9 +121,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 class MemoryCheck:
     """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
 
-    What the forward writes, running statistics say, may share memory with what it shared memory with at the first call, for which
-    the graph was compiled. All is compared with all then, and where something that is written has moved. As long as nothing has,
-    an input that is alone in its memory shares none.
+    What the forward writes, running statistics say, may share memory with what it shared memory with in the first call, or in
+    `capture()`, for which the graph was compiled. All is compared with all then, and where something that is written has moved.
+    As long as nothing has, an input that is alone in its memory shares none.
 
     Args:
         placeholders: the inputs.
@@ -162,14 +162,14 @@ class MemoryCheck:
     def _check_all(self, args: Sequence[Any]) -> None:
         places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]
         pairs = [(places[one], places[other]) for one, other in overlapping([args[place] for place in places])]
-        for pair in pairs:
-            if not self._updated.isdisjoint(pair):
-                first, second = (self._placeholders[place].name for place in pair)
-                raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
-                                 "a copy (.clone()) of a parameter, or use the parameter itself")
-        shared = [pair for pair in pairs if not self._written.isdisjoint(pair)]
+        refused = [pair for pair in pairs if not self._updated.isdisjoint(pair)]
+        shared = [pair for pair in pairs if pair not in refused and not self._written.isdisjoint(pair)]
         if self._shared is None:
             self._shared = shared
+        for pair in refused:
+            first, second = (self._placeholders[place].name for place in pair)
+            raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
+                             "a copy (.clone()) of a parameter, or use the parameter itself")
         for pair in sorted({*shared} ^ {*self._shared}):
             first, second = (self._placeholders[place].name for place in pair)
             change = "share" if pair in shared else "no longer share"

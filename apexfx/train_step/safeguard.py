@@ -78,7 +78,8 @@ class Event:
         where: the first op that made something that is not finite, and the line of the program it comes from, or why no op was
             searched: the last step alone can be looked into. "" for a spike.
         batches: the first and the last call that gathered its gradients, counted from 1, of all; None in an older checkpoint.
-        average, limit: of a spike, the running average of the norm, and the norm that it allows; None in an older checkpoint.
+        average, limit: of a spike, the running average of the norm, and the norm that it allows; else None, and in an older
+            checkpoint.
     """
 
     call: int
@@ -189,7 +190,7 @@ class SafeguardState:
 
 def _widened(tensor: Tensor, like: Tensor) -> Tensor:
     """Return what an older release has saved with fewer columns, the others zero."""
-    return F.pad(tensor, (0, like.shape[-1] - tensor.shape[-1]))
+    return F.pad(tensor, (0, max(0, like.shape[-1] - tensor.shape[-1])))
 
 
 def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:

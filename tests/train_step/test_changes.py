@@ -218,6 +218,16 @@ def test_running_statistics_that_come_to_lie_otherwise_are_refused(at_first, lat
     step(x)
 
 
+def test_running_statistics_that_come_to_lie_otherwise_behind_capture_are_refused():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.BatchNorm1d(4)), torch.randn(8, 4)
+    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
+                             objective=lambda m, x: m(x).square().mean())
+    step.capture(x)
+    lay_over(model)
+    with pytest.raises(ValueError, match="share memory that the forward writes"):
+        step(x)
+
+
 def test_a_batch_that_comes_to_lie_beside_a_part_of_what_the_forward_writes_is_refused():
     class Table(nn.Linear):
         def forward(self, x):

@@ -354,6 +354,9 @@ def test_a_state_of_an_older_release_loads():
         torch.manual_seed(3)
         each(*batch(SPIKE, torch.Generator().manual_seed(1)))
     assert other.events[-1] == step.events[-1] and other.events[-1].batches == (5, 5)
+    held.update(safeguard=torch.zeros(5, dtype=torch.float64))
+    with pytest.raises(RuntimeError):
+        other.load_state_dict(state)
 
 
 def test_skips_from_before_there_was_a_safeguard_are_no_events():
