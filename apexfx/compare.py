@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from ._torch import backend_of, compile_fx, source_of_compiled, tree_leaves
 from .compiler import compiled_model
@@ -17,7 +18,7 @@ from .compiler.inner_compilers import Traced
 from .compiler.process_groups import Groups
 from .compiler.refusals import is_apex
 from .config import TransformConfig, is_number
-from .graph.nodes import value
+from .graph.nodes import module_path, op_name, stack_frames, value
 from .observe.bundle import exact_copy
 from .observe.comparison import Comparison, Row, ops_of, rows_of, rows_of_ranges
 from .observe.interpreter import Interpreter
@@ -28,10 +29,13 @@ from .observe.reference import Reference, relative
 from .precision.op_rows import OpRow
 from .report.data import Report
 from .train_step import TrainStep
+from .train_step.errors import LIBRARIES, CaptureError, NotOneGraph
+from .train_step.errors import place as text_of_line
 from .train_step.function import SupervisedObjective, WeightedOutputs
 from .train_step.graphs import trace_gradients
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
+from .train_step.wrong_call import WrongCall, shown
 from .transform import source_of
 
 log = logging.getLogger(__name__)
@@ -65,19 +69,21 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
 
     Raises:
         TypeError, ValueError: an argument that does not fit.
+        TypeError, ValueError, IndexError, ...: what model or loss raises in eager for such a batch; the message says what was
+            given, and the place.
         RuntimeError: it cannot be captured as one graph; the message has the place.
     """
     _check(model_or_step, reference, loss_fn, tolerance)
     subject = _Step(model_or_step) if isinstance(model_or_step, TrainStep) else _Model(model_or_step, loss_fn)
-    arguments = _arguments(batch)
+    call = subject.call(*_arguments(batch))
     if tolerance is not None and not subject.has_policy:
         raise ValueError("apexfx: tolerance= looks for the precision= of a model of transform(), or of a train_step(), and this "
                          "one is neither; transform it first")
-    traced = subject.trace(*arguments, subject.config)
+    traced = subject.trace(call, subject.config)
     _check_dense(traced)
     if reference is None:
-        return _ranges(traced, subject)
-    run = _Run(traced, _DTYPES[reference], subject)
+        return _ranges(traced, subject, call)
+    run = _Run(traced, _DTYPES[reference], subject, call)
     wanted = {place for place, error in run.errors().items() if tolerance is None or not error <= tolerance}
     contributions = run.contributions(wanted)
     comparison = run.comparison(reference, contributions, wanted)
@@ -87,7 +93,7 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
 
         def errors_with(overrides: dict[str, str]) -> float:
             config = dataclasses.replace(subject.config, precision={**subject.config.precision, **overrides})
-            other = subject.trace(*arguments, config)
+            other = subject.trace(call, config)
             num_in_half[frozenset(overrides)] = len(ops_in_half(other.ops))
             return run.error_of(other)
 
@@ -97,6 +103,70 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
         comparison.notes.append(text)
     comparison.notes[:0] = subject.notes(traced, comparison.rows)  # last, since Inductor may rewrite the graph
     return comparison
+
+
+class _Call(WrongCall):
+    """A call of compare(), of a step."""
+
+    what = "step"
+
+    def check(self) -> None:
+        if isinstance(self._objective, SupervisedObjective) and (self.named or not self.batch):
+            raise TypeError(f"apexfx: {self.call} was called, expected {self.expected}")
+
+    def explain_capture(self, failed: CaptureError) -> Exception:
+        if not isinstance(failed, NotOneGraph):
+            return failed
+        return RuntimeError(f"apexfx: compare() runs forward, loss and backward as one graph, and cannot: {failed.explained}\n  "
+                            "Leave that out while comparing, or compare a module of the model that does without. All that Dynamo "
+                            "says is in __cause__, above")
+
+    def run(self, traced: Traced, observers: Sequence[Any]) -> Sequence[Any]:
+        """Run a graph on copies of its inputs, and return its outputs; random numbers are those that a call would draw now."""
+        interpreter = Interpreter(traced.gm, observers)
+        try:
+            with _forked(traced) as inputs, torch.no_grad():
+                return interpreter.run(*inputs)
+        except Exception as error:
+            explained = self.explain(error, _where(interpreter.node, traced.ops))
+            if explained is error:
+                raise
+            raise explained from error
+
+    @property
+    def call(self) -> str:
+        batch = self.named or (self.batch[0] if len(self.batch) == 1 else self.batch)
+        return f"compare({self.what}, {shown(batch)})"
+
+    @property
+    def expected(self) -> str:
+        if isinstance(self._objective, SupervisedObjective):
+            return "compare(step, (inputs, *targets)), where inputs that are a tuple, list or dictionary are unpacked"
+        return "compare(step, batch) with what objective takes behind the model, a tuple by position, a dictionary by keyword"
+
+
+class _CallOfModel(_Call):
+    """The same, of a model."""
+
+    what = "model"
+
+    @property
+    def call(self) -> str:
+        return super().call[:-1] + (", loss_fn=loss_fn)" if isinstance(self._objective, SupervisedObjective) else ")")
+
+    @property
+    def computes(self) -> str:
+        if isinstance(self._objective, SupervisedObjective):
+            return super().computes
+        return f"model({', '.join(self._shown_arguments())})"
+
+    @property
+    def expected(self) -> str:
+        if isinstance(self._objective, SupervisedObjective):
+            return ("compare(model, (inputs, *targets), loss_fn=loss_fn), where inputs that are a tuple, list or dictionary are "
+                    "unpacked")
+        return ("compare(model, batch) with what forward takes: a tensor, a tuple by position or a dictionary by keyword; "
+                "targets go with loss_fn= alone")
 
 
 class _Subject(Protocol):
@@ -114,7 +184,10 @@ class _Subject(Protocol):
     outputs: slice
     has_loss: bool
 
-    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+    def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
+        """Return what explains the errors that a batch makes."""
+
+    def trace(self, call: _Call, config: TransformConfig) -> Traced:
         """Return the graph of loss and gradients for a batch, by other options."""
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
@@ -128,8 +201,11 @@ class _Step:
         self._step = step
         self.config = dataclasses.replace(step.config, inner="eager", verify="off")
 
-    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
-        return self._step.trace_gradients(batch, named, config)
+    def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
+        return self._step.wrong_call(_Call, batch, named)
+
+    def trace(self, call: _Call, config: TransformConfig) -> Traced:
+        return self._step.trace_gradients(call, config)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return _notes_on_fusion(traced, rows) if self._step.config.inner != "eager" else []
@@ -162,11 +238,15 @@ class _Model:
         self.outputs = slice(None) if self.has_loss else slice(1, None) if params else slice(1, -1)
         self._objective = SupervisedObjective(loss_fn) if self.has_loss else WeightedOutputs(None if params else anchor)
 
-    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+    def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
+        return _CallOfModel(self._model, self._objective, batch, named)
+
+    def trace(self, call: _Call, config: TransformConfig) -> Traced:
         groups, level = Groups(config), config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
         model = StepModel(self._model, ObjectiveModules(self._objective, self._model), groups.batch_norm, half, Report({}))
-        return trace_gradients(model, self._objective, self._params, config, groups, batch, named)
+        with call.explained(model.traceable, by_kernels=False):
+            return trace_gradients(model, self._objective, self._params, config, groups, call.batch, call.named)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return [*([self._how] if self._how else []), *(_notes_on_fusion(traced, rows) if self._fused else [])]
@@ -179,13 +259,14 @@ class _Run:
         traced: the graph, and its inputs.
         dtype: of the reference.
         subject: whose graph it is.
+        call: that it was traced for.
     """
 
-    def __init__(self, traced: Traced, dtype: torch.dtype, subject: _Subject) -> None:
-        self._traced, self._subject, self._notes = traced, subject, []
+    def __init__(self, traced: Traced, dtype: torch.dtype, subject: _Subject, call: _Call) -> None:
+        self._traced, self._subject, self._call, self._notes = traced, subject, call, []
         self._reference = Reference(traced.gm.graph, dtype, differentiable=True)
         self._non_finite, self._ranges = NonFinite(traced.gm.graph), Ranges()
-        _run(traced, [self._reference, self._non_finite, self._ranges])
+        call.run(traced, [self._reference, self._non_finite, self._ranges])
         wide = [x.detach() if isinstance(x, Tensor) else x for x in self._reference.wide_outputs]
         self._wide = {place: wide[place] for place in range(len(wide))[subject.outputs]
                       if isinstance(wide[place], Tensor) and wide[place].is_floating_point()}
@@ -203,7 +284,7 @@ class _Run:
 
     def error_of(self, traced: Traced) -> float:
         """Return the largest error of the outputs of another graph of the same model."""
-        return max(self._errors(_run(traced, [])).values(), default=0.0)
+        return max(self._errors(self._call.run(traced, [])).values(), default=0.0)
 
     def contributions(self, places: set[int]) -> dict[Any, tuple[float, float]]:
         """Return `Reference.contributions` to the sum of the relative errors of some outputs; {} where they are not known."""
@@ -285,17 +366,28 @@ def _root_mean_square(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(squares / max(sum(x.numel() for x in tensors), 1))
 
 
-def _run(traced: Traced, observers: Sequence[Any]) -> Sequence[Any]:
-    """Run a graph on copies of its inputs, and return its outputs; random numbers are those that a call would draw now."""
+@contextlib.contextmanager
+def _forked(traced: Traced) -> Iterator[list[Any]]:
+    """Yield copies of a graph's inputs; what random numbers are drawn in the context is forgotten behind it."""
     inputs = [exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
     devices = sorted({x.device.index for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"})
-    with torch.random.fork_rng(devices), torch.no_grad():
-        return Interpreter(traced.gm, observers).run(*inputs)
+    with torch.random.fork_rng(devices):
+        yield inputs
 
 
-def _ranges(traced: Traced, subject: _Subject) -> Comparison:
+def _where(node: fx.Node, ops: Sequence[OpRow]) -> list[str]:
+    """Return, in lines, the op that a node belongs to, its module, and its line."""
+    name, phase = ops_of(node.graph).get(node, ("", ""))
+    op = next((op for op in ops if op.node == name), None)
+    text = f"in {'the backward of ' if phase == 'backward' else ''}{op.op if op is not None else op_name(node)}"
+    path = op.module if op is not None else module_path(node)
+    frames = [frame for frame in stack_frames(node.stack_trace or "") if not frame[0].startswith(LIBRARIES)]
+    return [f"  {text}" + (f", module {path!r}" if path else ""), *(f"  {text_of_line(*frame)}" for frame in frames[-1:])]
+
+
+def _ranges(traced: Traced, subject: _Subject, call: _Call) -> Comparison:
     observer = Ranges()
-    _run(traced, [observer])
+    call.run(traced, [observer])
     return Comparison(rows_of_ranges(traced.gm.graph, _ops(traced, subject), observer.ranges), reference="", errors={})
 
 
@@ -318,9 +410,7 @@ def _notes_on_fusion(traced: Traced, rows: Sequence[Row]) -> list[str]:
     lost = next((row for row in rows if row.is_lost), None)
     if lost is None:
         return [text]
-    inputs = [exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
-    devices = sorted({x.device.index for x in inputs if isinstance(x, Tensor) and x.device.type == "cuda"})
-    with torch.random.fork_rng(devices), torch.no_grad():
+    with _forked(traced) as inputs, torch.no_grad():
         outputs = compile_fx(traced.gm, inputs)(*inputs)
     finite = all(bool(x.isfinite().all()) for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point())
     how = f"{lost.op} ({lost.source}) overflows in eager" if lost.source else f"{lost.op} overflows in eager"

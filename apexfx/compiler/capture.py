@@ -12,10 +12,11 @@ from torch import fx
 from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled, traced_constants, traced_value
 from ..graph.inputs import Placeholder
 from ..graph.nodes import MODULE_PATHS, OUTSIDE_OF_MODEL, POSSIBLE_MODULES, graphs, set_value
-from .model_index import ModelIndex, role
+from .model_index import ModelIndex, role, text_name
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
 _FROM_NUMPY = re.compile(r"^___from_numpy\((.+)\)$")  # around the source of an array
+_OBJECTIVE = "L['inputs'].objective."  # of a training step
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
 # Frames of this package between the user's forward and the op: a stand-in, the call of a module of torch's own.
@@ -112,8 +113,14 @@ def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[s
 
 
 def local_name(source: str) -> str:
-    """Return a readable name for an input by where Dynamo found it: "batch[0]" for L['batch'][0]."""
-    return _LOCAL.sub(r"\1", _FROM_NUMPY.sub(r"\1", source))
+    """Return a readable name for an input by where Dynamo found it: "batch[0]" for L['batch'][0].
+
+    What an objective holds is called by its path there: "objective.loss_fn.scale".
+    """
+    text = _FROM_NUMPY.sub(r"\1", source)
+    if text.startswith(_OBJECTIVE):
+        return text_name(text).removeprefix("inputs.")
+    return _LOCAL.sub(r"\1", text)
 
 
 def is_of_numpy(placeholder: fx.Node) -> bool:

@@ -22,7 +22,7 @@ from ..precision.casts import dtype_of
 from ..precision.rules import lookup
 from .capture import is_of_numpy
 
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # An operand that torch refuses; what it had expected comes without these words before it.
 _REFUSED_INTEGER = re.compile(r"(?:[Gg]ot:?|[Ff]ound(?: dtype)?|Input type|not support dtype:) \(?(?:torch\.)?"
                               r"(?:u?int(?:8|16|32|64)?|long int|short int|(?:un)?signed char|Long|Int|Short|Char|Byte)\b")
@@ -44,7 +44,7 @@ def check_mixed(gm: fx.GraphModule) -> None:
             rule = lookup(canonical_name(node.target))
             floating = {dtype_of(operand) for operand in node.all_input_nodes} - {None}
             suspects = (torch.float64,) if len(floating) > 1 and rule.kind != "passthrough" else ()
-            suspects += _INTEGERS if floating and rule.family == "matmul" else ()
+            suspects += INTEGERS if floating and rule.family == "matmul" else ()
             suspect = next((dtype for dtype in suspects if _operands(node, dtype)), None)
             if suspect is not None and (refusal := _refusal(node, suspect)):
                 raise RuntimeError(_message(node, refusal, suspect))
@@ -133,7 +133,7 @@ def advice_on_inputs(refusal: str, inputs: Mapping[str, Any]) -> str:
         refusal: what torch said.
         inputs: what the user gave, by name; any structure of tensors and of numpy's arrays.
     """
-    integers = tuple(map(_plain, _INTEGERS)) if _REFUSED_INTEGER.search(refusal) else ()
+    integers = tuple(map(_plain, INTEGERS)) if _REFUSED_INTEGER.search(refusal) else ()
     wanted = integers or (("float64",) if re.search(r"\b(dtype|[Dd]ouble|float64)\b", refusal) else ())
     culprits = {name: [leaf for leaf in tree_leaves(value) if _plain(getattr(leaf, "dtype", "")) in wanted]
                 for name, value in inputs.items()}

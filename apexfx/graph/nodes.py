@@ -11,6 +11,7 @@ import functools
 import inspect
 import operator
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,7 +46,7 @@ PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODU
 # What a node has besides that takes the place of another in a backward: whose backward it is.
 _BACKWARD_KEYS = ("fwd_nn_module_stack", "autograd_backward", GRADIENT_OF)
 
-
+_FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 _TORCH = f'"{os.path.dirname(torch.__file__)}{os.sep}'  # begins the name of a file of torch's, in a stack trace
 
 
@@ -280,6 +281,11 @@ def source_line(node: fx.Node) -> str:
             path, _, rest = line.partition('"')[2].partition('", line ')
             return f"{path.rsplit('/', 1)[-1]}:{rest.split(',')[0]}"
     return ""
+
+
+def stack_frames(trace: str) -> list[tuple[str, int, str]]:
+    """Return (file, number of the line, function) of the frames that a text has, such as the stack trace of a node."""
+    return [(file, int(number), function) for file, number, function in _FRAME.findall(trace)]
 
 
 def op_name(node: fx.Node) -> str:

@@ -23,11 +23,12 @@ from .._torch import (
 )
 from ..compiler.capture import local_name
 from ..compiler.forward_errors import LENGTHS
+from ..graph.nodes import stack_frames
 
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
 _REFUSED = re.compile(r"""\bgot \w+\((['"])(.+?)\1\)""")
+_BUILTIN = re.compile(r"how to trace builtin operator `(\w+)`")
 _EXPLAINED = re.compile(r"^  Explanation: (.+)$", re.MULTILINE)
-_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 # What the names of files begin with that have no lines of the user's; torchvision has.
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
@@ -48,11 +49,12 @@ class NotOneGraph(CaptureError):
 
     Attributes:
         reason: what stood in the way, and where, in a line.
+        explained: the same in lines, with the text of that line.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str, explained: str = "") -> None:
         super().__init__(message)
-        self.reason = reason
+        self.reason, self.explained = reason, explained or reason
 
 
 def has_history(name: str) -> NotOneGraph:
@@ -80,8 +82,8 @@ def error_of_loss(text: str) -> Exception | None:
     if ours := re.search(r"apexfx: the (?:loss|objective)[^'\"\n]*", text):
         return (TypeError if "has to return" in text else ValueError)(ours[0])
     if "does not require grad" in text or "One of the differentiated Tensors" in text:
-        return ValueError("apexfx: the loss does not depend on any parameter that the optimizer holds: it is detached, "
-                          "computed under no_grad(), or of other parameters")
+        return ValueError("apexfx: the loss does not depend on any parameter that is trained, of a step those that the "
+                          "optimizer holds: it is detached, computed under no_grad(), or of other parameters")
     return None
 
 
@@ -141,14 +143,17 @@ def _not_one_graph(text: str, said: str) -> NotOneGraph:
         said: Dynamo's text, which names the frames.
     """
     reason, explained = text.strip().partition("\n")[0].rstrip("."), _EXPLAINED.search(text)
-    lines = [f"apexfx: the training step cannot be captured as one graph: {reason}" + (f". {explained[1]}" if explained else "")]
-    frames = [frame for frame in _FRAME.findall(said) if not frame[0].startswith(LIBRARIES)]
+    if (builtin := _BUILTIN.search(text)) is not None:
+        reason, explained = f"{builtin[1]}() of Python is called, which is in no graph", None
+    lines = [f"{reason}. {explained[1]}" if explained else reason]
+    frames = [frame for frame in stack_frames(said) if not frame[0].startswith(LIBRARIES)]
     if frames:
         file, number, function = frames[-1]
         reason += f" at {file}:{number}, in {function}"
-        lines.append("  " + place(file, int(number), function))
-    lines.append(f"  Move that out of the model and the loss, or {_IN_PIECES}. All that Dynamo says is in __cause__, above")
-    return NotOneGraph("\n".join(lines), reason)
+        lines.append("  " + place(file, number, function))
+    text = "\n".join(lines)
+    return NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {text}\n  Move that out of the model and the "
+                       f"loss, or {_IN_PIECES}. All that Dynamo says is in __cause__, above", reason, text)
 
 
 def place(file: str, number: int, function: str) -> str:

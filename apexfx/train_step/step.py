@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,7 @@ from .skipped_steps import SkippedSteps
 from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
 
+_Call = TypeVar("_Call", bound=WrongCall)
 log = logging.getLogger(__name__)
 
 
@@ -214,17 +215,23 @@ class TrainStep:
         """The options that `transform` has, too."""
         return self._options.config
 
-    def trace_gradients(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
+    def wrong_call(self, kind: type[_Call], batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
+        """Return what explains the errors that a batch makes."""
+        return kind(self.model, self._objective, batch, named)
+
+    def trace_gradients(self, call: WrongCall, config: TransformConfig) -> Traced:
         """Return the graph of loss and gradients for a batch, by other options, and its inputs; run nothing.
+
+        Args:
+            call: with the batch; it explains the errors.
 
         Raises:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
-        call = WrongCall(self.model, self._objective, batch, named)
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
         with call.explained(self._step_model.traceable, by_kernels=False):
-            return trace_gradients(self._step_model, self._objective, params, config, self._groups, batch, named,
-                                   scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
+            return trace_gradients(self._step_model, self._objective, params, config, self._groups, call.batch,
+                                   call.named, scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 
     def __repr__(self) -> str:
         num_graphs = len(self.report.graphs)

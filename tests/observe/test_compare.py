@@ -360,6 +360,7 @@ def test_what_a_loss_trains_goes_by_its_name():
     optimizer = torch.optim.SGD([*model.parameters(), loss.scale], lr=0.1)
     step = apexfx.train_step(model, loss, optimizer, inner="eager", opt_level="O0")
     assert "gradient of objective.loss_fn.scale" in apexfx.compare(step, (X, X)).errors
+    assert "gradient of objective.loss_fn.scale" in apexfx.compare(model, (X, X), loss_fn=loss).errors, "without an optimizer"
 
 
 def test_no_override_is_found_where_there_is_none():
@@ -393,10 +394,47 @@ def test_wrong_arguments(arguments, options, error):
 
 
 def test_what_is_not_one_graph_is_refused_with_the_place():
+    branches, prints = Net(), Net()
+    branches.forward = lambda x: branches.c(x) if x.sum() > 0 else x
+    prints.forward = lambda x: print("here") or prints.c(x)
+    for model, reason in ((branches, "Data-dependent"), (prints, r"print\(\) of Python is called")):
+        with pytest.raises(RuntimeError, match=rf"compare\(\) runs .* as one graph, and cannot: {reason}") as raised:
+            apexfx.compare(model, X)
+        assert "test_compare.py:" in str(raised.value) and "step" not in str(raised.value)
+
+
+LABELS = torch.tensor([0, 40])
+WRONG_BATCHES = {
+    "shape": (lambda m: apexfx.compare(m, X[..., :5]), RuntimeError, [
+        "in module 'a', Linear(in_features=32", "h = self.norm(self.a(x))", "called: compare(model, float32[2, 8, 5])"]),
+    "targets without loss_fn=": (lambda m: apexfx.compare(m, (X, LABELS)), TypeError, [
+        "takes 2 positional arguments but 3 were given", "which computes model(float32[2, 8, 32], int64[2])",
+        "targets go with loss_fn= alone"]),
+    "name": (lambda m: apexfx.compare(m, {"y": X}), TypeError, ["unexpected keyword argument 'y'", "{'y': float32[2, 8, 32]}"]),
+    "no targets": (lambda m: apexfx.compare(m, X, loss_fn=F.mse_loss), TypeError, [
+        "'target'", "which computes loss_fn(model(float32[2, 8, 32]))", "expected: compare(model, (inputs, *targets), loss_fn="]),
+    "by name with loss_fn=": (lambda m: apexfx.compare(m, {"x": X}, loss_fn=F.mse_loss), TypeError, [
+        "compare(model, {'x': float32[2, 8, 32]}, loss_fn=loss_fn) was called, expected compare(model, (inputs, *targets)"]),
+    "label": (lambda m: apexfx.compare(m, (X, LABELS), loss_fn=lambda y, t: F.cross_entropy(y[:, 0], t)), IndexError, [
+        "Target 40 is out of bounds", "in F.cross_entropy", "test_compare.py:", "batch[1] holds 0 to 40"]),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BATCHES)
+def test_a_wrong_batch_says_what_was_given_and_what_is_expected(what):
+    call, error, phrases = WRONG_BATCHES[what]
+    for model in (Net(), apexfx.transform(Net(), dtype=torch.bfloat16, inner="eager")):
+        with pytest.raises(error) as raised:
+            call(model)
+        text = str(raised.value)
+        assert all(phrase in text for phrase in phrases) and not {"step", "Dynamo", "executing"} & set(text.split()), text
+
+
+def test_a_wrong_batch_of_a_step_speaks_of_compare():
     model = Net()
-    model.forward = lambda x: model.c(x) if x.sum() > 0 else x
-    with pytest.raises(RuntimeError, match="test_compare.py"):
-        apexfx.compare(model, X)
+    step = apexfx.train_step(model, lambda y, t: F.cross_entropy(y[:, 0], t), torch.optim.SGD(model.parameters()), inner="eager")
+    with pytest.raises(IndexError, match=r"(?s)Target 40 .*called: compare\(step, \(float.*\), which .*expected: compare\(step"):
+        apexfx.compare(step, (X, LABELS))
 
 
 def test_the_command(tmp_path, capsys):
