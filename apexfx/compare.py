@@ -199,7 +199,7 @@ class _Step:
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step
-        self.config = dataclasses.replace(step.config, inner="eager", verify="off")
+        self.config = dataclasses.replace(step.config, inner="eager", inner_options={}, verify="off")
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return self._step.wrong_call(_Call, batch, named)
@@ -227,8 +227,8 @@ class _Model:
             self._how = "the module as it is written, captured as one graph and run op by op"
             config = TransformConfig(opt_level="O0", skip=("precision",), inner="inductor" if backend is not None else "eager")
         self._model, self._fused = model, config.inner != "eager"
-        self.config = dataclasses.replace(config, ddp=False, sync_bn=False, process_group=None, inner="eager", verify="off",
-                                          fullgraph=False)
+        self.config = dataclasses.replace(config, ddp=False, sync_bn=False, process_group=None, inner="eager", inner_options={},
+                                          verify="off", fullgraph=False)
         params = [p for p in model.parameters() if p.requires_grad and (model.training or loss_fn is not None)]
         if loss_fn is not None and not params:
             raise ValueError("apexfx: loss_fn= was given, and no parameter of the model requires a gradient; leave it out to "

@@ -8,13 +8,13 @@ import functools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from ._torch import resolve_process_group
+from ._torch import inductor_config, resolve_process_group
 
 INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("off", "final", "each")
@@ -176,6 +176,8 @@ _ELSEWHERE = {
     **dict.fromkeys(("sync_batchnorm", "syncbn", "sync_batch_norm"), "; did you mean 'sync_bn'?"),
     **dict.fromkeys(("distributed", "data_parallel", "buckets"), "; did you mean 'ddp', True or a BucketConfig?"),
     **dict.fromkeys(("backend", "mode"), "; did you mean 'inner', which compiles the rewritten graphs?"),
+    **dict.fromkeys(("options", "cpp_wrapper", "max_autotune"),
+                    "; did you mean 'inner_options', which Inductor is given, as {'cpp_wrapper': True}?"),
     **dict.fromkeys(("half_dtype", "cast_model_type"), ": it is called 'dtype' here."),
     "master_weights": ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
     "cast_model_outputs": ": what leaves the model has the dtype that it has without casts, float32 as a rule.",
@@ -200,6 +202,7 @@ class TransformConfig:
     passes: tuple[Any, ...] = ()
     skip: tuple[str, ...] = ()
     inner: str = "inductor"
+    inner_options: Mapping[str, Any] = field(default_factory=dict)
     fullgraph: bool = False
     dynamic: bool | None = None
     verify: str = "off"
@@ -207,8 +210,9 @@ class TransformConfig:
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
             object.__setattr__(self, "dtype", _DTYPE_NAMES.get(self.dtype, self.dtype))
-        if isinstance(self.precision, dict):  # which its owner may change later
-            object.__setattr__(self, "precision", dict(self.precision))
+        for name in ("precision", "inner_options"):
+            if isinstance(value := getattr(self, name), dict):  # which its owner may change later
+                object.__setattr__(self, name, dict(value))
         _one_of("opt_level", self.opt_level, OPT_LEVELS, hint="the letter O and a digit")
         _one_of("inner", self.inner, INNER_COMPILERS)
         _one_of("verify", self.verify, VERIFY_LEVELS)
@@ -229,6 +233,7 @@ class TransformConfig:
             object.__setattr__(self, name, tuple(value))
         _expect("skip", self.skip, all(isinstance(s, str) for s in self.skip), "names of passes")
         _expect("precision", self.precision, isinstance(self.precision, Mapping), "a mapping of names to dtypes")
+        _check_inner_options(self.inner, self.inner_options)
 
     def _check_combinations(self) -> None:
         level = OPT_LEVELS[self.opt_level]
@@ -299,9 +304,40 @@ class TransformConfig:
         row["process_group"] = self.process_group.group_name if self.process_group is not None else None
         row["ddp"] = self.buckets.describe() if self.buckets is not None else None
         row["precision"] = {str(k): str(v) for k, v in sorted(self.precision.items())}
+        row["inner_options"] = dict(sorted(self.inner_options.items()))
         row["passes"] = [getattr(p, "name", repr(p)) for p in self.passes]
         row["dtype"] = str(self.dtype) if self.dtype else None
         return row
+
+
+# Options of Inductor's that are an option here, or that this package sets.
+_SET_HERE = {
+    "triton.cudagraphs": "give inner='cudagraphs'",
+    "post_grad_custom_post_pass": "give passes=, which it is used for",
+    "trace.provenance_tracking_level": "leave it out: profiles need it as it is",
+}
+
+
+def _check_inner_options(inner: str, options: Any) -> None:
+    _expect("inner_options", options, isinstance(options, Mapping), "a mapping of names to values, as {'cpp_wrapper': True}")
+    if not options:
+        return
+    if inner == "eager":
+        raise ValueError(f"apexfx: inner_options={options!r} was given with inner='eager', and they are Inductor's; leave one of "
+                         "them out")
+    known = inductor_config.get_config_copy()
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise ValueError(f"apexfx: inner_options has {name!r}, which is no option of Inductor's in torch {torch.__version__}"
+                             + (f"; did you mean {near[0]!r}?" if near else "; torch._inductor.list_options() has all"))
+        if name in _SET_HERE:
+            raise ValueError(f"apexfx: inner_options has {name!r}: {_SET_HERE[name]}")
+        default = known[name]
+        kind = bool if isinstance(default, bool) else (bool, int, float, str, NoneType)
+        if not isinstance(value, kind):
+            expected = "True or False" if kind is bool else "a number, a text, True, False or None"
+            raise TypeError(f"apexfx: inner_options[{name!r}]={value!r} ({type(value).__name__}) was given, expected {expected}")
 
 
 def is_number(value: Any) -> bool:

@@ -4,20 +4,24 @@
     python benchmarks/jax_step.py --models mlp --processes 1 --json results/jax_step.json
 
 The same models from the same parameters on the same batch: the norm of the gradients clipped to 1, AdamW, float32. Both run on
-one core and take turns, `--steps` steps each; their losses have to agree behind the warm-up. Columns: median milliseconds of a
-step; jax's time / ours in the same turn, median and 95 % interval over the turns of all processes; the ratio of each process.
+one core and take turns, `--steps` steps each; their losses have to agree behind the warm-up. The step is measured twice, as it
+is and with inner_options={"cpp_wrapper": True}. Columns: median milliseconds of a step; jax's time / ours in the same turn,
+median and 95 % interval over the turns of all processes; the ratio of each process.
 Where jax is not to be had the script says so and ends.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,7 @@ ENVIRONMENT = Path(__file__).resolve().parent.parent / "build" / "jax"
 PACKAGES = ("jax==0.10.2", "optax==0.2.8")
 ONE_THREAD = {"XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1", "OMP_NUM_THREADS": "1",
               "JAX_PLATFORMS": "cpu"}
+VARIANTS: dict[str, dict[str, Any]] = {"train_step": {}, "train_step, cpp_wrapper": {"inner_options": {"cpp_wrapper": True}}}
 WARM_UP, TOLERANCE = 20, 1e-3  # of the losses behind the warm-up: other products, other orders of sums
 
 
@@ -70,47 +75,49 @@ class Jax:
         self._process.wait()
 
 
-def measure(name: str, python: str, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the seconds of a step in every turn of both, on one core."""
+def measure(name: str, python: str, rounds: int, steps: int) -> dict[str, list[float]]:
+    """Return the seconds of a step in every turn, of jax and each variant, on one core."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of the child as well
     torch.set_num_threads(1)
-    torch.manual_seed(0)
     make, inputs = MODELS[name]
+    torch.manual_seed(0)
     model, x = make(), inputs()
     y = torch.randint(0, 10, (len(x),))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "model.npz")
         numpy.savez(file, x=x.numpy(), y=y.numpy(), **{key: value.numpy() for key, value in model.state_dict().items()})
         theirs = Jax(Path(python), name, file)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O0", max_grad_norm=1.0)
 
-        def run() -> float:
-            for _ in range(steps):
-                loss = step(x, y)
-            return float(loss)
+        def run_ours(variant: str) -> Callable[[int], dict[str, float]]:
+            copied = copy.deepcopy(model)
+            step = apexfx.train_step(copied, F.cross_entropy, torch.optim.AdamW(copied.parameters(), lr=1e-4), opt_level="O0",
+                                     max_grad_norm=1.0, **VARIANTS[variant])
 
-        for _ in range(WARM_UP):
-            loss = float(step(x, y))
-        other = theirs.run(WARM_UP)["loss"]
-        if abs(loss - other) > TOLERANCE * max(1.0, abs(other)):
-            raise RuntimeError(f"{name}: the loss is {loss} behind {WARM_UP} steps, of jax {other}: two different programs")
-        ours_s, theirs_s = [], []
+            def run(steps: int) -> dict[str, float]:
+                begin = time.perf_counter()
+                for _ in range(steps):
+                    loss = step(x, y)
+                return {"loss": float(loss), "seconds": time.perf_counter() - begin}
+
+            return run
+
+        runs = {"jax": theirs.run, **{variant: run_ours(variant) for variant in VARIANTS}}
+        losses = {who: run(WARM_UP)["loss"] for who, run in runs.items()}
+        if max(losses.values()) - min(losses.values()) > TOLERANCE * max(1.0, *map(abs, losses.values())):
+            raise RuntimeError(f"{name}: behind {WARM_UP} steps the losses are {losses}: different programs")
+        seconds: dict[str, list[float]] = {who: [] for who in runs}
         for turn in range(rounds):
-            for who in ("ours", "theirs") if turn % 2 else ("theirs", "ours"):
-                if who == "ours":
-                    ours_s.append(harness.time_once(run) / steps)
-                else:
-                    theirs_s.append(theirs.run(steps)["seconds"] / steps)
+            for who in list(runs) if turn % 2 else reversed(runs):
+                seconds[who].append(runs[who](steps)["seconds"] / steps)
         theirs.close()
-    return {"ours_s": ours_s, "theirs_s": theirs_s}
+    return seconds
 
 
-def row(name: str, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    ours, theirs = [s for turn in turns for s in turn["ours_s"]], [s for turn in turns for s in turn["theirs_s"]]
+def row(name: str, variant: str, turns: list[dict[str, list[float]]]) -> dict[str, Any]:
+    ours, theirs = ([s for turn in turns for s in turn[who]] for who in (variant, "jax"))
     low, middle, high = harness.interval([b / a for a, b in zip(ours, theirs)])
-    of_processes = [round(statistics.median(turn["theirs_s"]) / statistics.median(turn["ours_s"]), 3) for turn in turns]
-    return {"model": name, "train_step ms": 1e3 * statistics.median(ours), "jax ms": 1e3 * statistics.median(theirs),
+    of_processes = [round(statistics.median(turn["jax"]) / statistics.median(turn[variant]), 3) for turn in turns]
+    return {"model": name, "variant": variant, "ms": 1e3 * statistics.median(ours), "jax ms": 1e3 * statistics.median(theirs),
             "ratio": middle, "low": low, "high": high, "of processes": of_processes}
 
 
@@ -129,7 +136,8 @@ def main() -> None:
     rows = []
     for name in given.models:
         arguments = (name, str(python), given.rounds, given.steps)
-        rows.append(row(name, [harness.in_new_process(measure, *arguments) for _ in range(given.processes)]))
+        turns = [harness.in_new_process(measure, *arguments) for _ in range(given.processes)]
+        rows += [row(name, variant, turns) for variant in VARIANTS]
     print(tabulate(rows, headers="keys", floatfmt=".3f"))
     harness.write_record(given.json, apexfx=apexfx.__version__, jax=list(PACKAGES), rows=rows)
 

@@ -14,6 +14,7 @@ Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and 
     transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
     train_step       apexfx.train_step() with torch's AdamW
 
+`--cpp-wrapper`: all but eager have Inductor call its kernels from C++, and their rows say so.
 At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a GradScaler. Columns:
 median milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is faster), the median with its
 95 % interval; whether that lies above 1, below, or neither: "undecided". They take turns: a step of a large model, ten of a small
@@ -95,11 +96,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 SMALL = ("mlp", "cnn", "encoder")
 
 
-def by_hand(wrap: Callable[[nn.Module], nn.Module]) -> Callable[..., Step]:
+def by_hand(wrap: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> Callable[..., Step]:
     def make(model: nn.Module, options: dict[str, Any], device: str, clip: bool) -> Step:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         dtype = options.get("dtype", torch.float32)
-        wrapped = wrap(model)
+        wrapped = wrap(model, options["inner_options"])
         scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
         half = torch.autocast(device, dtype) if dtype != torch.float32 else contextlib.nullcontext()
 
@@ -144,22 +145,24 @@ def whole(model: nn.Module, options: dict[str, Any], device: str, clip: bool) ->
 
 
 VARIANTS: dict[str, Callable[..., Step]] = {
-    "eager": by_hand(_over_ranks),
-    PEER: by_hand(lambda model: torch.compile(_over_ranks(model))),
+    "eager": by_hand(lambda model, _: _over_ranks(model)),
+    PEER: by_hand(lambda model, inner_options: torch.compile(_over_ranks(model), options=inner_options)),
     "transform": transformed,
     "train_step": whole,
 }
 
 
-def label(name: str, level: str) -> str:
-    return name if level == "O0" else f"{name} {level}"
+def label(name: str, level: str, given: argparse.Namespace) -> str:
+    return " ".join([name, *([level] if level != "O0" else []), *(["cpp_wrapper"] if given.cpp_wrapper else [])])
 
 
 def build(name: str, variant: str, level: str, given: argparse.Namespace) -> tuple[Step, Batch]:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     model, x = make().to(given.device), inputs().to(given.device)
-    options = {"opt_level": level} | ({"dtype": getattr(torch, given.dtype)} if level != "O0" else {})
+    options = {"opt_level": level, "inner_options": {"cpp_wrapper": True} if given.cpp_wrapper else {}}
+    if level != "O0":
+        options["dtype"] = getattr(torch, given.dtype)
     step = VARIANTS[variant](model, options, given.device, not given.no_clip)
     return step, (x, torch.randint(0, 10, (len(x),), device=given.device))
 
@@ -184,7 +187,7 @@ def measure(name: str, level: str, given: argparse.Namespace) -> list[dict[str, 
     for variant, taken in times.items():
         low, middle, high = harness.interval([peer / own for peer, own in zip(times[PEER], taken)])
         verdict = "" if variant == PEER else "above" if low > 1 else "below" if high < 1 else "undecided"
-        rows.append({"model": label(name, level), "variant": variant, "ms": 1e3 * statistics.median(taken) / steps,
+        rows.append({"model": label(name, level, given), "variant": variant, "ms": 1e3 * statistics.median(taken) / steps,
                      "ratio": middle, "low": low, "high": high, "verdict": verdict})
     return rows
 
@@ -208,7 +211,7 @@ def memory(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for name, level, variant in itertools.product(given.models, given.levels, given.variants):
         _, warm = cold_and_warm(name, variant, level, given)
-        rows.append({"model": label(name, level), "variant": variant, "peak MiB": warm["mib"]})
+        rows.append({"model": label(name, level, given), "variant": variant, "peak MiB": warm["mib"]})
         print(rows[-1], flush=True)
     return rows
 
@@ -222,7 +225,7 @@ def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
                 taken[variant].append([found["seconds"] for found in cold_and_warm(name, variant, level, given)])
                 print(name, level, variant, taken[variant][-1], flush=True)
         for variant, pairs in taken.items():
-            row: dict[str, Any] = {"model": label(name, level), "variant": variant}
+            row: dict[str, Any] = {"model": label(name, level, given), "variant": variant}
             for place, kind in enumerate(("cold", "warm")):
                 ratios = [own[place] / peer[place] for own, peer in zip(pairs, taken[PEER])]
                 row |= {f"{kind} s": statistics.median(pair[place] for pair in pairs), f"{kind} ratio": statistics.median(ratios),
@@ -248,6 +251,7 @@ def main() -> None:
     parser.add_argument("--levels", nargs="+", choices=("O0", "O1", "O2"), default=["O0"])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--no-clip", action="store_true")
+    parser.add_argument("--cpp-wrapper", action="store_true")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--mbytes-per-s", type=float)

@@ -29,6 +29,7 @@ def test_unknown_option_names_the_nearest():
 @pytest.mark.parametrize(("key", "hint"), [
     ("fp16", "did you mean dtype='float16'"), ("bf16", "did you mean dtype='bfloat16'"), ("amp", "opt_level='O1'"),
     ("enabled", "'O0' casts nothing"), ("sync_batchnorm", "did you mean 'sync_bn'"), ("backend", "did you mean 'inner'"),
+    ("cpp_wrapper", "did you mean 'inner_options'"),
     ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"), ("num_losses", "use torch.amp.GradScaler"),
     ("master_weights", "are the master weights"), ("verbosity", "print(model.report)"),
     ("record_dir", "safeguard=apexfx.Safeguard(record_dir=...)"),
@@ -58,6 +59,9 @@ def test_a_misspelled_bucket_option_names_the_nearest():
         ({"ddp": "yes"}, "ddp='yes' .*expected True, False or a BucketConfig"),
         ({"passes": "mine"}, "passes='mine' .*expected a list or tuple"),
         ({"skip": [1]}, "expected names of passes"),
+        ({"inner_options": True}, "inner_options=True .*expected a mapping of names to values"),
+        ({"inner_options": {"cpp_wrapper": 1}}, r"inner_options\['cpp_wrapper'\]=1 .*expected True or False"),
+        ({"inner_options": {"cpp.simdlen": len}}, "expected a number, a text, True, False or None"),
         ({"opt_level": "O2", "keep_batchnorm_fp32": 1}, "expected True, False or None"),
         ({"process_group": "0", "sync_bn": True}, "expected a torch.distributed.ProcessGroup"),
         ({"precision": ["x"]}, "expected a mapping"),
@@ -76,6 +80,10 @@ def test_wrong_type(options, message):
         ({"ddp": True}, "init_process_group"),
         ({"inner": "tvm"}, "inner='tvm' was given, expected one of 'inductor'"),
         ({"verify": True}, "verify=True was given"),
+        ({"inner_options": {"cpp_wraper": True}}, "'cpp_wraper', which is no option of Inductor's.*; did you mean 'cpp_wrapper'"),
+        ({"inner_options": {"post_grad_custom_post_pass": None}}, "give passes="),
+        ({"inner_options": {"triton.cudagraphs": True}}, "give inner='cudagraphs'"),
+        ({"inner_options": {"cpp_wrapper": True}, "inner": "eager"}, "with inner='eager', and they are Inductor's"),
     ],
 )
 def test_impossible_combination(options, message):

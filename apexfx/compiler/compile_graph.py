@@ -76,7 +76,7 @@ class RewrittenGraph:
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
         with traceable_rnn(self.gm):
-            compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages)
+            compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")

@@ -36,15 +36,15 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
 
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
-    patches |= {"post_grad_custom_post_pass": backward, **backward.inductor_options}
+    patches = {**backward.inductor_options, **patches, "post_grad_custom_post_pass": backward}
     return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
 
 
-def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
+def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
     if not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
         raise ValueError("apexfx: inner='cudagraphs' was given for a model that is not on CUDA, where there are no CUDA graphs "
                          "to record; use inner='inductor' or move the model")
-    return _inductor(gm, example_inputs, backward, **{"triton.cudagraphs": True})
+    return _inductor(gm, example_inputs, backward, **patches, **{"triton.cudagraphs": True})
 
 
 def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[Any], **options: Any) -> Any:

@@ -241,12 +241,15 @@ class Report:
             batch, named: what it is called with.
 
         Raises:
-            ValueError: a number of steps that is none.
+            ValueError: a number of steps that is none; a C++ wrapper, in which no kernel can be told from another.
             Others: as of the step.
         """
         if num_steps < 1 or num_warmup < 0:
             raise ValueError(f"apexfx: num_steps={num_steps!r} and num_warmup={num_warmup!r} were given, expected at least 1 "
                              "and 0")
+        if self.config.get("inner_options", {}).get("cpp_wrapper"):
+            raise ValueError("apexfx: profile() looks at each call of a kernel, and inner_options={'cpp_wrapper': True} makes "
+                             "them inside of one C++ function; profile a step without it, whose kernels are the same")
         return measure(self.graphs, step, batch, named, steps=num_steps, warmup=num_warmup)
 
     def to_json(self, path: str | Path | None = None) -> dict[str, Any]:

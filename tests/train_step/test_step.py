@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import apexfx
 from apexfx._torch import has_kernel
@@ -151,6 +152,27 @@ def test_inductor_gives_what_eager_gives(options):
         for step in steps:
             step(*batch)
     assert_same(steps[1].model.state_dict(), steps[0].model.state_dict(), **ROUNDING)
+
+
+@pytest.mark.parametrize(("options", "text"), [
+    ({"size_asserts": False}, "assert_size_stride("),
+    pytest.param({"cpp_wrapper": True}, "inductor_entry = ", marks=pytest.mark.long),
+], ids=str)  # fmt: skip
+def test_options_reach_inductor_and_give_the_same_bits(options, text):
+    data = batches(2)
+    steps = make(inner="inductor"), make(inner="inductor", inner_options=options)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        codes = [run_and_get_code(step, *data[0])[1] for step in steps]
+    assert [text in "".join(code) for code in codes] == [options != {"cpp_wrapper": True}, options == {"cpp_wrapper": True}]
+    losses = [step(*data[1]) for step in steps]
+    assert_same(*losses)
+    assert_same(*(step.model.state_dict() for step in steps))
+
+
+def test_no_profile_of_kernels_that_are_called_from_cpp():
+    step = make(inner="inductor", inner_options={"cpp_wrapper": True})
+    with pytest.raises(ValueError, match="profile a step without it"):
+        step.report.profile(step, *batches(1)[0])
 
 
 def test_gradients_are_kept_averaged_unscaled_and_clipped():
