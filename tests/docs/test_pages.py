@@ -59,7 +59,8 @@ def test_the_ratios_of_the_pages_are_those_on_record():
         rows = json.loads((pages.ROOT / "benchmarks/results" / record).read_text())["rows"]
         return {row["model"]: f"{row['ratio']:.2f}" for row in rows if row["variant"] == "train_step"}
 
-    small, large, ranks = (ratios(f"train_step{what}.json") for what in ("", "_large", "_2_ranks"))
+    small, large, ranks, in_cpp, ranks_in_cpp = (
+        ratios(f"train_step{what}.json") for what in ("", "_large", "_2_ranks", "_cpp_wrapper", "_2_ranks_cpp_wrapper"))
     readme, page = ((pages.ROOT / name).read_text() for name in ("README.md", "docs/train_step.md"))
     halves = {model: ratio for model, ratio in large.items() if model.endswith((" O1", " O2"))}
     floats = [ratio for model, ratio in large.items() if model not in halves]
@@ -68,6 +69,7 @@ def test_the_ratios_of_the_pages_are_those_on_record():
     assert f"{min(halves.values())} to {max(halves.values())} in bfloat16" in readme
     table = {cells[1].strip(): cells[2:] for line in page.splitlines() if len(cells := line.split("|")) > 2}
     for name, row in (("one process", [*small.values(), large["gpt2"]]), ("two gloo ranks", [*ranks.values()]),
+                      ("one process, C++ wrapper", [*in_cpp.values()]), ("two gloo ranks, C++ wrapper", [*ranks_in_cpp.values()]),
                       *((name, [large[model], large[f"{model} O1"], large[f"{model} O2"]])
                         for name, model in (("ResNet-50", "resnet50"), ("BERT 6x512", "bert")))):
         assert [cell.split()[0] for cell in table[name] if cell.strip()] == row
