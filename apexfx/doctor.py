@@ -99,8 +99,32 @@ def _version(package: str) -> str:
         return f"not installed; pip install {package}"
 
 
+def verdict(known: Facts) -> str:
+    """Return one line: what works, what falls back, what to do."""
+    libraries = {library.device: library for library in known.libraries}
+    devices = {"cpu": "the CPU", **({"cuda": "CUDA"} if known.cuda_devices else {})}
+    loaded = [name for device, name in devices.items() if libraries[device].loaded]
+    texts = [f"all works, on {' and '.join(loaded)} by compiled ops" if loaded else "all works"]
+    for device, name in devices.items():
+        if not (library := libraries[device]).loaded:
+            texts.append(f"on {name} the slower references in torch run ({library.reason}): {_remedy(known, device)}")
+    if known.cxx is None:
+        texts.append('inner="inductor" compiles nothing for the CPU without a C++ compiler: install g++, or pass inner="eager"')
+    if not known.cuda_devices:
+        texts.append("torch sees no CUDA device, so that nothing is computed on one")
+    return f"In short: {'; '.join(texts)}."
+
+
+def _remedy(known: Facts, device: str) -> str:
+    if known.environment["APEXFX_EXT"] == "0":
+        return "unset APEXFX_EXT"
+    missing = ("nvcc", known.nvcc) if device == "cuda" else ("a C++ compiler", known.cxx)
+    install = f"install {missing[0]}, then " if missing[1] is None else ""
+    return f"{install}run `make lib` in a clone, or `pip install --no-build-isolation .` again (docs/build.md)"
+
+
 def report(of_demo: Iterable[str] = ()) -> str:
-    """Return the facts as text.
+    """Return the facts as text, and `verdict`.
 
     Args:
         of_demo: the packages that the demo needs.
@@ -122,5 +146,5 @@ def report(of_demo: Iterable[str] = ()) -> str:
     table = [[row.op, *("yes" if x else "-" for x in (row.reference, row.cpu, row.cuda))] for row in known.ops]
     lines += ["", tabulate(table, headers=["op", "reference", "cpu", "cuda"]), "", "Environment variables"]
     values = [[name, value if value is not None else "(not set)", ENVIRONMENT[name]] for name, value in known.environment.items()]
-    lines.append(tabulate(values, headers=["name", "value", "meaning"]))
+    lines += [tabulate(values, headers=["name", "value", "meaning"]), "", verdict(known)]
     return "\n".join(lines)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import dataclasses
 import importlib.util
 import os
 import re
@@ -243,6 +244,24 @@ def test_doctor_says_what_is_there():
     assert re.search(r"\), (1 thread|\d+ threads)\n", report)
     for text in (torch.__version__, "adam_", "Compiled libraries", *doctor.ENVIRONMENT):
         assert text in report
+    assert report.splitlines()[-1] == doctor.verdict(doctor.facts())
+
+
+@pytest.mark.parametrize("changes, expected", [
+    ({}, "In short: all works, on the CPU by compiled ops; torch sees no CUDA device, so that nothing is computed on one."),
+    ({"cpu": "not built"}, "In short: all works; on the CPU the slower references in torch run (not built): run `make lib` in"),
+    ({"cpu": "not built", "cxx": None}, "(not built): install a C++ compiler, then run `make lib` in a clone, or `pip install"),
+    ({"cpu": "not built", "cxx": None}, 'inner="inductor" compiles nothing for the CPU without a C++ compiler'),
+    ({"cpu": "left out", "environment": {"APEXFX_EXT": "0"}}, "run (left out): unset APEXFX_EXT; torch sees no CUDA device"),
+    ({"cuda_devices": ("H100",), "cuda": "not built"}, "on the CPU by compiled ops; on CUDA the slower references in torch run"),
+    ({"cuda_devices": ("H100",), "cuda": ""}, "In short: all works, on the CPU and CUDA by compiled ops."),
+])  # fmt: skip
+def test_doctor_ends_with_what_works_and_what_to_do(changes, expected):
+    reasons = {"cpu": "", "cuda": "this torch has no CUDA", **changes}
+    libraries = tuple(ops.Library(device, "", not reasons[device], reasons[device]) for device in ("cpu", "cuda"))
+    rest = {name: value for name, value in changes.items() if name not in ("cpu", "cuda")}
+    known = {"libraries": libraries, "cxx": "g++", "nvcc": None, "cuda_devices": (), "environment": {"APEXFX_EXT": None}, **rest}
+    assert expected in doctor.verdict(dataclasses.replace(doctor.facts(), **known))
 
 
 def source_tree(tmp_path):

@@ -21,7 +21,7 @@ from .spans import GraphCode, graph_codes, marked
 _STEP = "apexfx step"
 _COLLECTIVE = "_c10d_functional"  # in the names of ops
 _VIEWS = {f"aten.{name}" for name in ("view", "reshape", "t", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice")}
-_UPDATES = ("unscale_clip_update", "update_early")  # passes that put in the optimizer's update
+_UPDATES = ("unscale_clip_update", "update_early", "train_step")  # what puts in the optimizer's update
 _BACKENDS = ("gloo", "mpi", "ucc")  # that communicate on the host, by the names of their events
 
 
@@ -63,7 +63,9 @@ def measure(graphs: Sequence[GraphReport], step: Callable[..., Any], batch: Sequ
     return Profile(
         device=torch.cuda.get_device_name() if timeline.on_device else "cpu", plain_ms=statistics.median(plain),
         step_ms=tuple((e.end - e.start) / 1e6 for e in timeline.steps), times=tuple(_times(timeline)),
-        collectives=tuple(_collectives(timeline)), memory=_memory(timeline), trace=tuple(_trace(timeline)))
+        collectives=tuple(_collectives(timeline)), memory=_memory(timeline),
+        trace=tuple(_trace(timeline)),
+        classes={path: kind for graph in graphs for path, kind in graph.forward.places.classes.items()})
 
 
 class _Timeline:

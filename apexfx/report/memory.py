@@ -19,6 +19,7 @@ from ..graph.liveness import Liveness
 from ..graph.nodes import value
 from ..graph.printing import describe_value, size_text
 from .fold_repeats import fold, group, pieces
+from .node_places import NodePlaces
 
 # Kinds, in the order in which they are stacked, and the letter of each in a printed bar.
 ACTIVATIONS = "activations"
@@ -59,11 +60,13 @@ class MemoryTimeline:
         nodes: their names, in order.
         alive: kind -> bytes, an element a node.
         tensors: what is alive when most bytes are, the largest first.
+        peak_place: module and line of the node that runs then: "blocks.3.mlp, model.py:12"; "" where it belongs to neither.
     """
 
     nodes: list[str]
     alive: dict[str, list[int]]
     tensors: list[AliveTensor] = field(default_factory=list)
+    peak_place: str = ""
 
     @property
     def at_peak(self) -> dict[str, int]:
@@ -92,7 +95,8 @@ class MemoryTimeline:
             return "the graph is empty"
         total = self.total
         at = total.index(self.peak)
-        lines = [f"memory along the graph: at most {_mib(self.peak)} MiB, at {self.nodes[at]} ("
+        place = f" in {self.peak_place}" if self.peak_place else ""
+        lines = [f"memory along the graph: at most {_mib(self.peak)} MiB, at {self.nodes[at]}{place} ("
                  + ", ".join(f"{kind} {_mib(bytes_[at])}" for kind, bytes_ in self.alive.items() if bytes_[at]) + ")",
                  "  ".join(f"{letter} {kind}" for kind, letter in KINDS.items())]
         for places in _segments(len(self.nodes)):
@@ -131,19 +135,22 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.2f}"
 
 
-def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder], modules: Mapping[str, str]) -> MemoryTimeline:
+def memory_timeline(gm: fx.GraphModule, placeholders: Sequence[Placeholder], places: NodePlaces) -> MemoryTimeline:
     """Return the timeline of a graph.
 
     Args:
         gm: every node has its value in `meta["val"]`.
         placeholders: what is known of its inputs, by the index that AOTAutograd has given them.
-        modules: the path of the module that each node belongs to.
+        places: where each node belongs.
     """
-    liveness = Liveness(gm)
+    liveness, modules = Liveness(gm), places.module_of
     kinds = kinds_of_memory(gm, liveness, placeholders)
     alive = {kind: liveness.alive(lambda memory: kinds.get(memory, ACTIVATIONS) == kind) for kind in KINDS}
-    timeline = MemoryTimeline([node.name for node in liveness.nodes], alive)
-    peak = timeline.total.index(timeline.peak) if timeline.nodes else 0
+    nodes, total = [node.name for node in liveness.nodes], [sum(column) for column in zip(*alive.values())]
+    peak = total.index(max(total)) if nodes else 0
+    at = nodes[peak] if nodes else ""
+    where = ", ".join(filter(None, (modules.get(at), places.lines.get(at))))
+    timeline = MemoryTimeline(nodes, alive, peak_place=where)
     at_peak = {memory for memory, (first, last) in liveness.lives.items() if first <= peak <= last and liveness.sizes[memory]}
     known = dict(enumerate(placeholders))
     tensors: dict[int, AliveTensor] = {}

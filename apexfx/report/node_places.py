@@ -26,6 +26,7 @@ class NodePlaces:
         lines: "file.py:12", of a backward that of its module; nodes without are left out, as of the others.
         passes: the pass that put the node in.
         sources: the node of the captured graph that it was lowered from.
+        classes: path of a module -> its class, of those that nodes were traced in.
     """
 
     modules: dict[str, list[str]] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class NodePlaces:
     lines: dict[str, str] = field(default_factory=dict)
     passes: dict[str, str] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
 
     @functools.cached_property
     def module_of(self) -> dict[str, str]:
@@ -50,6 +52,8 @@ def node_places(gm: fx.GraphModule) -> NodePlaces:
         backward = _BackwardNodes()
         for node in (node for node in body.graph.nodes if node.op.startswith("call_")):
             path, line, of_backward = module_path(node), source_line(node), False
+            for each, kind in (node.meta.get("nn_module_stack") or {}).values():
+                places.classes.setdefault(each, getattr(kind, "__name__", str(kind)))
             if GRADIENT_OF in node.meta:
                 path, of_backward = node.meta[GRADIENT_OF], True
                 backward.note(node, path)

@@ -114,6 +114,7 @@ class Profile:
         times: a row a kernel, and those of what is unattributed; together they are a recorded step.
         collectives: those of the graphs.
         memory: module -> bytes alive at the peak of a training step's graph, by the report; None of a model alone.
+        classes: module -> its class: layers of one class alone share a row.
     """
 
     device: str
@@ -122,6 +123,7 @@ class Profile:
     times: tuple[KernelTime, ...]
     collectives: tuple[CollectiveTime, ...] = ()
     memory: dict[str, int] | None = None
+    classes: dict[str, str] = field(default_factory=dict, repr=False)
     trace: tuple[TraceEvent, ...] = field(default=(), repr=False)
 
     @property
@@ -134,9 +136,22 @@ class Profile:
         """The share of a recorded step that kernels of the report's graphs take."""
         return sum(t.ms for t in self.times if t.kind != UNATTRIBUTED and t.graph is not None) / self.ms if self.ms else 0.0
 
+    @property
+    def slowest(self) -> TimeRow | None:
+        """The row of `by_module` that computes for longest; None where no kernel of a graph has run."""
+        computes = any(t.kind == COMPUTE and t.graph is not None and not t.outside for t in self.times)
+        return next(row for row in self.by_module() if row.name != COMMUNICATION) if computes else None
+
     def by_module(self) -> list[TimeRow]:
-        """Return the time by module; a kernel that computes for several is a row of its own; collectives are, too."""
-        return self._table(lambda t: COMMUNICATION if t.kind == COMMUNICATION else _paths(t.modules), key=_pattern)
+        """Return the time by module; a kernel that computes for several is a row of its own; collectives are, too.
+
+        What is of no submodule is a row an op: "model: aten.bmm".
+        """
+        return self._table(lambda t: COMMUNICATION if t.kind == COMMUNICATION else
+                           f"{_MODEL}: {_names(t.ops, t.kernel)}" if t.modules == ("",) else _paths(t.modules), key=self._like)
+
+    def _like(self, name: str) -> tuple[str, ...]:
+        return *_pattern(name), *(self.classes.get(path, "") for path in name.split(" + "))
 
     def by_op(self) -> list[TimeRow]:
         """Return the time by op, or the ops that are fused in a kernel."""
@@ -258,7 +273,7 @@ def _paths(modules: Sequence[str]) -> str:
     for path in modules[1:]:
         same = [a == b for a, b in zip(above, path.split("."))]
         above = above[:(same + [False]).index(False)]
-    return f"{'.'.join(above) or _MODEL}: {len(modules)} modules in a kernel"
+    return f"{'.'.join(above) or _MODEL}: more than {_MAX_NAMES} modules in a kernel"
 
 
 def _collective_table(collectives: Sequence[CollectiveTime]) -> str:

@@ -52,13 +52,19 @@ class GraphCode:
 
     def is_of_loss(self, node: str, source: str) -> bool:
         """Return whether a node of no module is of a training step's loss, or of its backward; `source`: its captured node."""
-        forward, backward, _ = self.places.ops.get(node, "").partition("_backward")
-        return source in self._loss or bool(backward) and forward in self._loss_ops
+        op = self.places.ops.get(node, "")
+        forward, backward, _ = op.partition("_backward")
+        begins = op == "aten.ones_like" and source in self._grads  # with the gradient of the loss itself
+        return source in self._loss or begins or bool(backward) and forward in self._loss_ops
 
     @functools.cached_property
     def _loss(self) -> set[str]:
         """Nodes of the captured graph."""
         return {op.node for op in self.graph.forward.ops if op.outside and op.op != "torch.grad"}
+
+    @functools.cached_property
+    def _grads(self) -> set[str]:
+        return {op.node for op in self.graph.forward.ops if op.op == "torch.grad"}
 
     @functools.cached_property
     def _loss_ops(self) -> set[str]:

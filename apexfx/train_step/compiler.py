@@ -28,7 +28,7 @@ from ..distributed.agreement import Agreement
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import GRADIENT_OF, moves_data, value
+from ..graph.nodes import GRADIENT_OF, PASS, moves_data, value
 from ..observe.non_finite import BACKWARD
 from ..precision.casts import is_inserted_cast
 from ..precision.op_rows import mark_ops
@@ -236,7 +236,7 @@ class StepPasses(BackwardPasses):
         self._check_gradients(gm)
         _mark_gradients(gm)
         self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
-        self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places.module_of)
+        self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places)
         return self._record.backward
 
     def on_forward(self, gm: fx.GraphModule) -> None:
@@ -281,7 +281,7 @@ def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None
 
     for node in nodes:
         with node.graph.inserting_before(node):
-            node.graph.call_function(note)
+            node.graph.call_function(note).meta[PASS] = "train_step"
         return
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import accumulate
 
 import pytest
@@ -59,12 +60,32 @@ def test_it_is_shown():
     assert max(line.count("G") for line in lines[2:]) > 10
 
 
+class Squares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.body(x)
+        return (y[:, None] * y).sum()  # the peak
+
+
+def test_the_peak_has_a_module_and_a_line():
+    net = nn.Sequential(nn.Linear(4, 4), Squares())
+    step = apexfx.train_step(net, lambda y: y, torch.optim.SGD(net.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    timeline = step.capture(torch.randn(64, 4)).memory()
+    line = next(number for number, text in enumerate(open(__file__), 1) if text.endswith("# the peak\n"))
+    assert timeline.peak_place == f"1, test_memory.py:{line}" and f" in {timeline.peak_place} (" in str(timeline)
+    assert MemoryTimeline.from_json(asdict(timeline)) == timeline
+
+
 def test_the_largest_tensors_at_the_peak_are_listed():
     torch.manual_seed(0)
     blocks = (nn.Sequential(nn.Linear(64, 256, bias=False), nn.GELU(), nn.Linear(256, 64, bias=False)) for _ in range(2))
     model = nn.Sequential(*blocks)
     step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
     timeline = step.capture(torch.randn(512, 64), torch.randn(512, 64)).memory()
+    assert "MiB, at gelu_backward in 1.1 (" in str(timeline)
     assert sum(tensor.bytes for tensor in timeline.tensors) == timeline.peak
     _, table = str(timeline).split("\n\n")
     assert_expected_inline("\n".join(line.rstrip() for line in table.splitlines()), """\

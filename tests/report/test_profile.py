@@ -102,6 +102,26 @@ def test_a_cached_graph_knows_its_kernels():
     assert old == new
 
 
+class Functional(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = self.body(x)
+        return (y @ y.T).softmax(-1) @ y
+
+
+def test_what_is_of_no_submodule_is_named_by_its_op():
+    net = Functional()
+    step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner="eager")
+    profile = step.report.profile(step, *BATCH, num_steps=1, num_warmup=0)
+    check_sums(profile)
+    names = {row.name for row in profile.by_module()}
+    assert {"body", "the loss", "model: aten.mm", "model: aten._softmax"} <= names and "model" not in names
+    assert {t.modules for t in profile.times if t.ops == ("aten.ones_like",)} == {("the loss",)}, "which it begins with"
+
+
 def test_passes_are_told_apart():
     profile, _ = profiled(True, "eager", opt_level="O1", dtype=torch.bfloat16, max_grad_norm=1.0)
     by_pass = {row.name: row.ms for row in profile.by_pass()}
@@ -182,6 +202,15 @@ def test_equal_layers_are_a_row_that_says_which_one_takes_most():
     assert [(r.name, r.number, r.ms, r.most) for r in rows] == [
         ("blocks.{0..3}.mlp.0", 4, 13.0, "blocks.2.mlp.0"), ("blocks.{0..3}.mlp.2", 4, 4.0, "blocks.0.mlp.2")]
     assert "blocks.{0..3}.mlp.0, 10.000 of it blocks.2.mlp.0" in str(Profile("cpu", 17.0, (17.0,), times))
+
+
+def test_layers_of_two_classes_are_two_rows():
+    net = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
+    step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner="eager")
+    profile = step.report.profile(step, *BATCH, num_steps=1, num_warmup=0)
+    check_sums(profile)
+    assert {"{0, 2, 4}", "{1, 3}"} <= {row.name for row in profile.by_module()}, profile
+    assert not any("torch.note" in t.ops and t.modules != ("the update",) for t in profile.times)
 
 
 def test_memory_is_by_module():
