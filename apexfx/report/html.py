@@ -110,7 +110,8 @@ def _stage(stage: StageReport, number: _Texts, kernels: Iterable[tuple[KernelTim
 
 def _profile(profile: Profile) -> dict[str, Any]:
     tables = [[what, [[row_name(row), row.ms, row.calls] for row in rows]] for what, rows in profile.tables().items()]
-    return {"title": profile.summary, "ms": profile.ms, "tables": tables, "headers": COLLECTIVE_HEADERS,
+    slowest = [row_name(row), row.ms] if (row := profile.slowest) is not None else None
+    return {"title": profile.summary, "ms": profile.ms, "slowest": slowest, "tables": tables, "headers": COLLECTIVE_HEADERS,
             "collectives": collective_cells(profile.collectives)}
 
 

@@ -138,6 +138,7 @@ def test_the_times_of_a_profile_come_with_the_page():
     forward, whole = data["graphs"][0]["stages"]
     ours = sum(time.ms for time in profile.times if time.graph == 0)
     assert 0.9 * ours < sum(ms for _, ms, _, _ in whole["kernels"]) <= 1.001 * ours
+    assert data["profile"]["slowest"] == data["profile"]["tables"][0][1][0][:2]
     [tanh] = [nodes for name, _, _, nodes in forward["kernels"] if name == "tanh"]
     assert [data["texts"][node] for node in tanh] == ["input_2"], "the captured graph, too"
     assert [what for what, _ in data["profile"]["tables"]] == ["module", "op", "pass", "line"] and data["comparison"] is None
@@ -217,6 +218,8 @@ def test_a_browser_shows_searches_folds_and_draws(tmp_path):
         page.get((tmp_path / "report.html").as_uri())
         assert page.title.startswith("apexfx: O2")
         assert not find("img") and HOSTILE[0] in find("main")[0].text
+        assert [span.text for span in find("main .legend span")] == ["48 in f32"] and find("nav .legend")
+        assert "of it in layers.7" in find(".cards")[0].text
         assert HOSTILE[0] in find("nav")[0].get_attribute("textContent")
         go("#pass/0/forward/0")
         assert find(".line.removed") and find(".line.added") and len(find(".panes .lines")) == 2

@@ -41,6 +41,8 @@ function shareBar(counts) {
   const title = Object.entries(counts).map(([dtype, n]) => `${n} in ${dtype}`).join(", ");
   return el("div", { class: "share", title }, Object.entries(counts).map(([dtype, n]) => el("i", { class: dtypeClass(dtype), style: { flex: n } })));
 }
+/** Return what the colours of such bars mean. */
+const legend = counts => el("p", { class: "legend" }, Object.entries(counts).map(([dtype, n]) => el("span", { class: dtypeClass(dtype) }, n ? `${n} in ${dtype}` : dtype)));
 function count(items, key) {
   const counts = { __proto__: null };
   for (const item of items) counts[key(item)] = (counts[key(item)] || 0) + 1;

@@ -8,12 +8,13 @@ function overview() {
   const kept = casts.filter(cast => !cast.removed).length;
   const card = (big, small) => el("div", {}, el("b", {}, big), small);
   const passes = stages().flatMap(([g, stage]) => stage.passes.map((entry, i) => [String(g.index), stage.stage + (stage.cached ? " (cached)" : ""),
-    link(entry.name, "pass", g.index, stage.stage, i), String(entry.num_matches), `${entry.nodes[0]} → ${entry.nodes[1]}`, entry.ops, String(entry.ms)]));
+    link(entry.name, "pass", g.index, stage.stage, i), String(entry.num_matches), `${entry.nodes[0]} → ${entry.nodes[1]}`, entry.ops, entry.ms.toFixed(1)]));
   return [el("h1", {}, "Overview"),
-    el("div", { class: "cards" }, data.profile ? card(ms(data.profile.ms), "a step, as measured") : "", card(data.graphs.length, plural(data.graphs.length, "graph")),
+    el("div", { class: "cards" }, data.profile ? card(ms(data.profile.ms), "a step, as measured") : "",
+      data.profile && data.profile.slowest ? card(percent(data.profile.slowest[1] / data.profile.ms), link(`of it in ${data.profile.slowest[0]}`, "profile")) : "", card(data.graphs.length, plural(data.graphs.length, "graph")),
       card(computing.length, computing.length === 1 ? "op that computes" : "ops that compute"), card(kept, plural(kept, "cast")),
       plans.length ? card(plans[0].buckets.length, `${plural(plans[0].buckets.length, "allreduce")} of ${size(plans[0].total_bytes)}`) : "", memory.length ? card(size(memory[0].peak), "alive at most, before fusion") : ""),
-    shareBar(count(computing, op => op.dtype)), el("p", {}, data.summaries[0]), data.comparison ? data.comparison.verdict.map(line => el("p", {}, line)) : "",
+    shareBar(count(computing, op => op.dtype)), legend(count(computing, op => op.dtype)), el("p", {}, data.summaries[0]), data.comparison ? data.comparison.verdict.map(line => el("p", {}, line)) : "",
     data.remarks.map(line => el("p", { class: line.startsWith("warning") ? "warning" : "" }, line)),
     data.graphs.map(g => el("p", {}, el("b", {}, `graph ${g.index} `), g.identity)),
     el("h2", {}, "What the passes did"), table(["#graph", "stage", "pass", "#matches", "#nodes", "ops added (+), removed (−)", "#ms"], passes)];
@@ -121,7 +122,7 @@ function side() {
     g.plan ? link("buckets", "buckets", g.index) : ""));
   document.getElementById("side").append(link("Overview", "overview"), link("Ops and dtypes", "ops"), casts.length ? link("Casts", "casts") : "",
     data.profile ? link("Time of a step", "profile") : "", data.comparison ? link("Error", "error") : "",
-    el("h2", {}, "GRAPHS"), ...graphs, el("h2", {}, "MODULES"), link("model", "module", 0, "", ""), ...moduleEntries(moduleTree()).flat());
+    el("h2", {}, "GRAPHS"), ...graphs, el("h2", {}, "MODULES"), legend(Object.fromEntries(Object.keys(count(ops.filter(op => op.computes), op => op.dtype)).map(dtype => [dtype, 0]))), link("model", "module", 0, "", ""), ...moduleEntries(moduleTree()).flat());
 }
 
 /** What can be searched for: [kind, label, detail, route], made at the first search. */
