@@ -294,7 +294,7 @@ class TransformConfig:
         return {**self.__dict__, "process_group": group.group_name if group is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update(TransformConfig().__dict__ | state)  # an option that is newer than the file has its default
         name = state["process_group"]
         self.__dict__["process_group"] = resolve_process_group(name) if name is not None and dist.is_initialized() else None
 
@@ -314,8 +314,14 @@ class TransformConfig:
 _SET_HERE = {
     "triton.cudagraphs": "give inner='cudagraphs'",
     "post_grad_custom_post_pass": "give passes=, which it is used for",
+    "use_post_grad_passes": "give skip=, which leaves out one pass; those of backward and step run there",
     "trace.provenance_tracking_level": "leave it out: profiles need it as it is",
 }
+
+# Of what type a value has to be, by that of the option: no function, list or dictionary, which no report and no key could hold.
+_TYPES = {bool: ((bool,), "True or False"), int: ((int,), "a whole number"), float: ((int, float), "a number"),
+          str: ((str,), "a text")}
+_ANY_TYPE = ((bool, int, float, str, NoneType), "a number, a text, True, False or None")
 
 
 def _check_inner_options(inner: str, options: Any) -> None:
@@ -325,6 +331,9 @@ def _check_inner_options(inner: str, options: Any) -> None:
     if inner == "eager":
         raise ValueError(f"apexfx: inner_options={options!r} was given with inner='eager', and they are Inductor's; leave one of "
                          "them out")
+    if inner == "cudagraphs" and options.get("cpp_wrapper"):
+        raise ValueError("apexfx: inner_options={'cpp_wrapper': True} was given with inner='cudagraphs', and Inductor records no "
+                         "CUDA graphs of C++; leave one of them out")
     known = inductor_config.get_config_copy()
     for name, value in options.items():
         if name not in known:
@@ -333,10 +342,8 @@ def _check_inner_options(inner: str, options: Any) -> None:
                              + (f"; did you mean {near[0]!r}?" if near else "; torch._inductor.list_options() has all"))
         if name in _SET_HERE:
             raise ValueError(f"apexfx: inner_options has {name!r}: {_SET_HERE[name]}")
-        default = known[name]
-        kind = bool if isinstance(default, bool) else (bool, int, float, str, NoneType)
-        if not isinstance(value, kind):
-            expected = "True or False" if kind is bool else "a number, a text, True, False or None"
+        types, expected = _TYPES.get(inductor_config.get_type(name), _ANY_TYPE)
+        if type(value) not in types:
             raise TypeError(f"apexfx: inner_options[{name!r}]={value!r} ({type(value).__name__}) was given, expected {expected}")
 
 

@@ -10,6 +10,7 @@ import re
 import pytest
 import torch
 
+from apexfx.compiler.compile_graph import numeric_options
 from apexfx.config import OPT_LEVELS, BucketConfig, TransformConfig
 
 
@@ -62,6 +63,8 @@ def test_a_misspelled_bucket_option_names_the_nearest():
         ({"inner_options": True}, "inner_options=True .*expected a mapping of names to values"),
         ({"inner_options": {"cpp_wrapper": 1}}, r"inner_options\['cpp_wrapper'\]=1 .*expected True or False"),
         ({"inner_options": {"cpp.simdlen": len}}, "expected a number, a text, True, False or None"),
+        ({"inner_options": {"cpp.threads": "4"}}, r"\['cpp.threads'\]='4' \(str\) was given, expected a whole number"),
+        ({"inner_options": {"cpp.threads": True}}, "expected a whole number"),
         ({"opt_level": "O2", "keep_batchnorm_fp32": 1}, "expected True, False or None"),
         ({"process_group": "0", "sync_bn": True}, "expected a torch.distributed.ProcessGroup"),
         ({"precision": ["x"]}, "expected a mapping"),
@@ -83,6 +86,8 @@ def test_wrong_type(options, message):
         ({"inner_options": {"cpp_wraper": True}}, "'cpp_wraper', which is no option of Inductor's.*; did you mean 'cpp_wrapper'"),
         ({"inner_options": {"post_grad_custom_post_pass": None}}, "give passes="),
         ({"inner_options": {"triton.cudagraphs": True}}, "give inner='cudagraphs'"),
+        ({"inner_options": {"use_post_grad_passes": False}}, "give skip=, .* those of backward and step run there"),
+        ({"inner_options": {"cpp_wrapper": True}, "inner": "cudagraphs"}, "records no CUDA graphs of C\\+\\+"),
         ({"inner_options": {"cpp_wrapper": True}, "inner": "eager"}, "with inner='eager', and they are Inductor's"),
     ],
 )
@@ -134,3 +139,18 @@ def test_half_dtype_follows_the_device():
 def test_pickles():
     config = TransformConfig(opt_level="O2", precision={"head": "float32"})
     assert pickle.loads(pickle.dumps(config)).describe() == config.describe()
+
+
+def test_options_that_were_pickled_before_an_option_came():
+    config = TransformConfig(opt_level="O2", inner_options={"cpp_wrapper": True})
+    assert pickle.loads(pickle.dumps(config)) == config
+    state = config.__getstate__()
+    del state["inner_options"]
+    old = object.__new__(TransformConfig)
+    old.__setstate__(state)
+    assert old == TransformConfig(opt_level="O2")
+
+
+def test_ranks_compare_what_inductor_is_given():
+    rounds = {"emulate_precision_casts": True}
+    assert numeric_options(TransformConfig(inner_options=rounds))["inner_options"] == rounds

@@ -142,9 +142,10 @@ def _shape(placeholder: Placeholder) -> str:
 
 
 def numeric_options(config: TransformConfig) -> dict[str, Any]:
-    """Return the options that decide in which dtype a gradient comes out, as JSON-able values."""
+    """Return the options that decide the dtypes and bits that a rank computes, as JSON-able values."""
     options = config.describe()
-    return {name: options[name] for name in ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip")}
+    names = ("opt_level", "dtype", "keep_batchnorm_fp32", "precision", "passes", "skip", "inner_options")
+    return {name: options[name] for name in names}
 
 
 class WeakBackend:
