@@ -168,7 +168,7 @@ class Run:
         is_comparable = (self._compiled is None) == (data["compiled"] is None)
         if is_comparable and digest(norm) not in (data["compiled"] or data)["digests"].values():
             data["event"] += ("; this graph gives another norm, since calls before had gathered gradients, other ranks took "
-                              "part, or the model was changed since")
+                              "part, the model was changed since, or inner_options round otherwise")
 
     @property
     def event(self) -> str | None:
