@@ -3,16 +3,18 @@
     python benchmarks/diagnose.py                                       # the five published cases of tests/diagnose
     python benchmarks/diagnose.py --programs moving_average.py --rounds 1
 
-Each program is diagnosed, and then runs as it is and mended in turn, each time in a new process, for `--steps` steps behind 20
-that warm up. A time of a process is the lower quartile of its steps; those of the table are medians over the rounds, the saving
-with its lowest and highest. Columns: milliseconds of a step; the saving predicted, its standard error where it has one, and "up
-to" where it is an upper limit; the saving measured.
+A round diagnoses a program, and then runs it as it is and mended by hand, each in a process of its own, by turns: one takes a
+block of steps, of which the first is not timed, while the others wait. A time is the lower quartile of a process's steps.
+Columns: milliseconds of a step; the saving predicted; the saving measured; predicted over measured; how it was predicted.
+Numbers are medians over the rounds, with the lowest and highest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
+import os
 import re
 import runpy
 import statistics
@@ -30,72 +32,110 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import apexfx
 
 ROOT = Path(apexfx.__file__).parent.parent  # run_all.py runs a copy of this script
-WARM_UP = 20
+WARM_UP, BLOCK = 20, 5
 
 
-class _Enough(BaseException):
-    pass
+def run_in_turns(script: str) -> None:
+    """Run a script as the main program; whenever a line comes in, a block of its steps, and print their milliseconds as JSON.
 
-
-def time_steps(script: str, num_steps: int) -> float:
-    """Run a script as the main program for some steps, and return the lower quartile of their milliseconds."""
+    Rank 0 alone takes turns; where it waits, a collective holds the other ranks.
+    """
+    answers, sys.stdout = sys.stdout, sys.stderr
     ends: list[float] = []
+    num_left = WARM_UP
 
-    def note(*_: Any) -> None:
+    def end_step(*_: Any) -> None:
+        nonlocal num_left
         ends.append(time.perf_counter())
-        if len(ends) > WARM_UP + num_steps:
-            raise _Enough
+        num_left -= 1
+        if num_left or int(os.environ.get("RANK", 0)):
+            return
+        print(json.dumps([1e3 * (b - a) for a, b in itertools.pairwise(ends[1:])]), file=answers, flush=True)
+        sys.stdin.readline()
+        ends[:], num_left = [time.perf_counter()], BLOCK
 
-    register_optimizer_step_post_hook(note)
+    register_optimizer_step_post_hook(end_step)
     sys.argv = [script]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except _Enough:
-        pass
-    return 1e3 * statistics.quantiles([b - a for a, b in itertools.pairwise(ends[WARM_UP:])], n=4)[0]
+    runpy.run_path(script, run_name="__main__")
 
 
-def on_ranks(program: Any, *arguments: str) -> dict[str, Any]:
-    """Run Python on a program's ranks, and return the JSON that the first prints."""
-    launcher = [] if program.num_ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run([sys.executable, *launcher, *arguments], cwd=ROOT, capture_output=True, text=True)
+def launcher(program: Any) -> list[str]:
+    """Return how Python starts what follows on a program's ranks."""
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [sys.executable, *(ranks if program.num_ranks > 1 else [])]
+
+
+def diagnosis(program: Any, file: Path) -> dict[str, Any]:
+    """Return what `apexfx diagnose --json` prints."""
+    done = subprocess.run([*launcher(program), "-m", "apexfx", "diagnose", "--json", str(file)], cwd=ROOT, capture_output=True,
+                          text=True)
     if "{" not in done.stdout:
         raise RuntimeError(f"{program.file}: {done.stderr[-600:]}")
     return json.JSONDecoder().raw_decode(done.stdout, done.stdout.index("{"))[0]
 
 
-def measure(program: Any, kinds: dict[str, str], folder: Path, steps: int, rounds: int) -> list[dict[str, Any]]:
+def times_in_turns(program: Any, files: dict[str, Path], num_blocks: int) -> dict[str, float]:
+    """Return milliseconds of a step of each file."""
+    times: dict[str, list[float]] = {kind: [] for kind in files}
+    with contextlib.ExitStack() as stack:
+        runs = {}
+        for kind, file in files.items():
+            run = subprocess.Popen([*launcher(program), __file__, "--script", str(file)], cwd=ROOT, text=True,
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            stack.callback(run.wait)
+            stack.callback(run.terminate)  # torchrun ends its ranks
+            runs[kind] = run
+            if not run.stdout.readline():  # warm, and waits
+                raise RuntimeError(f"{file} does not run")
+        for _ in range(num_blocks):
+            for kind, run in runs.items():
+                print(file=run.stdin, flush=True)
+                times[kind] += json.loads(run.stdout.readline())
+    return {kind: statistics.quantiles(each, n=4)[0] for kind, each in times.items()}
+
+
+def measure(program: Any, kinds: dict[str, str], folder: Path, num_blocks: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each finding of a program that can be mended."""
     original = (ROOT / "tests/diagnose/cases" / program.file).read_text()
     texts = {"": original} | {kind: program.fixed(kind) for kind, _ in program.fixes}
     files = {kind: folder / f"{kind.replace(' ', '_')}_{program.file}" for kind in texts}
     for kind, text in texts.items():
         files[kind].write_text(re.sub(r"^STEPS(.*?) = \d+", r"STEPS\1 = 1000000", text, count=1, flags=re.MULTILINE))
-    findings = on_ranks(program, "-m", "apexfx", "diagnose", "--json", str(files[""]))["findings"]
-    times: dict[str, list[float]] = {kind: [] for kind in files}
+    rows: dict[str, dict[str, Any]] = {}
     for _ in range(rounds):
-        for kind, file in files.items():
-            times[kind].append(on_ranks(program, __file__, "--time", str(file), "--steps", str(steps))["ms"])
-    rows = []
-    for kind in list(files)[1:]:
-        predicted = next((each for each in findings if each["kind"] == kinds[kind]), {"saving_ms": None, "basis": "not named"})
-        saved = [before - after for before, after in zip(times[""], times[kind])]
-        rows.append({"program": program.file, "finding": kinds[kind], "ms": statistics.median(times[""]),
-                     "predicted_ms": predicted["saving_ms"], "basis": predicted["basis"],
-                     "saved_ms": statistics.median(saved), "lowest_ms": min(saved), "highest_ms": max(saved)})
-    return rows
+        predictions = diagnosis(program, files[""])
+        times = times_in_turns(program, files, num_blocks)
+        for kind in list(files)[1:]:
+            row = rows.setdefault(kind, {"program": program.file, "finding": kinds[kind], "ms": [], "diagnosed_ms": [],
+                                         "predicted_ms": [], "basis": "not named", "saved_ms": []})
+            row["ms"].append(times[""])
+            row["saved_ms"].append(times[""] - times[kind])
+            row["diagnosed_ms"].append(predictions["ms_per_step"])
+            for each in predictions["findings"]:
+                if each["kind"] == kinds[kind]:
+                    row["basis"] = each["basis"]
+                    row["predicted_ms"] += [each["saving_ms"]] if each["saving_ms"] is not None else []
+    return list(rows.values())
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """Return a row of the table."""
+    saved, predicted = row["saved_ms"], row["predicted_ms"]
+    ratio = f"{statistics.median(predicted) / statistics.median(saved):.2f}" if predicted else ""
+    spread = [f"{statistics.median(x):.2f} ({min(x):.2f} .. {max(x):.2f})" if x else "" for x in (row["ms"], predicted, saved)]
+    return [row["program"], row["finding"], *spread, ratio, row["basis"]]
 
 
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--programs", nargs="*", help="of the five")
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=30, help=f"of {BLOCK} steps, of each variant in a round")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--time", help="run a script for the steps, and print their milliseconds: how it calls itself")
+    parser.add_argument("--script", help="run a script by turns: how it calls itself")
     arguments = parser.parse_args()
-    if arguments.time:
-        print(json.dumps({"ms": time_steps(arguments.time, arguments.steps)}))
+    if arguments.script:
+        run_in_turns(arguments.script)
         return
     sys.path.insert(0, str(ROOT))
     from tests.diagnose.expectations import KINDS, programs
@@ -104,12 +144,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for program in programs():
             if program.fixes and program.file in (arguments.programs or [program.file]):
-                rows += measure(program, KINDS, Path(folder), arguments.steps, arguments.rounds)
+                rows += measure(program, KINDS, Path(folder), arguments.blocks, arguments.rounds)
                 print(f"{program.file} is measured", file=sys.stderr)
                 harness.write_record(arguments.json, rows=rows)
-    print(tabulate([[row["program"], row["finding"], row["ms"], row["predicted_ms"], row["basis"], row["saved_ms"],
-                     f"{row['lowest_ms']:.2f} .. {row['highest_ms']:.2f}"] for row in rows], floatfmt=".2f",
-                   headers=("program", "finding", "step ms", "predicted", "how", "saved", "over the rounds")))
+    print(tabulate([cells(row) for row in rows], headers=("program", "finding", "step ms", "predicted", "saved", "ratio", "how")))
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ SHORT = (  # in order of worth
     "page.py --layers 2 --rounds 2",
     "leaks.py --makes 8 --json results/leaks.json",
     "simulate.py --launches 1 --turns 5 --models mlp",
-    "diagnose.py --programs molecules.py moving_average.py --steps 40 --rounds 1 --json results/diagnose.json",
+    "diagnose.py --programs molecules.py moving_average.py --blocks 10 --rounds 1 --json results/diagnose.json",
     "coverage.py --models residual_cnn --levels O1 --json results/coverage.json --page results/coverage.md",
 )
 NO_BENCHMARKS = ("jax_models.py", "roofline.py", "run_all.py")  # run by jax_step.py; a page from a record; this

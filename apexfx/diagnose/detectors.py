@@ -55,17 +55,19 @@ def _parameter_loops(session: Session, plan: Plan) -> Iterator[Finding]:
         timed = session.loop_times.seconds.get(span) if session.loop_times is not None else None
         ms = 1e3 * typical(timed) if timed else None
         place, count = Place(span[0], span[1]), len({key for ops in lines for key in ops.tensors})
+        has_body = places.body_begin(*span) > span[1]
         if (as_one := plan.foreach_ms.get(span)) is not None:
             yield Finding("ema_loop", place, f"averages {count} parameters one by one; one call for all takes {as_one:.2f} ms",
                           "torch._foreach_lerp_(averages, parameters, 1 - decay); AveragedModel(model, multi_avg_fn="
                           "get_ema_multi_avg_fn(decay)); or apexfx.train_step(..., ema=apexfx.EMA(decay))",
-                          ms, ms and max(ms - as_one, 0.0), "up to; the loop timed, and one call on copies")
+                          ms, ms and max(ms - as_one, 0.0), "the loop's body timed, and one call on copies" if has_body else
+                          "up to; the loop timed with what it goes through, and one call on copies")
         else:
             of = "gradients" if any(ops.of_gradients for ops in lines) else "parameters"
             names = ", ".join(sorted({name for ops in lines for name in ops.names}))
             yield Finding("parameter_loop", place, f"goes through {count} {of} one by one ({names})",
                           "one call for all: torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_*", ms, None,
-                          "the loop timed" if ms is not None else "counted")
+                          "counted" if ms is None else "the loop's body timed" if has_body else "the loop timed")
 
 
 def _round_trips(session: Session, plan: Plan) -> Iterator[Finding]:
@@ -160,8 +162,8 @@ def _data_parallel(session: Session, plan: Plan) -> Iterator[Finding]:
         if ms - ms_as_one > max(_SMALL_SHARE * session.typical_ms()[0], 0.1 * ms):
             yield Finding("many_allreduces", place, f"{count} allreduces a backward, of {num_bytes / count / 1024:.0f} KiB on "
                           f"average: {ms:.2f} ms for all, {ms_as_one:.2f} ms as one",
-                          f"DistributedDataParallel(..., bucket_cap_mb={num_bytes // 2**20 + 1})", ms, ms - ms_as_one,
-                          "up to, as far as backward does not hide it; timed by themselves")
+                          f"DistributedDataParallel(..., bucket_cap_mb={num_bytes // 2**20 + 1})", ms, None,
+                          "timed by themselves; no saving predicted, since backward hides part of it")
     norms = [name for module in modules for name, each in module.module.named_modules()
              if isinstance(each, BatchNorm) and not isinstance(each, torch.nn.SyncBatchNorm) and each.training]
     if norms and session.num_ranks > 1:
@@ -179,11 +181,13 @@ def _data_loading(session: Session, plan: Plan) -> Iterator[Finding]:
 
 
 def _measured(saved: Saving | None, how: str = "") -> tuple[float | None, str]:
-    """Return a saving in milliseconds, and how it was measured."""
+    """Return a saving in milliseconds, None where it may be chance, and how it was measured."""
     if saved is None:
         return None, "counted"
-    chance = "" if saved.is_clear else "; not more than chance"
-    return saved.ms, f"with and without{how} in turn, {saved.num_steps} steps each, +-{saved.error_ms:.2f} ms{chance}"
+    text = f"with and without{how} in turn, {saved.num_steps} steps each"
+    if not saved.is_clear:
+        return None, f"not predicted: {text}, {saved.ms:.2f} +-{saved.error_ms:.2f} ms, not more than chance"
+    return saved.ms, f"{text}, +-{saved.error_ms:.2f} ms"
 
 
 def _times(count: float) -> str:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from inspect import currentframe
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -21,10 +21,13 @@ from .places import Place
 
 Span = tuple[str, int, int]  # file, first and last line
 _REPEATS = 10
+_EVENTS = 500
 
 
 class LoopTimes:
-    """Times spans of lines, by Python's trace function, whose own cost is taken off.
+    """Times loops from the first line of their body on, by Python's trace function, whose own cost is taken off.
+
+    What a loop goes through is computed before: a change that goes through it by one call needs it, too.
 
     Attributes:
         seconds: span -> in each step that was timed.
@@ -34,11 +37,14 @@ class LoopTimes:
         self.seconds: dict[Span, list[float]] = defaultdict(list)
         self._of_step: dict[Span, float] = defaultdict(float)
         self._spans = list(spans)
+        self._bodies = {span: places.body_begin(*span) for span in self._spans}
         self._running: dict[Span, tuple[FrameType, float]] = {}
         self._traced: list[tuple[FrameType, Any]] = []
         self._before: Any = None
-        self._num_events = 0
-        self._event_s = self._cost_of_event()
+        self._traces: dict[int, tuple[CodeType, Any]] = {}  # by the code's address: its hash takes longer, the longer it is
+        self._num_lines = self._num_calls = 0
+        self._line_s = self._call_s = 0.0
+        self._line_s, self._call_s = self._costs()
 
     def start(self) -> None:
         """Begin, in the frames that are being executed and in those to come."""
@@ -73,31 +79,69 @@ class LoopTimes:
                 if span[0] == code.co_filename and code.co_firstlineno <= span[2] and span[1] <= last]
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        is_in_span = any(frame.f_code.co_filename == span[0] for span in self._spans) and self._overlapping(frame)
-        return self._line if is_in_span else None
+        self._num_calls += 1
+        code = frame.f_code
+        if (known := self._traces.get(id(code))) is None:
+            known = self._traces[id(code)] = code, self._line if self._overlapping(frame) else None
+        return known[1]
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
         for span in self._spans:
             if frame.f_code.co_filename != span[0]:
                 continue
-            is_inside = event != "return" and span[1] <= frame.f_lineno <= span[2]
-            if span not in self._running and is_inside:
-                self._num_events, self._running[span] = 0, (frame, time.perf_counter())
+            line = frame.f_lineno
+            is_inside = event != "return" and span[1] <= line <= span[2]
+            if span not in self._running and is_inside and line >= self._bodies[span]:
+                self._num_lines = self._num_calls = 0
+                self._running[span] = (frame, time.perf_counter())
             elif span in self._running and not is_inside and self._running[span][0] is frame:
                 self._end(span)
-        self._num_events += 1
+        self._num_lines += 1
         return self._line
 
     def _end(self, span: Span) -> None:
         _, began = self._running.pop(span)
-        self._of_step[span] += max(time.perf_counter() - began - self._num_events * self._event_s, 0.0)
+        own_s = self._num_lines * self._line_s + self._num_calls * self._call_s
+        self._of_step[span] += max(time.perf_counter() - began - own_s, 0.0)
 
-    def _cost_of_event(self) -> float:
-        num_events = 2000
-        frame, start = currentframe(), time.perf_counter()
-        for _ in range(num_events):
-            self._line(frame, "line", None)
-        return (time.perf_counter() - start) / num_events
+    def _costs(self) -> tuple[float, float]:
+        """Return the seconds that a line takes because it is traced, and a call of a function that is not."""
+        spans, bodies = self._spans, self._bodies
+        span = (__file__, _lines.__code__.co_firstlineno, max(line for *_, line in _lines.__code__.co_lines() if line))
+        self._spans, self._bodies = [span], {span: span[1]}
+        costs = []
+        for function, num_events in ((_lines, 2 * _EVENTS), (_calls, _EVENTS)):
+            plain, traced = [], []
+            for _ in range(_REPEATS):
+                plain.append(_seconds(function))
+                self.start()
+                traced.append(_seconds(function))
+                self.stop()
+            costs.append(max(typical(traced) - typical(plain), 0.0) / num_events)
+        self._spans, self._bodies = spans, bodies
+        for each in (self._running, self._of_step, self._traces):
+            each.clear()
+        return costs[0], costs[1]
+
+
+def _lines() -> None:
+    for number in range(_EVENTS):
+        number.bit_length()
+
+
+def _calls() -> None:
+    for _ in range(_EVENTS):
+        _nothing()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _seconds(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 def foreach_ms(tensors: Sequence[Tensor]) -> float:

@@ -6,6 +6,7 @@ import json
 import runpy
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from torch import nn
 from apexfx.__main__ import main
 from apexfx.diagnose import places
 from apexfx.diagnose.command import diagnose
+from apexfx.diagnose.detectors import _measured
 from apexfx.diagnose.experiments import merged
-from apexfx.diagnose.findings import saving
+from apexfx.diagnose.findings import Saving, saving
+from apexfx.diagnose.measures import LoopTimes
 from apexfx.diagnose.observer import Observer
 from apexfx.diagnose.places import Place
 
@@ -219,6 +222,46 @@ def test_optimizers_of_a_gan_step_together(tmp_path, capsys):
 def test_a_saving_is_no_more_than_chance_where_steps_scatter():
     assert saving([1.0, 1.1, 0.9, 1.0], [2.0, 2.1, 1.9, 2.0]).is_clear
     assert not saving([1.0, 9.0, 4.0, 2.0], [2.0, 1.0, 8.0, 3.0]).is_clear
+
+
+def test_what_may_be_chance_is_not_predicted():
+    predicted, how = _measured(Saving(12.33, 11.12, 16))
+    assert predicted is None and "not predicted" in how and "12.33 +-11.12 ms" in how
+    assert _measured(Saving(1.5, 0.1, 16))[0] == 1.5
+
+
+def _average(averages, parameters):
+    for average in averages(parameters):
+        average.mul_(2)
+        _slow(0.001)
+    return averages
+
+
+def _slow(seconds, num_calls=2000):
+    time.sleep(seconds)
+    for _ in range(num_calls):
+        _nothing()
+
+
+def _nothing():
+    pass
+
+
+def test_a_loop_is_timed_without_what_it_goes_through_and_without_being_watched():
+    def averages(parameters):
+        time.sleep(0.2)  # what the change needs, too
+        return parameters
+
+    first = _average.__code__.co_firstlineno + 1
+    times = LoopTimes([span := (__file__, first, first + 2)])
+    start = time.perf_counter()
+    _average(lambda parameters: parameters, [torch.ones(4)] * 20)
+    unwatched = time.perf_counter() - start
+    times.start()
+    _average(averages, [torch.ones(4)] * 20)  # 40 000 calls are watched, each of which takes several times its own time
+    times.stop()
+    times.end_step()
+    assert 0.3 * unwatched < times.seconds[span][0] < 2 * unwatched
 
 
 def test_a_cast_is_a_round_trip_only_back_to_the_same_dtype():
