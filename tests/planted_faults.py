@@ -57,6 +57,7 @@ _SCHEDULE = ("tests/passes/test_schedule_comm.py",)
 _RECOMPUTE = ("tests/passes/test_recompute.py",)
 _CASTS = ("tests/passes/test_cancel_casts.py",)
 _CHANGES = ("tests/train_step/test_changes.py",)
+_SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
          *_CHANGES)
 _PIECES = ("tests/train_step/test_in_pieces.py",)
@@ -167,7 +168,7 @@ FAULTS = (
     Fault("what was gathered stays when the optimizer is read again", "train_step/state.py",
           "known[id(p)].to(p.dtype) if id(p) in known else torch", "torch", _CHANGES),
     Fault("memory is looked at again once what is updated has moved", "train_step/parameters.py",
-          "self._shared or where != self._where or", "self._shared or self._where is None or", _CHANGES),
+          "self._shared or where != self._where or", "self._shared or self._where is None or", _SHARED),
     Fault("a state that was replaced is read again", "train_step/optimizer_state.py",
           "[each.state for each in self._optimizers]],", "self._states],", _CHANGES),
     Fault("what an op writes is not cast", "passes/cast_inserter.py",
@@ -198,11 +199,11 @@ FAULTS = (
     Fault("an optimizer outside of the graph is skipped", "train_step/state.py",
           "if self._scale.mode is None and self._safeguard is None or not skip.item():", "if True:", _SAFEGUARD),
     Fault("inputs that share memory are looked up in what is updated", "train_step/parameters.py",
-          "where != self._where or any(map(self._meets,", "where != self._where or any(map(lambda _: False,", _CHANGES),
+          "where != self._where or any(map(self._meets,", "where != self._where or any(map(lambda _: False,", _SHARED),
     Fault("what the forward writes is looked at where it lies", "train_step/compiler.py",
-          "MemoryCheck(placeholders, updated, by_forward)", "MemoryCheck(placeholders, updated, [])", _CHANGES),
+          "MemoryCheck(placeholders, updated, by_forward)", "MemoryCheck(placeholders, updated, [])", _SHARED),
     Fault("where written memory is shared, all is looked at in each call", "train_step/parameters.py",
-          "if self._shared or where", "if where", _CHANGES),
+          "if self._shared or where", "if where", _SHARED),
     Fault("a hook on a parameter is seen at the next call", "train_step/state.py",
           "        return self._num_hooks != before and", "        return False and", _CHANGES),
     Fault("two tensors of equal numbers are two", "train_step/optimizer_state.py",
@@ -210,11 +211,17 @@ FAULTS = (
     Fault("a parameter that moved to another group is read again", "train_step/optimizer_state.py",
           "[self._facts_now(), self._params_now(),", "[self._facts_now(), self._params,", _CHANGES),
     Fault("state that is shared is refused", "train_step/state.py",
-          "check_state([*((", "list([*((", _CHANGES),
+          "check_state([*((", "list([*((", _SHARED),
     Fault("images of one channel that lie otherwise are copied", "passes/channels_last.py",
           " and images.is_contiguous() and not", " and not", ("tests/passes/test_channels_last.py",)),
     Fault("a hyperparameter is read again", "train_step/optimizer_state.py",
           "not same_tensors([self._facts_now(),", "not same_tensors([self._facts,", _CHANGES),
+    Fault("a number of the state that was written is read again", "train_step/optimizer_state.py",
+          "return self._versions != list(map(tensor_version, self._vectors)) or", "return", _SHARED),
+    Fault("a number of the state that has moved is read again", "train_step/optimizer_state.py",
+          " or self._where != self._where_now()", "", _SHARED),
+    Fault("a number that has moved is no element of the vector", "optimizers/torch_optimizers.py",
+          "viewed(own) is base and own.data_ptr() == base[i].data_ptr()", "viewed(own) is base", _SHARED),
 )
 
 

@@ -141,7 +141,8 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: s
     held = [optimizer.state[p].get(name) for p in members]
     base = viewed(held[0]) if isinstance(held[0], Tensor) else None
     if base is not None and base.dim() == 1 and len(base) == len(held) and all(
-            isinstance(own, Tensor) and viewed(own) is base and own.storage_offset() == i for i, own in enumerate(held)):
+            isinstance(own, Tensor) and viewed(own) is base and own.data_ptr() == base[i].data_ptr()
+            for i, own in enumerate(held)):
         return base
     vector = torch.full((len(members),), number, dtype=torch.float32, device=members[0].device)
     for p, own in zip(members, vector.unbind()):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..optimizers.torch_optimizers import why_outside
 
@@ -55,6 +56,17 @@ class OptimizerList:
                                      "pass max_grad_norm to train_step()")
                 return own, each.clip_epsilon
         return None
+
+    def named_state(self, params: Sequence[Tensor], names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of the state of parameters, as it is: "layer1.weight.exp_avg".
+
+        Args:
+            names: of the parameters, by id.
+        """
+        for each in self._each:
+            for p in params:
+                if isinstance(held := each.state.get(p), dict):
+                    yield from ((f"{names[id(p)]}.{key}", tensor) for key, tensor in held.items() if isinstance(tensor, Tensor))
 
     def step(self) -> None:
         """Have each do its own step."""

@@ -34,7 +34,7 @@ class OptimizerState:
         scheduled: the groups of which momentum and betas are such scalars.
     """
 
-    def __init__(self, optimizers: Iterable[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
                  scheduled: Collection[Group] = ()) -> None:
         self.labels = dict(labels)
         self.updates = [update for optimizer, each in enumerate(optimizers)
@@ -56,6 +56,12 @@ class OptimizerState:
         self.scalars.update((f"{name}_{place}", torch.zeros((), dtype=torch.float64, device=update.params[0].device))
                             for place, update in enumerate(self.updates) for name in update.scheduled)
         self._numbers: dict[str, float] = {}  # of the host, that scalars have now
+        # What parameters are updated by alike: a vector, and the elements of it that the optimizers' states hold.
+        self._vectors = [vector for update in self.updates for vector in (update.step, *update.vectors.values())
+                         if vector is not None]
+        self._elements = [tensor for each in optimizers for held in each.state.values() if isinstance(held, dict)
+                          for tensor in held.values() if isinstance(tensor, Tensor) and not tensor.dim()]
+        self._where = self._where_now()
         self.note_run()
 
     def set_hyperparameters(self) -> None:
@@ -90,12 +96,15 @@ class OptimizerState:
         yield from self.scalars.items()
 
     def note_run(self) -> None:
-        """Note that the counts of updates are as the graph left them."""
-        self._versions = [tensor_version(count) for count in self._counts.values()]
+        """Note that counts of updates, and other numbers of the state, are as the graph left them."""
+        self._versions = list(map(tensor_version, self._vectors))
 
     def was_counted_by_others(self) -> bool:
-        """Whether something else than the graph has counted updates since, and perhaps not those of all parameters alike."""
-        return self._versions != [tensor_version(count) for count in self._counts.values()]
+        """Whether something else than the graph has written or moved such numbers since, and perhaps not those of all alike."""
+        return self._versions != list(map(tensor_version, self._vectors)) or self._where != self._where_now()
+
+    def _where_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._elements))
 
     def split(self, updated: Collection[int]) -> Labels | None:
         """Return new labels where parameters that are counted together were not all updated; None where nothing changes.

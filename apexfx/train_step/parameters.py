@@ -46,6 +46,9 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
         raise ValueError(f"apexfx: {len(shared)} parameters are in more than one of the optimizers {optimizers.name}, each of "
                          f"which would update them: {', '.join(sorted(shared)[:3])}{', ...' if len(shared) > 3 else ''}; give "
                          "each to one of them")
+    if twice := [names[p] for p, count in Counter(map(id, held)).items() if count > 1]:
+        raise ValueError(f"apexfx: a group of {optimizers.name} holds {twice[0]!r} more than once, and each would update it; "
+                         "give it once")
     trained = [p for p in held if p.requires_grad]
     if not trained:
         raise ValueError(f"apexfx: {optimizers.name} holds no parameter that requires a gradient")

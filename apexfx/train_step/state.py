@@ -129,7 +129,11 @@ class TrainingState:
         before, self._momenta = self._momenta, momenta(self._optimizers)
         self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
         self._scheduled |= cycled(self._optimizers)
-        state = None if outside else OptimizerState(self._optimizers, set(map(id, trained)), self._labels, self._scheduled)
+        of_objective, _ = self._objective_modules.named_tensors()
+        self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
+        if not outside:  # before numbers that parameters share are taken apart
+            check_state([*((self.names[id(p)], p) for p in trained), *self._optimizers.named_state(trained, self.names)])
+        state = None if outside else OptimizerState(list(self._optimizers), set(map(id, trained)), self._labels, self._scheduled)
         if state is not None:
             note_what_is_scheduled(state.updates, self._report)
         known = dict(zip(map(id, self.params), self.buffers))
@@ -146,10 +150,6 @@ class TrainingState:
             of_step[COUNTS] = self._ema.counts
         scalars = {**of_step, **(state.scalars if state is not None else {})}
         self._scalars, self._plan = list(scalars.values()), self._make_plan(list(scalars))
-        of_objective, _ = self._objective_modules.named_tensors()
-        self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
-        if state is not None:
-            check_state([*((self.names[id(p)], p) for p in state.params), *state.named(self.names)])
         self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **of_step,
                                 **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)},
