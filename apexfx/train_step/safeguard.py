@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -179,8 +179,23 @@ class SafeguardState:
         """Return copies of the tensors."""
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned, behind the state of the loss scale."""
+    def count_gathered(self, num_calls: int) -> None:
+        """Count calls whose gradients no update applies: the loss of none depended on what is trained."""
+        self.tensors[STATE][3] += num_calls
+
+    def check(self, state: Mapping[str, Tensor]) -> None:
+        """Refuse what no safeguard has saved, of an older release either.
+
+        Raises:
+            ValueError: names and shapes.
+        """
+        for name, own in self.tensors.items():
+            saved = list(state[name].shape) if name in state else list(own.shape)
+            if len(saved) != own.dim() or saved[:-1] != list(own.shape[:-1]) or saved[-1] > own.shape[-1]:
+                raise ValueError(f"apexfx: the state of the safeguard has {name!r} of shape {saved}, expected {list(own.shape)}")
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load what `state_dict` returned and `check` let through, behind the state of the loss scale."""
         for name, tensor in self.tensors.items():
             tensor.copy_(_widened(state[name], tensor)) if name in state else tensor.zero_()
         if STATE in state and len(state[STATE]) < len(self.tensors[STATE]):  # older: nobody counted calls

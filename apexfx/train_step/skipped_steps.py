@@ -67,14 +67,15 @@ class SkippedSteps:
         """Return those of the safeguard, the last one with the op where it began; waits for the device."""
         events = self._safeguard.read(self._name_of)
         unexplained = events and events[-1].where == NOT_SEARCHED
-        if unexplained and self.call is not None and self.skip > 0:
+        if unexplained and self.skip is not None and self.skip > 0:
             events[-1] = self._safeguard.explain_last(self.where())
         return events
 
     def where(self) -> str:
         """Say where the last call first computed something that is not finite."""
         if self.call is None:
-            return "That call gathered gradients"
+            return "That call gathered gradients" if self.skip is None \
+                else "flush() applied what calls had gathered, op not searched"
         return explain(self._graphs, self.call, self._model, self._objective, gathers=self._accumulates,
                        scale_factor=self.scale_factor())
 

@@ -174,6 +174,8 @@ class TrainStep:
             grads = averaged_copies(state.names, state.params, grads, self._options.config.buckets, self._groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.end_accumulation()
+                if self._safeguard is not None:
+                    self._safeguard.count_gathered(num_calls)
                 return
             state.note_change()
             inputs = StepInputs(self.model, self._objective, **state.inputs())
@@ -364,6 +366,8 @@ class TrainStep:
             raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: "
                              f"{sorted(expected)}")
         self._scale.check(state["scaler"])
+        if self._safeguard is not None:
+            self._safeguard.check(state.get("safeguard", {}))
         if self._ema is not None and "ema" in state:
             self._ema.check(state["ema"], self.model)
         elif self._ema is not None:

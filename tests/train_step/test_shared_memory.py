@@ -154,6 +154,14 @@ def test_state_that_another_optimizer_holds_is_refused():
     step(*third)
 
 
+def test_a_parameter_that_a_group_holds_twice_is_refused():
+    model = nn.Linear(WIDTH, WIDTH)
+    with pytest.warns(UserWarning, match="duplicate"):
+        optimizer = SGD([model.weight, model.weight], lr=0.1)
+    with pytest.raises(ValueError, match="a group of SGD holds 'weight' more than once"):
+        apexfx.train_step(model, F.mse_loss, optimizer)
+
+
 @pytest.mark.parametrize("share", [
     lambda one, other: other.__setitem__("step", one["step"]),
     lambda one, other: setattr(other["step"], "data", one["step"].data),
