@@ -140,13 +140,13 @@ class Watchdog:
         self._wait_until(is_done, what, averages=True)
         return values[0]
 
-    def gather(self, key: str, what: str) -> list[Any]:
+    def gather(self, key: str, what: str, *, averages: bool = False) -> list[Any]:
         """Return what every rank has posted under `key`.
 
         Raises:
             RankFailureError: as `wait` does.
         """
-        self._wait_until(functools.partial(self.store.wait, self.store.keys(key)), what, averages=False)
+        self._wait_until(functools.partial(self.store.wait, self.store.keys(key)), what, averages=averages)
         return self.store.gather(key)
 
     def exchange(self, key: str, value: Any) -> list[Any]:
@@ -333,11 +333,13 @@ class WatchedGroup(dist.ProcessGroup):
         backward = self._purpose == "batch_norm" and in_backward()
         purpose = f"{self._purpose}, in backward" if backward else self._purpose
         what = f"the {collective} of {tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')} ({purpose})"
+        gloo, name = self._gloo.get(backward), f"{self._name}/{watchdog.num_disconnects}" + "/backward" * backward
+        if gloo is None:  # gloo connects without looking whether the others will come
+            watchdog.store.post(f"apexfx/connects/{name}", "")
+            watchdog.gather(f"apexfx/connects/{name}", what, averages=self.averages)
         before, opts.timeout = opts.timeout, watchdog.options.timeout
         try:
-            gloo = self._gloo.get(backward)
             if gloo is None:
-                name = f"{self._name}/{watchdog.num_disconnects}" + "/backward" * backward
                 store = dist.PrefixStore(name, process_group_store(watchdog.group))
                 gloo = self._gloo[backward] = dist.ProcessGroupGloo(store, self.rank(), self.size(), opts.timeout)
             return WatchedWork(getattr(gloo, collective)(tensors, opts), tensor, self, what)
