@@ -177,6 +177,8 @@ def _describe(run: _Run, calls: float, ms: float) -> KernelTime:
     name = run.kernel if code.by_node else run.kernel.rpartition(":")[0]
     if name.startswith("torch.ops."):  # torch may name the node that wrote its memory last
         ops = (name.removeprefix("torch.ops.").rpartition(".")[0],)
+    elif name.startswith("extern_kernels.") and hasattr(torch.ops.aten, op := name.removeprefix("extern_kernels.")):
+        ops = (f"aten.{op}",)  # of a product and a sum, torch may name the sum alone
     return KernelTime(kernel=name, kind=run.kind, calls=calls, ms=ms, graph=code.graph.index if code.graph else None,
                       stage=code.stage, nodes=tuple(code.kernels.get(run.kernel, ())), captured=tuple(filter(None, captured)),
                       modules=modules, ops=ops, passes=passes, lines=tuple(filter(None, lines)))

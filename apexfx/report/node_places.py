@@ -54,13 +54,21 @@ def node_places(gm: fx.GraphModule) -> NodePlaces:
             path, line, of_backward = module_path(node), source_line(node), False
             for each, kind in (node.meta.get("nn_module_stack") or {}).values():
                 places.classes.setdefault(each, getattr(kind, "__name__", str(kind)))
-            if GRADIENT_OF in node.meta:
+            fused = backward.module_of_fused(node)  # by Inductor, of a gradient and the sum that it goes into
+            if fused is not None:
+                path, of_backward = fused, True
+                backward.note(node, path)
+            elif GRADIENT_OF in node.meta:
                 path, of_backward = node.meta[GRADIENT_OF], True
                 backward.note(node, path)
             elif not path and (stack := node.meta.get("fwd_nn_module_stack")):
                 path, of_backward = next(reversed(stack.values()))[0], True
+                backward.note(node, path)
             elif not path and (node.meta.get("autograd_backward") or node.meta.get(PASS) == "recompute"):
                 path, of_backward = backward.module(node), True
+            elif not path and (summed := backward.module_of_sum(node)):
+                path, of_backward = summed, True
+                backward.note(node, path)
             else:
                 backward.note_forward(node, path)
             by_path = places.backward_of if of_backward and path else places.modules
@@ -86,7 +94,8 @@ class _BackwardNodes:
         self._forward: dict[fx.Node, str] = {}  # node -> path
         self._origin: dict[fx.Node, str] = {}  # of nodes of the backward
         self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        self._product_of: dict[fx.Node, str] = {}  # parameter -> path of the first product that reads it
+        self._read_by: dict[fx.Node, list[str]] = defaultdict(list)  # parameter -> paths of the products that read it, in order
+        self._products_of: dict[fx.Node, set[str]] = defaultdict(set)  # what else products read -> their paths
 
     def note_forward(self, node: fx.Node, path: str) -> None:
         self._forward[node] = path
@@ -94,14 +103,16 @@ class _BackwardNodes:
         for source in node.all_input_nodes:
             self._readers[source].append(node)
         for parameter in _parameters_of_product(node):
-            self._product_of.setdefault(parameter, path)
+            self._read_by[parameter].append(path)
+        for operand in _operands_of_product(node):
+            self._products_of[operand].add(path)
 
     def note(self, node: fx.Node, path: str) -> None:
         self._origin[node] = path
 
     def module(self, node: fx.Node) -> str:
         same = _of_same_op(node)
-        paths = (find(each) for find in (self._of_parameter, self._match) for each in same)
+        paths = (find(each) for find in (self._of_parameter, self._of_operand, self._match) for each in same)
         path = next((path for path in paths if path is not None), None)
         if path is None:
             read = [self._origin.get(source) or self._forward.get(source) for source in node.all_input_nodes]
@@ -110,7 +121,28 @@ class _BackwardNodes:
         return path
 
     def _of_parameter(self, node: fx.Node) -> str | None:
-        return next((self._product_of[read] for read in _parameters_of_product(node) if read in self._product_of), None)
+        paths = next((self._read_by[read] for read in _parameters_of_product(node) if read in self._read_by), [])
+        if len(set(paths)) < 2:
+            return paths[0] if paths else None
+        return None if node.meta.get(PASS) == "recompute" else paths.pop()  # a backward is in the opposite order
+
+    def module_of_fused(self, node: fx.Node) -> str | None:
+        """Return the module of a product and a sum of gradients that Inductor has made one op; None for other nodes."""
+        is_fused = _op(node) == "aten.add" and op_name(node) == "aten.addmm.default"
+        sum_ = node.args[0] if is_fused else None
+        is_gradient = is_fused and (sum_ in self._origin or sum_.meta.get("apexfx_kind") == "state")
+        return self._of_operand(node) if is_gradient else None
+
+    def module_of_sum(self, node: fx.Node) -> str | None:
+        """Return the module that all gradients belong to which a node sums; None for other nodes."""
+        is_sum = _op(node) == "aten.add" and len(node.all_input_nodes) == 2
+        paths = {self._origin.get(source) for source in node.all_input_nodes} if is_sum else set()
+        return paths.pop() if len(paths) == 1 else None
+
+    def _of_operand(self, node: fx.Node) -> str | None:
+        """Return, for a product, the module of the products of the forward that read what it reads, if it is one module."""
+        paths = {path for operand in _operands_of_product(node) for path in self._products_of.get(operand, ())}
+        return paths.pop() if len(paths) == 1 else None
 
     def _match(self, node: fx.Node) -> str | None:
         """Return the module of the op that has saved most of what a node reads, and whose name it has."""
@@ -123,7 +155,11 @@ class _BackwardNodes:
 
 
 def _parameters_of_product(node: fx.Node) -> list[fx.Node]:
-    """Return the parameters that a matrix product or convolution reads, through views, copies and casts; [] for other nodes."""
+    return [source for source in _operands_of_product(node) if source.meta.get("apexfx_kind") == "param"]
+
+
+def _operands_of_product(node: fx.Node) -> list[fx.Node]:
+    """Return what a matrix product or convolution reads, through views, copies and casts; [] for other nodes."""
     if not node_flops(node):
         return []
     sources = list(node.all_input_nodes)
@@ -131,7 +167,7 @@ def _parameters_of_product(node: fx.Node) -> list[fx.Node]:
         while moves_data(source):
             source = source.all_input_nodes[0]
         sources[index] = source
-    return [source for source in sources if source.meta.get("apexfx_kind") == "param"]
+    return sources
 
 
 def _of_same_op(node: fx.Node) -> list[fx.Node]:

@@ -28,7 +28,7 @@ from ..distributed.agreement import Agreement
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import GRADIENT_OF, PASS, moves_data, value
+from ..graph.nodes import GRADIENT_OF, PASS, module_path, moves_data, value
 from ..observe.non_finite import BACKWARD
 from ..precision.casts import is_inserted_cast
 from ..precision.op_rows import mark_ops
@@ -37,7 +37,7 @@ from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .errors import calls_backward, sparse_gradient
-from .function import NotCompiled
+from .function import GATHERED, NotCompiled
 from .other_leaves import OtherLeaves, return_gradients, unscaled
 from .parameters import MemoryCheck
 
@@ -259,19 +259,52 @@ class StepPasses(BackwardPasses):
 
 
 def _mark_gradients(gm: fx.GraphModule) -> None:
-    """Note on the op that computes the gradient of a parameter, and on what moves or casts it, to which module that belongs.
+    """Note on the op that computes the gradient of a parameter, and on what moves, casts or sums it, its module.
 
-    It reads the results of the module before, and autograd names none.
+    It reads the results of the module before, and autograd names none. Where several modules read the parameter, each has an op
+    that computes a part, and the sums alone are noted.
     """
-    node = apply_node(gm)
+    for parameter, gradient in _gradients_of_parameters(gm):
+        path, is_shared = parameter.meta["apexfx_name"].rpartition(".")[0], len(_modules_that_read(parameter)) > 1
+        todo = [gradient]
+        for node in todo:  # which grows
+            while isinstance(node, fx.Node) and node.op == "call_function":
+                node.meta[GRADIENT_OF] = path
+                if node.target is torch.ops.aten.add.Tensor and node.meta.get("autograd_backward"):
+                    todo += [] if is_shared else node.all_input_nodes
+                    break
+                if not moves_data(node):
+                    break
+                node = node.args[0]
+
+
+def _gradients_of_parameters(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield (parameter, gradient of this call alone), but for a parameter that the forward writes, which is refused later."""
+    node, named = apply_node(gm), {each.meta.get("apexfx_name"): each for each in gm.graph.find_nodes(op="placeholder")}
+    sums = {}  # of a parameter's gradients of earlier calls and this one
+    for name, gathered in named.items():
+        for add in gathered.users if str(name).endswith(GATHERED) else ():
+            if add.target is torch.ops.aten.add.Tensor and len(add.args) == 2:
+                add.meta[PASS] = "train_step"
+                sums[add] = next(each for each in add.args if each is not gathered)
+                if node is None:
+                    yield named[name.removesuffix(GATHERED)], sums[add]
     for parameter, gradient in zip(*node.args[:2]) if node is not None else ():
-        if parameter.op != "placeholder":  # the forward writes it, which is refused later
-            continue
-        while isinstance(gradient, fx.Node) and gradient.op == "call_function":
-            gradient.meta[GRADIENT_OF] = parameter.meta["apexfx_name"].rpartition(".")[0]
-            if not moves_data(gradient):
-                break
-            gradient = gradient.args[0]
+        if parameter.op == "placeholder":
+            yield parameter, sums.get(gradient, gradient)
+
+
+def _modules_that_read(parameter: fx.Node) -> set[str]:
+    """Return the paths of the modules that read a parameter in the forward, through views, copies and casts."""
+    paths, todo = set(), [parameter]
+    for node in todo:
+        for user in node.users:
+            if not user.meta.get("autograd_backward"):
+                if moves_data(user):
+                    todo.append(user)
+                else:
+                    paths.add(module_path(user))
+    return paths
 
 
 def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None:

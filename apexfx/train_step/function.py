@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import PackedSequence
 from .._torch import tree_leaves, tree_map
 from ..compiler.compiled_model import with_private_code
 
+GATHERED = ".accumulated"  # ends the name of what gathers the gradients of a parameter
+
 _numbers = itertools.count()
 
 

@@ -19,6 +19,7 @@ from ..optimizers.update import Update
 from ..report.data import Report
 from .ema import COUNTS, EmaState
 from .forward_writes import ForwardWrites
+from .function import GATHERED
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -152,7 +153,7 @@ class TrainingState:
         self._scalars, self._plan = list(scalars.values()), self._make_plan(list(scalars))
         self._index.add_parameters(of_objective)
         self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **of_step,
-                                **{f"{self.names[id(p)]}.accumulated": b for p, b in zip(self.params, self.buffers)},
+                                **{f"{self.names[id(p)]}{GATHERED}": b for p, b in zip(self.params, self.buffers)},
                                 **({f"{self.names[id(p)]}.average": average for p, average in zip(self._averaged(),
                                                                                                   self._ema.averages)}
                                    if self._ema is not None else {})})

@@ -213,6 +213,48 @@ def test_layers_of_two_classes_are_two_rows():
     assert not any("torch.note" in t.ops and t.modules != ("the update",) for t in profile.times)
 
 
+class Reused(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        for _ in range(3):
+            x = self.a(x).tanh()
+        return self.b(x)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.c.weight = self.a.weight
+
+    def forward(self, x):
+        return self.c(self.b(self.a(x)).tanh())
+
+
+PRODUCTS = {"aten.mm", "aten.addmm", "torch.linear", "apexfx.onednn_mm"}
+
+
+@pytest.mark.parametrize("net, accumulate, counts", [
+    (Reused(), 1, {"a": 3 + 3 + 2, "b": 3}), (Reused(), 2, {"a": 3 + 3 + 2, "b": 3}), (Tied(), 1, {"a": 2, "b": 3, "c": 3}),
+], ids=["reused", "accumulated", "tied"])  # fmt: skip
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_products_of_a_module_that_is_reused_are_counted_for_it(net, accumulate, counts, inner):
+    step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner=inner,
+                             accumulate=accumulate)
+    profile = step.report.profile(step, *BATCH, num_steps=2, num_warmup=2)
+    check_sums(profile)
+    calls = {}
+    for t in profile.times:
+        if set(t.ops) & PRODUCTS:
+            calls[" + ".join(t.modules)] = calls.get(" + ".join(t.modules), 0) + t.calls
+    assert calls == pytest.approx(counts), "forward, gradient of the weight, gradient of the input where there is one"
+    sums = {path for t in profile.times if t.ops == ("aten.add",) for path in t.modules}
+    assert sums <= {"a", "the update"}, "of a parameter's gradients, and with those of earlier calls"
+
+
 def test_memory_is_by_module():
     profile, report = profiled(True, "eager")
     assert sum(profile.memory.values()) == report.memory().peak
