@@ -62,6 +62,8 @@ class Comparison(Sequence[Change]):
 
 def compare(before: Report, after: Report) -> Comparison:
     """Return what is different in `after`. Graphs are matched by mode and order; of one that a side lacks only that is said."""
+    if not hasattr(after, "graphs"):
+        raise TypeError(f"apexfx: compare({after!r}) was given, expected a report: model.report, or Report.load(path)")
     labels = [_labels(report) for report in (before, after)]
     both = set(labels[0].values()) & set(labels[1].values())
     changes = [*_differences("option", *(json.loads(json.dumps(report.config, default=str)) for report in (before, after)))]

@@ -283,7 +283,7 @@ class Report:
             raise ValueError(f"apexfx: {path} holds {what}, expected version {FORMAT_VERSION}; write it anew by "
                              "report.to_json(path)")
         try:
-            report = cls(data["config"])
+            report = cls(dict(data["config"]))
             report.notes = list(data["notes"])
             report.graphs = [GraphReport.from_json(row) for row in data["graphs"]]
         except (KeyError, TypeError, AttributeError, IndexError) as error:

@@ -139,7 +139,7 @@ class Explanation(OpTable):
                 more = f", and {count_text(others, 'other op')}" if others else ""
                 lines.append(f"    precision={override} changes it{more}")
         if len(shown) < len(self):
-            lines += ["", f"and {count_text(len(self) - len(shown), 'op')} that compute nothing: they move or describe data"]
+            lines += ["", f"and {count_text(len(self) - len(shown), 'other op')} without arithmetic: to move or describe data"]
         return "\n".join(lines)
 
     __repr__ = __str__
@@ -149,8 +149,10 @@ def explain(table: OpTable, what: str) -> Explanation:
     """Return the ops of the module, of those below it, or of the op that `what` names, or those that read the parameter.
 
     Raises:
-        ValueError: nothing is called so.
+        TypeError, ValueError: nothing is called so.
     """
+    if not isinstance(what, str):
+        raise TypeError(f"apexfx: explain({what!r}) was asked for, expected the name of a module, op or parameter, as a text")
     name = what.removeprefix("torch.").removeprefix("F.")
     ops = [op for op in table if op.where == what or not op.outside and covers(what, op.module)
            or any(fnmatch.fnmatchcase(own, pattern) for own in (op.op, op.name, op.node) for pattern in (what, name))]
