@@ -139,7 +139,7 @@ class Explanation(OpTable):
                 more = f", and {count_text(others, 'other op')}" if others else ""
                 lines.append(f"    precision={override} changes it{more}")
         if len(shown) < len(self):
-            lines += ["", f"and {count_text(len(self) - len(shown), 'other op')} without arithmetic: to move or describe data"]
+            lines += ["", f"and {count_text(len(self) - len(shown), 'op')} that compute nothing: they move or describe data"]
         return "\n".join(lines)
 
     __repr__ = __str__
