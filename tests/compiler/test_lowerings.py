@@ -94,8 +94,10 @@ def test_relu_backward_is_bitwise_and_joins_its_neighbours(dtype, memory_format)
     assert "torch.ops" not in code and code.count("empty_strided_cpu") == 1 and got.is_contiguous(memory_format=memory_format)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last", "permuted"])
+@pytest.mark.parametrize(("layout", "dynamic"), [
+    ("contiguous", False), ("channels_last", True), ("permuted", False),
+    *(pytest.param(layout, dynamic, marks=pytest.mark.long)
+      for layout, dynamic in (("contiguous", True), ("channels_last", False), ("permuted", True)))])
 def test_a_gradient_is_computed_in_the_layout_of_the_batch_norm(layout, dynamic):
     def gradients(grad, x, weight, bias):
         x = (x + 1).permute(0, 3, 1, 2) if layout == "permuted" else x + 1
