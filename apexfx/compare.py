@@ -32,7 +32,7 @@ from .train_step import TrainStep
 from .train_step.errors import LIBRARIES, CaptureError, NotOneGraph
 from .train_step.errors import place as text_of_line
 from .train_step.function import SupervisedObjective, WeightedOutputs
-from .train_step.graphs import trace_gradients
+from .train_step.graphs import GradientGraphs
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
 from .train_step.wrong_call import WrongCall, shown
@@ -79,7 +79,7 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
     if tolerance is not None and not subject.has_policy:
         raise ValueError("apexfx: tolerance= looks for the precision= of a model of transform(), or of a train_step(), and this "
                          "one is neither; transform it first")
-    traced = subject.trace(call, subject.config)
+    traced = subject.trace(call, subject.config, keeps=reference is None)
     _check_dense(traced)
     if reference is None:
         return _ranges(traced, subject, call)
@@ -187,8 +187,8 @@ class _Subject(Protocol):
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         """Return what explains the errors that a batch makes."""
 
-    def trace(self, call: _Call, config: TransformConfig) -> Traced:
-        """Return the graph of loss and gradients for a batch, by other options."""
+    def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
+        """Return the graph of loss and gradients for a batch, by other options; `keeps`: a step has it for the next time."""
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         """Return what is to be said of the way in which it was run."""
@@ -204,8 +204,8 @@ class _Step:
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return self._step.wrong_call(_Call, batch, named)
 
-    def trace(self, call: _Call, config: TransformConfig) -> Traced:
-        return self._step.trace_gradients(call, config)
+    def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
+        return self._step.trace_gradients(call, config, keeps=keeps)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return _notes_on_fusion(traced, rows) if self._step.config.inner != "eager" else []
@@ -241,12 +241,12 @@ class _Model:
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return _CallOfModel(self._model, self._objective, batch, named)
 
-    def trace(self, call: _Call, config: TransformConfig) -> Traced:
+    def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
         groups, level = Groups(config), config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
         model = StepModel(self._model, ObjectiveModules(self._objective, self._model), groups.batch_norm, half, Report({}))
         with call.explained(model.traceable, by_kernels=False):
-            return trace_gradients(model, self._objective, self._params, config, groups, call.batch, call.named)
+            return GradientGraphs(model, self._objective, config, groups).trace(self._params, call.batch, call.named)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return [*([self._how] if self._how else []), *(_notes_on_fusion(traced, rows) if self._fused else [])]

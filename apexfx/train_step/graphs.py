@@ -35,6 +35,7 @@ from .state import TrainingState
 
 log = logging.getLogger(__name__)
 
+_MOST_TRACED = 4  # graphs of gradients that are kept; where there are as many, all are captured anew
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
 _DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True,
@@ -234,7 +235,15 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
     Raises:
         As a call of a step.
     """
-    compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
+    return _traced(_compiled_to_trace(function, compiler), model, inputs, batch, named)
+
+
+def _compiled_to_trace(function: Callable[..., Any], compiler: StepCompiler) -> Callable[..., Any]:
+    return torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
+
+
+def _traced(compiled: Callable[..., Any], model: StepModel, inputs: StepInputs, batch: tuple[Any, ...],
+            named: dict[str, Any]) -> Traced:
     try:
         with patched_dynamo(_dynamo_settings()), torch.no_grad(), capture_errors(), model.traceable():
             compiled(inputs, batch, named)
@@ -243,22 +252,42 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
     raise AssertionError("a graph that was to be traced has run")
 
 
-def trace_gradients(model: StepModel, objective: Callable[..., Any], params: list[Tensor], config: TransformConfig,
-                    groups: Groups, batch: tuple[Any, ...], named: dict[str, Any], *, scale: Tensor | None = None,
-                    calls: int = 1) -> Traced:
-    """Return, as `trace` does, the graph of `run_gradients`, which updates nothing.
+class GradientGraphs:
+    """Traces `run_gradients`, which updates nothing, and keeps its graphs: each for the calls that its guards hold for.
 
     Args:
-        model, objective, params, scale, calls: as of `StepInputs`.
+        model, objective: as of `StepInputs`.
         config, groups: as of `StepCompiler`.
     """
-    index = ModelIndex(lambda: model.model, model.stand_ins.of)
-    index.add_parameters(model.objective_modules.named_tensors()[0])
-    compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index, on_run=_nothing,
-                            on_communication=_nothing, reduce_gradients=False, traces=True)
-    inputs = StepInputs(model.model, objective, params, buffers=[], gathered=[], states=[], scalars=[], scale=scale, calls=calls,
-                        plan="")
-    return trace(run_gradients, compiler, model, inputs, batch, named)
+
+    def __init__(self, model: StepModel, objective: Callable[..., Any], config: TransformConfig, groups: Groups) -> None:
+        self._model, self._objective, self._config, self._groups = model, objective, config, groups
+        self._compiler: StepCompiler | None = None
+        self._compiled: Callable[..., Any] | None = None
+
+    def trace(self, params: list[Tensor], batch: tuple[Any, ...], named: dict[str, Any], *, scale: Tensor | None = None,
+              calls: int = 1) -> Traced:
+        """Return the graph for a batch, and its inputs; run nothing.
+
+        Args:
+            params, scale, calls: as of `StepInputs`.
+
+        Raises:
+            As a call of a step.
+        """
+        if self._compiler is None or len(self._compiler.compiled) >= _MOST_TRACED:
+            self._begin_anew()
+        inputs = StepInputs(self._model.model, self._objective, params, buffers=[], gathered=[], states=[], scalars=[],
+                            scale=scale, calls=calls, plan="")
+        return _traced(self._compiled, self._model, inputs, batch, named)
+
+    def _begin_anew(self) -> None:
+        index = ModelIndex(lambda: self._model.model, self._model.stand_ins.of)
+        index.add_parameters(self._model.objective_modules.named_tensors()[0])
+        self._compiler = StepCompiler(self._config, report=Report(self._config.describe()), groups=self._groups, agreement=None,
+                                      index=index, on_run=_nothing, on_communication=_nothing, reduce_gradients=False,
+                                      traces=True)
+        self._compiled = _compiled_to_trace(run_gradients, self._compiler)
 
 
 def _nothing() -> None:

@@ -29,7 +29,7 @@ from .averages import averaged_copies
 from .ema import EmaState
 from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
-from .graphs import StepGraphs, trace_gradients
+from .graphs import GradientGraphs, StepGraphs
 from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
 from .objective import ObjectiveModules, owners_of
@@ -93,6 +93,7 @@ class TrainStep:
                                     self._ema, writes, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
+        self._gradient_graphs: GradientGraphs | None = None  # that compare(step, batch, None) has asked for
         self._replicas = replica_check(options.safeguard, self._groups, self.report)
         self._skipped = SkippedSteps(model, objective, self._graphs, scale=self._scale, safeguard=self._safeguard,
                                      name_of=self._state.name_of, accumulates=options.accumulate > 1, device=self._device)
@@ -221,19 +222,25 @@ class TrainStep:
         """Return what explains the errors that a batch makes."""
         return kind(self.model, self._objective, batch, named)
 
-    def trace_gradients(self, call: WrongCall, config: TransformConfig) -> Traced:
+    def trace_gradients(self, call: WrongCall, config: TransformConfig, *, keeps: bool = False) -> Traced:
         """Return the graph of loss and gradients for a batch, by other options, and its inputs; run nothing.
 
         Args:
             call: with the batch; it explains the errors.
+            keeps: the graph, for calls by the same options that its guards hold for.
 
         Raises:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
+        graphs = self._gradient_graphs if keeps else None
+        if graphs is None:
+            graphs = GradientGraphs(self._step_model, self._objective, config, self._groups)
+        if keeps:
+            self._gradient_graphs = graphs
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
         with call.explained(self._step_model.traceable, by_kernels=False):
-            return trace_gradients(self._step_model, self._objective, params, config, self._groups, call.batch,
-                                   call.named, scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
+            return graphs.trace(params, call.batch, call.named, scale=self._scale.tensors.get(SCALE),
+                                calls=self._options.accumulate)
 
     def __repr__(self) -> str:
         num_graphs = len(self.report.graphs)

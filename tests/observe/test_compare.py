@@ -13,7 +13,9 @@ from torch import nn
 
 import apexfx
 from apexfx.__main__ import main
-from apexfx.observe.ranges import range_of
+from apexfx.observe.interpreter import Interpreter
+from apexfx.observe.ranges import Ranges, range_of
+from apexfx.train_step.compiler import StepCompiler
 
 X = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
 
@@ -324,6 +326,66 @@ def test_ranges_alone():
     comparison = apexfx.compare(apexfx.transform(Net("overflow"), dtype=torch.float16, inner="eager"), X, reference=None)
     assert comparison[0].source == line_of("overflow") and comparison[0].range.overflow > 0 and comparison.errors == {}
     assert comparison[0].range.exponents.endswith("of 2^-14 .. 2^15") and "underflow" in str(comparison)
+
+
+def test_a_step_keeps_its_graph_of_ranges_until_something_changes(monkeypatch):
+    num_captured, capture = 0, StepCompiler.__call__
+
+    def counted(*args, **kwargs):
+        nonlocal num_captured
+        num_captured += 1
+        return capture(*args, **kwargs)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    step = apexfx.train_step(model, nn.MSELoss(), optimizer, inner="eager", opt_level="O0")
+    batch = torch.randn(4, 8), torch.randn(4, 8)
+    step(*batch)
+    monkeypatch.setattr(StepCompiler, "__call__", counted)
+
+    def ranges(batch=batch, *, captures):
+        before = num_captured
+        rows = apexfx.compare(step, batch, reference=None)
+        assert num_captured - before == captures
+        step._gradient_graphs, kept = None, step._gradient_graphs
+        assert rows.to_json() == apexfx.compare(step, batch, reference=None).to_json()
+        step._gradient_graphs = kept
+        return max(row.range.largest for row in rows)
+
+    buffers = [b.clone() for b in model.buffers()]
+    first = ranges(captures=1)
+    assert ranges(captures=0) == first and all(map(torch.equal, buffers, model.buffers()))
+    with torch.no_grad():
+        model[3].weight.mul_(1000)
+    assert ranges(captures=0) > 100 * first
+    ranges(tuple(3 * x for x in batch), captures=0)
+    ranges(tuple(x[:2] for x in batch), captures=1)
+    handle = model[3].register_forward_hook(lambda module, args, output: output * 1e6)
+    assert ranges(captures=1) > 1e8 * first
+    handle.remove()
+    model.eval()
+    ranges(captures=1)
+    model[2] = nn.Sigmoid()
+    ranges(captures=1)
+    model[0].bias.requires_grad_(False)
+    ranges(captures=1)
+    for size in range(2, 14):  # more than Dynamo keeps of one function
+        apexfx.compare(step, (torch.randn(size, 8), torch.randn(size, 8)), reference=None)
+
+
+def test_a_range_is_of_the_values_that_a_view_shows_when_it_is_seen():
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    zeros = graph.call_function(torch.ops.aten.mul.Tensor, (x, 0.0))
+    graph.call_function(torch.ops.aten.view.default, (zeros, [-1]))
+    graph.call_function(torch.ops.aten.add_.Tensor, (zeros, 3.0))
+    later = graph.call_function(torch.ops.aten.view.default, (zeros, [-1]))
+    part = graph.call_function(torch.ops.aten.slice.Tensor, (later, 0, 0, 2))
+    graph.output((later, part))
+    observer = Ranges()
+    Interpreter(nn.Module(), [observer], graph=graph).run(torch.ones(2, 2))
+    assert [range_.largest for range_ in observer.ranges.values()] == [0.0, 0.0, 3.0, 3.0, 3.0]
 
 
 def test_a_sparse_gradient_is_refused():
