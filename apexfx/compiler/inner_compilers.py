@@ -37,6 +37,9 @@ def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
 
 def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
     patches = {**backward.inductor_options, **patches, "post_grad_custom_post_pass": backward}
+    if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
+        for node in gm.graph.find_nodes(op="placeholder"):
+            node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
     return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
 
 

@@ -174,6 +174,23 @@ def test_options_reach_inductor():
     assert "assert_size_stride(" not in code and "call(" in code
 
 
+@pytest.mark.long
+def test_sizes_and_numbers_that_change_are_inputs_of_a_step_in_cpp():
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    theirs = copy.deepcopy(model)
+    step = apexfx.train_step(model, objective=lambda model, x, factor: (model(x) * factor).square().sum(), opt_level="O0",
+                             optimizer=SGD(model.parameters(), lr=0.01), dynamic=True, inner_options={"cpp_wrapper": True})
+    optimizer = SGD(theirs.parameters(), lr=0.01)
+    for size, factor in ((6, 0.5), (7, 0.25)):
+        x = torch.randn(size, 8)
+        step(x, factor)
+        optimizer.zero_grad()
+        (theirs(x) * factor).square().sum().backward()
+        optimizer.step()
+    assert_same(model.state_dict(), theirs.state_dict(), **ROUNDING)
+
+
 def test_no_profile_of_kernels_that_are_called_from_cpp():
     step = make(inner="inductor", inner_options={"cpp_wrapper": True})
     with pytest.raises(ValueError, match="profile a step without it"):
