@@ -38,7 +38,8 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     each backward averages, which adds up to the same; `transform()` has it.
     """
     if mode is not None:
-        raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}")
+        raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}, "
+                         "among them 'inner_options', for what torch._inductor.list_mode_options(mode) returns")
     compiler = _compiler_of(compiling_backend(), options)
     breaks = graph_breaks_around(gm)
     compiled = compiler(gm, example_inputs)

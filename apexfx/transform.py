@@ -51,7 +51,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
         process_group: for sync_bn and ddp; default the world.
         passes, skip: your own passes, run after the built-in ones of their stage; names of passes to leave out.
         inner: "inductor" (default; the first call compiles), "eager" or "cudagraphs": what runs the rewritten graphs.
-        inner_options: for Inductor, as `torch.compile(options=)` has them: `{"cpp_wrapper": True}`, `{"max_autotune": True}`.
+        inner_options: for Inductor, those of `torch.compile(options=)` that are a number, a text, True, False or None:
+            `{"cpp_wrapper": True}`, `{"max_autotune": True}`. Over ranks they have to be the same.
         fullgraph, dynamic: as in torch.compile; fullgraph also makes a rewrite that matches nothing an error.
         verify: "off"; "final": all invariants after each stage; "each": also every pass on the real inputs.
 

@@ -30,7 +30,7 @@ def test_unknown_option_names_the_nearest():
 @pytest.mark.parametrize(("key", "hint"), [
     ("fp16", "did you mean dtype='float16'"), ("bf16", "did you mean dtype='bfloat16'"), ("amp", "opt_level='O1'"),
     ("enabled", "'O0' casts nothing"), ("sync_batchnorm", "did you mean 'sync_bn'"), ("backend", "did you mean 'inner'"),
-    ("cpp_wrapper", "did you mean 'inner_options'"),
+    ("cpp_wrapper", "did you mean 'inner_options'"), ("mode", "list_mode_options(mode)"),
     ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"), ("num_losses", "use torch.amp.GradScaler"),
     ("master_weights", "are the master weights"), ("verbosity", "print(model.report)"),
     ("record_dir", "safeguard=apexfx.Safeguard(record_dir=...)"),

@@ -42,7 +42,7 @@ CALLS = {
     "torch.nn.SyncBatchNorm.convert_sync_batchnorm": f"{DELETE}sync_bn=True in train_step",
     "torch.nn.utils.clip_grad_norm_": f"{DELETE}give max_grad_norm= to train_step",
     "torch.nn.utils.clip_grad_value_": "no counterpart in a step: keep the loop, and use apexfx.transform",
-    "torch.compile": f"{DELETE}a step is compiled as a whole (fullgraph, dynamic and inner are options of train_step)",
+    "torch.compile": f"{DELETE}a step is compiled as a whole (options: fullgraph, dynamic, inner, inner_options)",
     "torch.nn.DataParallel": f"{DELETE}start one process a device (torchrun), and give ddp=True to train_step",
     "torch.distributed.fsdp.FullyShardedDataParallel": "refused: parameters have to be whole on every rank",
     "torch.distributed.fsdp.fully_shard": "refused: parameters have to be whole on every rank",
