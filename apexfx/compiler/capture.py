@@ -69,7 +69,8 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):
         source = dynamo_source(node)
-        placeholder = _placeholder(position, source.name if source is not None else node.name, example, index)
+        traced = node.meta.get("example_value", example)  # whose dynamic sizes are symbols
+        placeholder = _placeholder(position, source.name if source is not None else node.name, example, traced, index)
         node.meta["apexfx_name"] = placeholder.name
         node.meta["apexfx_kind"] = placeholder.kind
         node.meta["apexfx_aliases"] = placeholder.aliases
@@ -88,12 +89,12 @@ def name_inputs(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> None
             node.meta["apexfx_name"], node.meta["apexfx_kind"] = placeholders[desc.idx].name, placeholders[desc.idx].kind
 
 
-def _placeholder(position: int, source: str, example: Any, index: ModelIndex) -> Placeholder:
+def _placeholder(position: int, source: str, example: Any, traced: Any, index: ModelIndex) -> Placeholder:
     if not isinstance(example, torch.Tensor):
         return Placeholder(position, local_name(source), "symint", source=source)
     kind, names = _identified(source, example, index)
     stride = tuple(map(_size, example.stride())) if example.layout == torch.strided else None
-    return Placeholder(position, names[0], kind, tuple(map(_size, example.shape)), example.dtype, example.device,
+    return Placeholder(position, names[0], kind, tuple(map(_size, traced.shape)), example.dtype, example.device,
                        example.requires_grad, stride, names[1:], source)
 
 

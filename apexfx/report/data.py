@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .._torch import inductor_config
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
@@ -247,9 +248,10 @@ class Report:
         if num_steps < 1 or num_warmup < 0:
             raise ValueError(f"apexfx: num_steps={num_steps!r} and num_warmup={num_warmup!r} were given, expected at least 1 "
                              "and 0")
-        if self.config.get("inner_options", {}).get("cpp_wrapper"):
-            raise ValueError("apexfx: profile() looks at each call of a kernel, and inner_options={'cpp_wrapper': True} makes "
-                             "them inside of one C++ function; profile a step without it, whose kernels are the same")
+        in_cpp = self.config.get("inner_options", {}).get("cpp_wrapper", inductor_config.cpp_wrapper)
+        if in_cpp and self.config.get("inner") != "eager":
+            raise ValueError("apexfx: profile() looks at each call of a kernel, and Inductor's cpp_wrapper=True makes them "
+                             "inside of one C++ function; profile a step without it, whose kernels are the same")
         return measure(self.graphs, step, batch, named, steps=num_steps, warmup=num_warmup)
 
     def to_json(self, path: str | Path | None = None) -> dict[str, Any]:

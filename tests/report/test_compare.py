@@ -38,7 +38,7 @@ def test_each_graph_says_which_it_is():
         model.eval()(torch.randn(4, 8))
     first, second, third = [graph.identity for graph in model.report.graphs]
     assert first == "train, inputs[0] f32[4,8]"
-    assert second.startswith("train, inputs[0] f32[")
+    assert second.startswith("train, inputs[0] f32[?,8]")  # the size that changed may be any from then on
     assert "; compiled again: tensor 'inputs[0]' size mismatch at index 0. expected 4, actual 5" in second
     assert third.startswith("eval, without gradients, inputs[0] f32[") and "; compiled again: " in third
     lines = str(model.report).splitlines()

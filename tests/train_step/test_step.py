@@ -191,9 +191,10 @@ def test_sizes_and_numbers_that_change_are_inputs_of_a_step_in_cpp():
     assert_same(model.state_dict(), theirs.state_dict(), **ROUNDING)
 
 
-def test_no_profile_of_kernels_that_are_called_from_cpp():
-    step = make(inner="inductor", inner_options={"cpp_wrapper": True})
-    with pytest.raises(ValueError, match="profile a step without it"):
+@pytest.mark.parametrize(("of_step", "of_torch"), [(True, False), (None, True)])
+def test_no_profile_of_kernels_that_are_called_from_cpp(of_step, of_torch):
+    step = make(inner="inductor", inner_options={"cpp_wrapper": True} if of_step else {})
+    with torch._inductor.config.patch(cpp_wrapper=of_torch), pytest.raises(ValueError, match="profile a step without it"):
         step.report.profile(step, *batches(1)[0])
 
 
