@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from .._torch import tree_leaves
 from ..graph.mutation import body_of, named_bodies
-from ..graph.nodes import OUTSIDE_OF_MODEL, RULE, module_path, op_name, source_line, value
+from ..graph.nodes import OUTSIDE_OF_MODEL, RULE, module_path, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..graph.printing import short_dtype, size_text
 from .casts import CastRow, dtype_of, is_inserted_cast
@@ -30,12 +30,14 @@ class Operand:
 
     Attributes:
         cast_from: the dtype it had before that cast; "" where there is none.
+        aliases: other names of a parameter that is tied.
     """
 
     name: str
     dtype: str
     cast_from: str = ""
     cast_bytes: int = 0
+    aliases: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.cast_from:
@@ -58,6 +60,7 @@ class OpRow:
         promoted_by: the arguments for which the others were cast to a wider dtype.
         operands: its floating arguments.
         module, source: where it is in the model and in the user's code.
+        aliases: other paths of that module, where it is registered under several.
         outside: whether it belongs to no module: the loss of a training step.
     """
 
@@ -73,6 +76,7 @@ class OpRow:
     module: str = ""
     source: str = ""
     outside: bool = False
+    aliases: tuple[str, ...] = ()
 
     @property
     def cast_bytes(self) -> int:
@@ -96,8 +100,9 @@ class OpRow:
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> OpRow:
         """Read what `to_json` returned."""
-        operands = tuple(Operand(**operand) for operand in row["operands"])
-        return cls(**{**row, "operands": operands, "promoted_by": tuple(row["promoted_by"])})
+        operands = tuple(Operand(**{**operand, "aliases": tuple(operand.get("aliases", ()))}) for operand in row["operands"])
+        texts = {name: tuple(row.get(name, ())) for name in ("promoted_by", "aliases")}
+        return cls(**{**row, **texts, "operands": operands})
 
 
 def op_rows(gm: fx.GraphModule) -> list[OpRow]:
@@ -150,7 +155,7 @@ def _row(node: fx.Node, body: str) -> OpRow:
             why = f"{FOLLOWS}{_producer(next((s for s in sources if not _is_parameter(s)), sources[0]))}, {long}"
     return OpRow(node=body + node.name, op=op_name(node), name=name, dtype=short_dtype(dtype) if dtype is not None else "-",
                  rule=kind, family=family, reason=why, promoted_by=promoted_by, operands=operands, module=module_path(node),
-                 source=source_line(node), outside=bool(node.meta.get(OUTSIDE_OF_MODEL)))
+                 source=source_line(node), outside=bool(node.meta.get(OUTSIDE_OF_MODEL)), aliases=module_paths(node)[1:])
 
 
 def _dtype(node: fx.Node, sources: list[fx.Node]) -> torch.dtype | None:
@@ -165,9 +170,11 @@ def _dtype(node: fx.Node, sources: list[fx.Node]) -> torch.dtype | None:
 def _operand(source: fx.Node) -> Operand:
     """Describe an argument, a cast that was made for its op alone as what was cast."""
     row = _cast_row(source)
+    origin = source.args[0] if row is not None else source
+    names = {"name": _name(origin), "aliases": tuple(origin.meta.get("apexfx_aliases", ()))}
     if row is None or row.rule == "model":  # cast where it enters the graph, for all ops
-        return Operand(name=_name(source.args[0] if row is not None else source), dtype=short_dtype(dtype_of(source)))
-    return Operand(name=_name(source.args[0]), dtype=row.target_dtype, cast_from=row.source_dtype, cast_bytes=row.bytes)
+        return Operand(**names, dtype=short_dtype(dtype_of(source)))
+    return Operand(**names, dtype=row.target_dtype, cast_from=row.source_dtype, cast_bytes=row.bytes)
 
 
 def _cast_row(node: fx.Node) -> CastRow | None:

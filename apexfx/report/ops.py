@@ -17,7 +17,7 @@ from ..precision.op_rows import FOLLOWS, OpRow
 from ..precision.policy import covers
 from .fold_repeats import fold, group, pieces
 
-_FLOATS = ("f16", "bf16", "f32", "f64")
+_FLOATS = ("f16", "bf16", "f32", "f64", "complex64", "complex128")
 _MOST_OPERANDS = 8  # of an op that `explain` lists
 
 
@@ -153,10 +153,11 @@ def explain(table: OpTable, what: str) -> Explanation:
     """
     if not isinstance(what, str):
         raise TypeError(f"apexfx: explain({what!r}) was asked for, expected the name of a module, op or parameter, as a text")
+    what = what or "model"  # named_modules() calls it ""
     name = what.removeprefix("torch.").removeprefix("F.")
-    ops = [op for op in table if op.where == what or not op.outside and covers(what, op.module)
+    ops = [op for op in table if op.where == what or _is_in(what, op)
            or any(fnmatch.fnmatchcase(own, pattern) for own in (op.op, op.name, op.node) for pattern in (what, name))]
-    ops = ops or [op for op in table if any(operand.name == what for operand in op.operands)]
+    ops = ops or [op for op in table if any(what in (operand.name, *operand.aliases) for operand in op.operands)]
     if not ops:
         known = {above for op in table for above in _and_above(op.where)} | {op.name for op in table} | {op.op for op in table}
         near = difflib.get_close_matches(what, sorted(known), n=1)
@@ -166,7 +167,11 @@ def explain(table: OpTable, what: str) -> Explanation:
 
 
 def _reaches(key: str, op: Op) -> bool:
-    return op.overridable and (not op.outside and covers(key, op.module) or fnmatch.fnmatchcase(op.name.rstrip("_"), key))
+    return op.overridable and (_is_in(key, op) or fnmatch.fnmatchcase(op.name.rstrip("_"), key))
+
+
+def _is_in(key: str, op: Op) -> bool:
+    return not op.outside and any(covers(key, path) for path in (op.module, *op.aliases))
 
 
 def _and_above(path: str) -> list[str]:

@@ -182,6 +182,32 @@ def test_without_the_pass_no_rule_is_claimed():
     assert {(op.rule, op.dtype) for op in net_report(skip=("precision",)).ops()} == {("", "f32")}
 
 
+def test_a_module_and_a_parameter_of_two_names_answer_to_both(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.body, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10, bias=False)
+            self.again, self.head.weight = self.body, self.embedding.weight
+
+        def forward(self, x):
+            return self.head(self.again(self.embedding(x)))
+
+    model = apexfx.transform(Tied(), inner="eager")
+    model(torch.randint(10, (4,)))
+    model.report.to_json(tmp_path / "report.json")
+    for report in (model.report, apexfx.Report.load(tmp_path / "report.json")):
+        for one, other in (("body", "again"), ("embedding.weight", "head.weight")):
+            assert list(report.explain(one)) == list(report.explain(other))
+        assert [op.op for op in report.explain("head.weight") if op.computes] == ["torch.linear"]
+
+
+def test_complex_numbers_have_a_dtype():
+    model = apexfx.transform(nn.Linear(2, 2, dtype=torch.complex64), opt_level="O0", inner="eager")
+    model(torch.ones(1, 2, dtype=torch.complex64))
+    assert "1 compute: 1 in complex64; " in model.report.ops().summary
+    assert list(model.report.explain("")) == list(model.report.explain("model")) == list(model.report.ops())
+
+
 def test_rows_survive_json():
     stage = net_report().graphs[0].forward
     again = stage_from_json(json.loads(json.dumps(stage_to_json(stage))))
