@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,9 +83,16 @@ def changes(path: str, source: str) -> list[Change]:
     Raises:
         SyntaxError: it is no Python.
     """
-    advice, lines = _Advice(Script(ast.parse(source, path))), source.splitlines()
-    rows = dict.fromkeys((statement.lineno, instead) for statement, instead in advice.changes())
-    return [Change(path, line, lines[line - 1].strip(), instead) for line, instead in sorted(rows, key=lambda row: row[0])]
+    script, lines = Script(ast.parse(source, path)), source.splitlines()
+    on_line = Counter(statement.lineno for _, statement in script.statements)
+
+    def code(statement: ast.stmt) -> str:
+        alone = on_line[statement.lineno] == 1  # not so of `a(); b()`
+        text = lines[statement.lineno - 1] if alone else ast.get_source_segment(source, statement)
+        return text.strip().partition("\n")[0]
+
+    rows = dict.fromkeys((statement.lineno, code(statement), instead) for statement, instead in _Advice(script).changes())
+    return [Change(path, *row) for row in sorted(rows, key=lambda row: row[0])]
 
 
 def text(rows: Sequence[Change]) -> str:
@@ -200,6 +208,10 @@ class _Advice:
         if instead.startswith(DELETE) and self._script.full_name(call.func) in _REPLACED_BY_ARGUMENT:
             if unwrapped := self._unwrapped(statement):
                 return f"{unwrapped}  # {instead.removeprefix(DELETE)}"
+        is_argument = any(call in (*other.args, *(word.value for word in other.keywords)) for other in ast.walk(statement)
+                          if isinstance(other, ast.Call))
+        if is_argument and self._script.full_name(call.func) == "torch.amp.GradScaler":
+            return f"without the argument {ast.unparse(call)}: {instead.removeprefix(DELETE)}"
         return instead
 
     def _unwrapped(self, statement: ast.stmt) -> str:

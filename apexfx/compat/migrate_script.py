@@ -23,6 +23,13 @@ SPELLINGS = {
     "apex.parallel.distributed.DistributedDataParallel": "apex.parallel.DistributedDataParallel",
 }  # fmt: skip
 
+# What names of torch usually stand for: of a script that imports * from a file of its own, where they may come from.
+_USUAL = {
+    "torch": "torch", "nn": "torch.nn", "optim": "torch.optim",
+    "autocast": "torch.autocast", "GradScaler": "torch.amp.GradScaler", "DDP": "torch.nn.parallel.DistributedDataParallel",
+    "DistributedDataParallel": "torch.nn.parallel.DistributedDataParallel", "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+}  # fmt: skip
+
 OPTIONS = ("opt_level", "dtype", "keep_batchnorm_fp32", "loss_scale", "max_grad_norm", "accumulate", "sync_bn", "ddp",
            "process_group")
 CONVERTERS = ("apex.parallel.convert_syncbn_model", "torch.nn.SyncBatchNorm.convert_sync_batchnorm")
@@ -77,6 +84,11 @@ class Script:
         self.options: dict[str, str] = {}
         self.wrapped: set[str] = set()
         self.new_steps: dict[ast.stmt, NewStep] = {}
+        self._functions = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+        self._conditions = {inside: ast.unparse(node.test) for node in ast.walk(tree)
+                            if isinstance(node, ast.If) and not node.orelse and "is_available" not in ast.unparse(node.test)
+                            for inside in node.body}
+        self._scaled_if: dict[str, str] = {}  # a scaler -> the condition under which it is one, and else None
         for _, statement in self.statements:
             if isinstance(statement, (ast.Import, ast.ImportFrom)):
                 self._import(statement)
@@ -134,6 +146,8 @@ class Script:
             if isinstance(statement, ast.Import):
                 full = alias.name if alias.asname else alias.name.partition(".")[0]
                 self.imported[alias.asname or full] = full
+            elif alias.name == "*" and statement.module not in sys.stdlib_module_names:
+                self.imported = _USUAL | self.imported
             elif not statement.level:
                 self.imported[alias.asname or alias.name] = f"{statement.module}.{alias.name}"
 
@@ -145,12 +159,23 @@ class Script:
         elif name in (*WRAPPERS, *CONVERTERS, "torch.compile") and call.args:
             self._name("model", dotted(call.args[0]), *assigned)
             self.wrapped |= set(assigned) if name in WRAPPERS else set()
+            condition = self._conditions.get(statement)
             if name in CONVERTERS:
-                self.options["sync_bn"] = "True"
+                self.options["sync_bn"] = f"bool({condition})" if condition else "True"
             elif name in WRAPPERS:
-                self.options["ddp"], _ = buckets_of(name, call)
+                ddp, _ = buckets_of(name, call)
+                self.options["ddp"] = ddp if not condition else f"bool({condition})" if ddp == "True" else \
+                    f"{ddp} if {condition} else False"
         elif name == "torch.amp.GradScaler":
             self._name("scaler", *assigned)
+            value = getattr(statement, "value", None)
+            if isinstance(value, ast.IfExp) and ast.unparse(value.orelse) == "None":
+                self._scaled_if |= {f"{scaler} is not None": ast.unparse(value.test) for scaler in assigned}
+        elif (function := self._functions.get(dotted(call.func))) is not None:
+            parameters = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
+            given = [*zip(parameters, call.args), *((word.arg or "", word.value) for word in call.keywords)]
+            self._name("scaler", *(parameter for parameter, value in given if isinstance(value, ast.Call)
+                                   and self.full_name(value.func) == "torch.amp.GradScaler"))
         elif name == "torch.nn.utils.clip_grad_norm_":
             self.options["max_grad_norm"] = argument(call, 1, "max_norm") or "..."
         elif assigned and (name.startswith("apex.optimizers.") or name.rpartition(".")[0] == "torch.optim"):
@@ -212,10 +237,11 @@ class Script:
     def _read_autocast(self, call: ast.Call) -> None:
         words = {word.arg: ast.unparse(word.value) for word in call.keywords}
         enabled = words.get("enabled", "True")
+        enabled = self._scaled_if.get(enabled, enabled)
         self.options["opt_level"] = '"O1"' if enabled == "True" else f'"O1" if {enabled} else "O0"'
         dtypes = [text for text in map(ast.unparse, call.args) if "float" in text or "dtype" in text]
         if dtype := words.get("dtype", next(iter(dtypes), "")):
-            self.options["dtype"] = dtype
+            self.options["dtype"] = dtype if enabled == "True" else f"{dtype} if {enabled} else None"  # which O0 refuses
 
     def _unite(self) -> None:
         """Let optimizers that step for one loss share a step, where the last of them is made."""

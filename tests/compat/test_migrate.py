@@ -297,3 +297,47 @@ def test_it_trains_on_two_ranks(name, tmp_path):
                           text=True, timeout=250, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     assert float(done.stdout.split()[-2]) > 85
+
+
+def test_statements_of_one_line_change_one_by_one_and_names_of_a_star_import_are_the_usual_ones():
+    rows = changes("x.py", """import torch
+from common import *
+m = Net(); o = torch.optim.SGD(m.parameters(), 0.1)
+for x, y in data:
+    loss = F.mse_loss(m(x), y)
+    loss.backward(); nn.utils.clip_grad_norm_(m.parameters(), 2.0); o.step(); schedule.step()
+""")
+    last = [(row.code, row.instead) for row in rows if row.line == 6]
+    assert last == [("loss.backward()", "delete: the step does it"),
+                    ("nn.utils.clip_grad_norm_(m.parameters(), 2.0)", "delete: give max_grad_norm= to train_step"),
+                    ("o.step()", "delete: the step does it")]
+    assert any("max_grad_norm=2.0" in row.instead for row in rows)
+
+
+def test_a_scaler_that_is_an_argument_is_one_in_the_function_and_its_call_stays():
+    rows = changes("x.py", """import torch
+def train(model, optimizer, scaler):
+    scaler.scale(model(x).sum()).backward()
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+train(model, optimizer, torch.amp.GradScaler("cpu"))
+""")
+    assert [row.line for row in rows if row.instead == "delete: the step does it"] == [3, 4, 5]
+    assert rows[-1].line == 6 and rows[-1].instead.startswith("without the argument torch.amp.GradScaler('cpu'): ")
+
+
+def test_what_a_script_does_under_a_condition_the_step_does_under_it():
+    rows = changes("x.py", """import torch
+from torch import nn
+if args.distributed:
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+scaler = torch.amp.GradScaler() if args.amp else None
+with torch.autocast("cuda", enabled=scaler is not None, dtype=torch.float16):
+    loss = nn.functional.mse_loss(model(x), y)
+loss.backward()
+optimizer.step()
+""")
+    [made] = [row.instead for row in rows if "apexfx.train_step(" in row.instead]
+    assert 'opt_level="O1" if args.amp else "O0", dtype=torch.float16 if args.amp else None' in made
+    assert "ddp=bool(args.distributed)" in made
