@@ -427,6 +427,9 @@ def _check(model_or_step: Any, reference: Any, loss_fn: Any, tolerance: Any) -> 
     if not isinstance(model_or_step, (nn.Module, TrainStep)):
         raise TypeError(f"apexfx: compare() was given {type(model_or_step).__name__}, expected a torch.nn.Module or what "
                         "train_step() returns")
+    if isinstance(reference, Tensor):
+        raise TypeError("apexfx: compare() was given a second tensor, expected the batch as one argument: compare(step, (inputs, "
+                        "targets))")
     if reference not in (*_DTYPES, None):
         raise ValueError(f"apexfx: reference={reference!r} was given, expected 'float64', 'float32' or None")
     if loss_fn is not None and not callable(loss_fn):

@@ -445,6 +445,7 @@ def test_it_goes_into_json():
 
 @pytest.mark.parametrize("arguments, options, error", [
     ((3, X), {}, "compare() was given int, expected a torch.nn.Module or what train_step() returns"),
+    ((Net(), X, X), {}, "expected the batch as one argument: compare(step, (inputs, targets))"),
     ((Net(), X, "bfloat16"), {}, "reference='bfloat16' was given, expected 'float64', 'float32' or None"),
     ((Net(), X), {"tolerance": 1e-3}, "transform it first"), ((Net(), X), {"tolerance": 2}, "expected a relative error"),
     ((Net(), X, None), {"tolerance": 0.1}, "reference=None asks for none"), ((Net(), X), {"loss_fn": 3}, "expected a function"),
