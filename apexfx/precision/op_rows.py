@@ -95,7 +95,8 @@ class OpRow:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-able values; `from_json` reads them back."""
-        return {**vars(self), "operands": list(map(vars, self.operands)), "promoted_by": list(self.promoted_by)}
+        operands = [{**vars(operand), "aliases": list(operand.aliases)} for operand in self.operands]
+        return {**vars(self), "operands": operands, "promoted_by": list(self.promoted_by), "aliases": list(self.aliases)}
 
     @classmethod
     def from_json(cls, row: dict[str, Any]) -> OpRow:
