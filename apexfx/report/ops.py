@@ -108,7 +108,7 @@ class Explanation(OpTable):
     def override(self, op: Op) -> dict[str, str]:
         """Return the smallest `precision=` that changes the dtype of `op`; {} where it takes that of its input.
 
-        A module's path where the op is the only one below it that computes, else the op's name, which covers all of that name.
+        A module's path where no other op below it has a dtype to change, else the op's name, which covers all of that name.
         """
         if not op.overridable:
             return {}
@@ -117,9 +117,9 @@ class Explanation(OpTable):
 
     @functools.cached_property
     def _names_below(self) -> dict[str, set[str]]:
-        """Path -> the names of the ops of the model that compute in the module or below it."""
+        """Path -> the names of the ops of the model whose dtype an override of the module changes."""
         names: dict[str, set[str]] = defaultdict(set)
-        for op in filter(lambda op: op.computes, self.model):
+        for op in filter(lambda op: op.overridable, self.model):
             for path in _and_above(op.module):
                 names[path].add(op.name)
         return names

@@ -95,7 +95,8 @@ class Prediction:
         bookkeeping_s: fill, write back and hooks.
         communication_s: of all collectives, each as if it had the network to itself.
         exposed_s: what communication adds to the step: waiting, and compute that it slows down.
-        sync_tax_s: what synchronized batch norms add to the step.
+        sync_tax_s: what synchronized batch norms add to the step; where computing and communicating slow one another down, what
+            they delay may save more than they cost.
         buckets: one row an allreduce.
         plan: the buckets.
         timeline: what happened when.

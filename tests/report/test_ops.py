@@ -109,6 +109,15 @@ def test_the_override_of_each_op_changes_it(level):
         assert now.dtype == {"float32": "f32", "half": "bf16"}[dtype] != op.dtype
 
 
+def test_a_batch_norm_is_overridden_by_its_path_whatever_stands_for_it():
+    """It counts its batches in place, which no override changes."""
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4))
+    explained = report_of(model, torch.randn(2, 3, 8, 8), opt_level="O2").explain("1")
+    assert [explained.override(op) for op in explained] == [{}, {"1": "float32"}]
+    changed = report_of(model, torch.randn(2, 3, 8, 8), opt_level="O2", precision={"1": "float32"}).explain("batch_norm")
+    assert [(op.module, op.dtype) for op in changed] == [("1", "f32"), ("3", "bf16")]
+
+
 class Kinds(nn.Module):
     """An op for each way in which a dtype is decided."""
 

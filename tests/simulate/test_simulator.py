@@ -131,6 +131,8 @@ def test_every_prediction_adds_up(profile, costs, num_ranks, message_size):
     assert made.exposed_s >= -1e-9
     # Where computing and communicating slow one another down, what delays the one may spare the other more.
     assert made.sync_tax_s >= -1e-9 - made.communication_s
+    undisturbed = dataclasses.replace(costs, compute_rate=1.0, network_rate=1.0)
+    assert simulate(profile, PRESETS["ethernet-25g"], num_ranks, config, costs=undisturbed).sync_tax_s >= -1e-9
     assert made.step_s == pytest.approx(made.compute_s + made.bookkeeping_s + made.exposed_s, **CLOSE)
     begins = [bucket.begin_s for bucket in made.buckets]
     assert begins == sorted(begins)
