@@ -26,10 +26,10 @@ from .transform import transform as transform
 __version__ = "0.1.0"
 
 _SUBPACKAGES = ("amp", "compat", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel")
-_MODULES = ("graph", "ops", "buckets", "simulate")  # for passes of one's own, the ops by themselves, plans, and predicted steps
+_MODULES = ("graph", "ops", "buckets")  # for passes of one's own, the ops by themselves, and plans
 
 
-def __getattr__(name: str) -> Any:  # Apex's packages and the simulator, when they are reached for: the graphs need none of them
+def __getattr__(name: str) -> Any:  # Apex's packages, when they are reached for: the graphs need none of them
     if name in (*_SUBPACKAGES, *_MODULES):
         return importlib.import_module(f".{name}", __name__)
     if name == "fx":  # the name that `graph` had

@@ -1,9 +1,8 @@
-"""The command line: `python -m apexfx demo | diagnose | doctor | passes | compare | replay | simulate | compat | migrate`."""
+"""The command line: `python -m apexfx demo | diagnose | doctor | passes | compare | replay | simulate | compat`."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -53,15 +52,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_replay(commands)
     _add_simulate(commands)
     commands.add_parser("compat", help="run a script written for NVIDIA Apex, unchanged")
-    migrate = commands.add_parser(
-        "migrate", help="list what a script for Apex, or for torch's AMP and DDP, changes to use apexfx", epilog=_EXIT_STATUS,
-        description="List, line by line, what Python files change to use apexfx.train_step or apexfx.transform in place of "
-                    "Apex, or of torch's autocast, GradScaler and DistributedDataParallel. The files are parsed, not run, and "
-                    "stay as they are. docs/migrate.md has examples.",
-    )
-    migrate.add_argument("paths", nargs="+", metavar="PATH", help="a Python file, or a folder of them")
-    migrate.add_argument("--json", action="store_true", help="print a list of {path, line, code, instead}")
-    migrate.set_defaults(run=_migrate)
     return parser
 
 
@@ -101,7 +91,7 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from .diagnose.command import add_arguments, run
+    from .tools.diagnose.command import add_arguments, run
 
     diagnose = commands.add_parser(
         "diagnose", help="run some steps of a training script, unchanged, and rank what costs",
@@ -131,7 +121,7 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from .simulate.command import add_arguments
+    from .tools.simulate.command import add_arguments
 
     simulate = commands.add_parser(
         "simulate", help="predict how long a data-parallel step takes on any number of ranks", epilog=_EXIT_STATUS,
@@ -151,15 +141,15 @@ def _whole_number(text: str) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    from .demo.launch import run
-    from .demo.train import Options
+    from .tools.demo.launch import run
+    from .tools.demo.train import Options
 
     return run(Options(ranks=arguments.ranks, opt_level=arguments.opt_level, epochs=arguments.epochs,
                        inner=arguments.inner, batch_size=arguments.batch_size, out=arguments.out))
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from . import demo, doctor
+    from .tools import demo, doctor
 
     print(doctor.report(of_demo=demo.NEEDS.values()))
     return 0
@@ -228,7 +218,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 
 def _simulate(arguments: argparse.Namespace) -> int:
-    from .simulate import command
+    from .tools.simulate import command
 
     try:
         text = command.text(arguments)
@@ -236,20 +226,6 @@ def _simulate(arguments: argparse.Namespace) -> int:
         print(f"apexfx: {error}" if isinstance(error, OSError) else error, file=sys.stderr)
         return 2
     print(text)
-    return 0
-
-
-def _migrate(arguments: argparse.Namespace) -> int:
-    from .compat import migrate
-
-    try:
-        changes, unread = migrate.check(arguments.paths)
-    except OSError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(json.dumps(migrate.as_rows(changes), indent=1) if arguments.json else migrate.text(changes))
-    for sentence in unread:
-        print(f"apexfx migrate: {sentence}", file=sys.stderr)
     return 0
 
 

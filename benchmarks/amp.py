@@ -25,7 +25,7 @@ from torch import nn
 
 import apexfx
 from apexfx import amp, optimizers
-from apexfx.simulate.models import resnet50
+from apexfx.tools.simulate.models import resnet50
 
 
 class SmallNet(nn.Module):

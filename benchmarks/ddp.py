@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import apexfx
 from apexfx.parallel import DistributedDataParallel
-from apexfx.simulate.models import load
+from apexfx.tools.simulate.models import load
 
 
 class Net(nn.Module):

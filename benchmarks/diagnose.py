@@ -1,6 +1,6 @@
 """Measure what `apexfx diagnose` predicts a change to save against what it saves.
 
-    python benchmarks/diagnose.py                                       # the five published cases of tests/diagnose
+    python benchmarks/diagnose.py                                       # the five published cases of tests/tools/diagnose
     python benchmarks/diagnose.py --programs moving_average.py --rounds 1
 
 A round diagnoses a program, and then runs it as it is and mended by hand, each in a process of its own, by turns: one takes a
@@ -96,7 +96,7 @@ def times_in_turns(program: Any, files: dict[str, Path], num_blocks: int) -> dic
 
 def measure(program: Any, kinds: dict[str, str], folder: Path, num_blocks: int, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each finding of a program that can be mended."""
-    original = (ROOT / "tests/diagnose/cases" / program.file).read_text()
+    original = (ROOT / "tests/tools/diagnose/cases" / program.file).read_text()
     texts = {"": original} | {kind: program.fixed(kind) for kind, _ in program.fixes}
     files = {kind: folder / f"{kind.replace(' ', '_')}_{program.file}" for kind in texts}
     for kind, text in texts.items():
@@ -138,7 +138,7 @@ def main() -> None:
         run_in_turns(arguments.script)
         return
     sys.path.insert(0, str(ROOT))
-    from tests.diagnose.expectations import KINDS, programs
+    from tests.tools.diagnose.expectations import KINDS, programs
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -18,7 +18,7 @@ from tabulate import tabulate
 from torch import nn
 
 import apexfx
-from apexfx.simulate.models import load
+from apexfx.tools.simulate.models import load
 
 
 def measure(model: str, skipped: list[str], rounds: int) -> dict[str, dict[str, float]]:

@@ -36,8 +36,8 @@ from tabulate import tabulate
 
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
-from apexfx.simulate.profile import Profile, combine, sampler
-from apexfx.simulate.simulator import simulate
+from apexfx.tools.simulate.profile import Profile, combine, sampler
+from apexfx.tools.simulate.simulator import simulate
 
 RESULTS = Path(__file__).parent / "results" / "simulate.json"
 SHARES = (1 / 8, 1 / 3, 1.0)  # of all gradients, at which a bucket closes

@@ -49,7 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import apexfx
 from apexfx.optimizers import FusedAdam
-from apexfx.simulate.models import resnet50
+from apexfx.tools.simulate.models import resnet50
 
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Tensor, Tensor], object]

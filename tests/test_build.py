@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from apexfx import doctor, ops
+from apexfx import ops
 from apexfx._torch import registered_overloads
 from apexfx.ops import _built_for
 from apexfx.ops._built_for import Machine, cuda_mismatch, mismatch
+from apexfx.tools import doctor
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = """

@@ -71,7 +71,7 @@ def test_wrong_arguments_are_refused(capsys, arguments, named):
     assert named in err
 
 
-@pytest.mark.parametrize("command", ["", "demo", "diagnose", "doctor", "passes", "replay", "simulate", "migrate"])
+@pytest.mark.parametrize("command", ["", "demo", "diagnose", "doctor", "passes", "replay", "simulate"])
 def test_help_says_what_it_does_and_what_the_exit_status_means(capsys, command):
     status, out, _ = run(capsys, *filter(None, (command, "--help")))
     assert status == 0

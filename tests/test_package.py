@@ -25,7 +25,7 @@ def test_only_what_is_promised_is_shown():
         "BucketConfig", "BucketPlan", "EMA", "Match", "NonFiniteError", "Pass", "PassError", "RankMismatchError",
         "ReplicaMismatchError", "Report", "Safeguard", "TrainStep", "UnsynchronizedGradientError", "amp", "buckets", "compare",
         "compat",
-        "fp16_utils", "graph", "last_report", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel", "simulate",
+        "fp16_utils", "graph", "last_report", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel",
         "train_step", "transform",
     ]  # fmt: skip
     assert "__version__" in dir(apexfx)

@@ -210,8 +210,8 @@ class Report:
         """Return which allreduce carries the gradient of a parameter, when it starts and what hides it. `print` it.
 
         Args:
-            network, device: predict in microseconds: of `apexfx.simulate.network.PRESETS` and `apexfx.simulate.devices.DEVICES`,
-                or what has their `allreduce_seconds(num_bytes, num_ranks)` and `seconds(num_flops, num_bytes, dtype)`.
+            network, device: predict in microseconds: of `PRESETS` and `DEVICES` of `apexfx.tools.simulate`, or what has their
+                `allreduce_seconds(num_bytes, num_ranks)` and `seconds(num_flops, num_bytes, dtype)`.
 
         Raises:
             RuntimeError: as of `buckets()`.

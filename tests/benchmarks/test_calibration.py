@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
-from apexfx.simulate.models import load
-from apexfx.simulate.profile import Profile, Segment, combine, sampler
-from apexfx.simulate.simulator import simulate
+from apexfx.tools.simulate.models import load
+from apexfx.tools.simulate.profile import Profile, Segment, combine, sampler
+from apexfx.tools.simulate.simulator import simulate
 from tests.distributed.launch import on_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # scripts import what lies beside them

@@ -14,8 +14,9 @@ from pathlib import Path
 
 import torch
 
-from apexfx import doctor, ops
+from apexfx import ops
 from apexfx.ops.multi_tensor import multi_tensor_l2norm
+from apexfx.tools import doctor
 
 
 def compiled_ops() -> list[str]:

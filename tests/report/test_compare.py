@@ -13,7 +13,7 @@ from torch import nn
 import apexfx
 from apexfx.config import BucketConfig
 from apexfx.report import Report
-from apexfx.simulate.graph_plan import fake_process_group
+from apexfx.tools.simulate.graph_plan import fake_process_group
 from tests.report.test_ops import net_report
 
 

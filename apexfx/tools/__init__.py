@@ -1,0 +1,1 @@
+"""What the command line runs over the public surface: `demo`, `doctor`, `diagnose` and `simulate`. No other room imports them."""

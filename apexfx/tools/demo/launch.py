@@ -1,0 +1,114 @@
+"""Start the ranks with torch's own launcher, run the float32 training after them, and compare."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import torch
+
+from . import NEEDS, show
+from .data import NUM_TRAIN
+from .train import Options, Result, train_float32
+
+REQUIRED_ACCURACY = 0.97
+ALLOWED_LOSS = 0.01  # accuracy below float32's: one point
+_GRACE_S = 20.0
+
+
+def run(options: Options) -> int:
+    """Run the demo; return its exit status: 0 for accuracies as they should be, 1 for others, 2 for no start."""
+    missing = [name for module, name in NEEDS.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return _refuse(f"the demo needs {' and '.join(missing)}; pip install {' '.join(missing)}")
+    if options.global_batch == 0:
+        return _refuse(f"--batch-size {options.batch_size} leaves nothing for some of {options.ranks} ranks; "
+                       f"give at least {options.ranks}")
+    if options.global_batch > NUM_TRAIN:
+        return _refuse(f"--batch-size {options.batch_size} is more than the {NUM_TRAIN} training images")
+    options = replace(options, cuda=torch.cuda.device_count() >= options.ranks and torch.distributed.is_nccl_available())
+    if options.inner == "cudagraphs" and not options.cuda:
+        return _refuse(f"--inner cudagraphs needs a CUDA device for each of {options.ranks} ranks, and "
+                       f"{torch.cuda.device_count()} were found; use --inner eager or inductor")
+    out = Path(options.out)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "ranks.json").unlink(missing_ok=True)
+    except OSError as error:
+        return _refuse(f"cannot write under --out {options.out}: {error}")
+    start = time.perf_counter()
+    status = launch_ranks(options)
+    if status != 0:
+        print(f"apexfx demo: the ranks failed with exit status {status}; the first error is above", file=sys.stderr)
+        return 1
+    ranks = Result(**json.loads((out / "ranks.json").read_text()))
+    eager = train_float32(options)
+    return _conclude(ranks, eager, out, time.perf_counter() - start)
+
+
+def _refuse(message: str) -> int:
+    print(f"apexfx demo: {message}", file=sys.stderr)
+    return 2
+
+
+def launch_ranks(options: Options) -> int:
+    """Run all ranks under torchrun and return its exit status. An interrupt ends them before it is passed on."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", "1")
+    if sys.platform == "linux":
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host's own name may not resolve
+    # --standalone: the launcher chooses a free port itself.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}",
+               "-m", "apexfx.tools.demo.train", json.dumps(asdict(options))]
+    # A session of its own, so that Ctrl-C in the terminal reaches only us, once.
+    launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return launcher.wait()
+    finally:
+        _end(launcher)
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    if launcher.poll() is not None:
+        return
+    launcher.send_signal(signal.SIGTERM)  # the launcher ends its ranks
+    try:
+        launcher.wait(_GRACE_S)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
+
+
+def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
+    show.write_loss_chart([(result.name, result.losses) for result in (ranks, eager)], out / "loss.svg")
+    good = ranks.accuracy >= REQUIRED_ACCURACY
+    close = ranks.accuracy >= eager.accuracy - ALLOWED_LOSS
+    show.write_json({"ranks": asdict(ranks), "float32": asdict(eager), "passed": good and close}, out / "summary.json")
+    (out / "ranks.json").unlink()
+    print("\ntest accuracy")
+    for result in (ranks, eager):
+        print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}")
+    print(f"\nthe training step ({ranks.name})")
+    for what, fact in ranks.facts:
+        print(f"  {what:<14} {fact}")
+    print(f"\n{seconds:.0f} s in all, on processes that share the cores, and on digits too small to measure by: for that see "
+          f"docs/train_step.md.\nOpen {out}/report.html to read the step pass by pass; beside it are graphs/, report.json, "
+          "bucket_plan.json, casts.txt and loss.svg.")
+    if good and close:
+        return 0
+    problem = f"below {100 * REQUIRED_ACCURACY:.0f} %" if not good else "more than one point below float32"
+    print(f"apexfx demo: FAILED, the accuracy on {ranks.name} is {problem}", file=sys.stderr)
+    return 1

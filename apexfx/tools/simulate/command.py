@@ -1,0 +1,187 @@
+"""The command `python -m apexfx simulate`: its options, and its text: a table by number of ranks, and the timeline of each."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from ...config import BucketConfig
+from .devices import DEVICES
+from .graph_plan import graph_plan
+from .models import MODELS, load
+from .network import PRESETS, Network, flat
+from .profile import Profile, analytic, measured
+from .simulator import BucketChoice, Costs, Prediction, accumulation_break_even, best_bucket, simulate
+from .timeline import LEGEND
+
+_DTYPES = ("float32", "float16", "bfloat16")
+_OPTIMIZERS = {"sgd": 3, "momentum": 5, "adam": 7}  # reads and writes of each parameter
+_WIDTH = 96
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--model", default="resnet50", metavar="NAME",
+                        help=f"{', '.join(MODELS)}, or package.module:function of a function that returns (model, inputs) "
+                             "(default: %(default)s)")
+    parser.add_argument("--ranks", type=_ranks, default="8,64,512,4096", metavar="N,N,...",
+                        help="numbers of ranks (default: %(default)s)")
+    parser.add_argument("--batch", type=_positive(int), metavar="N", help="on one rank (default: the model's own)")
+    parser.add_argument("--dtype", choices=_DTYPES,
+                        help="of compute and of the gradients that are sent (default: bfloat16)")
+    parser.add_argument("--sync-bn", action="store_true", help="synchronize every batch norm")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="fused; what it reads and writes counts (default: adam)")
+    parser.add_argument("--device", choices=DEVICES,
+                        help="whose data sheet gives the times of ops, by their shapes (default: h100)")
+    parser.add_argument("--measured", action="store_true",
+                        help="run the model here, on the CPU in float32 with SGD, and take the times from that, in place of "
+                             "--device, --dtype and --optimizer")
+    parser.add_argument("--network", choices=PRESETS, default="nvlink4+ib400",
+                        help="between the ranks (default: %(default)s)")
+    parser.add_argument("--latency-us", type=_positive(float), metavar="US",
+                        help="with --bandwidth: a network of your own")
+    parser.add_argument("--bandwidth", type=_positive(float), metavar="GB/S", help="of a node's link, in one direction")
+    parser.add_argument("--ranks-per-node", type=_positive(int), metavar="N",
+                        help="that share such a link, and are joined by NVLink (default: 1)")
+    parser.add_argument("--bucket-mib", type=_positive(float), metavar="MIB",
+                        help="where a bucket closes (default: BucketConfig's, a quarter of the gradients within bounds)")
+    parser.add_argument("--graph", action="store_true",
+                        help="take the buckets from the backward graph that transform() makes, captured in a fake process "
+                             "group of the most ranks, rather than from the eager executor's rule")
+    parser.add_argument("--share", type=_positive(float), default=5.0, metavar="PERCENT",
+                        help="of a step that exposed allreduces of gradients may take; the column micro-batches says how "
+                             "many the step needs for that (default: %(default)s)")
+    parser.add_argument("--trace", metavar="FILE",
+                        help="write the step at the most ranks for chrome://tracing or perfetto")
+    parser.add_argument("--json", metavar="FILE", help="write all numbers")
+
+
+def _ranks(text: str) -> tuple[int, ...]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) >= 1 for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r} was given, expected whole numbers of at least 1, as in 8,64,512")
+    return tuple(map(int, parts))
+
+
+def _positive(kind: type) -> Any:
+    def parse(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = 0
+        if not (0 < number < math.inf):
+            raise argparse.ArgumentTypeError(f"{text!r} was given, expected a {'whole ' if kind is int else ''}number above 0")
+        return number
+
+    return parse
+
+
+def text(options: argparse.Namespace) -> str:
+    """Return what to print, and write the files asked for.
+
+    Raises:
+        ValueError: options that do not fit each other, or a model that cannot be found or run.
+    """
+    network, where = _network(options)
+    decided = {"device": "h100", "dtype": "bfloat16", "optimizer": "adam"}
+    asked = [f"--{name} {value}" for name in decided if (value := getattr(options, name)) is not None]
+    if options.measured and asked:
+        raise ValueError("apexfx: --measured runs the model here, on the CPU in float32 with SGD, and "
+                         f"{', '.join(asked)} was given; leave one of them out")
+    decided = {name: getattr(options, name) or default for name, default in decided.items()}
+    options = argparse.Namespace(**{**vars(options), **decided})
+    if options.share >= 100:
+        raise ValueError(f"apexfx: --share {options.share:g} was given, expected a percentage below 100")
+    model, inputs = load(options.model, options.batch, device="cpu" if options.measured else "meta")
+    profile, costs = _profile(options, model, inputs)
+    config = BucketConfig()
+    if options.bucket_mib is not None:
+        itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
+        config = BucketConfig(message_size=max(1, round(options.bucket_mib * 2**20 / itemsize)))
+    predictions = _predict(options, profile, network, config, costs)
+    choices = [best_bucket(profile, network, num_ranks, config, costs=costs)
+               for num_ranks in options.ranks]
+    micro_batches = [accumulation_break_even(prediction, profile, options.share / 100) for prediction in predictions]
+    if options.trace:
+        predictions[-1].timeline.to_chrome_trace(options.trace, name=f"{options.model} on {options.ranks[-1]} ranks")
+    if options.json:
+        _write(options, profile, predictions, choices, micro_batches)
+    synchronizes = profile != profile.without_sync()
+    rows = [_row(*row, synchronizes) for row in zip(predictions, choices, micro_batches)]
+    headers = ("ranks", "step ms", "compute ms", "copies ms", "allreduce ms", "exposed ms", "exposed", "SyncBN tax ms",
+               "efficiency", "best bucket MiB", "step there ms", "micro- batches")
+    title = (f"{options.model}: {profile.num_bytes / 2**20:.1f} MiB of gradients in {len(profile.gradients)}, "
+             f"{len(predictions[0].buckets)} buckets; {profile.source}; {where}")
+    table = tabulate(rows, headers=[header.replace(" ", "\n", 1) for header in headers], disable_numparse=True)
+    none = f"warning: --sync-bn was given, and {options.model} runs no batch norm: there is nothing to synchronize"
+    notes = [none] if options.sync_bn and not synchronizes else []
+    explained = ("micro-batches: how many a step needs, all but the last inside no_sync(), so that exposed allreduces of "
+                 f"gradients take at most {options.share:g} % of it")
+    return "\n".join([title, *notes, "", table, "", explained, "", *_pictures(predictions)])
+
+
+def _network(options: argparse.Namespace) -> tuple[Network, str]:
+    if (options.latency_us is None) != (options.bandwidth is None):
+        raise ValueError("apexfx: one of --latency-us and --bandwidth was given; give both, or a preset by --network")
+    if options.latency_us is None:
+        if options.ranks_per_node is not None:
+            raise ValueError("apexfx: --ranks-per-node was given without --latency-us and --bandwidth; a preset has its own")
+        return PRESETS[options.network], options.network
+    ranks_per_node = options.ranks_per_node or 1
+    network = flat(options.latency_us * 1e-6, options.bandwidth * 1e9, ranks_per_node=ranks_per_node)
+    return network, f"{options.latency_us:g} us, {options.bandwidth:g} GB/s, {ranks_per_node} to a node"
+
+
+def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any) -> tuple[Profile, Costs]:
+    if options.measured:
+        return measured(model, inputs, sync_bn=options.sync_bn), Costs.on(DEVICES["cpu-core"])
+    device = DEVICES[options.device]
+    profile = analytic(model, inputs, device, dtype=getattr(torch, options.dtype), sync_bn=options.sync_bn,
+                       optimizer_passes=_OPTIMIZERS[options.optimizer])
+    return profile, Costs.on(device)
+
+
+def _predict(options: argparse.Namespace, profile: Profile, network: Network, config: BucketConfig,
+             costs: Costs) -> list[Prediction]:
+    if not options.graph:
+        return [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in options.ranks]
+    device = profile.gradients[0].device
+    model, inputs = load(options.model, options.batch, device=device.type)
+    plan = graph_plan(model, inputs, config, max(options.ranks), device=device,
+                      dtype=torch.float32 if options.measured else getattr(torch, options.dtype))
+    return [simulate(profile, network, num_ranks, plan=plan.for_world_size(num_ranks), costs=costs)
+            for num_ranks in options.ranks]
+
+
+def _row(prediction: Prediction, choices: list[BucketChoice], micro_batches: int, synchronizes: bool) -> tuple[str, ...]:
+    best = choices[0]
+    tax = f"{1e3 * prediction.sync_tax_s:.2f}" if synchronizes else "-"
+    times = (prediction.step_s, prediction.compute_s, prediction.bookkeeping_s, prediction.communication_s, prediction.exposed_s)
+    return (f"{prediction.num_ranks}", *(f"{1e3 * s:.2f}" for s in times),
+            f"{100 * prediction.exposed_s / prediction.step_s:.1f} %", tax, f"{100 * prediction.efficiency:.1f} %",
+            f"{best.mib:.2f}", f"{1e3 * best.step_s:.2f}", f"{micro_batches}")
+
+
+def _pictures(predictions: list[Prediction]) -> list[str]:
+    longest = max(prediction.step_s for prediction in predictions)
+    lines = []
+    for prediction in predictions:
+        lines += [f"{prediction.num_ranks} ranks, {1e3 * prediction.step_s:.2f} ms",
+                  prediction.timeline.picture(_WIDTH, longest), ""]
+    return [*lines, LEGEND]
+
+
+def _write(options: argparse.Namespace, profile: Profile, predictions: list[Prediction], choices: list[list[BucketChoice]],
+           micro_batches: list[int]) -> None:
+    rows = [{**prediction.to_json(), "bucket_sizes": [asdict(choice) for choice in tried], "micro_batches": number}
+            for prediction, tried, number in zip(predictions, choices, micro_batches)]
+    data = {"model": options.model, "source": profile.source, "gradient_bytes": profile.num_bytes, "share": options.share / 100,
+            "rows": rows}
+    Path(options.json).write_text(json.dumps(data, indent=1) + "\n")

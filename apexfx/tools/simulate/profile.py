@@ -1,0 +1,230 @@
+"""A training step of one rank without communication, in segments: estimated from shapes, or measured.
+
+A segment of backward ends where a gradient is ready, so that buckets can start between segments. One also ends at every
+synchronized batch norm, which communicates there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
+from ...buckets.bucket import GradientSpec, dim_order
+from .devices import Device, op_cost
+
+_STATISTICS_BYTES = 8 * 2  # a channel, each way: two numbers of float64 (ops/sync_batch_norm.py)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A stretch of compute.
+
+    Attributes:
+        name: the parameter whose gradient ends it, or the batch norm that does, or "rest".
+        seconds: of compute.
+        gradients: parameters whose gradients are ready when it ends.
+        sync_bytes: what a synchronized batch norm reduces, and waits for, when it ends; 0 for none.
+    """
+
+    name: str
+    seconds: float
+    gradients: tuple[str, ...] = ()
+    sync_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One step.
+
+    Attributes:
+        forward, backward: in order.
+        optimizer_s: seconds of the optimizer step.
+        gradients: what a bucket plan needs to know of each, in the order in which they are ready.
+        source: in words, where the seconds come from.
+    """
+
+    forward: tuple[Segment, ...]
+    backward: tuple[Segment, ...]
+    optimizer_s: float
+    gradients: tuple[GradientSpec, ...]
+    source: str = ""
+
+    @property
+    def micro_batch_s(self) -> float:
+        """Seconds of forward and backward."""
+        return sum(segment.seconds for segment in (*self.forward, *self.backward))
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of a step on one rank alone."""
+        return self.micro_batch_s + self.optimizer_s
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all gradients."""
+        return sum(spec.numel * spec.dtype.itemsize for spec in self.gradients)
+
+    def without_sync(self) -> Profile:
+        """Return this profile with local batch norms."""
+        forward, backward = (tuple(replace(s, sync_bytes=0) for s in part) for part in (self.forward, self.backward))
+        return replace(self, forward=forward, backward=backward)
+
+
+def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtype = torch.float32, sync_bn: bool = False,
+             optimizer_passes: int = 7) -> Profile:
+    """Return the profile of a training step of `model` on `device`, from shapes alone.
+
+    The model runs on the meta device, where nothing is computed; every op takes what `Device.seconds` estimates.
+
+    Args:
+        model: moved to the meta device for good; pass a copy of one that is still needed.
+        inputs: a tensor or a tuple of them; only shapes and dtypes matter.
+        dtype: floating parameters and inputs are taken to have it.
+        sync_bn: every training batch norm is synchronized.
+        optimizer_passes: reads and writes of a tensor as large as the float32 parameters: 3 SGD, 5 with momentum, 7 Adam.
+
+    Raises:
+        ValueError: a model whose forward reads values, which the meta device does not have.
+    """
+    def moved(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return x.to("meta", dtype if x.is_floating_point() else x.dtype)
+
+    model = model.to("meta", dtype).train()
+    clock = _OpClock(device)
+    try:
+        with clock:
+            forward, backward, gradients = _run(model, tree_map(moved, inputs), lambda: clock.now, sync_bn)
+    except (NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"apexfx: {type(model).__name__} cannot be run on shapes alone ({error}); measure it instead "
+                         "(--measured)") from error
+    num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    seconds = device.seconds(0, 4 * num_parameters * optimizer_passes, dtype)
+    return Profile(forward, backward, seconds, gradients, f"shapes on {device.name}, {dtype}".replace("torch.", ""))
+
+
+def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False,
+             lr: float = 1e-3) -> Profile:
+    """Return the profile of `model` with SGD on this machine: medians over `steps` steps. It trains the model."""
+    take = sampler(model, inputs, sync_bn=sync_bn, lr=lr)
+    samples = [take() for _ in range(warmup + steps)][warmup:]
+    return combine(samples, f"measured, {steps} steps")
+
+
+def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False, lr: float = 1e-3) -> Callable[[], Profile]:
+    """Return a function that runs one training step and returns its profile, for measurements that take turns."""
+    model.train()
+    optimizer = torch.optim.SGD(model.parameters(), lr)
+    on_cuda = any(p.is_cuda for p in model.parameters())
+
+    def clock() -> float:
+        if on_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def take() -> Profile:
+        begin = clock()
+        optimizer.zero_grad()
+        forward, backward, gradients = _run(model, inputs, clock, sync_bn, begin)
+        begin = clock()
+        optimizer.step()
+        return Profile(forward, backward, clock() - begin, gradients, "measured, 1 step")
+
+    return take
+
+
+def combine(samples: Sequence[Profile], source: str) -> Profile:
+    """Return one profile from several of the same model: medians of every segment's end, counted from its pass's start."""
+    def joined(name: str) -> tuple[Segment, ...]:
+        rows = [getattr(sample, name) for sample in samples]
+        ends = [0.0]
+        for index in range(len(rows[0])):
+            ends.append(max(ends[-1], statistics.median(sum(s.seconds for s in row[:index + 1]) for row in rows)))
+        return tuple(replace(segment, seconds=end - begin) for segment, begin, end in zip(rows[0], ends, ends[1:]))
+
+    optimizer_s = statistics.median(sample.optimizer_s for sample in samples)
+    return Profile(joined("forward"), joined("backward"), optimizer_s, samples[0].gradients, source)
+
+
+def _run(model: nn.Module, inputs: Any, clock: Callable[[], float], sync_bn: bool,
+         begin: float | None = None) -> tuple[tuple[Segment, ...], tuple[Segment, ...], tuple[GradientSpec, ...]]:
+    """Run forward and backward; return the segments of both, and the gradients in the order in which they are ready."""
+    recorder = _SegmentRecorder(clock, clock() if begin is None else begin)
+    names = {p: n for n, p in model.named_parameters() if p.requires_grad}
+    gradients: list[GradientSpec] = []
+
+    def on_gradient(p: Tensor) -> None:
+        name = names[p]
+        if p.grad is not None and p.grad.layout != torch.strided:
+            raise ValueError(f"apexfx: the gradient of {name!r} is {p.grad.layout}; only dense gradients can be put into buckets")
+        recorder.end_segment(name, (name,))
+        gradients.append(GradientSpec(name, tuple(p.shape), p.dtype, p.dtype, torch.device(p.device.type),
+                                      dim_order(p.shape, p.stride())))
+
+    hooks = [p.register_post_accumulate_grad_hook(on_gradient) for p in names]
+    for name, module in model.named_modules():
+        if sync_bn and isinstance(module, BatchNorm):
+            hooks += _sync_hooks(name, module, recorder)
+    try:
+        out = model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        loss = sum(leaf.float().square().mean() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.requires_grad)
+        forward = recorder.end_pass()
+        if not isinstance(loss, Tensor):
+            raise ValueError(f"apexfx: no output of {type(model).__name__} takes a gradient; there is no backward to simulate")
+        loss.backward()
+        return forward, recorder.end_pass(), tuple(gradients)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class _SegmentRecorder:
+    """Splits forward or backward into segments, which hooks end."""
+
+    def __init__(self, clock: Callable[[], float], begin: float) -> None:
+        self.clock, self.begin = clock, begin
+        self.segments: list[Segment] = []
+
+    def end_segment(self, name: str, gradients: tuple[str, ...] = (), sync_bytes: int = 0) -> None:
+        now = self.clock()
+        self.segments.append(Segment(name, now - self.begin, gradients, sync_bytes))
+        self.begin = now
+
+    def end_pass(self) -> tuple[Segment, ...]:
+        self.end_segment("rest")
+        segments, self.segments = tuple(self.segments), []
+        return segments
+
+
+def _sync_hooks(name: str, module: nn.Module, recorder: _SegmentRecorder) -> list[Any]:
+    num_bytes = _STATISTICS_BYTES * module.num_features
+
+    def before_forward(_module: nn.Module, _inputs: Any) -> None:
+        recorder.end_segment(name, sync_bytes=num_bytes + 8)  # and the number of elements
+
+    def after_forward(_module: nn.Module, _inputs: Any, out: Tensor) -> None:
+        if out.requires_grad:  # when the gradient of the output is there
+            out.register_hook(lambda _grad: recorder.end_segment(name, sync_bytes=num_bytes))
+
+    return [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
+
+
+class _OpClock(TorchDispatchMode):
+    """Adds up the estimated seconds of every op in `now`."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.device, self.now = device, 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.now += self.device.seconds(*op_cost(func, args, kwargs or {}, out))
+        return out

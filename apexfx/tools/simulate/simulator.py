@@ -1,0 +1,270 @@
+"""Predict a data-parallel training step on any number of ranks, from a bucket plan, a profile and a network.
+
+The program follows the eager executor: a bucket is filled and started when its last gradient is ready and all earlier ones are
+started, the last one at the end of backward. After backward every bucket is waited for, then all results are written back, then
+the optimizer runs. The ranks' step records, sent behind the last bucket, are left out. A synchronized batch norm waits for its
+statistics at once. `simulate` writes this down as a program, and `timeline.py` runs it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ...buckets.plan import Bucket, BucketPlan, plan_buckets
+from ...config import BucketConfig
+from .devices import Device
+from .network import Network
+from .profile import Profile
+from .timeline import Start, Task, Timeline, Wait, Work, run
+
+_BUCKETS, _STATISTICS = 0, 1  # channels: buckets follow each other, statistics of batch norms have a communicator of their own
+
+
+@dataclass(frozen=True)
+class LinearCost:
+    """Seconds of work on a bucket: `fixed_s`, plus `tensor_s` for each gradient and `byte_s` for each byte."""
+
+    fixed_s: float = 0.0
+    tensor_s: float = 0.0
+    byte_s: float = 0.0
+
+    def seconds(self, bucket: Bucket) -> float:
+        return self.fixed_s + self.tensor_s * len(bucket.slots) + self.byte_s * bucket.total_bytes
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The executor's own costs, and how compute and communication slow each other.
+
+    Attributes:
+        gradient_s: seconds of the hook that runs for every gradient.
+        fill: of a bucket: copying its gradients in and starting the allreduce.
+        write: of a bucket: copying its results back.
+        per_step_s: seconds once a step, after backward.
+        compute_rate, network_rate: see `timeline.run`; both 1 where communication needs no processor.
+    """
+
+    gradient_s: float = 0.0
+    fill: LinearCost = LinearCost()
+    write: LinearCost = LinearCost()
+    per_step_s: float = 0.0
+    compute_rate: float = 1.0
+    network_rate: float = 1.0
+
+    @classmethod
+    def on(cls, device: Device) -> Costs:
+        """Return estimates for a device: one launch a bucket (`cat`, `_foreach_copy_`), which reads and writes every byte."""
+        copy = LinearCost(device.launch_s, 0.0, 2 / (device.bytes_share * device.bytes_per_s))
+        return cls(fill=copy, write=copy)
+
+
+@dataclass(frozen=True)
+class BucketRow:
+    """When one bucket is communicated, in seconds from the start of the step.
+
+    Attributes:
+        index: in the plan.
+        first, last: names of its first and last parameter.
+        num_bytes: of the bucket.
+        start_s: when it is filled and handed to its channel.
+        begin_s, end_s: of its allreduce, which earlier ones may hold up.
+        alone_s: seconds that the allreduce takes with the network to itself.
+    """
+
+    index: int
+    first: str
+    last: str
+    num_bytes: int
+    start_s: float
+    begin_s: float
+    end_s: float
+    alone_s: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted step.
+
+    Attributes:
+        num_ranks: that take part.
+        step_s: of the whole step.
+        compute_s: forward, backward and optimizer, on one rank alone.
+        bookkeeping_s: fill, write back and hooks.
+        communication_s: of all collectives, each as if it had the network to itself.
+        exposed_s: what communication adds to the step: waiting, and compute that it slows down.
+        sync_tax_s: what synchronized batch norms add to the step; where computing and communicating slow one another down, what
+            they delay may save more than they cost.
+        buckets: one row an allreduce.
+        plan: the buckets.
+        timeline: what happened when.
+    """
+
+    num_ranks: int
+    step_s: float
+    compute_s: float
+    bookkeeping_s: float
+    communication_s: float
+    exposed_s: float
+    sync_tax_s: float
+    buckets: tuple[BucketRow, ...]
+    plan: BucketPlan
+    timeline: Timeline
+
+    @property
+    def efficiency(self) -> float:
+        """`compute_s` / `step_s`: 1.0 where communication costs nothing."""
+        return self.compute_s / self.step_s if self.step_s else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the numbers as JSON-able values, without plan and timeline."""
+        row = {name: getattr(self, name) for name in ("num_ranks", "step_s", "compute_s", "bookkeeping_s", "communication_s",
+                                                      "exposed_s", "sync_tax_s", "efficiency")}
+        return row | {"buckets": [asdict(bucket) for bucket in self.buckets]}
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """One bucket size that `best_bucket` tried.
+
+    Attributes:
+        message_size: elements at which a bucket closes.
+        mib: the same in MiB of the widest gradient dtype.
+        num_buckets, step_s: what it gives.
+    """
+
+    message_size: int
+    mib: float
+    num_buckets: int
+    step_s: float
+
+
+def plan_for(profile: Profile, config: BucketConfig, num_ranks: int) -> BucketPlan:
+    """Return the plan that the eager executor uses once it has learned the order in which gradients become ready."""
+    return plan_buckets([spec for spec in reversed(profile.gradients) if spec.numel], config, num_ranks)
+
+
+def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None, *,
+             costs: Costs | None = None, plan: BucketPlan | None = None) -> Prediction:
+    """Predict a step.
+
+    Args:
+        profile: of one rank without communication.
+        network: between the ranks.
+        num_ranks: how many.
+        config: the bucket options; default `BucketConfig()`.
+        costs: of the executor; default: none.
+        plan: instead of the one that `config` gives.
+
+    Raises:
+        ValueError: a plan for other gradients.
+    """
+    costs = costs or Costs()
+    plan = plan or plan_for(profile, config or BucketConfig(), num_ranks)
+    plan.check([spec for spec in profile.gradients if spec.numel])
+    rates = {"compute_rate": costs.compute_rate, "network_rate": costs.network_rate}
+    program = _program(profile, network, num_ranks, plan, costs)
+    timeline = run(program, **rates)
+    step_s, tax = timeline.seconds, 0.0
+    local = profile.without_sync()
+    if local != profile:
+        tax = step_s - run(_program(local, network, num_ranks, plan, costs), **rates).seconds
+    work = sum(task.seconds for task in program if isinstance(task, Work))
+    alone = {task.name: task.seconds for task in program if isinstance(task, Start)}
+    return Prediction(num_ranks, step_s, profile.compute_s, work - profile.compute_s, sum(alone.values()), step_s - work, tax,
+                      tuple(_rows(plan, timeline, alone)), plan, timeline)
+
+
+def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan, costs: Costs) -> list[Task]:
+    """Return what a rank does in a step, in order."""
+    program: list[Task] = []
+    ready: set[str] = set()
+    started = 0
+
+    def collective(name: str, num_bytes: int, channel: int) -> Start:
+        return Start(name, network.allreduce_seconds(num_bytes, num_ranks), channel, num_bytes)
+
+    def start_next() -> None:
+        nonlocal started
+        bucket = plan.buckets[started]
+        program.append(Work(f"fill bucket {started}", costs.fill.seconds(bucket), "fill"))
+        program.append(collective(f"bucket {started}", bucket.total_bytes, _BUCKETS))
+        started += 1
+
+    for kind, segments in (("forward", profile.forward), ("backward", profile.backward)):
+        for index, segment in enumerate(segments):
+            program.append(Work(segment.name, segment.seconds + costs.gradient_s * len(segment.gradients), kind))
+            if segment.sync_bytes and num_ranks > 1:
+                name = f"statistics of {segment.name}, {kind} {index}"
+                program += [collective(name, segment.sync_bytes, _STATISTICS), Wait(name)]
+            ready.update(segment.gradients)
+            while started < len(plan.buckets) and plan.buckets[started].start == "ready" \
+                    and ready.issuperset(plan.buckets[started].parameters):
+                start_next()
+    while started < len(plan.buckets):
+        start_next()
+    program.append(Work("executor", costs.per_step_s, "write"))
+    program += [Wait(f"bucket {index}") for index in range(len(plan.buckets))]
+    program += [Work(f"write back bucket {index}", costs.write.seconds(bucket), "write")
+                for index, bucket in enumerate(plan.buckets)]
+    return [*program, Work("optimizer", profile.optimizer_s, "optimizer")]
+
+
+def _rows(plan: BucketPlan, timeline: Timeline, alone: dict[str, float]) -> list[BucketRow]:
+    sent = {event.name: event for event in timeline.track("communication")}
+    rows = []
+    for index, bucket in enumerate(plan.buckets):
+        allreduce = sent[f"bucket {index}"]
+        rows.append(BucketRow(index, bucket.parameters[0], bucket.parameters[-1], bucket.total_bytes, allreduce.started,
+                              allreduce.begin, allreduce.end, alone[allreduce.name]))
+    return rows
+
+
+def best_bucket(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None,
+                sizes_mib: Sequence[float] | None = None, **options: Any) -> list[BucketChoice]:
+    """Return the bucket sizes tried, fastest step first; of equal ones, the fewest buckets.
+
+    Args:
+        profile, network, num_ranks, config, options: as `simulate` takes them.
+        sizes_mib: default: powers of the square root of two from 1/16 MiB to all gradients in one bucket. Sizes that give the
+            same buckets as a smaller one are left out.
+    """
+    config = replace(config or BucketConfig(), layout="reverse", bucket_cap_mb=BucketConfig.bucket_cap_mb, delay_allreduce=False,
+                     trigger_params=(), plan=None)
+    total = max(profile.num_bytes, 1) / 2**20
+    if sizes_mib is None:
+        num = max(0, math.ceil(2 * math.log2(16 * total)))
+        sizes_mib = [2 ** (i / 2) / 16 for i in range(num + 1)]
+    itemsize = max((spec.dtype.itemsize for spec in profile.gradients), default=4)
+    choices: dict[tuple[tuple[str, ...], ...], BucketChoice] = {}
+    for size in sizes_mib:
+        message_size = max(1, round(size * 2**20 / itemsize))
+        sized = replace(config, message_size=message_size)
+        plan = plan_for(profile, sized, num_ranks)
+        groups = tuple(bucket.parameters for bucket in plan.buckets)
+        if groups not in choices:
+            step_s = simulate(profile, network, num_ranks, plan=plan, **options).step_s
+            choices[groups] = BucketChoice(message_size, message_size * itemsize / 2**20, len(groups), step_s)
+    return sorted(choices.values(), key=lambda choice: (choice.step_s, choice.num_buckets))
+
+
+def accumulation_break_even(prediction: Prediction, profile: Profile, share: float = 0.05) -> int:
+    """Return the least number of micro-batches at which exposed gradient communication is at most `share` of a step.
+
+    All micro-batches but the last are inside `no_sync()`: they compute, and synchronize batch norms, and send no gradient. So
+    a step of k of them takes step_s + (k - 1) m, with m what one more takes, and exposes as much as a step of one.
+
+    Raises:
+        ValueError: a share that is not in (0, 1).
+    """
+    if not 0 < share < 1:
+        raise ValueError(f"apexfx: share={share!r} was given, expected a number between 0 and 1")
+    exposed = max(0.0, prediction.exposed_s - prediction.sync_tax_s)
+    more = profile.micro_batch_s + prediction.sync_tax_s
+    if exposed <= share * prediction.step_s:
+        return 1
+    if more <= 0:
+        raise ValueError("apexfx: a micro-batch of no compute hides nothing; the profile is empty")
+    return 1 + math.ceil((exposed / share - prediction.step_s) / more)

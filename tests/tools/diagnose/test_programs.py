@@ -1,0 +1,28 @@
+"""`diagnose` on five programs that lose time as published ones did, and on five that do not: all found, none invented."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.tools.diagnose.expectations import FOLDER, KINDS, programs
+
+WHERE_IT_SAVES = "many_allreduces"  # named where one allreduce takes less time than all of them: not on every machine
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("program", programs(), ids=lambda program: program.file)
+def test_it_finds_what_is_there_and_no_more(program):
+    launcher = [] if program.num_ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, *launcher, "-m", "apexfx", "diagnose", "--json", str(FOLDER / program.file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    answer = json.loads(done.stdout[done.stdout.index("{"):done.stdout.rindex("}") + 1])
+    findings = {(finding["kind"], finding["line"]) for finding in answer["findings"]}
+    expected = {kind: lines for kind, lines in program.expected().items() if KINDS[kind] != WHERE_IT_SAVES}
+    for kind, lines in expected.items():
+        assert findings & {(KINDS[kind], line) for line in lines}, (kind, sorted(findings))
+    right = {(KINDS[kind], line) for kind, lines in program.expected().items() for line in lines}
+    assert findings <= right, sorted(findings - right)

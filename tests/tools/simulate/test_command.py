@@ -1,0 +1,154 @@
+"""`python -m apexfx simulate`: what it prints and writes, and how mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from apexfx.config import BucketConfig
+from apexfx.tools.simulate.devices import DEVICES
+from apexfx.tools.simulate.graph_plan import fake_process_group, graph_plan
+from apexfx.tools.simulate.models import load
+from apexfx.tools.simulate.network import PRESETS
+from apexfx.tools.simulate.profile import analytic
+from apexfx.tools.simulate.simulator import Costs, simulate
+from tests.test_cli import run as run_command
+
+
+def run(capsys, *arguments):
+    """Return (exit status, standard output, standard error)."""
+    return run_command(capsys, "simulate", *arguments)
+
+
+@pytest.mark.parametrize("name", ["cnn", "gpt2"])
+def test_a_model_is_simulated_on_any_number_of_ranks(capsys, name):
+    status, out, _ = run(capsys, "--model", name, "--ranks", "8,4096", "--batch", "2")
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].startswith(f"{name}: ") and "nvlink4+ib400" in lines[0]
+    assert [line.split()[0] for line in lines if line[:1].isdigit() and "ranks," not in line] == ["8", "4096"]
+    assert out.count("compute ") >= 2 and out.count("communication ") == 2
+
+
+def test_the_numbers_are_those_of_the_library(capsys, tmp_path):
+    status, out, _ = run(capsys, "--model", "cnn", "--ranks", "8,64", "--sync-bn", "--dtype", "float32", "--network",
+                         "ethernet-25g", "--device", "a100", "--bucket-mib", "0.1", "--json", str(tmp_path / "out.json"),
+                         "--trace", str(tmp_path / "step.json"))
+    assert status == 0
+    profile = analytic(*load("cnn", device="meta"), DEVICES["a100"], sync_bn=True)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    config_size = round(0.1 * 2**20 / 4)
+    for row, num_ranks in zip(rows, (8, 64)):
+        made = simulate(profile, PRESETS["ethernet-25g"], num_ranks, BucketConfig(message_size=config_size),
+                        costs=Costs.on(DEVICES["a100"]))
+        assert row["step_s"] == made.step_s and row["sync_tax_s"] == made.sync_tax_s > 0
+        assert len(row["buckets"]) == len(made.buckets) > 1
+        assert min(choice["step_s"] for choice in row["bucket_sizes"]) == row["bucket_sizes"][0]["step_s"]
+        assert f"{1e3 * made.step_s:.2f}" in out and row["micro_batches"] >= 1
+    trace = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
+    ends = [(row["ts"] + row["dur"]) / 1e6 for row in trace if row["ph"] == "X"]
+    assert max(ends) == pytest.approx(rows[-1]["step_s"])
+    assert sum(row.get("cat") == "allreduce" and row["name"].startswith("bucket") for row in trace) == len(rows[-1]["buckets"])
+
+
+def test_the_buckets_of_the_graph(capsys, tmp_path):
+    files = [str(tmp_path / name) for name in ("eager.json", "graph.json")]
+    for file, more in zip(files, ((), ("--graph",))):
+        assert run(capsys, "--model", "cnn", "--ranks", "8,4096", "--bucket-mib", "0.05", "--dtype", "bfloat16", "--json", file,
+                   *more)[0] == 0
+    assert not dist.is_initialized(), "the fake process group is gone"
+    eager, graph = (json.loads(Path(file).read_text())["rows"] for file in files)
+    for a, b in zip(eager, graph):
+        assert [bucket["num_bytes"] for bucket in a["buckets"]] == [bucket["num_bytes"] for bucket in b["buckets"]]
+        assert len(b["buckets"]) > 3
+        assert b["communication_s"] == pytest.approx(a["communication_s"])
+
+
+def test_a_model_with_a_float32_buffer_has_a_graph_in_half():
+    class Filtered(nn.Linear):
+        def __init__(self):
+            super().__init__(8, 8)
+            self.register_buffer("filter", torch.ones(1, 1, 3))
+
+        def forward(self, x):
+            return nn.functional.conv1d(super().forward(x)[:, None], self.filter, padding=1)
+
+    plan = graph_plan(Filtered(), torch.ones(2, 8), BucketConfig(), 2, dtype=torch.bfloat16)
+    assert [bucket.dtype for bucket in plan.buckets] == [torch.bfloat16]
+
+
+def test_a_fake_process_group_needs_a_process_without_one():
+    with fake_process_group(4):
+        assert dist.get_world_size() == 4
+        with pytest.raises(RuntimeError, match="fake process group of 2 ranks was asked for"), fake_process_group(2):
+            pass
+    assert not dist.is_initialized()
+
+
+def tax(out):
+    """Return the SyncBN tax of the row of 8 ranks, and the warnings."""
+    row = next(line for line in out.splitlines() if line.startswith("8 "))
+    return row.split()[8], [line for line in out.splitlines() if line.startswith("warning")]
+
+
+def test_a_model_without_batch_norm_has_none_to_synchronize(capsys):
+    asked = "warning: --sync-bn was given, and mlp runs no batch norm: there is nothing to synchronize"
+    assert tax(run(capsys, "--model", "mlp", "--ranks", "8", "--sync-bn")[1]) == ("-", [asked])
+    assert tax(run(capsys, "--model", "cnn", "--ranks", "8")[1]) == ("-", [])
+    number, warnings = tax(run(capsys, "--model", "cnn", "--ranks", "8", "--sync-bn")[1])
+    assert float(number) > 0 and not warnings
+
+
+def test_the_number_of_micro_batches_is_explained(capsys):
+    out = run(capsys, "--model", "mlp", "--ranks", "8", "--share", "2.5")[1]
+    [line] = [line for line in out.splitlines() if line.startswith("micro-batches: ")]
+    assert "no_sync()" in line and line.endswith("at most 2.5 % of it")
+
+
+def test_a_network_of_your_own(capsys):
+    fast = run(capsys, "--model", "mlp", "--ranks", "16", "--latency-us", "1", "--bandwidth", "100")[1]
+    slow = run(capsys, "--model", "mlp", "--ranks", "16", "--latency-us", "1", "--bandwidth", "0.1", "--ranks-per-node", "8")[1]
+    step = [float(next(line for line in out.splitlines() if line.startswith("16 ")).split()[1]) for out in (fast, slow)]
+    assert step[0] < step[1]
+    assert "1 us, 0.1 GB/s, 8 to a node" in slow.splitlines()[0]
+
+
+def test_a_model_of_your_own_measured(capsys, monkeypatch):
+    module = type(sys)("own_models")
+    module.small = lambda: (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), torch.randn(4, 8))
+    monkeypatch.setitem(sys.modules, "own_models", module)
+    status, out, _ = run(capsys, "--model", "own_models:small", "--measured", "--sync-bn", "--ranks", "2")
+    assert status == 0 and "measured, 10 steps" in out.splitlines()[0]
+
+
+def test_a_function_that_returns_something_else_is_refused(capsys, monkeypatch):
+    module = type(sys)("own_models")
+    module.wrong = lambda: nn.Linear(1, 1)
+    monkeypatch.setitem(sys.modules, "own_models", module)
+    status, _, err = run(capsys, "--model", "own_models:wrong")
+    assert status == 2 and "returned Linear, expected (model, inputs)" in err
+    status, _, err = run(capsys, "--model", "own_models:absent")
+    assert status == 2 and "absent" in err
+    assert run(capsys, "--model", "own_models:wrong", "--batch", "3")[0] == 2
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (("--model", "resnet51"), "model 'resnet51' was given, expected one of mlp"),
+    (("--model", "no_such_package:f"), "No module named"),
+    (("--ranks", "8,x"), "'8,x' was given, expected whole numbers"), (("--ranks", "0"), "expected whole numbers of at least 1"),
+    (("--network", "token-ring"), "invalid choice: 'token-ring'"), (("--device", "z80"), "invalid choice: 'z80'"),
+    (("--latency-us", "5"), "give both"), (("--bandwidth", "5"), "give both"),
+    (("--ranks-per-node", "8"), "a preset has its own"), (("--bucket-mib", "0"), "'0' was given, expected a number above 0"),
+    (("--batch", "1.5"), "expected a whole number above 0"), (("--share", "100"), "expected a percentage below 100"),
+    (("--measured", "--device", "a100", "--dtype", "float32"), "float32 with SGD, and --device a100, --dtype float32 was given"),
+    (("--model", "mlp", "--ranks", "2", "--trace", "/no/such/folder/x.json"), "No such file or directory"),
+])  # fmt: skip
+def test_what_makes_no_sense_is_refused(capsys, arguments, named):
+    status, _, err = run(capsys, *arguments)
+    assert status == 2 and named in err

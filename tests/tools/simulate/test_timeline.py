@@ -1,0 +1,158 @@
+"""Simulated programs: timelines worked out by hand, and what holds for every program. The numbers are exact fractions."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apexfx.tools.simulate.timeline import LEGEND, Event, Start, Timeline, Wait, Work, run
+
+F = Fraction
+
+
+def rows(timeline, track):
+    return [(event.name, event.begin, event.end) for event in timeline.track(track)]
+
+
+def test_a_collective_hides_behind_compute_and_the_rest_is_waited_for():
+    timeline = run([Work("a", F(2)), Start("bucket 0", F(5)), Work("b", F(3)), Wait("bucket 0"), Work("c", F(1))])
+    assert rows(timeline, "compute") == [("a", 0, 2), ("b", 2, 5), ("bucket 0", 5, 7), ("c", 7, 8)]
+    assert rows(timeline, "communication") == [("bucket 0", 2, 7)]
+
+
+def test_one_channel_serves_in_the_order_of_starting():
+    timeline = run([Start("x", F(3)), Work("a", F(1)), Start("y", F(2)), Wait("y"), Wait("x")])
+    assert rows(timeline, "communication") == [("x", 0, 3), ("y", 3, 5)]
+    assert rows(timeline, "compute") == [("a", 0, 1), ("y", 1, 5)]
+
+
+def test_two_channels_share_the_network():
+    timeline = run([Start("x", F(3)), Start("y", F(1), 1), Wait("x"), Wait("y")])
+    assert rows(timeline, "communication") == [("y", 0, 2), ("x", 0, 4)]
+
+
+def test_compute_and_communication_slow_each_other():
+    # Half speed each: the 2 s collective needs 4 s beside compute, in which 2 s of work are done, then the rest at full speed.
+    timeline = run([Start("x", F(2)), Work("a", F(3)), Wait("x")], compute_rate=F(1, 2), network_rate=F(1, 2))
+    assert rows(timeline, "communication") == [("x", 0, 4)]
+    assert rows(timeline, "compute") == [("a", 0, 5)]
+    # While it waits, the processor is free for communication.
+    timeline = run([Start("x", F(2)), Work("a", F(1)), Wait("x")], compute_rate=F(1, 2), network_rate=F(1, 2))
+    assert rows(timeline, "compute") == [("a", 0, 2), ("x", 2, 3)]
+
+
+def test_what_nobody_waits_for_still_ends():
+    timeline = run([Work("a", F(1)), Start("x", F(5))])
+    assert timeline.seconds == 6 and rows(timeline, "communication") == [("x", 1, 6)]
+
+
+def test_a_collective_that_takes_no_time_is_done_at_once():
+    timeline = run([Work("a", F(1)), Start("x", F(0)), Wait("x"), Work("b", F(1))])
+    assert rows(timeline, "compute") == [("a", 0, 1), ("b", 1, 2)]
+    assert rows(timeline, "communication") == [("x", 1, 1)]
+
+
+@pytest.mark.parametrize("program, rates, named", [
+    ([Wait("x")], {}, "waits for 'x', which it has not started"),
+    ([Start("x", 1), Start("x", 1)], {}, "starts 'x' twice"),
+    ([], {"compute_rate": 0}, "compute_rate=0"), ([], {"network_rate": 2}, "network_rate=2"),
+])  # fmt: skip
+def test_a_program_that_makes_no_sense_is_refused(program, rates, named):
+    with pytest.raises(ValueError, match=named):
+        run(program, **rates)
+
+
+SECONDS = st.fractions(0, 20, max_denominator=8)
+RATES = st.fractions(F(1, 8), 1, max_denominator=8)
+
+
+@st.composite
+def programs(draw):
+    """Work, starts on up to three channels, waits for what was started."""
+    program, started = [], []
+    for index in range(draw(st.integers(0, 14))):
+        kind = draw(st.sampled_from(("work", "work", "start", "wait") if started else ("work", "start")))
+        if kind == "work":
+            program.append(Work(f"w{index}", draw(SECONDS)))
+        elif kind == "start":
+            program.append(Start(f"c{index}", draw(SECONDS), draw(st.integers(0, 2))))
+            started.append(f"c{index}")
+        else:
+            program.append(Wait(draw(st.sampled_from(started))))
+    return program
+
+
+def scaled(program, factor):
+    return [Start(t.name, t.seconds * factor, t.channel) if isinstance(t, Start) else t for t in program]
+
+
+@given(programs(), RATES, RATES)
+def test_every_timeline_is_one(program, compute_rate, network_rate):
+    timeline = run(program, compute_rate=compute_rate, network_rate=network_rate)
+    work = sum((task.seconds for task in program if isinstance(task, Work)), F(0))
+    communication = sum((task.seconds for task in program if isinstance(task, Start)), F(0))
+    assert max(work, communication) <= timeline.seconds <= work / compute_rate + communication / network_rate
+    compute = timeline.track("compute")
+    assert all(a.end == b.begin for a, b in zip(compute, compute[1:])), "compute or wait, without a gap"
+    order = [task.name for task in program if isinstance(task, Work) and task.seconds]
+    assert [event.name for event in compute if event.kind != "wait"] == order
+    for channel in range(3):
+        sent = [event for event in timeline.track("communication") if event.channel == channel]
+        assert all(a.end <= b.begin for a, b in zip(sent, sent[1:])), "one at a time"
+        issued = [task.name for task in program if isinstance(task, Start) and task.channel == channel]
+        assert sorted(event.name for event in sent) == sorted(issued)
+        ends = {event.name: event.end for event in sent}
+        assert [ends[name] for name in issued] == sorted(ends.values()), "in the order of starting"
+
+
+@given(programs())
+def test_a_free_network_leaves_compute_alone(program):
+    timeline = run(scaled(program, 0))
+    assert timeline.seconds == sum(task.seconds for task in program if isinstance(task, Work))
+    assert all(event.kind != "wait" for event in timeline.events)
+
+
+@given(programs(), st.fractions(0, 1, max_denominator=8))
+def test_a_faster_network_is_never_slower(program, factor):
+    one_channel = [Start(t.name, t.seconds) if isinstance(t, Start) else t for t in program]
+    assert run(scaled(one_channel, factor)).seconds <= run(one_channel).seconds
+
+
+@given(programs(), RATES, RATES)
+def test_the_trace_holds_every_event(program, compute_rate, network_rate):
+    timeline = run(program, compute_rate=compute_rate, network_rate=network_rate)
+    trace = json.loads(json.dumps(timeline.to_chrome_trace()))
+    events = [row for row in trace["traceEvents"] if row["ph"] == "X"]
+    assert [row["name"] for row in events] == [event.name for event in timeline.events]
+    threads = {row["tid"]: row["args"]["name"] for row in trace["traceEvents"] if row["name"] == "thread_name"}
+    for row, event in zip(events, timeline.events):
+        assert threads[row["tid"]] == ("compute" if event.track == "compute" else f"communication {event.channel}")
+        assert row["ts"] >= 0 and row["dur"] >= 0 and row["cat"]
+
+
+def test_the_trace_is_written(tmp_path):
+    timeline = run([Work("a", 1e-3, "forward"), Start("bucket 0", 2e-3, num_bytes=7), Wait("bucket 0")])
+    data = timeline.to_chrome_trace(tmp_path / "step.json", name="mine")
+    assert json.loads((tmp_path / "step.json").read_text()) == data
+    [sent] = [row for row in data["traceEvents"] if row.get("cat") == "allreduce"]
+    assert (sent["ts"], sent["dur"], sent["args"]) == (1e3, 2e3, {"bytes": 7})
+    assert data["traceEvents"][0]["args"] == {"name": "mine"}
+
+
+def test_the_picture_shows_two_tracks():
+    timeline = run([Work("f", 2, "forward"), Work("b", 2, "backward"), Start("bucket 0", 2), Work("b2", 1, "backward"),
+                    Start("bucket 11", 1), Wait("bucket 0"), Wait("bucket 11"), Work("w", 1, "write"),
+                    Work("o", 1, "optimizer")])
+    assert timeline.picture(width=9) == ("compute       ░░███··=▒\n"
+                                         "communication     001")
+    assert timeline.picture(width=18, seconds=18) == timeline.picture(width=9)
+    assert all(mark in LEGEND for mark in "░█·=▒")
+
+
+def test_an_empty_timeline_can_be_shown():
+    assert run([]).seconds == 0 and run([]).picture() == "compute       \ncommunication "
+    assert Timeline([Event("compute", "a", "forward", 0, 1)]).seconds == 1
