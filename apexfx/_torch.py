@@ -663,6 +663,11 @@ class GeneratedCode(NamedTuple):
 TRACK_KERNELS = {"trace.provenance_tracking_level": 2}
 
 
+def cache_entry(compiled: Any) -> str | None:
+    """Return the key under which Inductor's cache has what `compile_fx_inner` returned; None where it has not."""
+    return getattr(compiled, "_fx_graph_cache_key", None)
+
+
 def generated_code() -> list[GeneratedCode]:
     """Return the code of every graph in this process that Inductor was given with `TRACK_KERNELS`, from a cache or not."""
     codes = []

@@ -17,6 +17,7 @@ NAMES = Path(__file__).parent.parent / "apexfx" / "_torch.py"
 # Set or read as attributes, so no import statement mentions them.
 SETTINGS = {
     "torch/_inductor/config.py": ("post_grad_custom_post_pass", "reorder_for_peak_memory"),
+    "torch/_inductor/output_code.py": ("_fx_graph_cache_key",),
     "torch/_dynamo/config.py": ("allow_rnn", "allow_unspec_int_on_nn_module", "fail_on_recompile_limit_hit", "recompile_limit"),
     "torch/_functorch/config.py": ("force_non_lazy_backward_lowering",),
     "torch/nn/parallel/distributed.py": ("_active_ddp_module",),

@@ -31,6 +31,7 @@ class BackwardPasses(CustomGraphPass):
 
     # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
     inductor_options: ClassVar[dict[str, Any]] = {"reorder_for_peak_memory": False, **TRACK_KERNELS}
+    whole_step: ClassVar[bool] = False  # whether forward and backward are one graph
 
     def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder],
                  uuid: str | None, key: str | None) -> None:
@@ -48,15 +49,27 @@ class BackwardPasses(CustomGraphPass):
         if not is_backward(gm):
             self.on_forward(gm)
             return
-        stage = self.run(gm)
-        if self.key is not None:
-            cache.save_stage(self.key, stage)
+        self.run(gm)
 
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the backward stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
         self._record.backward = self._pipeline.run("backward", gm, inputs=random_inputs(gm))
         return self._record.backward
+
+    def keep(self, entry: str | None) -> None:
+        """Keep the stage's report beside the entries of torch's caches; read it from there where Inductor's cache had the code.
+
+        Programs that Dynamo captures differently may lower to one graph: then AOTAutograd's cache misses, and Inductor's hits.
+
+        Args:
+            entry: of Inductor's cache; None where it keeps none.
+        """
+        if self._record.backward is None and entry is not None:
+            self._record.backward = cache.load_stage(entry)
+        if self._record.backward is not None:
+            for key in filter(None, (self.key, entry)):
+                cache.save_stage(key, self._record.backward)
 
     def on_forward(self, gm: fx.GraphModule) -> None:
         """Put AOTAutograd's forward graph in the report."""

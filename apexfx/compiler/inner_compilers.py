@@ -15,6 +15,7 @@ from .._torch import (
     FakeTensorMode,
     aot_autograd,
     boxed,
+    cache_entry,
     compile_fx,
     compile_fx_inner,
     count_calls,
@@ -58,9 +59,11 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         return _boxed(gm)
     if not options.get("is_backward"):
         keep_saved_tensors()
-        return compile_fx_inner(gm, example_inputs, **options)
-    with keep_kernels():
-        return compile_fx_inner(gm, example_inputs, **options)
+    with keep_kernels() if options.get("is_backward") else contextlib.nullcontext():
+        compiled = compile_fx_inner(gm, example_inputs, **options)
+    if options.get("is_backward") or backward.whole_step:
+        backward.keep(cache_entry(compiled))
+    return compiled
 
 
 def _eager(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch.fx.traceback import annotate
 
 from .. import passes
 from .._torch import PlainAOTOutput, keep_sequence_numbers, set_grad_enabled, tensor_version
-from ..compiler import cache, capture
+from ..compiler import capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
 from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
 from ..compiler.inner_compilers import Traced
@@ -217,6 +217,7 @@ class StepPasses(BackwardPasses):
 
     # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
     inductor_options: ClassVar[dict[str, Any]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
+    whole_step = True
 
     def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None],
                  on_communication: Callable[[], None]) -> None:
@@ -226,9 +227,7 @@ class StepPasses(BackwardPasses):
     def __call__(self, graph: fx.Graph) -> None:
         if self._user_pass is not None:
             self._user_pass(graph)
-        stage = self.run(graph.owning_module)
-        if self.key is not None:
-            cache.save_stage(self.key, stage)
+        self.run(graph.owning_module)
 
     def run(self, gm: fx.GraphModule) -> StageReport:
         """Run the step stage over `gm` and put it in the report."""

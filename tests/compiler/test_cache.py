@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+import torch
+from torch import nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
@@ -81,3 +84,34 @@ def test_a_report_survives_the_round_trip(tmp_path, monkeypatch):
     path = next(tmp_path.rglob("*.json"))
     path.write_text(json.dumps({"stage": 1})[:-3])
     assert cache.load_stage("some-key") is None
+
+
+class Flat(nn.Module):
+    def __init__(self, end):
+        super().__init__()
+        self.end = end
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.layer(x.flatten(0, self.end)).square().mean()
+
+
+@pytest.mark.parametrize("whole_step", [False, True])
+def test_programs_that_lower_to_one_graph_have_a_report_each(whole_step, tmp_path, monkeypatch):
+    """AOTAutograd's cache knows the second by another key than the first, and Inductor's has its code."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    stages = []
+    for end in (-2, 1, 1):
+        torch._dynamo.reset()
+        model = Flat(end)
+        if whole_step:
+            step = apexfx.train_step(model, None, torch.optim.SGD(model.parameters(), 0.1), objective=lambda model, x: model(x))
+            step(torch.ones(2, 3, 8))
+            assert step.report.memory()
+            stages.append(step.report.graphs[0].stages[1])
+        else:
+            model = apexfx.transform(model)
+            model(torch.ones(2, 3, 8)).backward()
+            stages.append(model.report.graphs[0].stages[1])
+    assert [stage.from_cache for stage in stages] == [False, True, True]
+    assert [stage.captured for stage in stages] == [stages[0].captured] * 3
