@@ -17,7 +17,6 @@ import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -458,23 +457,9 @@ def has_kernel(op: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
 
 
-@functools.cache
-def onednn_is_wider() -> bool:
-    """Tell whether oneDNN uses AVX-512 here and MKL does not, because another than Intel made the processor."""
-    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
-        return False
-    info = Path("/proc/cpuinfo")
-    return torch.cpu._is_avx512_supported() and info.exists() and "GenuineIntel" not in info.read_text()
-
-
 def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
     """Return whether Inductor computes the convolutions of a graph without a backward channels_last, whatever its strides."""
     return GraphLowering.decide_layout_opt(gm, is_inference=True)
-
-
-def onednn_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return x @ weight.T of float32 matrices on the CPU, by oneDNN."""
-    return torch.ops.mkldnn._linear_pointwise.default(x, weight, None, "none", [], "")
 
 
 def keep_saved_tensors() -> None:

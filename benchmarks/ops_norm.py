@@ -184,7 +184,7 @@ def measure(
 
 
 def smallest_shape(op: str) -> tuple[int, ...]:
-    """Return the shape below which the passes leave `op` to the inner compiler."""
+    """Return the shape below which the passes leave `op` to Inductor."""
     return SMALLEST_IMAGE if op == "batch_norm" else min(SHAPES, key=math.prod)
 
 
@@ -235,20 +235,20 @@ def medians(runs: list[Path]) -> tuple[list[Measurement], int]:
 def table_source(rows: list[Measurement], old: dict, clock: str, processes: int) -> str:
     """Return the source of the pass's table: the old entries, with those measured now in their place."""
     entries = dict(old)
-    for key in sorted({(r.op, r.device, r.inner, r.dtype) for r in rows}):
-        ratios = [r.ratio for r in rows if (r.op, r.device, r.inner, r.dtype) == key]
+    for key in sorted({(r.op, r.device, r.dtype) for r in rows if r.inner == "inductor"}):
+        ratios = [r.ratio for r in rows if (r.op, r.device, r.dtype) == key and r.inner == "inductor"]
         entries[key] = (round(math.exp(statistics.fmean(map(math.log, ratios))), 2), round(min(ratios), 2))
     lines = [f"    {key!r}: {value!r},".replace("'", '"') for key, value in sorted(entries.items())]
     return "\n".join([
-        '"""Measured: how much faster the apexfx norm is than what the inner compiler makes of torch\'s; data only.',
+        '"""Measured: how much faster the apexfx norm is than what Inductor makes of torch\'s; data only.',
         "",
         f"Written by benchmarks/ops_norm.py --write; last run: {', '.join(sorted({r.op for r in rows}))}",
         f"(torch {torch.__version__}, {torch.get_num_threads()} thread(s), {clock} time, {processes} process(es)).",
         "Entries that a run does not measure stay as an earlier one left them.",
-        "(op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio",
+        "(op, device type, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio",
         f"time(torch) / time(apexfx), forward and backward, shapes {', '.join(map(str, SHAPES))};",
         f"batch_norm with add and ReLU: {', '.join(map(str, IMAGES))}, channels_last.",
-        "A combination that is not here was not measured, and is left to the inner compiler. So is an input of fewer",
+        "A combination that is not here was not measured, and is left to Inductor. So is an input of fewer",
         "elements than LEAST_ELEMENTS, those of the smallest shape above; of batch_norm, of a smaller image on which",
         f"it still wins, {SMALLEST_IMAGE}.",
         '"""',
@@ -262,7 +262,7 @@ def table_source(rows: list[Measurement], old: dict, clock: str, processes: int)
         *(f'    "{op}": {math.prod(smallest_shape(op))},' for op in sorted(OPS)),
         "}",
         "",
-        "RATIO: dict[tuple[str, str, str, str], tuple[float, float]] = {",
+        "RATIO: dict[tuple[str, str, str], tuple[float, float]] = {",
         *lines,
         "}",
         "",

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import time
@@ -40,7 +39,6 @@ SHORT = (  # in order of worth
     "ops.py --seconds 20 --json results/ops_cpu.json",
     "amp.py --rounds 10 --models cnn encoder --json results/amp.json",
     "ddp.py --steps 20 --models mlp transformer --json results/ddp.json",
-    "passes.py --models mlp --processes 1 --rounds 10 --json results/passes.json",
     "memory.py --only batch_norm --json results/memory_cpu.json",
     "pass_time.py --layers 50 --inductor-layers",
     "overlap.py --rounds 5",
@@ -69,14 +67,13 @@ RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
     "memory_cpu.json": lambda row: min(row["ratio"], MOST_MEMORY),
     "amp.json": lambda row: 1 / row["ratio"],
     "ddp.json": lambda row: 1 / row["ratio"],
-    "passes.json": lambda row: 1 / statistics.median(row["with / without"]),
     "pass_time.json": lambda row: row["compile_s"] / row["pipeline_s"],
     "host_time.json": lambda row: row["ratio"],
     "jax_step.json": lambda row: row["ratio"],
     "safeguard.json": lambda row: 1 / row["ratio"],
     "overlap.json": lambda row: row["alone_ms"] / row["backward_ms"],
 }
-_NAMES = ("family", "model", "name", "row", "variant", "pass", "inner", "layers")
+_NAMES = ("family", "model", "name", "row", "variant", "inner", "layers")
 
 
 def ratios(name: str, record: dict[str, Any]) -> dict[str, float]:

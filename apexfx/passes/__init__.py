@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .._torch import onednn_is_wider
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..precision.policy import Policy
@@ -18,10 +17,8 @@ from .base import Pass, validate
 from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
 from .channels_last import ChannelsLast
-from .flatten_relu import FlattenRelu
 from .fuse_batchnorm import FuseBatchnorm
 from .fuse_norm import FuseNorm
-from .onednn_products import OnednnProducts
 from .precision import Precision
 from .recompute import Recompute
 from .schedule_comm import ScheduleComm
@@ -88,22 +85,13 @@ def _cancel_casts(config: TransformConfig, context: Context) -> Pass | None:
     return CancelCasts()
 
 
-def _flatten_relu(config: TransformConfig, context: Context) -> Pass | None:
-    return FlattenRelu() if config.inner == "inductor" else None
-
-
 def _fuse_norm(config: TransformConfig, context: Context) -> Pass | None:
     # Under "eager" the graph stays what eager would run, bit for bit.
-    return FuseNorm(inner=config.inner) if config.inner == "inductor" else None
+    return FuseNorm() if config.inner == "inductor" else None
 
 
 def _fuse_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
-    return FuseBatchnorm(inner=config.inner) if config.inner == "inductor" else None
-
-
-def _onednn_products(config: TransformConfig, context: Context) -> Pass | None:
-    asked = config.inner == "inductor" and context.device.type == "cpu" and torch.backends.mkldnn.enabled
-    return OnednnProducts() if asked and onednn_is_wider() else None
+    return FuseBatchnorm() if config.inner == "inductor" else None
 
 
 def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:
@@ -144,10 +132,8 @@ TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
     Row(Precision, "opt_level=", _precision),
     Row(CancelCasts, "always", _cancel_casts),
-    Row(FlattenRelu, "inner=\"inductor\"", _flatten_relu),
     Row(FuseBatchnorm, "inner=\"inductor\", where measured faster", _fuse_batchnorm),
     Row(FuseNorm, "inner=\"inductor\", where measured faster", _fuse_norm),
-    Row(OnednnProducts, "inner=\"inductor\", where MKL lacks AVX-512", _onednn_products),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
     Row(ChannelsLast, "train_step(), inner=\"inductor\"", _channels_last),

@@ -19,28 +19,17 @@ class FuseBatchnorm(Pass):
     """Replace training-mode batch norms, with the [add and] ReLU behind them, by the op where it measured faster.
 
     It is the op of `sync_batchnorm` over no group: it issues no collective. What was not measured to be faster
-    (measured_speedups.py) for the device, inner compiler and dtype is left to the inner compiler. So are small images, where
-    the kernel wins nothing: against Inductor, CPU, two threads, time(torch) / time(apexfx) in float32 and bfloat16 was
-    0.94 and 0.96 for (2, 8, 8, 8), 1.01 and 1.00 for (4, 16, 8, 8), 1.19 and 1.21 for (4, 16, 12, 12),
-    2.72 and 2.48 for (8, 32, 16, 16).
+    (measured_speedups.py) for the device and dtype is left to Inductor. So are small images, where the kernel wins nothing:
+    on a CPU, two threads, time(torch) / time(apexfx) in float32 and bfloat16 was 0.94 and 0.96 for (2, 8, 8, 8), 1.01 and
+    1.00 for (4, 16, 8, 8), 1.19 and 1.21 for (4, 16, 12, 12), 2.72 and 2.48 for (8, 32, 16, 16).
 
     Before:  y = F.batch_norm(x, running_mean, running_var, weight, bias, True, 0.1, 1e-05); relu(y + z)
     After:   apexfx.sync_batch_norm(x, weight, bias, running_mean, running_var, 0.1, 1e-05, "", None, z, True)
-
-    Args:
-        inner: the inner compiler, "inductor", "eager" or "cudagraphs".
     """
 
     name = "fuse_batchnorm"
     stage = "forward"
     numeric = "reassociates"
-
-    def __init__(self, *, inner: str) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def options(self) -> dict[str, Any]:
-        return {"inner": self.inner}
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         modified = False
@@ -61,4 +50,4 @@ class FuseBatchnorm(Pass):
         # One value a channel is an error of F.batch_norm and of the op, but not of torch.batch_norm.
         return (isinstance(x, Tensor) and not statically_known_true(x.numel() == x.shape[1])
                 and has_kernel("apexfx::bn_forward", x.device.type.upper())
-                and is_faster("batch_norm", self.inner, x))
+                and is_faster("batch_norm", x))

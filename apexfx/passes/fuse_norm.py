@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -23,16 +22,15 @@ from .measured_speedups import FLOOR, LEAST_ELEMENTS, MARGIN, RATIO
 from .norm_matching import Norm, is_safe, norms, with_casts, with_residual
 
 
-def is_faster(op: str, inner: str, x: Tensor) -> bool:
-    """Return whether the measured kernel of `op` beats what the inner compiler makes of torch's, for inputs like `x`.
+def is_faster(op: str, x: Tensor) -> bool:
+    """Return whether the measured kernel of `op` beats what Inductor makes of torch's, for inputs like `x`.
 
     A dynamic size counts as what it was when the graph was captured. False inside torch.func's transforms, which batch and
     differentiate torch's norms but do not know the ops.
     """
     if below_functorch(x) is not x or math.prod(map(size_hint, x.shape)) < LEAST_ELEMENTS.get(op, 0):
         return False
-    inner = "eager" if inner == "cudagraphs" else inner  # which runs the ops as eager does
-    mean, smallest = RATIO.get((op, x.device.type, inner, str(x.dtype).removeprefix("torch.")), (0.0, 0.0))
+    mean, smallest = RATIO.get((op, x.device.type, str(x.dtype).removeprefix("torch.")), (0.0, 0.0))
     return mean >= MARGIN and smallest >= FLOOR
 
 
@@ -44,32 +42,22 @@ class FuseNorm(Pass):
     the op, which widens and rounds by itself. So does the residual add in front of a norm (apexfx.add_layer_norm,
     apexfx.add_rms_norm, which return the sum too, for its other users).
 
-    What was not measured to be faster (measured_speedups.py) for the op, device, inner compiler and dtype is left to the
-    inner compiler. So is an input smaller than any that was measured: the kernel loses there. Against Inductor, float32, CPU,
-    two threads, time(torch) / time(apexfx) of (64, 64), (256, 128), (512, 256), (2048, 256) and (2048, 768) was
-    0.77, 0.77, 0.76, 0.81 and 0.91 for layer norm, 0.82, 0.77, 0.78, 0.74 and 0.90 for RMS norm.
+    What was not measured to be faster (measured_speedups.py) for the op, device and dtype is left to Inductor. So is an input
+    smaller than any that was measured: the kernel loses there. On a CPU, float32, two threads, time(torch) / time(apexfx) of
+    (64, 64), (256, 128), (512, 256), (2048, 256) and (2048, 768) was 0.77, 0.77, 0.76, 0.81 and 0.91 for layer norm, 0.82,
+    0.77, 0.78, 0.74 and 0.90 for RMS norm.
 
     Before:  h = x.to(f32); v = h.pow(2).mean(-1, keepdim=True); n = (h * rsqrt(v + 1e-06)).to(bf16); w * n
     After:   apexfx.rms_norm(x, w, 1, 1e-06, bf16)[0]
-
-    Args:
-        inner: the inner compiler, "inductor", "eager" or "cudagraphs".
     """
 
     name = "fuse_norm"
     stage = "forward"
     numeric = "changes_dtype"  # a written norm in half rounds in between, the op does not
 
-    def __init__(self, *, inner: str) -> None:
-        super().__init__()
-        self.inner = inner
-
     def begin(self) -> None:
         super().begin()
         self.removed: list[RemovedCast] = []
-
-    def options(self) -> dict[str, Any]:
-        return {"inner": self.inner}
 
     def artifacts(self) -> Artifacts:
         return Artifacts(removed_casts=self.removed)
@@ -93,7 +81,7 @@ class FuseNorm(Pass):
 
     def _is_faster(self, norm: Norm) -> bool:
         x = value(norm.x)
-        return is_faster(norm.op, self.inner, x) and has_kernel(f"apexfx::{_op_name(norm)}", x.device.type.upper())
+        return is_faster(norm.op, x) and has_kernel(f"apexfx::{_op_name(norm)}", x.device.type.upper())
 
     def _rewrite(self, norm: Norm) -> None:
         graph, mode = norm.root.graph, fake_mode(norm.root.graph)

@@ -1,12 +1,12 @@
-"""Measured: how much faster the apexfx norm is than what the inner compiler makes of torch's; data only.
+"""Measured: how much faster the apexfx norm is than what Inductor makes of torch's; data only.
 
 Written by benchmarks/ops_norm.py --write; last run: add_layer_norm, add_rms_norm, add_written_rms_norm
 (torch 2.13.0+cpu, 2 thread(s), wall time, 2 process(es)).
 Entries that a run does not measure stay as an earlier one left them.
-(op, device type, inner compiler, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio
+(op, device type, dtype of x) -> (geometric mean over the shapes, smallest) of the ratio
 time(torch) / time(apexfx), forward and backward, shapes (4096, 768), (8192, 1024), (512, 4096);
 batch_norm with add and ReLU: (16, 32, 24, 24), (32, 64, 56, 56), (32, 256, 14, 14), (32, 1024, 7, 7), channels_last.
-A combination that is not here was not measured, and is left to the inner compiler. So is an input of fewer
+A combination that is not here was not measured, and is left to Inductor. So is an input of fewer
 elements than LEAST_ELEMENTS, those of the smallest shape above; of batch_norm, of a smaller image on which
 it still wins, (4, 16, 12, 12).
 """
@@ -26,47 +26,26 @@ LEAST_ELEMENTS: dict[str, int] = {
     "written_rms_norm": 2097152,
 }
 
-RATIO: dict[tuple[str, str, str, str], tuple[float, float]] = {
-    ("add_layer_norm", "cpu", "eager", "bfloat16"): (2.08, 1.86),
-    ("add_layer_norm", "cpu", "eager", "float16"): (1.3, 1.08),
-    ("add_layer_norm", "cpu", "eager", "float32"): (1.61, 1.38),
-    ("add_layer_norm", "cpu", "inductor", "bfloat16"): (1.5, 1.24),
-    ("add_layer_norm", "cpu", "inductor", "float16"): (1.04, 0.88),
-    ("add_layer_norm", "cpu", "inductor", "float32"): (1.34, 1.23),
-    ("add_rms_norm", "cpu", "eager", "bfloat16"): (9.24, 5.4),
-    ("add_rms_norm", "cpu", "eager", "float16"): (7.29, 5.27),
-    ("add_rms_norm", "cpu", "eager", "float32"): (6.15, 5.26),
-    ("add_rms_norm", "cpu", "inductor", "bfloat16"): (1.28, 1.14),
-    ("add_rms_norm", "cpu", "inductor", "float16"): (1.46, 0.75),
-    ("add_rms_norm", "cpu", "inductor", "float32"): (1.26, 1.16),
-    ("add_written_rms_norm", "cpu", "eager", "bfloat16"): (9.25, 7.2),
-    ("add_written_rms_norm", "cpu", "eager", "float16"): (7.03, 4.99),
-    ("add_written_rms_norm", "cpu", "eager", "float32"): (4.95, 4.7),
-    ("add_written_rms_norm", "cpu", "inductor", "bfloat16"): (1.29, 1.17),
-    ("add_written_rms_norm", "cpu", "inductor", "float16"): (0.89, 0.74),
-    ("add_written_rms_norm", "cpu", "inductor", "float32"): (1.38, 1.14),
-    ("batch_norm", "cpu", "eager", "bfloat16"): (1.5, 1.35),
-    ("batch_norm", "cpu", "eager", "float16"): (1.16, 0.96),
-    ("batch_norm", "cpu", "eager", "float32"): (1.32, 1.08),
-    ("batch_norm", "cpu", "inductor", "bfloat16"): (8.32, 7.49),
-    ("batch_norm", "cpu", "inductor", "float16"): (7.65, 6.72),
-    ("batch_norm", "cpu", "inductor", "float32"): (6.5, 5.81),
-    ("layer_norm", "cpu", "eager", "bfloat16"): (1.82, 1.77),
-    ("layer_norm", "cpu", "eager", "float16"): (1.24, 1.01),
-    ("layer_norm", "cpu", "eager", "float32"): (1.3, 0.87),
-    ("layer_norm", "cpu", "inductor", "bfloat16"): (1.24, 1.03),
-    ("layer_norm", "cpu", "inductor", "float16"): (1.06, 0.8),
-    ("layer_norm", "cpu", "inductor", "float32"): (1.27, 1.06),
-    ("rms_norm", "cpu", "eager", "bfloat16"): (18.79, 9.41),
-    ("rms_norm", "cpu", "eager", "float16"): (13.2, 3.75),
-    ("rms_norm", "cpu", "eager", "float32"): (10.75, 7.77),
-    ("rms_norm", "cpu", "inductor", "bfloat16"): (0.97, 0.89),
-    ("rms_norm", "cpu", "inductor", "float16"): (0.81, 0.62),
-    ("rms_norm", "cpu", "inductor", "float32"): (1.27, 0.88),
-    ("written_rms_norm", "cpu", "eager", "bfloat16"): (12.43, 4.73),
-    ("written_rms_norm", "cpu", "eager", "float16"): (10.26, 3.18),
-    ("written_rms_norm", "cpu", "eager", "float32"): (8.28, 4.92),
-    ("written_rms_norm", "cpu", "inductor", "bfloat16"): (0.98, 0.87),
-    ("written_rms_norm", "cpu", "inductor", "float16"): (0.81, 0.66),
-    ("written_rms_norm", "cpu", "inductor", "float32"): (1.19, 0.91),
+RATIO: dict[tuple[str, str, str], tuple[float, float]] = {
+    ("add_layer_norm", "cpu", "bfloat16"): (1.5, 1.24),
+    ("add_layer_norm", "cpu", "float16"): (1.04, 0.88),
+    ("add_layer_norm", "cpu", "float32"): (1.34, 1.23),
+    ("add_rms_norm", "cpu", "bfloat16"): (1.28, 1.14),
+    ("add_rms_norm", "cpu", "float16"): (1.46, 0.75),
+    ("add_rms_norm", "cpu", "float32"): (1.26, 1.16),
+    ("add_written_rms_norm", "cpu", "bfloat16"): (1.29, 1.17),
+    ("add_written_rms_norm", "cpu", "float16"): (0.89, 0.74),
+    ("add_written_rms_norm", "cpu", "float32"): (1.38, 1.14),
+    ("batch_norm", "cpu", "bfloat16"): (8.32, 7.49),
+    ("batch_norm", "cpu", "float16"): (7.65, 6.72),
+    ("batch_norm", "cpu", "float32"): (6.5, 5.81),
+    ("layer_norm", "cpu", "bfloat16"): (1.24, 1.03),
+    ("layer_norm", "cpu", "float16"): (1.06, 0.8),
+    ("layer_norm", "cpu", "float32"): (1.27, 1.06),
+    ("rms_norm", "cpu", "bfloat16"): (0.97, 0.89),
+    ("rms_norm", "cpu", "float16"): (0.81, 0.62),
+    ("rms_norm", "cpu", "float32"): (1.27, 0.88),
+    ("written_rms_norm", "cpu", "bfloat16"): (0.98, 0.87),
+    ("written_rms_norm", "cpu", "float16"): (0.81, 0.66),
+    ("written_rms_norm", "cpu", "float32"): (1.19, 0.91),
 }

@@ -17,7 +17,7 @@ from apexfx.passes.fuse_norm import FuseNorm
 
 NORMS = ("layer_norm", "rms_norm", "written_rms_norm")
 EVERYWHERE = {
-    (op, "cpu", "eager", dtype): (2.0, 2.0)
+    (op, "cpu", dtype): (2.0, 2.0)
     for op in ("batch_norm", *NORMS, *(f"add_{name}" for name in NORMS))
     for dtype in ("float32", "bfloat16", "float16", "float64")
 }
@@ -33,14 +33,14 @@ def measured(ratios=EVERYWHERE, least_elements=None):
     return mock.patch.multiple("apexfx.passes.fuse_norm", RATIO=ratios, LEAST_ELEMENTS=least_elements or {})
 
 
-def rewrite(model, *inputs, pass_type=FuseNorm, inner="eager", make=None, autocast=None, runs=True, **measurements):
+def rewrite(model, *inputs, pass_type=FuseNorm, make=None, autocast=None, runs=True, **measurements):
     """Run a pass over what Dynamo captures of `model`; return the pass, the graph, and the rewritten call's result.
 
     Args:
-        make: makes the pass, by default of `pass_type` for `inner`.
+        make: makes the pass, by default of `pass_type`.
         runs: False gives the result of the graph as captured, where the rewritten one has no ranks to talk to.
     """
-    make = make or (lambda: pass_type(inner=inner))
+    make = make or pass_type
     kept = []
 
     def backend(gm, example_inputs):
