@@ -529,11 +529,6 @@ def has_state_dict_hook(module: torch.nn.Module, hook: Callable[..., object]) ->
     return hook in module._state_dict_hooks.values()
 
 
-def has_step_pre_hook(optimizer: torch.optim.Optimizer, hook: Callable[..., object]) -> bool:
-    """Tell whether `hook` was registered to run before `optimizer.step()`."""
-    return hook in optimizer._optimizer_step_pre_hooks.values()
-
-
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Tell whether `optimizer.step()` itself skips where its `found_inf` is not 0."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -17,12 +17,18 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 
-from .._torch import function_mode_depth, function_modes, pop_function_mode, push_function_mode, replace_recomputed
+from .._torch import (
+    function_mode_depth,
+    function_modes,
+    pop_function_mode,
+    push_function_mode,
+    replace_recomputed,
+    tensor_version,
+)
 from ..graph.op_names import canonical_name
 from ..precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
 from .cast_plan import FLOAT32_LIMITS, USER_CAST, CastPlan, following, gives_float32_limits, mark
 from .eager_ledger import EagerLedger
-from .weight_cache import WeightCache
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
@@ -30,8 +36,11 @@ _FOREIGN = Rule("float", "not torch's own: it gets the dtypes it was written for
 
 
 class _Thread(threading.local):
-    depth = 0
-    disabled = 0
+    """How many forwards of this thread the executor is on for, how often it is disabled, and the casts of parameters."""
+
+    def __init__(self) -> None:
+        self.depth = self.disabled = 0
+        self.casts: dict[tuple[int, torch.dtype], tuple[Tensor, int, Tensor]] = {}  # parameter, its version, its cast
 
 
 class CastExecutor(TorchFunctionMode):
@@ -42,7 +51,6 @@ class CastExecutor(TorchFunctionMode):
         user_rules: canonical op name -> rule, in front of the table.
 
     Attributes:
-        cache: half copies of the parameters.
         ledger: filled with one row a cast where not None; see `EagerLedger`.
         deactivated: set by `handle._deactivate()`: nothing is cast any more.
     """
@@ -54,8 +62,6 @@ class CastExecutor(TorchFunctionMode):
         self.half = half
         self.user_rules = dict(user_rules or {})
         self.rules = {**RULES, **self.user_rules}
-        self.caching = True
-        self.cache = WeightCache()
         self.ledger: EagerLedger | None = None
         self.any_user_cast = self.any_float32_limits = False  # whether a tensor was marked, see `cast_plan`
         self.deactivated = False
@@ -91,7 +97,7 @@ class CastExecutor(TorchFunctionMode):
     def __exit__(self, *exception: Any) -> None:
         self.thread.depth -= 1
         if self.thread.depth == 0:
-            self.cache.drop_passing()
+            self.thread.casts.clear()
         pop_function_mode()
 
     @contextlib.contextmanager
@@ -132,11 +138,21 @@ class CastExecutor(TorchFunctionMode):
             self.any_float32_limits = True
 
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool]:
-        """Return `tensor` in `dtype`, and whether the weight cache had it."""
-        kind = type(tensor)
-        if kind is Tensor or not (self.caching and (kind is Parameter or isinstance(tensor, Parameter)) and dtype in HALVES):
+        """Return `tensor` in `dtype`, and whether it is the copy that this forward made of a parameter before.
+
+        As under torch.autocast, a copy lives until the outermost forward ends: what writes into parameters between two
+        forwards, in whatever way, is seen by the second.
+        """
+        if not (self.depth and isinstance(tensor, Parameter) and dtype in HALVES):
             return tensor.to(dtype), False
-        return self.cache.get(tensor, dtype)
+        parameter, version, cast = self.thread.casts.get((id(tensor), dtype), (None, 0, None))
+        if (parameter is tensor and version == tensor_version(tensor)
+                and not (torch.is_grad_enabled() and cast.requires_grad != tensor.requires_grad)):
+            return cast, True
+        cast = tensor.to(dtype)
+        if not cast.is_inference():
+            self.thread.casts[id(tensor), dtype] = tensor, tensor_version(tensor), cast
+        return cast, False
 
     # ---- copies of a model share it ---------------------------------------------------------------------------------
 

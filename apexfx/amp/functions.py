@@ -138,7 +138,7 @@ def init(
     """Cast in everything that this thread runs from now on (the old API), until `handle._deactivate()`.
 
     Args:
-        enable_caching: keep half copies of parameters.
+        enable_caching: kept for Apex's scripts; half copies of parameters end with the forward of a model, and none is known.
         verbose: print every cast.
         allow_banned: kept for Apex's scripts; a banned function runs in float32 either way.
         dtype: the half type; float16 by default where CUDA is available, bfloat16 elsewhere.
@@ -150,7 +150,6 @@ def init(
     rules, foreign = take_registered()
     half = dtype or default_half([torch.device("cuda" if torch.cuda.is_available() else "cpu")])
     executor = CastExecutor(half, rules)
-    executor.caching = enable_caching
     if verbose:
         executor.print_casts()
     active = AmpHandle(executor, loss_scale=loss_scale, verbose=verbose)

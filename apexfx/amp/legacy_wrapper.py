@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..host_copy import HostCopy
 from ._amp_state import master_params, maybe_print
-from .predicated_step import PredicatedStep
+from .optimizers import is_set
 from .scaler import LossScaler
 
 
 class OptimWrapper:
     """Wraps `optimizer`: `scale_loss` once for each of `num_loss` losses, then `step`.
 
-    Forwards everything else to the optimizer. A step is skipped on the device if any loss of its iteration overflowed.
+    Forwards everything else to the optimizer. A step is skipped if any loss of its iteration overflowed.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Any, num_loss: int) -> None:
@@ -30,8 +29,6 @@ class OptimWrapper:
         scale = getattr(amp_handle, "_loss_scale", 1.0)
         self._loss_scaler = [LossScaler(scale, device=device, name=str(i)) for i in range(num_loss)]
         self._found_inf: Tensor | None = None
-        self._predicated = PredicatedStep()
-        self._skipped: HostCopy | None = None
 
     @contextlib.contextmanager
     def scale_loss(self, loss: Tensor) -> Iterator[Tensor]:
@@ -70,25 +67,12 @@ class OptimWrapper:
             self._optimizer.step()
             return
         self._loss_idx = 0
-        for parameter in master_params(self._optimizer):
-            self._amp_handle.remove_cache(parameter)
         found_inf, self._found_inf = self._found_inf, None
+        if found_inf is not None and is_set(found_inf):
+            maybe_print("Gradient overflow, skipping update")
+            return
         with self._amp_handle._disable_casts():
-            if found_inf is None:
-                self._optimizer.step()
-                return
-            self._predicated.before(self._optimizer)
             self._optimizer.step()
-            self._predicated.after(self._optimizer, found_inf)
-        self._report(found_inf)
-
-    def _report(self, found_inf: Tensor) -> None:
-        earlier, self._skipped = self._skipped, HostCopy(found_inf)
-        for copy in (earlier, self._skipped):
-            if copy is not None and copy.ready() and copy.get().numpy().any():
-                maybe_print("Gradient overflow, skipping update")
-        if self._skipped.ready():
-            self._skipped = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_optimizer" not in self.__dict__:
@@ -103,13 +87,3 @@ class OptimWrapper:
 
     def __repr__(self) -> str:
         return repr(self._optimizer)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's, with the work of a skipped step undone."""
-        self._predicated.settle(self._optimizer)
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load into the optimizer."""
-        self._predicated.settle(self._optimizer)
-        self._optimizer.load_state_dict(state_dict)

@@ -13,7 +13,6 @@ from .._torch import foreach_add_, foreach_copy_, tensor_version
 from ..distributed.synchronizer import local_gradients
 from ..precision.rules import HALVES
 from .models import MASTER
-from .predicated_step import PredicatedStep
 from .scaler import LossScaler
 from .session import Session
 
@@ -36,8 +35,6 @@ class AmpOptimizerState:
         self.already_patched = False
         self.params_have_scaled_gradients = False
         self.found_inf: Tensor | None = None
-        self.predicated = PredicatedStep()
-        self.step_flag: Tensor | None = None  # what the step that runs has as `optimizer.found_inf`
         self.fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp16_groups: list[list[Tensor]] = []
         self.fp32_from_fp32_groups: list[list[Tensor]] = []
@@ -46,8 +43,7 @@ class AmpOptimizerState:
         self.all_fp32_from_fp32_params: list[Tensor] = []
         self.all_fp16_grad_stash: list[Tensor | None] = []
         self.all_fp32_grad_stash: list[Tensor | None] = []
-        self._frozen: list[Tensor] = []
-        self._ids: list[int] = []  # of what the optimizer's groups held when they were last taken in
+        self._known: set[Tensor] = set()  # masters, and what is its own
         self._reconciled = False
 
     @property
@@ -57,28 +53,19 @@ class AmpOptimizerState:
     # ---- parameters -------------------------------------------------------------------------------------------------
 
     def adopt_all(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take in what the optimizer's groups hold, once more where they changed or a parameter was unfrozen since."""
-        ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
-        if ids == self._ids and not any(p.requires_grad for p in self._frozen):
-            return
-        self._frozen = []
+        """Take in what is new in the optimizer's groups: added by hand, or trained only from now on."""
         for number, group in enumerate(optimizer.param_groups):
             for parameter, master in self.adopt(group, number).items():
                 if parameter in optimizer.state:
                     optimizer.state[master] = optimizer.state.pop(parameter)
-        self._ids = [id(p) for group in optimizer.param_groups for p in group["params"]]
 
     def adopt(self, group: dict[str, Any], number: int) -> dict[Tensor, Tensor]:
         """Take in the new parameters of a group, put masters in place of half ones; return {model parameter: master}."""
         halves: list[Tensor] = []
         masters: list[Tensor] = []
         others: list[Tensor] = []
-        known = {*self.all_fp32_from_fp16_params, *self.all_fp32_from_fp32_params}
         for i, parameter in enumerate(group["params"]):
-            if parameter in known:
-                continue
-            if not parameter.requires_grad:
-                self._frozen.append(parameter)
+            if parameter in self._known or not parameter.requires_grad:
                 continue
             if not parameter.is_floating_point():
                 raise TypeError(f"Optimizer's parameters must be floating tensors. Received {parameter.dtype}")
@@ -96,7 +83,9 @@ class AmpOptimizerState:
         self.all_fp16_params += halves
         self.all_fp32_from_fp16_params += masters
         self.all_fp32_from_fp32_params += others
-        self.link()
+        self._known.update((*masters, *others))
+        if halves:
+            self.link()
         return dict(zip(halves, masters))
 
     def link(self) -> None:
@@ -215,6 +204,11 @@ class AmpOptimizerState:
         self.all_fp16_grad_stash = []
         self.all_fp32_grad_stash = []
 
+    def takes_closures(self) -> bool:
+        """Return whether steps may be given a closure: none is skipped, and there are no masters that move within one."""
+        scalers = self.session.scalers if self.session is not None else []
+        return not scalers or not self.master_weights and not any(scaler.dynamic for scaler in scalers)
+
     def skip_on(self, found_inf: Tensor) -> None:
         """Skip the next step where `found_inf`, or a flag given before it, is not 0."""
         if self.found_inf is not None:
@@ -224,7 +218,7 @@ class AmpOptimizerState:
     # ---- copies ---------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "predicated": PredicatedStep(), "found_inf": None, "step_flag": None, "session": None}
+        return {**self.__dict__, "found_inf": None, "session": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AmpOptimizerState:
         duplicate = object.__new__(type(self))

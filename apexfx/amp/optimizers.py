@@ -1,20 +1,22 @@
 """What `initialize` does to an optimizer: masters in its groups, and steps that skip on a flag.
 
-Work around a step is done by torch's own step hooks, so a scheduler may wrap `step` before or after. `zero_grad`,
-`add_param_group` and the methods that downstream code calls come from a subclass of the optimizer's class, of the same
-name, that the instance is moved to; so `deepcopy` and pickling keep working.
+`step`, `zero_grad`, `add_param_group` and the methods that downstream code calls come from a subclass of the optimizer's
+class, of the same name, that the instance is moved to; so `deepcopy` and pickling keep working.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import types
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import has_step_pre_hook, reads_found_inf
+from .._torch import reads_found_inf
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
 from .optimizer_state import AmpOptimizerState
@@ -84,8 +86,6 @@ class AmpOptimizer:
         super().__setstate__(state)  # type: ignore[misc]
         if "_amp_stash" in self.__dict__:
             self._amp_stash.link()
-            if not has_step_pre_hook(self, _before_step):  # loading a state dict comes here too
-                register_hooks(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduced(super(), self, AmpOptimizer, amp_class, protocol)
@@ -108,7 +108,10 @@ def process_optimizer(optimizer: torch.optim.Optimizer, session: Session, *, mas
     stash.lazy_init_called = True
     optimizer.__class__ = amp_class(type(optimizer))
     optimizer._amp_stash = stash
-    register_hooks(optimizer)
+    if "step" in vars(optimizer):  # a scheduler that was made before has wrapped the method
+        own = optimizer.step
+        optimizer.step = types.MethodType(_with_amp(functools.wraps(own)(lambda self, *args, **kwargs: own(*args, **kwargs))),
+                                          optimizer)
     if stash.all_fp16_params:
         optimizer.load_state_dict(optimizer.state_dict())  # state made before follows the masters' dtype
     return stash
@@ -130,97 +133,58 @@ def _warn_of_half_sgd(optimizer: torch.optim.Optimizer) -> None:
 
 @functools.cache
 def amp_class(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    return subclass(cls, AmpOptimizer)
+    return subclass(cls, AmpOptimizer, step=_with_amp(cls.step))
 
 
-def register_hooks(optimizer: Any) -> None:
-    """Register torch's hooks for the work around a step and around checkpoints."""
-    optimizer.register_step_pre_hook(_before_step)
-    optimizer.register_step_post_hook(_after_step)
-    optimizer.register_state_dict_pre_hook(_settle)
-    optimizer.register_load_state_dict_pre_hook(_settle)
+def _with_amp(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method `step` with the work around it: it is left out where the gradients overflowed."""
+
+    @functools.wraps(step)  # its marks too, of which one tells torch that its step hooks run inside
+    def amp_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        stash: AmpOptimizerState = self._amp_stash
+        if (args and args[0] is not None or kwargs.get("closure") is not None) and not stash.takes_closures():
+            raise RuntimeError("amp: step() was given a closure, and whether its gradients overflow shows too late to skip the "
+                               "step or to move the masters; call the closure, then step(). With a static loss_scale and without "
+                               "master weights a closure may be given")
+        found_inf, stash.found_inf = stash.found_inf, None
+        result = None
+        if found_inf is None or _skips_on_flag(self) or not is_set(found_inf):
+            stash.reconcile()
+            with _flagged(self, found_inf):
+                result = step(self, *args, **kwargs)
+            stash.copy_masters_to_model()
+        stash.drop_master_grads()
+        if stash.session is not None:
+            stash.session.report_overflows()
+        return result
+
+    return amp_step
 
 
-def _settle(optimizer: Any, *state_dict: Any) -> None:
-    _take_flag(optimizer)
-    optimizer._amp_stash.predicated.settle(optimizer)
-
-
-def _before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    stash: AmpOptimizerState = optimizer._amp_stash
-    _take_flag(optimizer)  # of a step that raised
-    stash.reconcile()
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
-    if closure is not None:
-        # The flag is raised inside it, too late for an optimizer that reads one as it begins: be ready to undo.
-        stash.predicated.before(optimizer, without_grad=True)
-        wrapped = _with_masters_copied(closure, stash)
-        return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
-    stash.predicated.settle(optimizer)
-    if stash.found_inf is None:
-        return None
-    if is_clear(stash.found_inf):
-        stash.found_inf = None
-    elif _skips_on_flag(optimizer):
-        optimizer.found_inf = stash.step_flag = stash.found_inf
-        if _makes_state(optimizer):
-            stash.predicated.before(optimizer, tensors=False)
-    else:
-        stash.predicated.before(optimizer)
-    return None
-
-
-def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    stash: AmpOptimizerState = optimizer._amp_stash
-    found_inf, stash.found_inf = stash.found_inf, None
-    _take_flag(optimizer)
-    if found_inf is not None:
-        stash.predicated.after(optimizer, found_inf)
-    else:
-        stash.predicated.discard()
-    stash.copy_masters_to_model()
-    stash.drop_master_grads()
-    if stash.session is not None:
-        stash.session.end_iteration()
-        stash.session.report_overflows()
-
-
-def is_clear(flag: Tensor) -> bool:
-    """Return whether the host can tell without waiting that `flag` is 0."""
-    return flag.device.type == "cpu" and not flag.numpy()
-
-
-def _take_flag(optimizer: Any) -> None:
-    """Take the flag off `optimizer` that `_before_step` put there; a GradScaler's stays."""
-    stash: AmpOptimizerState = optimizer._amp_stash
-    if stash.step_flag is not None and optimizer.__dict__.get("found_inf") is stash.step_flag:
+@contextlib.contextmanager
+def _flagged(optimizer: Any, found_inf: Tensor | None) -> Iterator[None]:
+    """Let `optimizer` read the flag as `optimizer.found_inf`; one that a GradScaler put there without amp stays."""
+    if found_inf is None or not _skips_on_flag(optimizer):
+        yield
+        return
+    optimizer.found_inf = found_inf
+    try:
+        yield
+    finally:
         del optimizer.found_inf
-    stash.step_flag = None
+
+
+def is_set(flag: Tensor) -> bool:
+    """Return whether `flag` is not 0; waits for the device."""
+    return bool(flag.cpu().numpy().any())
 
 
 def _skips_on_flag(optimizer: Any) -> bool:
-    """Return whether `optimizer` reads `found_inf` itself: this package's, and torch's with fused=True."""
-    return reads_found_inf(optimizer) and all(
-        group.get("fused", True) for group in optimizer.param_groups  # a loaded state dict may have turned torch's off
-    )
+    """Return whether the coming step reads `found_inf` itself: this package's optimizers, and torch's with fused=True.
 
-
-def _makes_state(optimizer: Any) -> bool:
-    """Return whether the step that begins may be a parameter's first, which makes its state."""
-    state = optimizer.state
-    return any(p.grad is not None and p not in state for group in optimizer.param_groups for p in group["params"])
-
-
-def _with_masters_copied(closure: Any, stash: AmpOptimizerState) -> Any:
-    """Return `closure` for an optimizer that moves the masters between its evaluations."""
-    calls = 0
-
-    @functools.wraps(closure)
-    def evaluate() -> Any:
-        nonlocal calls
-        if calls:
-            stash.copy_masters_to_model()
-        calls += 1
-        return closure()
-
-    return evaluate
+    Not a step that makes state: what it makes would stay where the step is skipped.
+    """
+    state, groups = optimizer.state, optimizer.param_groups
+    return (reads_found_inf(optimizer)
+            and all(group.get("fused", True) for group in groups)  # a loaded state dict may have turned torch's off
+            and all(p in state for group in groups for p in group["params"] if p.grad is not None))

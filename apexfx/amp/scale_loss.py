@@ -20,7 +20,7 @@ class scale_loss:  # Apex's name of a context manager
     """Scale `loss` for the backward pass in the body; afterwards unscale the gradients and move the scale.
 
     Gradients that were there before are kept apart, so repeated calls accumulate. Overflows skip the next step of each
-    of `optimizers`, on the device. An exception in the body leaves gradients, scaler and caches as they were.
+    of `optimizers`. An exception in the body leaves gradients and scaler as they were.
 
     Args:
         loss: a tensor; what the body gets is `loss.float() * scale`.
@@ -85,7 +85,6 @@ class scale_loss:  # Apex's name of a context manager
         session = self._session
         if session is None or not session.properties.enabled:
             return
-        session.end_iteration()
         if kind is not None:
             for optimizer in self._prepared:
                 optimizer._amp_stash.put_back()
@@ -183,20 +182,20 @@ class AmpHandle:
             module, name, original = self._undo.pop()
             setattr(module, name, original)
 
+    # ---- Apex's names: here half copies of parameters end with the forward that made them ---------------------------
+
+    has_cache = False
+
     def _clear_cache(self) -> None:
-        self.executor.cache.clear()
+        self.executor.thread.casts.clear()
 
     def remove_cache(self, param: Tensor) -> None:
-        """Forget the half copies of one parameter."""
-        self.executor.cache.remove(param)
-
-    @property
-    def has_cache(self) -> bool:
-        return self.executor.caching
+        """Forget the half copies of parameters in a forward that has written into `param`."""
+        self._clear_cache()
 
     @property
     def cache(self) -> Any:
-        return self.executor.cache
+        return self.executor.thread.casts
 
 
 class NoOpHandle:

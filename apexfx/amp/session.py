@@ -28,11 +28,6 @@ class Session:
     scalers: list[LossScaler]
     executor: CastExecutor | None
 
-    def end_iteration(self) -> None:
-        """Forget the casts of parameters that are about to change."""
-        if self.executor is not None:
-            self.executor.cache.clear()
-
     def report_overflows(self) -> None:
         """Print what the scalers have to say and is known on the host already."""
         for scaler in self.scalers:

@@ -147,6 +147,8 @@ class FP16_Optimizer:  # Apex's name
 
     def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def evaluate() -> Any:
+            if not self.first_closure_call_this_step:  # the optimizer has moved the masters since
+                self._stash.copy_masters_to_model()
             self.first_closure_call_this_step = False
             loss = closure()
             while self.overflow:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from apexfx import amp
-from tests.amp.amp_cases import ConvNet, batch, train
+from tests.amp.amp_cases import ConvNet, batch
 
 Pair = collections.namedtuple("Pair", ["first", "second"])
 
@@ -272,14 +272,3 @@ def test_casts_stay_in_the_thread_and_in_the_model():
     go_on.set()
     thread.join()
     assert results["other"] == torch.float32 == torch.mm(w, w).dtype and "model" in results
-
-
-def test_train_and_eval_hold_no_second_copy_of_the_weights():
-    model = ConvNet()
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
-    cache = amp._amp_state.session.executor.cache
-    train(model, optimizer, 1)
-    assert len(cache) == 0
-    with torch.no_grad():
-        model(batch()[0])
-    assert len(cache) == 0

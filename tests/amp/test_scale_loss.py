@@ -65,15 +65,13 @@ def test_loss_id_picks_the_scaler():
         backward(model, optimizer, loss_id=2)
 
 
-def test_unit_static_scale_without_masters_checks_nothing_and_clears_the_cache():
+def test_unit_static_scale_without_masters_checks_nothing():
     model, optimizer = made(loss_scale=1.0)
-    cache = _amp_state.session.executor.cache
     loss = loss_of(model)
-    assert len(cache) > 0
     with amp.scale_loss(loss, optimizer) as scaled:
         assert scaled is loss
         scaled.backward()
-    assert len(cache) == 0 and _amp_state.loss_scalers[0]._unskipped == 0
+    assert _amp_state.loss_scalers[0]._unskipped == 0
 
 
 @pytest.mark.parametrize("as_tuple", [False, True])
@@ -196,8 +194,6 @@ def test_an_exception_in_the_body_leaves_everything_as_it_was(level):
             raise KeyError("body")
     assert all(torch.equal(a, b) for a, b in zip(grads(optimizer), expected, strict=True)) and scaler.state_dict() == state
     assert not optimizer._amp_stash.params_have_scaled_gradients
-    if level == "O1":
-        assert len(_amp_state.session.executor.cache) == 0
     optimizer.zero_grad()
     backward(model, optimizer)
     assert same(grads(optimizer), expected, rtol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -26,14 +27,13 @@ def executor_of(model, **options):
     return _amp_state.session.executor
 
 
-def test_a_weight_is_cast_once_for_all_its_uses():
+def test_a_weight_is_cast_once_for_all_its_uses_in_a_forward():
     model = shared()
     executor = executor_of(model)
     executor.ledger = EagerLedger()
-    for _ in range(2):  # the second forward, before any step, too
-        model(torch.randn(2, 4))
+    model(torch.randn(2, 4))
     weights = [cast for cast in executor.ledger if cast.op == "linear" and cast.source_dtype == "f32"]
-    assert [cast.cached for cast in weights].count(False) == 4  # the inputs, the weight and the bias
+    assert [cast.cached for cast in weights].count(False) == 3  # the input, the weight and the bias
 
 
 def test_shared_weights_get_the_gradient_of_every_use():
@@ -46,24 +46,51 @@ def test_shared_weights_get_the_gradient_of_every_use():
     assert torch.allclose(model.fc.weight.grad, plain.fc.weight.grad, rtol=0.05, atol=0.05)
 
 
-@pytest.mark.parametrize("change", ["step", "load", "data", "storage"])
-def test_the_cache_never_serves_stale_weights(change):
-    model = shared()
-    executor_of(model)
+def through_numpy(weight):
+    weight.detach().numpy()[:] *= 2
+
+
+def by_sam(weight):
+    weight.data.add_(weight.data)
+
+
+def by_another_thread(weight):
+    thread = threading.Thread(target=by_sam, args=(weight,))
+    thread.start()
+    thread.join()
+
+
+WRITES = {
+    "data_copy": lambda w: w.data.copy_(2 * w.data), "data_add": by_sam, "data_item": lambda w: w.data[:].mul_(2),
+    "data_set": lambda w: setattr(w, "data", 2 * w.data), "numpy": through_numpy,
+    "dlpack": lambda w: torch.from_dlpack(w.detach()).mul_(2), "no_grad": lambda w: torch.no_grad()(w.mul_)(2),
+    "thread": by_another_thread, "inference": lambda w: torch.inference_mode()(w.mul_)(2),
+    "storage": lambda w: torch.tensor([], dtype=w.dtype).set_(w.untyped_storage(), 0, w.shape).mul_(2),
+    "foreach": lambda w: torch._foreach_mul_([w.data], 2), "init": lambda w: torch.nn.init.constant_(w, 0.5),
+    "swap": lambda w: torch.nn.utils.vector_to_parameters(2 * torch.nn.utils.parameters_to_vector([w]), [w]),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_write_between_two_forwards_is_seen(write, grad):
+    """However it is made: SAM moves the weights and computes again, a GAN clips them, an EMA swaps them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbosity=0)
     x = torch.randn(2, 4)
-    with torch.set_grad_enabled(change in ("load", "storage")):
-        model(x)
-        with torch.no_grad():
-            if change == "step":
-                model.fc.weight.add_(1.0)
-            elif change == "load":
-                model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
-            elif change == "data":
-                model.fc.weight.data.add_(1.0)
-            else:
-                model.fc.weight.data = model.fc.weight.data + 1.0
-        fresh = copy.deepcopy(model)
-        assert torch.equal(model(x), fresh(x))
+    with torch.set_grad_enabled(grad):
+        before = model(x)
+        WRITES[write](model[1].weight)
+        after = model(x)
+        expected = x.bfloat16()
+        for layer in model:
+            expected = F.linear(expected, layer.weight.bfloat16(), layer.bias.bfloat16())
+    assert torch.equal(after, expected.float()) and not torch.equal(after, before)
+    if grad:
+        after.sum().backward()
+        assert model[1].weight.grad is not None
+    assert len(_amp_state.handle.cache) == 0
 
 
 def test_evaluation_before_training_does_not_lose_gradients():
