@@ -64,7 +64,7 @@ torch.manual_seed(rank)  # noise differs by rank
 discriminator_optimizer, generator_optimizer = (torch.optim.Adam(part.parameters(), 1e-3, betas=(0.5, 0.999))
                                                 for part in (gan.discriminator, gan.generator))
 
-# A step trains what its optimizer holds, and warns of what it leaves.
+# A step trains what its optimizer holds, and refuses what its loss depends on besides, unless that is frozen.
 # Leave out inner="eager" to have the graphs compiled by Inductor.
 options = {"opt_level": "O1", "dtype": torch.bfloat16, "sync_bn": True, "ddp": num_ranks > 1, "inner": "eager"}
 discriminator_step = apexfx.train_step(gan, optimizer=discriminator_optimizer, objective=discriminator_objective, **options)

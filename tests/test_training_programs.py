@@ -111,16 +111,15 @@ def by_step(case: Case, program: Program, parts: Parts, rank: int, *, pieces: bo
     averages, calls = _averages(parts), itertools.count()
     mine = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
     for update in range(UPDATES):
-        losses, inputs = [], []
+        losses = []
         for _ in range(program.accumulate):
             batch = program.batch(rank, next(calls))
             result = step(*batch)
             losses.append(result[0] if isinstance(result, tuple) else result)
-            inputs.append(batch[0].grad)
         if not keeps:
             left = [name for name, p in parts.leaves.items() if id(p) in mine and p.grad is not None]
             assert not left, f"keep_grads=False left gradients in {left}"
-        yield _seen(program, parts, averages, losses, inputs, update, without=() if keeps else mine)
+        yield _seen(program, parts, averages, losses, [], update, without=() if keeps else mine)
 
 
 def _broken(x: Any) -> Any:
@@ -189,8 +188,11 @@ EXECUTORS: dict[str, Callable[..., Iterator[dict[str, Any]]]] = {
 def one_case(case: Case, rank: int) -> tuple[str, str]:
     """Return the outcome of a case and what is to be said of it, the same on every rank."""
     program = make(case.seed, take_turns=case.executor != "step")  # which is one graph, the same on all ranks
-    reference = list(in_a_loop(case, program, program.build(), rank, itself))
-    parts = program.build()
+    theirs, parts = program.build(), program.build()
+    if case.executor in ("step", "pieces"):  # which train all that requires a gradient
+        for each in (theirs, parts):
+            _freeze_others(each)
+    reference = list(in_a_loop(case, program, theirs, rank, itself))
     if rank and case.executor != "backend":  # which broadcasts what its graphs read alone
         with torch.no_grad():
             inside = parts.model.parameters() if case.executor == "transform" else \
@@ -221,11 +223,17 @@ def one_case(case: Case, rank: int) -> tuple[str, str]:
     return FAILED, "\n".join(f"rank {rank}: {said or 'went on'}" for rank, (_, said, _) in enumerate(every))
 
 
+def _freeze_others(parts: Parts) -> None:
+    mine = {id(p) for group in parts.optimizer.param_groups for p in group["params"]}
+    for p in parts.leaves.values():
+        p.requires_grad_(id(p) in mine)
+
+
 def _differences(seen: dict[str, Any], expected: dict[str, Any], level: str) -> list[str]:
     found = []
     for kind, rows in seen.items():
         wanted = expected[kind]
-        if kind == "grad":
+        if kind in ("grad", "input grad"):
             wanted = {name: wanted[name] for name in rows}
         if "state" in kind:  # a step makes it before the first update: zeros, which is what no state means
             rows, wanted = ({**{name: 0 * value for name, value in other.items()}, **row}

@@ -2,7 +2,7 @@
 
 Read `options`, `step` (what a user calls), `state` (what a step reads and writes besides its batch), `function` (what Dynamo
 traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
-Beside them: `parameters`, `objective` and `other_leaves` (what is trained, and what gets gradients besides), `averages`,
+Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `averages`,
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
 `loss_scale`, `safeguard` and `forward_writes` (which steps are skipped, and what they leave behind: nothing), `skipped_steps`,
 `last_call`, `non_finite` and `record` (where that began, and how to run it again), `replicas` (whether the ranks still train one
@@ -46,9 +46,9 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             positional or a dictionary of keyword arguments), then the targets.
         optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor and SparseAdam) and apexfx.optimizers update inside of
             the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled and clipped; the
-            report says so. It may hold parameters of the loss function or objective, too. Other leaves get their gradients in
-            `.grad`, as in eager. A list of optimizers over disjoint parameters (Muon for the matrices, AdamW for the rest) shares
-            one norm and one loss scale; its state is a list, too, and a schedule belongs to one of them as ever.
+            report says so. It may hold parameters of the loss function or objective, too; any other leaf that the loss
+            depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the matrices, AdamW for the
+            rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs to one of them as usual.
         objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`. The
             step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none

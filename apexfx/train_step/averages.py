@@ -1,4 +1,4 @@
-"""Averages of gradients over the ranks that no graph computes: of other leaves, of a step in pieces, of a flush."""
+"""Averages of gradients over the ranks that no graph computes: of a step in pieces, of a flush."""
 
 from __future__ import annotations
 
@@ -10,18 +10,6 @@ from torch import Tensor
 
 from ..buckets.reduce import reduce_gradients
 from ..config import BucketConfig
-
-
-def averaged(gradients: Sequence[Tensor | None], leaves: Sequence[Tensor], buckets: BucketConfig, group: dist.ProcessGroup, *,
-             alike: bool) -> list[Tensor | None]:
-    """Return the averages of gradients over the ranks, which may be written; None where no rank has one.
-
-    Args:
-        leaves: what they belong to; as many of the same shapes on every rank, each of which has to call this.
-        alike: whether all ranks have gradients of the same leaves; otherwise they compare first.
-    """
-    return _averaged({f"{place}": leaf for place, leaf in enumerate(leaves)}, gradients, buckets, group,
-                     [g is not None for g in gradients] if alike else None)
 
 
 def averaged_copies(names: Mapping[int, str], params: Sequence[Tensor], grads: Sequence[Tensor | None],
@@ -37,13 +25,8 @@ def averaged_copies(names: Mapping[int, str], params: Sequence[Tensor], grads: S
     # Copies, since autograd may hand out one gradient twice, or expanded.
     copies = [g.clone(memory_format=torch.contiguous_format) if g is not None else None for g in grads]
     named = {names.get(id(p), f"{place}"): p for place, p in enumerate(params)}  # no name: its module has been replaced
-    return _averaged(named, copies, buckets, group, None)
-
-
-def _averaged(named: Mapping[str, Tensor], gradients: Sequence[Tensor | None], buckets: BucketConfig, group: dist.ProcessGroup,
-              present: list[bool] | None) -> list[Tensor | None]:
     holders = {name: tensor.detach() for name, tensor in named.items()}
-    for holder, gradient in zip(holders.values(), gradients):
+    for holder, gradient in zip(holders.values(), copies):
         holder.grad = gradient
-    reduce_gradients(holders, buckets, group, present)
+    reduce_gradients(holders, buckets, group, None)
     return [holder.grad for holder in holders.values()]

@@ -38,7 +38,7 @@ from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .errors import calls_backward, sparse_gradient
 from .function import GATHERED, NotCompiled
-from .other_leaves import OtherLeaves, return_gradients, unscaled
+from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
 from .parameters import MemoryCheck
 
 log = logging.getLogger(__name__)
@@ -121,7 +121,7 @@ class StepCompiler:
         memory = written_storages(gm)
         by_forward = [place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
                       if placeholders[place].stride is not None and storages(value(node)) & memory]
-        leaves = OtherLeaves(return_gradients(gm, placeholders), example_inputs, self.config.buckets, self.groups.gradients)
+        leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  whole_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
@@ -134,8 +134,7 @@ class StepCompiler:
                 raise sparse_gradient(p.meta["apexfx_name"])
         places = [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p.name in updated]
         present = [gradient is not None for gradient in grads]
-        collectives = [*issued(gm), *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives()),
-                       *leaves.collectives()]
+        collectives = [*issued(gm), *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives())]
         if collectives:
             collectives.insert(0, numeric_options(self.config))
             if self.reduce_gradients and node is not None:
@@ -149,6 +148,19 @@ class StepCompiler:
         self._check_budget(graph.record)
         warn_unmatched(self.report)
         return self._guarded(compiled, graph.record, collectives, placeholders, places, by_forward, leaves)
+
+    def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
+                         example_inputs: Sequence[Any]) -> list[Placeholder]:
+        """Refuse other leaves than those that are updated; return those of the batch, whose gradients are not computed."""
+        loss, trained = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].args[:2]
+        reached = set(map(id, leaves_of(value(loss)))) - {id(value(node)) for node in trained}
+        others = [p for p, node in zip(placeholders, gm.graph.find_nodes(op="placeholder")) if id(value(node)) in reached]
+        of_batch = [p for p in others if is_of_batch(p, example_inputs[p.index])]
+        check_leaves([p.name for p in others if p not in of_batch])
+        if of_batch:
+            self.report.note(f"apexfx: {', '.join(p.name for p in of_batch)} of the batch requires a gradient, and the step "
+                             "computes none of it: its .grad stays as it is")
+        return of_batch
 
     def _note_written_parameters(self, gm: fx.GraphModule) -> None:
         memory = written_storages(gm)
@@ -171,7 +183,7 @@ class StepCompiler:
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, collectives: list[Any],
                  placeholders: Sequence[Placeholder], updated: Sequence[int], by_forward: Sequence[int],
-                 leaves: OtherLeaves) -> Callable[..., Any]:
+                 leaves: Sequence[Placeholder]) -> Callable[..., Any]:
         """Have the ranks compare what they will communicate wherever that is not what they communicated last.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
@@ -179,7 +191,7 @@ class StepCompiler:
         Args:
             updated: the inputs that the end of the step writes; no other input may share their memory.
             by_forward: those that the forward writes; what shares their memory may not change.
-            leaves: those whose gradients the graph returns beside what was captured.
+            leaves: those of the batch that require a gradient.
         """
         agreement = self.agreement if collectives else None
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
@@ -190,7 +202,8 @@ class StepCompiler:
             nonlocal has_run
             if self._repeats_only and not has_run:
                 raise NotCompiled
-            leaves.check(args)
+            for leaf in leaves:
+                check_leaf(leaf.name, args[leaf.index])
             if check_memory is not None:
                 check_memory(args)
             if self._captures_only:
@@ -201,7 +214,7 @@ class StepCompiler:
                 outputs = compiled(*args)
                 self.on_run()
                 has_run = True
-                return leaves.taken_from(outputs, args)
+                return outputs
 
         return run
 
@@ -348,7 +361,7 @@ def _trace(graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any
     gm, outputs = graph.gm, []
     grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
     for node in gm.graph.output_node().args[0]:
-        while isinstance(node, fx.Node) and (is_inserted_cast(node) or node.target is unscaled):
+        while isinstance(node, fx.Node) and is_inserted_cast(node):
             node = node.args[0]
         of = grad.args[1][node.args[1]] if isinstance(node, fx.Node) and grad in node.args else None
         outputs.append(of.meta["apexfx_name"] if of is not None else "")

@@ -62,7 +62,7 @@ def has_history(name: str) -> NotOneGraph:
     reason = (f"the loss depends on {name}, which has a history (grad_fn): it was computed outside of the step from what "
               "requires a gradient")
     return NotOneGraph(f"apexfx: {reason}. Give the step {name}.detach(), or compute it inside of the objective, from a module "
-                       f"or a leaf; or {_IN_PIECES}, where gradients flow on into that history", reason)
+                       "or a leaf", reason)
 
 
 def sparse_gradient(name: str) -> ValueError:

@@ -25,11 +25,11 @@ from ..compiler.refusals import COMPILES_ITSELF
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
-from .averages import averaged, averaged_copies
+from .averages import averaged_copies
 from .errors import calls_backward, error_of_loss, sparse_gradient
 from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
+from .leaves import check_leaves, leaves_of
 from .model import StepModel
-from .other_leaves import add_gradients, check_leaf, leaves_of, unscaled
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,6 @@ class StepInPieces:
         self._compiled: CompiledModel | None = None
         self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's
         self._was_called = False
-        self._leaves: list[Tensor] = []  # that the step does not update
-        self._leaf_gradients: list[Tensor | None] = []
-        self._shared: list[bool] = []  # whether a leaf is that of all ranks
 
     def run_last(self, inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
         """Do as `run_step`."""
@@ -77,10 +74,8 @@ class StepInPieces:
             if any(g is not None for g in grads):  # otherwise the step is refused
                 self._on_communication()
             grads = averaged_copies(self._names(), inputs.params, grads, self._buckets, self._group)
-            self._average_leaves()
         if any(g is not None for g in grads):
             self._on_change()
-        add_gradients(self._leaves, self._leaf_gradients)
         for buffer in inputs.buffers:
             buffer.zero_()
         return loss, rest, *apply_gradients(inputs, grads)
@@ -89,8 +84,6 @@ class StepInPieces:
         """Do as `run_accumulate`."""
         loss, rest, grads = self._gradients(inputs, batch, named_inputs)
         self._on_change()
-        self._average_leaves()
-        add_gradients(self._leaves, self._leaf_gradients)
         return loss, rest, gather(inputs.buffers, grads)
 
     def _of_model(self, config: TransformConfig) -> TransformConfig:
@@ -107,11 +100,11 @@ class StepInPieces:
         """Run forward and backward; a failure changes nothing but what the forward has written."""
         before = self._versions()
         differentiate = functools.partial(self._differentiate, grads_before=grad_versions(inputs.params),
-                                          of_batch=set(map(id, tree_leaves((batch, named_inputs)))))
+                                          of_batch={id(x) for x in tree_leaves((batch, named_inputs))
+                                                    if not isinstance(x, nn.Parameter)})
         try:
             with self._compiled_forward():
                 loss, rest, grads = compute_gradients(inputs, batch, named_inputs, differentiate)
-            self._leaf_gradients = [unscaled(g, inputs.scale) for g in self._leaf_gradients]
         except BaseException as error:
             ours = str(error).startswith("apexfx")
             if isinstance(error, RuntimeError) and not ours and (of_loss := error_of_loss(str(error))) is not None:
@@ -136,36 +129,17 @@ class StepInPieces:
         """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
         if grad_versions(params) != grads_before:
             raise calls_backward()
-        trained = set(map(id, params))
-        reached = [leaf for leaf in leaves_of(loss) if id(leaf) not in trained]
-        for leaf in reached:
-            check_leaf(self._names().get(id(leaf), f"a leaf of shape {list(leaf.shape)}"), leaf)
-        leaves = {id(p): p for p in (*(p for p in self._model.parameters() if p.requires_grad), *reached)}
-        self._leaves = [leaf for leaf in leaves.values() if id(leaf) not in trained]
-        self._shared = [isinstance(leaf, nn.Parameter) or id(leaf) not in of_batch for leaf in self._leaves]
-        held = [(p, p.grad) for p in (*params, *self._leaves)]
+        others = [leaf for leaf in leaves_of(loss) if not any(leaf is p for p in params) and id(leaf) not in of_batch]
+        check_leaves([self._names().get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
+        held = [(p, p.grad) for p in params]
         for p, _ in held:
             p.grad = None
         try:
             loss.backward()
-            self._leaf_gradients = [leaf.grad for leaf in self._leaves]
             return [p.grad for p in params]
         finally:
             for p, gradient in held:
                 p.grad = gradient
-
-    def _average_leaves(self) -> None:
-        """Average the gradients of what the step does not update, unless they are of this rank's batch."""
-        if self._group is None:
-            return
-        shared = [place for place, is_shared in enumerate(self._shared) if is_shared]
-        leaves = [self._leaves[i] for i in shared]
-        if self._agreement is not None:
-            self._agreement.ensure("leaves that require a gradient and are not updated",
-                                   [[list(leaf.shape), str(leaf.dtype)] for leaf in leaves])
-        means = averaged([self._leaf_gradients[i] for i in shared], leaves, self._buckets, self._group, alike=False)
-        for place, mean in zip(shared, means):
-            self._leaf_gradients[place] = mean
 
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in (*self._model.named_parameters(), *self._objective_modules.named_tensors()[0].items())}

@@ -63,17 +63,6 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
     return trained
 
 
-def missed_parameters(model: nn.Module, optimizers: OptimizerList) -> str:
-    """Say which parameters of the model require a gradient and are not the optimizer's; "" where there are none."""
-    held = {id(p) for group in optimizers.param_groups for p in group["params"]}
-    missed = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in held]
-    if not missed:
-        return ""
-    return (f"apexfx: {len(missed)} parameters require a gradient and are in no group of the optimizer. The step does not update "
-            "them; as in eager, it adds their gradients to .grad, for another optimizer to apply and clear "
-            f"(requires_grad_(False) saves computing them): {', '.join(missed[:5])}{', ...' if len(missed) > 5 else ''}")
-
-
 def _check_memory(model: nn.Module, objective_modules: ObjectiveModules, trained: set[int]) -> None:
     """Refuse a trained parameter that shares memory with another tensor: their updates would meet there.
 

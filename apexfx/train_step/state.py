@@ -25,8 +25,7 @@ from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .optimizer_state import Group, OptimizerState, Structure, cycled, momenta
 from .options import StepOptions
-from .other_leaves import unshared
-from .parameters import check_state, missed_parameters, trained_parameters
+from .parameters import check_state, trained_parameters
 from .safeguard import SafeguardState
 
 log = logging.getLogger(__name__)
@@ -125,7 +124,7 @@ class TrainingState:
                                f"{self._options.accumulate} calls that accumulate; change them after the call that applies the "
                                "gradients")
         outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode)
-        note_what_is_outside(self._model, self._optimizers, outside, self._report, averages=self._ema is not None,
+        note_what_is_outside(self._optimizers, outside, self._report, averages=self._ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
         before, self._momenta = self._momenta, momenta(self._optimizers)
         self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
@@ -259,7 +258,7 @@ class TrainingState:
         self._forward_writes.undo(skip)
         if self._options.keep_grads or self._optimizer_state is None:
             self._drop_gradients()  # what nobody computed now is not to be applied
-            left = iter(unshared(gradients))
+            left = iter(_unshared(gradients))
             for p, here in zip(self.params, present):
                 p.grad = next(left) if here else None
         if self._optimizer_state is not None:
@@ -303,6 +302,16 @@ class TrainingState:
         self.num_calls, self._broken = 0, ""
 
 
+def _unshared(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return gradients that left a graph, each in memory of its own: Inductor returns one buffer for two that are equal."""
+    own, taken = list(gradients), set()
+    for place, gradient in enumerate(own):
+        if gradient.data_ptr() in taken:
+            own[place] = gradient.clone()
+        taken.add(gradient.data_ptr())
+    return own
+
+
 def clipping(optimizers: OptimizerList, options: StepOptions) -> tuple[float | None, float]:
     """Return to which norm gradients are clipped, and what is added to the norm: the optimizer may do that itself.
 
@@ -344,17 +353,13 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     return outside
 
 
-def note_what_is_outside(model: nn.Module, optimizers: OptimizerList, outside: str, report: Report, *, skips: bool,
-                         averages: bool) -> None:
-    """Say in the report which parameters the step does not update, and why its graph updates none, where `outside` says so.
+def note_what_is_outside(optimizers: OptimizerList, outside: str, report: Report, *, skips: bool, averages: bool) -> None:
+    """Say in the report why the graph updates nothing, where `outside` says so.
 
     Args:
         skips: whether a step may be skipped.
         averages: whether averages follow the update.
     """
-    if (missed := missed_parameters(model, optimizers)) and missed not in report.notes:
-        report.note(missed)
-        log.warning(missed)
     if outside:
         waits = "; each step waits for the device, to know whether it is skipped" if skips else ""
         follows = "; the averages of ema= follow it op by op" if averages else ""

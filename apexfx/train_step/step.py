@@ -78,7 +78,7 @@ class TrainStep:
             options.safeguard, self._device, self._scale.tensors.get(SKIPS), options.accumulate)
         self._ema = EmaState(options.ema) if options.ema is not None else None
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
-        note_what_is_outside(model, optimizers, outside, self.report, averages=options.ema is not None,
+        note_what_is_outside(optimizers, outside, self.report, averages=options.ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
         note_what_waits(trained, options, self.report)
         note_ranks_apart(averaged_over_none(config), outside, options, self.report)

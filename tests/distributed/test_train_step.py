@@ -377,65 +377,7 @@ def test_a_dynamic_batch_compiles_one_graph(rank, world_size):
     assert len(step.report.graphs) == 1 and same_on_all(world_size, list(model.parameters()))
 
 
-# ---- leaves that are not the optimizer's ------------------------------------------------------------------------------------
-
-
-def average(tensors, world_size):
-    for tensor in tensors:
-        dist.all_reduce(tensor)
-        tensor /= world_size
-
-
-@on_ranks(2)
-def test_gradients_of_other_leaves_are_averaged_but_those_of_the_batch(rank, world_size):
-    for breaks, options in ((False, {"loss_scale": 8.0}), (False, {"accumulate": 2}), (True, {"accumulate": 2})):
-        program, reference = leaves.Program(breaks), leaves.Program()
-        leaves.train(program, 2, rank=rank, ddp=True, **options)
-        optimizer = leaves.SGD(reference.trained, lr=0.1, momentum=0.9)
-        accumulate = options.get("accumulate", 1)
-        for place in range(2):
-            (reference.loss(reference.model, *reference.batch(place, rank)) / accumulate).backward()
-            if (place + 1) % accumulate == 0:
-                average([p.grad for p in reference.trained], world_size)
-                optimizer.step()
-                optimizer.zero_grad()
-        average([leaf.grad for leaf in reference.leaves if leaf.grad is not None
-                 and all(leaf is not each for each in reference.inputs)], world_size)
-        leaves.assert_same_program(program, reference)
-
-
-class Chosen(leaves.Program):
-    """Which leaf the loss depends on is an argument."""
-
-    def loss(self, model, x, t, chosen):
-        return F.mse_loss(model(x) * (self.free, self.inside)[chosen], t)
-
-
-@on_ranks(2)
-def test_ranks_whose_losses_depend_on_different_leaves(rank, world_size):
-    with pytest.raises(apexfx.RankMismatchError, match="free.*inside"):
-        choose(Chosen(), rank)
-    program, reference = Chosen(breaks=True), Chosen()
-    with pytest.raises(apexfx.RankMismatchError, match="leaves that require a gradient"):
-        program.inside = torch.ones(1, requires_grad=True)
-        choose(program, rank)
-    program, reference = Chosen(breaks=True), Chosen()
-    for each in (program, reference):  # those of the model have names
-        each.model[0].choices = nn.ParameterList([each.free, each.inside])
-        each.free, each.inside = each.model[0].choices
-    choose(program, rank)
-    reference.loss(reference.model, *reference.batch(0, rank), rank).backward()
-    choices = list(reference.model[0].choices)
-    for leaf in choices:
-        leaf.grad = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-    average([leaf.grad for leaf in choices], world_size)
-    torch.testing.assert_close([p.grad for p in program.model[0].choices], [p.grad for p in choices])
-
-
-def choose(program, rank):
-    step = apexfx.train_step(program.model, optimizer=leaves.SGD(program.trained, lr=0.1), objective=program.objective,
-                             opt_level="O0", inner="eager", ddp=True, fallback="transform" if program.breaks else None)
-    step(*program.batch(0, rank), rank)
+# ---- what a loss holds -------------------------------------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -450,11 +392,13 @@ def test_parameters_of_a_loss_are_those_of_rank_0_and_stay_equal(rank, world_siz
         model = copy.deepcopy(step.model)
         theirs = torch.optim.AdamW([{"params": model.parameters()}, {"params": reference.parameters(), "lr": 0.1}], lr=0.01)
         for place in range(3):
-            x, t = (each.detach() for each in leaves.Program().batch(place, rank))
+            x, t = leaves.batch_of(place + 10 * rank)
             step(x, t)
             theirs.zero_grad()
             reference(model(x), t).backward()
-            average([*(p.grad for p in model.parameters()), reference.log.grad], world_size)
+            for p in (*model.parameters(), reference.log):
+                dist.all_reduce(p.grad)
+                p.grad /= world_size
             theirs.step()
         torch.testing.assert_close([*step.model.parameters(), loss_fn.log], [*model.parameters(), reference.log],
                                    rtol=1e-4, atol=1e-5)

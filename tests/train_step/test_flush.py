@@ -133,7 +133,7 @@ def test_a_flush_of_calls_that_reach_nothing_trained_does_nothing(optimizer, opt
     leaf = inputs.clone().requires_grad_()
     step(leaf, targets)
     step.flush()
-    assert leaf.grad is not None and not step.updated
+    assert not step.updated
     assert_same(step.state_dict()["model"], before)
     for _ in range(3):  # a whole accumulation
         step(inputs, targets, True)

@@ -1,4 +1,4 @@
-"""train_step(): leaves that are not the optimizer's get the gradients that eager torch gives them, in one graph and in pieces."""
+"""train_step(): leaves that no optimizer of the step holds are refused; what a loss holds is trained with the model."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from apexfx.train_step.other_leaves import unshared
 from tests.train_step.test_in_pieces import fails
 from tests.train_step.test_step import ROUNDING, SGD, assert_same
 
@@ -46,176 +44,95 @@ class Swap(torch.autograd.Function):
         return q, p
 
 
-class Ignores(torch.autograd.Function):
-    """The first of two, whose backward says None of the second."""
-
-    @staticmethod
-    def forward(ctx, x, ignored):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
+# ---- leaves that no optimizer of the step holds --------------------------------------------------------------------------------
 
 
-class Program:
-    """A model, an objective, and leaves that are not in the optimizer of the step; every call gives equal values."""
-
-    def __init__(self, breaks=False):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        self.trained = [*self.model[0].parameters(), *self.model[2].parameters()]
-        self.temperature = Temperature()
-        self.free, self.inside, self.first, self.second, self.ignored, self.detached, self.unused = (
-            torch.randn(WIDTH, requires_grad=True) for _ in range(7))
-        self.breaks, self.inputs = breaks, []
-
-    @property
-    def leaves(self):
-        return [*self.model[3].parameters(), *self.temperature.parameters(), *self.inputs, self.free, self.inside, self.first,
-                self.second, self.ignored, self.detached, self.unused]
-
-    def objective(self, model, *batch):
-        if self.breaks:
-            torch._dynamo.graph_break()
-        return self.loss(model, *batch)
-
-    def loss(self, model, x, t):
-        y = checkpoint(lambda x: model(x) * self.inside, x, use_reentrant=False) * self.free
-        y = Ignores.apply(y, self.ignored) + (self.first + self.second) + self.detached.detach()  # one gradient of two
-        return self.temperature(y, t)
-
-    def batch(self, place, rank=0):
-        generator = torch.Generator().manual_seed(place + 10 * rank)
-        self.inputs.append(torch.randn(3, WIDTH, generator=generator, requires_grad=True))
-        return self.inputs[-1], torch.randn(3, WIDTH, generator=generator)
+def batch_of(place):
+    generator = torch.Generator().manual_seed(place)
+    return torch.randn(3, WIDTH, generator=generator), torch.randn(3, WIDTH, generator=generator)
 
 
-def train(program, calls, *, rank=0, accumulate=1, max_grad_norm=None, **options):
-    step = apexfx.train_step(program.model, optimizer=SGD(program.trained, lr=0.1, momentum=0.9), objective=program.objective,
-                             **{"opt_level": "O0", "inner": "eager", "accumulate": accumulate, "max_grad_norm": max_grad_norm,
-                                "fallback": "transform" if program.breaks else None, **options})
-    for place in range(calls):
-        step(*program.batch(place, rank))
-    assert ("in pieces" in str(step.report)) == program.breaks
-    return step
+def of_the_model(model, x, t):
+    return F.mse_loss(model[1](model[0](x)), t)
 
 
-def train_eagerly(program, calls, *, accumulate=1, max_grad_norm=None):
-    optimizer = SGD(program.trained, lr=0.1, momentum=0.9)
-    for place in range(calls):
-        (program.loss(program.model, *program.batch(place)) / accumulate).backward()
-        if (place + 1) % accumulate == 0:
-            if max_grad_norm is not None:
-                nn.utils.clip_grad_norm_(program.trained, max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+FREE = torch.ones(WIDTH, requires_grad=True)
+TEMPERATURE = Temperature()
 
 
-def assert_same_program(program, reference, **tolerance):
-    for p, q in zip(program.model.parameters(), reference.model.parameters(), strict=True):
-        assert_same(p.detach(), q.detach(), **tolerance or ROUNDING)
-    for p, q in zip(program.leaves, reference.leaves, strict=True):
-        assert_same(p.grad, q.grad, **tolerance or ROUNDING)
-        assert_same(p.detach(), q.detach(), rtol=0, atol=0)
-    assert all(p.grad is None for p in program.trained)
+def of_a_global(model, x, t):
+    return F.mse_loss(model[0](x) * FREE, t)
 
 
+def of_another_module(model, x, t):
+    return TEMPERATURE(model[0](x), t)
+
+
+def of_a_parameter_in_the_batch(model, x, t, code):
+    return F.mse_loss(model[0](x) + code, t)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("breaks", [False, True], ids=["whole", "in pieces"])
-@pytest.mark.parametrize("options", [{}, {"loss_scale": 1024.0, "max_grad_norm": 0.05, "accumulate": 2}], ids=["plain", "scaled"])
-def test_a_leaf_gets_the_gradient_that_eager_torch_gives_it(options, breaks):
-    program, reference = Program(breaks), Program()
-    train(program, 4, **options)
-    train_eagerly(reference, 4, **{name: value for name, value in options.items() if name != "loss_scale"})
-    assert_same_program(program, reference)
-    assert reference.ignored.grad is None and reference.free.grad is not None
+@pytest.mark.parametrize("objective, name", [(of_the_model, "1.weight"), (of_a_global, "FREE"), (of_another_module, "log"),
+                                             (of_a_parameter_in_the_batch, "batch[2]")])
+def test_a_leaf_that_no_optimizer_holds_is_refused(objective, name, breaks, accumulate):
+    def broken(model, *batch):
+        torch._dynamo.graph_break()
+        return objective(model, *batch)
 
-
-class Penalty(Program):
-    def loss(self, model, x, t):
-        y = model(x) * self.free
-        [slope] = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return self.temperature(y, t) + (slope.norm() - 1).square()
-
-
-def test_an_objective_may_differentiate_too():
-    program, reference = Penalty(), Penalty()
-    train(program, 2)
-    train_eagerly(reference, 2)
-    assert_same_program(program, reference)
-
-
-class MemoryOfAParameter(Program):
-    def loss(self, model, x, t):
-        return F.mse_loss(model(x) + (self.first + self.second), t) + Swap.apply(model[0].bias, self.free)
-
-
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_gradients_are_memory_of_their_own(inner):
-    program, reference = MemoryOfAParameter(), MemoryOfAParameter()
-    train(program, 3, inner=inner)
-    train_eagerly(reference, 3)
-    assert_same_program(program, reference)
-    assert len({leaf.grad.data_ptr() for leaf in (program.first, program.second, program.free)}) == 3
-
-
-@pytest.mark.parametrize("fallback", [None, "transform"])
-def test_a_leaf_may_have_a_sparse_gradient(fallback):
     torch.manual_seed(0)
-    table, model = nn.Embedding(5, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
-    reference = copy.deepcopy((table, model))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    step = apexfx.train_step(model, objective=broken if breaks else objective, optimizer=SGD(model[0].parameters(), lr=0.1),
+                             opt_level="O0", inner="eager", fallback="transform" if breaks else None, accumulate=accumulate)
+    code = [nn.Parameter(torch.zeros(WIDTH))] if objective is of_a_parameter_in_the_batch else []
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match="which require a gradient and are in no optimizer of the step.*optimizer=.one, other"
+                                         ".*requires_grad_.False") as raised:
+        step(*batch_of(0), *code)
+    assert breaks or name in str(raised.value)
+    assert_same(model.state_dict(), before)
+    for leaf in (FREE, TEMPERATURE.log, *model[1].parameters(), *code):
+        leaf.requires_grad_(False)
+    step(*batch_of(0), *code)
+    for leaf in (FREE, TEMPERATURE.log):
+        leaf.requires_grad_(True)
 
-    def loss(model, rows, table):
-        return model(table(rows)).square().mean()
 
-    def objective(model, rows):
-        if fallback:
-            torch._dynamo.graph_break()
-        return loss(model, rows, table)
+def residual(model, x):
+    u = model(x)
+    [slope] = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return (slope - u).square().mean()
 
-    step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0", inner="eager",
-                             fallback=fallback)
-    theirs = SGD(reference[1].parameters(), lr=0.1)
-    for rows in (torch.tensor([0, 1]), torch.tensor([1, 3])):
-        step(rows)
+
+def test_an_objective_may_differentiate_by_the_batch():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+    reference = copy.deepcopy(model)
+    step = apexfx.train_step(model, objective=residual, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    theirs = SGD(reference.parameters(), lr=0.1)
+    for place in range(2):
+        x = batch_of(place)[0].requires_grad_()
+        step(x)
+        assert x.grad is None
         theirs.zero_grad()
-        loss(reference[1], rows, reference[0]).backward()
+        residual(reference, x).backward()
         theirs.step()
-    assert table.weight.grad.is_sparse
-    assert_same(table.weight.grad.to_dense(), reference[0].weight.grad.to_dense(), **ROUNDING)
-
-
-def test_one_buffer_is_not_the_gradient_of_two_leaves():
-    one, other = torch.ones(2), torch.ones(2)
-    first, second, third, fourth = unshared([one, None, one.view(2), other])
-    assert first is one and second is None and fourth is other
-    assert torch.equal(third, one) and third.data_ptr() != one.data_ptr()
-
-
-def test_a_step_without_other_leaves_returns_nothing_more():
-    model = nn.Linear(WIDTH, WIDTH)
-    step = apexfx.train_step(model, F.mse_loss, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
-    step(torch.ones(2, WIDTH), torch.ones(2, WIDTH))
-    text = step.report.code(stage="forward")
-    assert "return (loss_1, found_inf, norm)" in text and "unscaled" not in text
-
-
-# ---- what has a history ------------------------------------------------------------------------------------------------------
-
-
-def history(objective=lambda m, x, t: F.mse_loss(m(x), t), **options):
-    torch.manual_seed(0)
-    model, encoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-    return encoder, apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=objective, opt_level="O0",
-                                      inner="eager", **options)
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+    assert "batch[0] of the batch requires a gradient" in str(step.report)
+    x.register_hook(lambda g: g)
+    with pytest.raises(ValueError, match="a hook is registered"):
+        step(x)
 
 
 @pytest.mark.parametrize("leaf_first", [False, True], ids=["at once", "after a leaf"])
 def test_an_input_with_a_history_is_refused_whatever_was_compiled_before(leaf_first):
-    encoder, step = history()
-    x, t = Program().batch(0)
+    torch.manual_seed(0)
+    model, encoder = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+    step = apexfx.train_step(model, F.mse_loss, SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    x, t = batch_of(0)
     if leaf_first:
-        step(x, t)
+        step(x.requires_grad_(), t)
     before = copy.deepcopy(step.state_dict())
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"depends on batch\[0\], which has a history.*batch\[0\]\.detach\(\)"):
@@ -223,52 +140,6 @@ def test_an_input_with_a_history_is_refused_whatever_was_compiled_before(leaf_fi
     assert_same(step.state_dict(), before)
     assert encoder.weight.grad is None
     step(encoder(x).detach(), t)
-
-
-@pytest.mark.parametrize("leaf_first", [False, True], ids=["at once", "after a leaf"])
-def test_a_history_that_the_loss_does_not_depend_on_is_none_of_ours(leaf_first):
-    encoder, step = history(lambda m, x, t: F.mse_loss(m(x), t.detach()))
-    x, t = Program().batch(0)
-    if leaf_first:
-        step(x.detach(), t.requires_grad_())
-    step(x.detach(), encoder(t))
-    assert encoder.weight.grad is None and t.grad is None and len(step.report.graphs) == 1
-
-
-@pytest.mark.parametrize("leaf_first", [False, True], ids=["at once", "after a leaf"])
-def test_gradients_flow_on_into_a_history_in_pieces(leaf_first):
-    encoder, step = history(fallback="transform", loss_scale=8.0)
-    reference, x, t = copy.deepcopy(encoder), *Program().batch(0)
-    model = copy.deepcopy(step.model)
-    if leaf_first:
-        step(x, t)
-        model.load_state_dict(step.model.state_dict())
-    step(encoder(x), t)
-    F.mse_loss(model(reference(x)), t).backward()
-    assert_same(encoder.weight.grad, reference.weight.grad, **ROUNDING)
-    assert "batch[0], which has a history" in str(step.report)
-
-
-@pytest.mark.parametrize("fallback", [None, "transform"])
-def test_a_leaf_in_a_closure_that_changes(fallback):
-    program = Program(breaks=fallback is not None)
-    step = train(program, 1)
-    first, program.free = program.free, torch.ones(WIDTH, requires_grad=True)
-    kept = first.grad.clone()
-    step(*program.batch(1))
-    assert_same(first.grad, kept)
-    assert program.free.grad is not None
-    for register in (lambda leaf: leaf.register_hook(lambda g: g), lambda leaf: leaf.register_post_accumulate_grad_hook(print)):
-        program.free = torch.ones(WIDTH, requires_grad=True)
-        register(program.free)
-        with pytest.raises(ValueError, match="a hook is registered"):
-            step(*program.batch(1))
-    program.free = torch.ones(WIDTH, requires_grad=True) * 2
-    if fallback is None:
-        with pytest.raises(RuntimeError, match="free, which has a history"):
-            step(*program.batch(1))
-    else:
-        step(*program.batch(1))
 
 
 # ---- what the optimizer holds of the objective -------------------------------------------------------------------------------
@@ -398,7 +269,7 @@ class BreaksTheGraph(CountingTemperature):
 ])  # fmt: skip
 def test_parameters_of_a_loss_are_trained_clipped_and_saved_with_the_model_s(kind, options):
     step, loss_fn = with_loss(loss_fn=kind(), max_grad_norm=0.05, **options)
-    data = [tuple(each.detach() for each in Program().batch(place)) for place in range(4)]
+    data = [batch_of(place) for place in range(4)]
     model, reference = with_loss_in_eager(step, loss_fn, data, options.get("accumulate", 1))
     for batch in data:
         step(*batch)
@@ -434,17 +305,17 @@ def test_a_buffer_of_the_loss_that_a_failed_step_has_changed_is_told():
 
     step, loss_fn = with_loss(loss_fn=FailsInBackward(), fallback="transform")
     with pytest.raises(ArithmeticError, match="in backward"):
-        step(*(each.detach() for each in Program().batch(0)))
+        step(*batch_of(0))
     assert loss_fn.calls == 1
     with pytest.raises(RuntimeError, match="earlier step failed after it had begun to change"):
-        step(*(each.detach() for each in Program().batch(0)))
+        step(*batch_of(0))
 
 
 @pytest.mark.parametrize("level", ["O2", "O3"])
 def test_a_loss_stays_in_float32(level):
     step, loss_fn = with_loss(opt_level=level, dtype="bfloat16")
     before = loss_fn.log.detach().clone()
-    loss = step(*(each.detach() for each in Program().batch(0)))
+    loss = step(*batch_of(0))
     assert loss_fn.log.dtype == torch.float32 and loss_fn.log != before and loss.dtype == torch.float32
     exponential = next(line for line in step.report.code(stage="step").splitlines() if "aten.exp" in line)
     assert '"f32[]"' in exponential and "objective_loss_fn_log" in exponential

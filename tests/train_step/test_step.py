@@ -617,12 +617,10 @@ def test_options_that_do_not_fit_are_refused(options, message):
         make(**options)
 
 
-def test_an_optimizer_of_another_model_is_refused_and_one_that_misses_parameters_said(caplog):
+def test_an_optimizer_of_another_model_is_refused():
     model = net()
     with pytest.raises(ValueError, match="2 parameters that are neither the model's nor the objective's"):
         apexfx.train_step(model, F.cross_entropy, SGD(nn.Linear(2, 2).parameters(), lr=0.1))
-    apexfx.train_step(model, F.cross_entropy, SGD(model[4].parameters(), lr=0.1))
-    assert "5 parameters require a gradient and are in no group of the optimizer" in caplog.text
     with pytest.raises(ValueError, match="clips to max_grad_norm=1.0 itself"):
         make(FusedLAMB, {}, max_grad_norm=0.5)
     with pytest.raises(TypeError, match="LBFGS calls a closure"):
