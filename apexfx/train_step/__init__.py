@@ -4,9 +4,9 @@ Read `options`, `step` (what a user calls), `state` (what a step reads and write
 traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
 Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `averages`,
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
-`loss_scale`, `safeguard` and `forward_writes` (which steps are skipped, and what they leave behind: nothing), `skipped_steps`,
-`last_call`, `non_finite` and `record` (where that began, and how to run it again), `replicas` (whether the ranks still train one
-model); `ema` (averages of the parameters); `errors` and `wrong_call` (what a user is told).
+`loss_scale`, `safeguard` and `forward_writes` (which steps are skipped, and what they leave behind: nothing), `skipped_steps`
+(where that began, and bundles that run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the
+parameters); `errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations

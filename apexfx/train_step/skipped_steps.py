@@ -1,26 +1,135 @@
-"""Which steps were skipped, and why: the graph counts them, and the last call can be computed once more."""
+"""The steps that were skipped: which, where the last one began, and bundles that run it again.
+
+A step that is skipped changes nothing, so that its graph can be computed once more on copies of what it ran on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
+from .._torch import tensor_version, tree_leaves, tree_map
+from ..compiler.inner_compilers import Traced
+from ..distributed.agreement import Agreement
+from ..errors import RankMismatchError
+from ..observe import bundle
+from ..observe.interpreter import Interpreter
+from ..observe.non_finite import NonFinite
 from ..ops.apply_gradients import StepPlan
 from .graphs import StepGraphs
-from .last_call import LastCall
-from .loss_scale import SKIPS, LossScale
-from .non_finite import explain
-from .safeguard import NOT_SEARCHED, Event, SafeguardState
+from .loss_scale import SCALE, SKIPS, LossScale
+from .options import StepOptions
+from .safeguard import NOT_SEARCHED, STATE, Event, SafeguardState
+from .state import TrainingState
+
+log = logging.getLogger(__name__)
+
+
+class LastCall:
+    """A call: its batch, by reference, and the state of the random number generators before it.
+
+    Args:
+        batch, named: what the step is called with, before it runs.
+        device: the step's.
+
+    Attributes:
+        batch, named: the same tensors, in containers of its own.
+        recorded: whether it was looked at for a bundle.
+        random, random_of_device: states of the random number generators before the call; None on the CPU.
+    """
+
+    def __init__(self, batch: tuple[Any, ...], named: dict[str, Any], device: torch.device) -> None:
+        self.batch, self.named = tree_map(lambda leaf: leaf, (batch, named))
+        self._device = device
+        self.recorded = False
+        self.random = torch.get_rng_state()
+        self.random_of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.end()
+
+    def end(self) -> None:
+        """Take the batch as it is now for that of the call, which has ended: a step that is skipped takes its own writes back."""
+        self._tensors = self._tensors_now()
+        self._versions = [tensor_version(tensor) for tensor in self._tensors]
+
+    def batch_has_changed(self) -> bool:
+        """Return whether a tensor of the batch was written since, or one is in the place of another."""
+        now = self._tensors_now()
+        return len(now) != len(self._tensors) or not all(map(operator.is_, now, self._tensors)) \
+            or [tensor_version(tensor) for tensor in now] != self._versions
+
+    @contextlib.contextmanager
+    def random_state(self) -> Iterator[None]:
+        """Have random numbers be those of the call, in this context."""
+        with torch.random.fork_rng([self._device] if self.random_of_device is not None else []):
+            torch.set_rng_state(self.random)
+            if self.random_of_device is not None:
+                torch.cuda.set_rng_state(self.random_of_device, self._device)
+            yield
+
+    def _tensors_now(self) -> list[Tensor]:
+        """Return the tensors of the batch, those in attributes of an object too: of a dataclass, of a tokenizer's encoding."""
+        leaves = tree_leaves((self.batch, self.named))
+        held = tree_leaves([vars(leaf) for leaf in leaves if not isinstance(leaf, Tensor) and hasattr(leaf, "__dict__")])
+        return [x for x in (*leaves, *held) if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tuple[Traced, list[Any]]:
+    """Return the graph of a call behind all passes, and copies of its inputs as they were.
+
+    Args:
+        scale_factor: what the loss scale was then, divided by what it is now.
+
+    Raises:
+        Exception: there is no such graph.
+    """
+    traced = graphs.trace(call.batch, call.named)
+    inputs = [bundle.exact_copy(x) if isinstance(x, Tensor) else x for x in traced.inputs]
+    for node, copied in zip(traced.gm.graph.find_nodes(op="placeholder"), inputs):
+        if (node.meta.get("apexfx_kind"), node.meta.get("apexfx_name")) == ("state", SCALE):
+            copied.mul_(scale_factor)
+    return traced, inputs
+
+
+def first_non_finite(graphs: StepGraphs, call: LastCall, *, scale_factor: float, gathers: bool) -> str:
+    """Run the graph of a call once more, op by op, and say in a sentence where what is not finite begins.
+
+    Every rank does so alone, with its own values in the place of what the others would send.
+
+    Args:
+        graphs, call, scale_factor: as of `graph_of`.
+        gathers: whether earlier calls have gathered gradients for this one.
+    """
+    if call.batch_has_changed():
+        return "the batch was written since, and nobody looked for the op"
+    try:
+        traced, inputs = graph_of(graphs, call, scale_factor=scale_factor)
+        observer = NonFinite(traced.gm.graph)
+        with call.random_state(), torch.no_grad():
+            Interpreter(traced.gm, [observer]).run(*inputs)
+    except Exception as error:  # whatever the model does in another run, memory included: training goes on
+        return f"the step could not be run op by op to find where: {bundle.error_text(error)}"
+    if (finding := observer.first()) is not None:
+        return str(finding)
+    if gathers:
+        return "the last batch is finite; it was that of a call before, which gathered its gradients"
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return "all is finite on this rank; it was the batch of another, which says more"
+    return "all is finite op by op: it was a kernel that fuses several, or the model has changed since"
 
 
 class SkippedSteps:
     """What a step knows of its skips, and of its last call.
 
     Args:
-        model, objective, graphs: the step's.
+        graphs: the step's.
         scale, safeguard: what may skip.
         name_of: a parameter, by its place.
         accumulates: whether earlier calls gather gradients.
@@ -33,11 +142,9 @@ class SkippedSteps:
         norm: of the gradients that were applied last; None before.
     """
 
-    def __init__(self, model: nn.Module, objective: Callable[..., Any], graphs: StepGraphs, *, scale: LossScale,
-                 safeguard: SafeguardState | None, name_of: Callable[[int], str | None], accumulates: bool,
-                 device: torch.device) -> None:
-        self._model, self._objective, self._graphs = model, objective, graphs
-        self._scale, self._safeguard, self._name_of = scale, safeguard, name_of
+    def __init__(self, graphs: StepGraphs, *, scale: LossScale, safeguard: SafeguardState | None,
+                 name_of: Callable[[int], str | None], accumulates: bool, device: torch.device) -> None:
+        self._graphs, self._scale, self._safeguard, self._name_of = graphs, scale, safeguard, name_of
         self._accumulates, self._device = accumulates, device
         self.norm: Tensor | None = None
         self.forget_call()
@@ -76,8 +183,7 @@ class SkippedSteps:
         if self.call is None:
             return "That call gathered gradients" if self.skip is None \
                 else "flush() applied what calls had gathered, op not searched"
-        return explain(self._graphs, self.call, self._model, self._objective, gathers=self._accumulates,
-                       scale_factor=self.scale_factor())
+        return first_non_finite(self._graphs, self.call, gathers=self._accumulates, scale_factor=self.scale_factor())
 
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
@@ -87,3 +193,145 @@ class SkippedSteps:
     def too_many(self) -> int:
         """Return how many steps in a row were skipped where a safeguard takes those for too many, else 0."""
         return self._safeguard.too_many() if self._safeguard is not None else 0
+
+
+class Recorder:
+    """Writes bundles of a step's last call, which `python -m apexfx replay` runs again.
+
+    Over ranks, all run the graph at once, so that each bundle has what the others sent; where one of them cannot take part, each
+    is recorded as if all held what it holds.
+
+    Args:
+        graphs, state, skipped, safeguard: the step's.
+        options: of the step.
+        agreement, group: of the ranks that record at once, or None.
+        described: the options, by name.
+        device: of what is trained.
+    """
+
+    def __init__(self, graphs: StepGraphs, state: TrainingState, skipped: SkippedSteps, safeguard: SafeguardState | None,
+                 options: StepOptions, agreement: Agreement | None, group: dist.ProcessGroup | None,
+                 described: Mapping[str, Any], device: torch.device) -> None:
+        self._graphs, self._state, self._skipped, self._safeguard, self._device = graphs, state, skipped, safeguard, device
+        self._agreement, self._group = (agreement, group) if group is not None else (None, None)
+        self._lowered = options.config.inner != "eager"
+        self._folder = options.safeguard.record_dir if options.safeguard is not None else None
+        self._max_records = options.safeguard.max_records if options.safeguard is not None else 0
+        self._described = described
+
+    def record(self, path: Path) -> None:
+        """Write a bundle of the last call; errors as of `TrainStep.record`."""
+        if self._agreement is not None:
+            self._agreement.compare("call that record() writes a bundle of", [self._state.num_calls])
+        try:
+            bundle.check_new(path)
+            run = self._run_of_last_call()
+        except Exception:
+            self._all_are(ready=False)
+            raise
+        self._compute(run, communicates=self._all_are(ready=True))
+        run.write(path)
+
+    def record_where_skipped(self) -> None:
+        """Write a bundle of the last call, if it was skipped, where the safeguard says so; waits for the device."""
+        call = self._skipped.call
+        if self._folder is None or call is None or call.recorded:
+            return
+        call.recorded = True  # at most once
+        if not self._skipped.skip > 0:
+            return
+        run = path = None
+        try:
+            path = self._free_path(int(self._safeguard.tensors[STATE][0]))
+            run = self._run_of_last_call() if path is not None else None
+        except Exception as error:
+            self._warn(error)
+        communicates = self._all_are(ready=run is not None)
+        if run is None:
+            return
+        try:
+            self._compute(run, communicates=communicates)
+            run.write(path)
+            log.warning("apexfx: %s; python -m apexfx replay %s runs it again", run.event, path)
+        except Exception as error:
+            self._warn(error)
+
+    @contextlib.contextmanager
+    def recording_errors(self) -> Iterator[None]:
+        """Write a bundle of the call that runs in this context, if it raises, where the safeguard says so."""
+        try:
+            yield
+        except Exception as error:
+            if self._folder is not None and self._skipped.begun is not None and not isinstance(error, RankMismatchError):
+                self._record_error(error)
+            raise
+
+    def _record_error(self, error: Exception) -> None:
+        what = f"call {int(self._safeguard.tensors[STATE][0]) + 1} raised {bundle.error_text(error)}"
+        call = self._skipped.begun
+        if self._state.changed or self._state.communicated or call.batch_has_changed():
+            log.warning("apexfx: %s; there is no bundle, since it had begun to communicate, or to change parameters, buffers "
+                        "or its batch", what)
+            return
+        try:
+            path = self._free_path(int(self._safeguard.tensors[STATE][0]) + 1)
+            if path is not None:
+                run = self._run(call, what, scale_factor=1.0, lowered=False)
+                run.compute(communicates=False, may_raise=True)
+                run.write(path)
+                log.warning("apexfx: %s; python -m apexfx replay %s runs it again", what, path)
+        except Exception as own:
+            self._warn(own)
+
+    def _run_of_last_call(self) -> bundle.Run:
+        call, event = self._skipped.call, None
+        if call is None or call.batch_has_changed():
+            why = "the batch of the last call was written since" if call is not None else \
+                "there is no last call that updates and may be skipped; a step keeps its batch with safeguard= or a loss scale"
+            raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
+        if self._safeguard is not None and self._skipped.skip > 0 and (events := self._skipped.events()):
+            event = str(events[-1])
+        return self._run(call, event, scale_factor=self._skipped.scale_factor(), lowered=self._lowered)
+
+    def _run(self, call: LastCall, event: str | None, *, scale_factor: float, lowered: bool) -> bundle.Run:
+        traced, inputs = graph_of(self._graphs, call, scale_factor=scale_factor)
+        compiled = None
+        if lowered:
+            of_inductor = self._graphs.trace(call.batch, call.named, lowered=True)
+            if list(map(id, of_inductor.inputs)) != list(map(id, traced.inputs)):
+                raise RuntimeError("apexfx: Inductor's graph of the step runs on other inputs than that of its ops")
+            compiled = bundle.Compiled(of_inductor.gm, of_inductor.run)
+        return bundle.Run(traced.gm, inputs, compiled=compiled, random=call.random, random_of_device=call.random_of_device,
+                          device=self._device, about={"rank": _rank(), "event": event, "options": {
+                              name: str(value) for name, value in self._described.items()}})
+
+    def _compute(self, run: bundle.Run, *, communicates: bool) -> None:
+        """Compute what is recorded; a rank that fails while others wait for it tells them."""
+        running = contextlib.nullcontext() if not communicates else self._agreement.running(
+            "recorded", "graph that is recorded", [self._state.num_calls])
+        with running:
+            run.compute(communicates=communicates, may_raise=False)
+        if run.event is not None and self._skipped.norm.isfinite():  # of what is not, the event says where it began
+            run.check_norm(self._skipped.norm)
+
+    def _all_are(self, *, ready: bool) -> bool:
+        """Return whether there are other ranks, and all are ready to run the graph at once; each has to ask."""
+        if self._agreement is None:
+            return False
+        num_ready = torch.tensor([int(ready)], device=self._device)
+        self._group.allreduce([num_ready]).wait()
+        return int(num_ready) == self._group.size()
+
+    def _warn(self, error: Exception) -> None:
+        """Say why there is no bundle: a full disk, no permission, an op that none holds. Training goes on."""
+        log.warning("apexfx: a step could not be recorded in %s: %s", self._folder, str(error).removeprefix("apexfx: "))
+
+    def _free_path(self, call: int) -> Path | None:
+        """Return where the bundle of a call goes; None where this rank has enough of them."""
+        own, folder = f"rank-{_rank()}", Path(self._folder)
+        present = len(list(folder.glob(f"call-*-{own}")))
+        return folder / f"call-{call}-{own}" if present < self._max_records else None
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -36,10 +36,9 @@ from .objective import ObjectiveModules, owners_of
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
-from .record import Recorder
 from .replicas import replica_check
 from .safeguard import Event, SafeguardState
-from .skipped_steps import SkippedSteps
+from .skipped_steps import Recorder, SkippedSteps
 from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
 
@@ -95,8 +94,8 @@ class TrainStep:
                                   agreement=self._agreement, index=index)
         self._gradient_graphs: GradientGraphs | None = None  # that compare(step, batch, None) has asked for
         self._replicas = replica_check(options.safeguard, self._groups, self.report)
-        self._skipped = SkippedSteps(model, objective, self._graphs, scale=self._scale, safeguard=self._safeguard,
-                                     name_of=self._state.name_of, accumulates=options.accumulate > 1, device=self._device)
+        self._skipped = SkippedSteps(self._graphs, scale=self._scale, safeguard=self._safeguard, name_of=self._state.name_of,
+                                     accumulates=options.accumulate > 1, device=self._device)
         self._recorder = Recorder(self._graphs, self._state, self._skipped, self._safeguard, options, self._agreement,
                                   self._groups.gradients, self.report.config, self._device)
 
