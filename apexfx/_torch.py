@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import inspect
 import json
 import logging
 import re
@@ -494,6 +495,19 @@ def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> 
     """Have functional collectives find `group` by `name`, in place of an earlier one."""
     unregister_process_group(name)
     _register_process_group(name, group)
+
+
+def torch_ddp(module: torch.nn.Module, ignored: set[int], **options: object) -> torch.nn.parallel.DistributedDataParallel:
+    """Return torch's DistributedDataParallel of `module`, which leaves buffers, and parameters with ids in `ignored`, alone."""
+    made = torch.nn.parallel.DistributedDataParallel
+    buffers = "forward_sync_buffers" if "forward_sync_buffers" in inspect.signature(made).parameters else "broadcast_buffers"
+    names = [name for name, p in module.named_parameters(remove_duplicate=False) if id(p) in ignored]
+    # It looks for "module name.parameter name", also where the module is the whole one.
+    module._ddp_params_and_buffers_to_ignore = [*names, *(f".{name}" for name in names)]
+    try:
+        return made(module, **{buffers: False}, **options)
+    finally:
+        del module._ddp_params_and_buffers_to_ignore
 
 
 def ddp_bucket_indices(module: torch.nn.parallel.DistributedDataParallel) -> list[list[int]]:

@@ -17,7 +17,7 @@ from .plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 
 def reduce_gradients(
     parameters: Mapping[str, nn.Parameter], config: BucketConfig, group: dist.ProcessGroup,
-    used: Sequence[bool] | None = None,
+    used: Sequence[bool] | None = None, keep: list[Tensor] | None = None,
 ) -> BucketPlan | None:
     """Average (by `config`) the `.grad` of every parameter over the ranks of `group`, in place; return the plan used.
 
@@ -29,6 +29,7 @@ def reduce_gradients(
         config: the bucket options; of a `plan` only the divisors: other gradients of the same parameters may come now.
         group: the ranks.
         used: which parameters have a gradient on any rank, where that is known already.
+        keep: gets the reduced buffers, of which the gradients become views.
 
     Raises:
         ValueError: a gradient that is not dense.
@@ -44,7 +45,11 @@ def reduce_gradients(
             raise ValueError(sparse_message(name, p.grad))
     specs = [GradientSpec(name, tuple(p.shape), p.grad.dtype, p.grad.dtype, p.grad.device) for name, p in live.items()]
     plan = _plan(specs, config, group)
-    run_plan(plan, {name: p.grad for name, p in live.items()}, group)
+    for bucket, buffer in zip(plan.buckets, run_plan(plan, {name: p.grad for name, p in live.items()}, group)):
+        if keep is not None:
+            keep.append(buffer.gradients)
+            for slot, result in zip(bucket.slots, buffer.results):
+                live[slot.parameter].grad = result
     return plan
 
 
@@ -76,7 +81,7 @@ def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
 
 
 @torch.no_grad()
-def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> None:
+def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[BucketBuffer]:
     """Issue every allreduce of `plan` in order, then wait for each and write the results back into `gradients`."""
     started = []
     for bucket in plan.buckets:
@@ -88,6 +93,7 @@ def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.Proc
         work.wait()
         buffer.finish()
         buffer.copy_out(members)
+    return [buffer for buffer, _, _ in started]
 
 
 def _used_anywhere(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[bool]:

@@ -1,7 +1,7 @@
 """Apex's distributed API: data parallel, Reducer, synchronized batch norm, LARC, multiproc. No compilation is needed.
 
-Data parallel in reading order: `distributed` (the module, its `arguments`), `bucket_assignment` (which gradients share a bucket),
-`overlapped_reducer` (one backward: hooks, launches, its end). What ranks tell each other is in `apexfx.distributed`.
+Data parallel in reading order: `distributed` (the module, its `arguments`), `averaging` (what one backward does). What ranks tell
+each other is in `apexfx.distributed`.
 """
 
 from __future__ import annotations

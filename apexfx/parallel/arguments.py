@@ -92,15 +92,11 @@ def names_of(module: nn.Module, parameters: Sequence[nn.Parameter] | None) -> tu
 
 def communicators(
     group: dist.ProcessGroup, num: int, groups_and_streams: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None
-) -> tuple[Sequence[dist.ProcessGroup], Sequence[Any]]:
-    """Return the process groups that buckets take turns on, and the CUDA streams; every rank must call this."""
+) -> Sequence[dist.ProcessGroup]:
+    """Return the process groups that buckets take turns on; every rank must call this."""
     if groups_and_streams is not None:
-        groups, streams = groups_and_streams
-        return list(groups), [s for s in streams if s is not None]
+        return list(groups_and_streams[0])
     if num == 1:
-        return [group], []
-    ranks = dist.get_process_group_ranks(group)
-    timeout = process_group_timeout(group)
-    groups = [dist.new_group(ranks, timeout, use_local_synchronization=True) for _ in range(num)]
-    streams = [torch.cuda.Stream() for _ in range(num)] if torch.cuda.is_available() and dist.get_backend(group) == "nccl" else []
-    return groups, streams
+        return [group]
+    ranks, timeout = dist.get_process_group_ranks(group), process_group_timeout(group)
+    return [dist.new_group(ranks, timeout, use_local_synchronization=True) for _ in range(num)]

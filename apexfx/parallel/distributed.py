@@ -1,4 +1,4 @@
-"""DistributedDataParallel: Apex's wrapper, on the bucket plan that the graph pass uses too."""
+"""DistributedDataParallel: Apex's wrapper, around torch's, or around the graphs of a transformed module."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from .._torch import resolve_process_group, tree_map
 from ..backend import compiler_for
 from ..compiler import compiled_model
 from ..compiler.model_setup import set_up
-from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.broadcast import broadcast_from_first
 from ..distributed.watchdog import watched
 from ..transform import TransformedModule, make_transformed, source_class
 from .arguments import check_arguments, communicators, names_of
-from .bucket_assignment import BucketPlanner
+from .averaging import AveragingOptions, CommHook, EagerAveraging
 from .checksum import check_parameters
 from .flat import apply_flat_dist_call as apply_flat_dist_call
 from .flat import extract_tensors as extract_tensors
@@ -31,21 +30,18 @@ from .flat import flatten as flatten
 from .flat import split_by_type as split_by_type
 from .flat import split_half_float_double as split_half_float_double
 from .flat import unflatten as unflatten
-from .grad_bucket import CommHook
-from .overlapped_reducer import OverlappedReducer, ReducerOptions
 from .reducer import Reducer as Reducer
 
 _BUFFER_POLICIES = ("start", True, False)
-_NOT_COPIED = ("process_group", "communicators", "streams", "_reducer", "_agreement")
+_NOT_COPIED = ("process_group", "communicators", "_averaging", "_agreement")
 
 
 class DistributedDataParallel(nn.Module):
     """Average the gradients of `module` over the ranks during backward.
 
-    On a module that `transform()` made, the allreduces become nodes of its backward graphs. On any other, gradient
-    hooks launch the same buckets while backward runs. Parameters are copied from rank 0 at the start. A failure on one
-    rank (another model, a skipped or failed backward, an unused parameter) raises on every rank; nothing hangs longer
-    than `timeout_s`.
+    On a module that `transform()` made, the allreduces become nodes of its backward graphs. On any other, torch's
+    DistributedDataParallel averages, see `averaging.py`. Parameters are copied from rank 0 at the start; a rank with another
+    model raises on every rank.
 
     Apex's arguments:
         module: the model; `state_dict()` keys carry "module." in front.
@@ -57,31 +53,31 @@ class DistributedDataParallel(nn.Module):
         allreduce_trigger_params: parameters whose gradient closes a bucket, instead of `message_size`.
         retain_allreduce_buffers: gradients become views of the reduced buffers, which are kept in `allreduce_buffers`.
         allreduce_always_fp32: reduce half gradients in float32.
-        num_allreduce_streams: buckets take turns on that many communicators (and, on CUDA, streams).
-        allreduce_communicators: (process groups, CUDA streams or Nones) to take turns on, `num_allreduce_streams` of each.
+        num_allreduce_streams: buckets take turns on that many communicators.
+        allreduce_communicators: (process groups, CUDA streams or Nones) to take turns on, `num_allreduce_streams` of each; NCCL
+            has streams of its own.
         gradient_average: False leaves the sum.
         gradient_predivide_factor: divide by it before the sum, and by world size / it after.
         gradient_average_split_factor: ignored, as in Apex.
-        prof: mark each bucket in the profiler.
+        prof: ignored: torch's profiler shows each allreduce.
 
     Further arguments:
         device_ids, output_device: as torch's; at most one device, to which inputs are moved.
         process_group: default all ranks.
         broadcast_buffers: "start": buffers are copied from rank 0 once; True: before every training forward too, as
             torch does; False: never, as Apex does.
-        find_unused_parameters: a parameter without gradient on some rank counts as zero there. Without it a parameter
-            has a gradient in every backward on every rank, or in none; anything else is an error on every rank.
-        static_graph: every backward uses the same parameters equally often; the ranks compare notes after the first
-            backward only. Allows reentrant activation checkpoints.
+        find_unused_parameters, static_graph: as torch's; with the first, averages are made after the backward. Without them a
+            parameter has a gradient in every backward, as in the first, or in none.
         comm_dtype: reduce in this dtype.
-        layout, bucket_cap_mb, plan, timeout_s: see `BucketConfig`. layout="ddp" gives torch DDP's gradients, bitwise.
+        layout, bucket_cap_mb, plan, timeout_s: see `BucketConfig`. layout="ddp" gives torch DDP's gradients, bitwise; a plan
+            is for a transformed module.
         check_parameters_every: every so many training forwards, one small allreduce checks that all ranks still hold
             the same parameters; 0 never.
 
     Raises:
         ValueError, TypeError: arguments that contradict each other or do not fit the module.
         RankMismatchError: ranks hold different models.
-        RankFailureError: in backward, on every rank: see above.
+        UnsynchronizedGradientError: in backward, on this rank: a gradient that is not averaged.
     """
 
     averages_gradients = True
@@ -131,51 +127,38 @@ class DistributedDataParallel(nn.Module):
         self.static_graph = static_graph
         self.retain_allreduce_buffers = retain_allreduce_buffers
         self.check_parameters_every = check_parameters_every
-        self.prof = prof
         self.in_graph = isinstance(module, TransformedModule)
         self._num_forwards = 0
         self.communicators: Sequence[dist.ProcessGroup] = [self.process_group]
-        self.streams: Sequence[Any] = []
+        self._averaging: EagerAveraging | None = None
         if self.in_graph:
             self.module = data_parallel_copy(module, config, self.process_group, broadcast_buffers=bool(broadcast_buffers))
-            self._reducer = None
             return
+        if plan is not None:
+            raise ValueError("apexfx: plan= is replayed by graphs alone; wrap apexfx.transform(module), or leave it out")
         self.module = module
         self._start()
         self._agreement.ensure("options of DistributedDataParallel", [self._describe()])
         self._agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
-        self.communicators, self.streams = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
-        self._reducer.options.groups, self._reducer.options.streams = self.communicators, self.streams
+        self.communicators = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
+        self._averaging.options.groups = self.communicators
         broadcast_from_first(module.parameters(), self._state_group)
         if broadcast_buffers:
             broadcast_from_first(module.buffers(), self._state_group)
-        self._reducer.use_parameters(self._active_key())
 
     def _start(self) -> None:
-        """Make what lives on this process: the reducer and its agreement with the other ranks."""
+        """Make what lives on this process: what averages, and its agreement with the other ranks."""
         copied = self.__dict__.get("_label", "")
         label = self._label = str(Label(self.process_group, "copy" if copied else "ddp", of=copied))
         self._agreement = Agreement(self.process_group, label, self.config.timeout_s)
-        find_unused, static = self.find_unused_parameters, self.static_graph
-        planner = BucketPlanner(self.config, self.process_group, find_unused=find_unused, static=static)
-        options = ReducerOptions(self.communicators, self.streams, self.retain_allreduce_buffers, self.prof)
-        self._reducer = OverlappedReducer(planner, options, self._agreement, label, self._active_parameters)
+        options = AveragingOptions(self.communicators, self.retain_allreduce_buffers, self.find_unused_parameters,
+                                   self.static_graph)
+        self._averaging = EagerAveraging(self.module, self.process_group, self.config, options)
 
     def _describe(self) -> dict[str, Any]:
-        plan = self.config.plan
-        fields = {f.name: str(getattr(self.config, f.name)) for f in dataclasses.fields(self.config) if f.name != "plan"}
-        return fields | {"plan": str(plan) if plan is not None else None, "find_unused": self.find_unused_parameters,
-                         "static": self.static_graph, "buffers": self.broadcast_buffers,
-                         "check_every": self.check_parameters_every}
-
-    def _active_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that take gradients now, by name: those with elements, for there is nothing else to average."""
-        check_whole(self.module)
-        return [(n, p) for n, p in self.module.named_parameters() if p.requires_grad and p.numel()]
-
-    def _active_key(self) -> tuple[Any, ...]:
-        """Return what changes when other parameters take gradients, or when one gets another dtype or device."""
-        return tuple([(id(p), p.dtype, p.device) for p in self.module.parameters() if p.requires_grad])
+        fields = {f.name: str(getattr(self.config, f.name)) for f in dataclasses.fields(self.config)}
+        return fields | {"find_unused": self.find_unused_parameters, "static": self.static_graph,
+                         "buffers": self.broadcast_buffers, "check_every": self.check_parameters_every}
 
     # ---- running -------------------------------------------------------------------------------------------------------
 
@@ -189,12 +172,7 @@ class DistributedDataParallel(nn.Module):
             self._synchronize_state()
         if self.in_graph or not torch.is_grad_enabled():
             return self.module(*inputs, **kwargs)
-        reducer = self._live_reducer()
-        reducer.before_forward()
-        reducer.use_parameters(self._active_key())
-        outputs = self.module(*inputs, **kwargs)
-        reducer.after_forward(outputs, counts=trains)
-        return outputs
+        return self._live_averaging().forward(inputs, kwargs)
 
     @property
     def _state_group(self) -> dist.ProcessGroup:
@@ -210,25 +188,22 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def _synchronizer(self) -> Any:
-        """What averages gradients while it is `enabled`: the reducer, or the graphs' `GradientSync`."""
-        return compiled_model.of(self.module).compiler.gradient_sync if self.in_graph else self._live_reducer()
+        """What averages gradients while it is `enabled`: the eager form, or the graphs' `GradientSync`."""
+        return compiled_model.of(self.module).compiler.gradient_sync if self.in_graph else self._live_averaging()
 
-    def _live_reducer(self) -> OverlappedReducer:
-        """Return the reducer; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
-        if self._reducer is None:
+    def _live_averaging(self) -> EagerAveraging:
+        """Return what averages; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
+        if self._averaging is None:
             if self.process_group is None:
                 raise RuntimeError("apexfx: this DistributedDataParallel was loaded without a process group; wrap its .module "
                                    "anew after torch.distributed.init_process_group(), or use .module for inference")
             self._start()
-        return self._reducer
+        return self._averaging
 
     # ---- accumulation --------------------------------------------------------------------------------------------------
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Backwards in the block stay local; the first one after it averages the accumulated sum.
-
-        Every rank runs backwards inside, as many as it likes, or none does; anything else raises in the first one after it.
-        """
+        """Backwards in the block stay local; the first one after it averages what has accumulated. On every rank, or on none."""
         return self._synchronizer.no_sync()
 
     def disable_allreduce(self) -> None:
@@ -252,24 +227,23 @@ class DistributedDataParallel(nn.Module):
             ("gradient_average=False", not self.config.gradient_average),
             ("gradient_predivide_factor", self.config.gradient_predivide_factor != 1.0),
             ("num_allreduce_streams", len(self.communicators) > 1),
+            ("retain_allreduce_buffers", self.retain_allreduce_buffers),
+            ("delay_allreduce", self.config.delay_allreduce), ("allreduce_trigger_params", bool(self.config.trigger_params)),
         ) if value]
         if contradicted:
             raise ValueError(f"apexfx: a communication hook divides and communicates by itself, so {contradicted[0]} has no "
                              "effect beside it; leave that out, or do it in the hook")
-        self._live_reducer().comm_hook = (state, hook)
+        self._live_averaging().use_hook(state, hook)
 
     @property
     def bucket_plan(self) -> Any:
-        """The buckets in use: print, save, edit, replay with `plan=`."""
-        if self.in_graph:
-            return compiled_model.of(self.module).report.buckets()
-        assignment = self._reducer.assignment if self._reducer is not None else None
-        return assignment.plan if assignment is not None else None
+        """The buckets of a transformed module: print, save, edit, replay with `plan=`; None where torch's DDP has them."""
+        return compiled_model.of(self.module).report.buckets() if self.in_graph else None
 
     @property
     def allreduce_buffers(self) -> list[Tensor]:
         """With `retain_allreduce_buffers`, the reduced buffers of the last backward."""
-        return self._reducer.buffers if self._reducer is not None and self.retain_allreduce_buffers else []
+        return [buffer for _, buffer in sorted(self._averaging.buffers.items())] if self._averaging is not None else []
 
     # ---- copies --------------------------------------------------------------------------------------------------------
 
@@ -281,7 +255,7 @@ class DistributedDataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         names = state.pop("_group_names")
         super().__setstate__(state)
-        self.process_group, self.communicators, self.streams, self._reducer = None, [], [], None
+        self.process_group, self.communicators, self._averaging = None, [], None
         if names and dist.is_available() and dist.is_initialized():
             self.process_group, *self.communicators = (resolve_process_group(name) for name in names)
 

@@ -14,7 +14,7 @@ import apexfx
 from apexfx import amp
 from apexfx.errors import UnsynchronizedGradientError
 from apexfx.optimizers import FusedAdam
-from apexfx.parallel import DistributedDataParallel, RankFailureError
+from apexfx.parallel import DistributedDataParallel
 from apexfx.testing import assert_close
 from tests.distributed.launch import on_ranks
 
@@ -126,7 +126,7 @@ def test_accumulation_inside_of_no_sync(rank, world_size):
                 dist.all_reduce(q.grad)
                 assert_close(p.grad, q.grad / world_size)
             continue
-        with pytest.raises(RankFailureError, match="pass delay_unscale=True to every scale_loss inside of no_sync"):
+        with pytest.raises(UnsynchronizedGradientError, match="pass delay_unscale=True to every scale_loss inside of no_sync"):
             step(2)
         optimizer.zero_grad()
         with parallel.no_sync():

@@ -25,12 +25,12 @@ import apexfx
 from apexfx import RankMismatchError
 from apexfx._torch import process_group_timeout
 from apexfx.distributed.step_check import ALWAYS
-from apexfx.parallel import DistributedDataParallel, RankFailureError, SyncBatchNorm, create_syncbn_process_group
+from apexfx.parallel import RankFailureError, SyncBatchNorm, create_syncbn_process_group
 from apexfx.parallel.arguments import communicators
 from tests.distributed.faults import Net, explode, train, train_past_a_nan
 from tests.distributed.launch import join_over_store_of_rank_0, run_ranks
 
-EXECUTORS = ("inner=eager", "inner=inductor", "eager DDP")
+EXECUTORS = ("inner=eager", "inner=inductor")
 LIMIT_S = 8.0  # above what compilation takes longer on one rank than on another
 ALONE = "no_sync\\(\\) was entered on some ranks and not on others"
 
@@ -47,8 +47,6 @@ class Normalized(Net):
 
 
 def data_parallel(executor, model, group=None, timeout_s=LIMIT_S, **options):
-    if executor == "eager DDP":
-        return DistributedDataParallel(model, process_group=group, timeout_s=timeout_s)
     return apexfx.transform(model, opt_level="O0", inner=executor.partition("=")[2], process_group=group,
                             ddp=apexfx.BucketConfig(timeout_s=timeout_s), **options)
 
@@ -99,7 +97,7 @@ def _lost_rank(rank, world_size, executor, fault, folder):
 def _lost_in_batch_norm(rank, world_size, executor, folder):
     """Rank 1 is stopped in front of a synchronized batch norm, whose group inherits the timeout of its parent, as all do."""
     group = dist.new_group(timeout=timedelta(seconds=LIMIT_S))
-    assert {process_group_timeout(child) for child in communicators(group, 2, None)[0]} == {timedelta(seconds=LIMIT_S)}
+    assert {process_group_timeout(child) for child in communicators(group, 2, None)} == {timedelta(seconds=LIMIT_S)}
     assert process_group_timeout(create_syncbn_process_group(3)) == process_group_timeout(dist.group.WORLD)
     model = data_parallel(executor, Normalized(), group, timeout_s=300, sync_bn=True)
     for _ in range(2):
@@ -192,9 +190,8 @@ def _no_sync_alone(num_steps, rank, executor, told):
             train(model, rank)
     with told(RankFailureError, ALONE, 6):
         step(model, rank)
-    if executor != "eager DDP":  # what follows does not meet the collectives left behind
-        with pytest.raises(RankFailureError, match=ALONE):
-            step(model, rank)
+    with pytest.raises(RankFailureError, match=ALONE):  # what follows does not meet the collectives left behind
+        step(model, rank)
 
 
 def _copied_on_one_rank(rank, executor, told):
@@ -253,7 +250,7 @@ def table(tmp_path):
 def test_a_rank_is_lost(executor, fault, table):
     run_ranks(_lost_rank, 3, executor, fault, str(table), timeout=150, lost=[1])
     words = {path.read_text().partition(", ")[2] for path in table.iterdir()}
-    assert len(list(table.iterdir())) == 2 and (len(words) == 1 or executor == "eager DDP")
+    assert len(list(table.iterdir())) == 2 and len(words) == 1
 
 
 @pytest.mark.parametrize("executor", ["inner=eager", pytest.param("inner=inductor", marks=pytest.mark.long)])
@@ -288,4 +285,4 @@ def test_faults_that_ranks_survive(executor, table):
     run_ranks(_survived, 3, executor, str(table), timeout=240)
     for n in (5, 20, 60):
         words = {path.read_text().partition(", ")[2] for path in table.glob(f"no_sync alone at {n}*")}
-        assert len(words) == 1 or executor == "eager DDP"
+        assert len(words) == 1

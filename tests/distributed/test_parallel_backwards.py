@@ -1,8 +1,6 @@
-"""Which backwards communicate, and who has a hand in them: no_sync(), static graphs, unused parameters, hooks of both kinds."""
+"""Which backwards communicate, who has a hand in them, and what `p.grad` holds after each."""
 
 from __future__ import annotations
-
-import warnings
 
 import pytest
 import torch
@@ -10,33 +8,47 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from apexfx.parallel import DistributedDataParallel, RankFailureError
+from apexfx import RankMismatchError, UnsynchronizedGradientError
+from apexfx.parallel import DistributedDataParallel
 from apexfx.testing import assert_close
 from tests.distributed.collectives import recorded
-from tests.distributed.launch import on_ranks, run_ranks
-from tests.distributed.wrapped import STATUS, backward, check_mean, local_gradients, wrapped
+from tests.distributed.launch import run_ranks
+from tests.distributed.wrapped import Net, backward, check_mean, data, local_gradients, wrapped
 
 
 def _no_sync(rank):
-    model, twin, x = wrapped(rank)
-    model.zero_grad()
-    with recorded() as calls:
-        with model.no_sync():
+    for arguments in ({}, {"delay_allreduce": True}, {"find_unused_parameters": True}, {"layout": "ddp"}):
+        model, twin, x = wrapped(rank, **arguments)
+        for _ in range(2):
+            model.zero_grad()
+            with recorded() as calls:
+                with model.no_sync():
+                    model(x).square().sum().backward()
+                model.disable_allreduce()
+                model(x).square().sum().backward()
+                model.enable_allreduce()
+                assert calls == [] and torch.equal(model.module.a.weight.grad, local_gradients(twin, x)[0] * 2)
             model(x).square().sum().backward()
-        model.disable_allreduce()
+            check_mean(model, twin, x, factor=1.5)
+
+
+def _only_in_no_sync(rank):
+    """With find_unused_parameters, what has gradients from inside alone is averaged too."""
+    model, twin, x = wrapped(rank, find_unused_parameters=True)
+    backward(model, x)
+    model.zero_grad()
+    with model.no_sync():
         model(x).square().sum().backward()
-        model.enable_allreduce()
-        assert calls == [] and torch.equal(model.module.a.weight.grad, local_gradients(twin, x)[0] * 2)
-        model.module.c(torch.ones(1, 4)).sum().mul(0).backward()  # most parameters: from the local micro-batches alone
-    assert len(calls.buckets) == 1
-    check_mean(model, twin, x, factor=1.0)
+    model(x)
+    model.module.c(torch.ones(1, 4)).sum().mul(0).backward()
+    check_mean(model, twin, x)
 
 
 def _static_graph(rank):
     model, twin, x = wrapped(rank, static_graph=True, message_size=30)
-    calls = backward(model, x)
-    assert len(calls.buckets) == 2 and not calls.status  # the ranks compare notes after the first backward only
-    check_mean(model, twin, x)
+    for _ in range(2):
+        backward(model, x)
+        check_mean(model, twin, x)
 
 
 def _in_another_buffer(state, bucket):
@@ -46,68 +58,157 @@ def _in_another_buffer(state, bucket):
 
 
 def _comm_hooks(rank):
-    seen = []
-
-    def hook(state, bucket):
-        seen.append((bucket.index(), bucket.is_last(), [g.shape for g in bucket.gradients()] == [
-            p.shape for p in bucket.parameters()], state))
-        return default_hooks.allreduce_hook(None, bucket)
-
-    for one, dtype in ((hook, torch.float32), (default_hooks.bf16_compress_hook, torch.bfloat16)):
+    for hook, dtype in ((default_hooks.allreduce_hook, torch.float32), (default_hooks.fp16_compress_hook, torch.float16),
+                        (_in_another_buffer, torch.float32)):
         model, twin, x = wrapped(rank, message_size=30)
-        model.register_comm_hook(None if one is not hook else "state", one)
-        calls = backward(model, x)
-        assert [c.dtype for c in calls.buckets] == [dtype] * 2
-        check_mean(model, twin, x, dtype=dtype)
-    assert seen == [(0, False, True, "state"), (1, True, True, "state")]
-    model, twin, x = wrapped(rank, message_size=30)
-    model.register_comm_hook(None, _in_another_buffer)
-    assert [c.numel for c in backward(model, x).status] == [STATUS]  # by itself: hooks see gradients alone
-    for _ in range(2):
-        backward(model, x)
-        check_mean(model, twin, x)
-        x = x + 1
+        model.register_comm_hook(None, hook)
+        for _ in range(2):
+            assert {c.dtype for c in backward(model, x).buckets} == {dtype}
+            check_mean(model, twin, x, dtype=dtype)
     with pytest.raises(TypeError, match="a callable"):
         model.register_comm_hook(None, 3)
-    for name, value in (("gradient_average", False), ("gradient_predivide_factor", 2.0), ("num_allreduce_streams", 2)):
-        model, *_ = wrapped(rank, **{name: value})
+    for name, value in (("gradient_average", False), ("gradient_predivide_factor", 2.0), ("num_allreduce_streams", 2),
+                        ("delay_allreduce", True), ("retain_allreduce_buffers", True)):
+        model = DistributedDataParallel(Net(), **{name: value})
         with pytest.raises(ValueError, match=f"divides and communicates by itself, so {name}"):
             model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
+def _several_backwards(rank):
+    """The second backward of a forward, and one that bypasses the wrapper, are averaged as a whole, or refused."""
+    model, twin, x = wrapped(rank)
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        check_mean(model, twin, x, factor=1.0)
+        model.zero_grad()
+        model.module(x).square().sum().backward()
+        check_mean(model, twin, x)
+    model, twin, x = wrapped(rank, gradient_average=False)
+    loss = model(x).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(UnsynchronizedGradientError, match="did not come through the last forward"):
+        loss.backward()
+
+
+def _adversaries(rank):
+    """Two networks, one trained against the other, with a gradient penalty, frozen in turns."""
+    torch.manual_seed(1)
+    maker, judge = DistributedDataParallel(Net()), DistributedDataParallel(nn.Linear(3, 1))
+    x = data(rank)
+    for _ in range(3):
+        judge.zero_grad()
+        fake = maker(x)
+        inner = fake.detach().requires_grad_()
+        out = judge(inner).sum()
+        [slope] = torch.autograd.grad(out, inner, create_graph=True)
+        (slope.square().sum() + out).backward()
+        expected = slope.detach().sum(0) * 2 + inner.detach().sum(0)
+        dist.all_reduce(expected)
+        assert torch.allclose(judge.module.weight.grad[0], expected / 2, rtol=1e-5)
+        judge.requires_grad_(False)
+        maker.zero_grad()
+        judge(fake).sum().backward()
+        grads = [torch.empty_like(maker.module.a.weight.grad) for _ in range(2)]
+        dist.all_gather(grads, maker.module.a.weight.grad)
+        assert torch.equal(*grads)
+        judge.requires_grad_(True)
+
+
+class Branches(Net):
+    """With a layer that only some calls use, one that none does, and parameters without elements."""
+
+    def __init__(self):
+        super().__init__()
+        self.never, self.empty = nn.Linear(4, 4), nn.Linear(4, 0)
+
+    def forward(self, x, whole=True):
+        y = self.b(self.a(x))
+        return torch.cat([self.c(y) if whole else y[:, :3], self.empty(y)], 1)
+
+
+def _unused(rank):
+    """A parameter that no backward uses has none; one that some use needs an option."""
+    for arguments in ({}, {"find_unused_parameters": True}, {"delay_allreduce": True}):
+        model = DistributedDataParallel(Branches(), **arguments)
+        for everywhere in (True, True, not arguments, True):
+            model.zero_grad()
+            model(data(rank), everywhere or rank == 0).sum().backward()
+            assert model.module.never.weight.grad is None
+            assert (model.module.c.bias.grad == (3.0 if everywhere else 1.5)).all()
+    model = DistributedDataParallel(Branches())
+    for _ in range(2):
+        model.zero_grad()
+        model(data(rank)).sum().backward()
+    with pytest.raises(UnsynchronizedGradientError, match="'c.bias' has none now.*find_unused"):
+        model(data(rank), False).sum().backward()
+
+
+def _changed_parameters(rank):
+    """Frozen, unfrozen and added ones begin anew; so does a module of another dtype."""
+    model, twin, x = wrapped(rank)
+    model.module.a.weight.requires_grad_(False)
+    for _ in range(2):
+        backward(model, x)
+        assert model.module.a.weight.grad is None
+    model.module.a.weight.requires_grad_(True)
+    model.module.c = nn.Sequential(model.module.c, nn.Linear(3, 2))
+    for _ in range(3):
+        model.zero_grad()
+        model(x).sum().backward()
+        assert (model.module.c[1].bias.grad == 3).all()
+    model.double()
+    for _ in range(2):
+        model.zero_grad()
+        model(x.double()).sum().backward()
+        assert (model.module.c[1].bias.grad == 3).all() and model.module.a.weight.grad.dtype == torch.float64
+
+
+def _failed(rank):
+    """A backward that raises on every rank leaves the next one whole."""
+    model, twin, x = wrapped(rank)
+    backward(model, x)
+    handle = model.module.b.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        backward(model, x)
+    handle.remove()
+    for _ in range(2):
+        backward(model, x)
+        check_mean(model, twin, x)
+
+
+def _ranks_apart(rank):
+    with pytest.raises(RankMismatchError, match=r'rank 0 has \["a.weight", \[4, 5\]'):
+        DistributedDataParallel(nn.Linear(5, 4) if rank else Net())
+    with pytest.raises(RankMismatchError, match="options of DistributedDataParallel"):
+        DistributedDataParallel(Net(), message_size=10 + rank)
+    model, _, x = wrapped(rank, check_parameters_every=2)
+    backward(model, x)
+    with torch.no_grad():
+        model.module.b.weight[0, 0] += rank * 1e-3
+    backward(model, x)
+    with pytest.raises(RankMismatchError, match="parameter 'b.weight' .* no longer has the same value"):
+        backward(model, x)
+
+
 def _penalty_alone(rank):
-    """The backward of a gradient comes through the module, though not through its output: no warning says otherwise."""
-    model, twin, x = wrapped(rank, find_unused_parameters=True)
-    model.zero_grad()
+    """The backward of a gradient comes through the module, though not through its output."""
+    model, twin, x = wrapped(rank, delay_allreduce=True)
     x.requires_grad_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    model.zero_grad()
+    for one in (model, twin):
+        [slope] = torch.autograd.grad(one(x).sum(), x, create_graph=True)
         slope.square().sum().backward()
-    [slope] = torch.autograd.grad(twin(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         if q.grad is not None:
             dist.all_reduce(q.grad)
             assert_close(p.grad, q.grad / dist.get_world_size())
 
 
-def _find_unused(rank):
-    for allowed in (True, False):
-        model, twin, x = wrapped(rank, find_unused_parameters=allowed, message_size=1, timeout_s=10)
-        model.zero_grad()
-        run = (lambda m: m.c(m.b(m.a(x)))) if rank else (lambda m: m.b(m.a(x)))
-        with recorded() as calls:
-            if allowed:
-                run(model.module).sum().backward()
-                assert (model.module.c.bias.grad == 3 / 2).all()
-            else:
-                with pytest.raises(RankFailureError, match="rank 0: 1 forwards so far; no gradient for c.weight, c.bias"):
-                    run(model.module).sum().backward()
-        assert len(calls.buckets) == 6  # all of them on every rank, so that nobody waits
-
-
-CASES = (_no_sync, _static_graph, _comm_hooks, _penalty_alone, _find_unused)
+CASES = (_no_sync, _only_in_no_sync, _static_graph, _comm_hooks, _several_backwards, _adversaries, _unused, _changed_parameters,
+         _failed, _ranks_apart, _penalty_alone)
 
 
 def every_backward(rank, world_size):
@@ -118,24 +219,3 @@ def every_backward(rank, world_size):
 
 def test_every_backward():
     run_ranks(every_backward, 2)
-
-
-class HalfEmpty(nn.Module):
-    """With parameters of zero elements, one of which no forward uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.empty, self.unused = nn.Linear(5, 4), nn.Linear(4, 0), nn.Linear(0, 0)
-
-    def forward(self, x):
-        return torch.cat([self.a(x), self.empty(self.a(x))], 1)
-
-
-@on_ranks(2)
-def test_parameters_without_elements(rank, world_size):
-    model = DistributedDataParallel(HalfEmpty(), timeout_s=15)
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.full((2, 5), rank + 1.0)).sum().backward()
-        assert (model.module.a.bias.grad == 2).all() and (model.module.a.weight.grad == 2 * 1.5).all()
-        assert model.module.empty.bias.grad.shape == (0,) and model.module.unused.weight.grad is None

@@ -72,7 +72,7 @@ def _copies(rank):
     file.seek(0)
     for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
         backward(other, x)
-        assert len(backward(other, x).buckets) == 2
+        backward(other, x)
         check_mean(other, twin, x)
         assert other.module.a.weight is not model.module.a.weight
     del alone

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import apexfx
 from apexfx import RankMismatchError, amp
@@ -19,8 +18,7 @@ from apexfx.distributed.agreement import Agreement, Label
 from apexfx.distributed.step_check import ALWAYS
 from apexfx.distributed.store import RankStore
 from apexfx.distributed.watchdog import Watchdog
-from apexfx.parallel import DistributedDataParallel, RankFailureError, SyncBatchNorm
-from apexfx.parallel.bucket_assignment import BucketPlanner
+from apexfx.parallel import RankFailureError
 from tests.distributed.faults import Net, train, wait_until
 from tests.distributed.launch import join_over_store_of_rank_0, on_ranks, run_ranks
 
@@ -29,23 +27,6 @@ LIMIT_S = 5.0
 
 def lose(signal_number):
     os.kill(os.getpid(), signal_number)
-
-
-def at_the_first_order(rank):
-    """Rank 0, whose order it is, has gone on; the others wait for it."""
-    model = DistributedDataParallel(Net(), timeout_s=LIMIT_S)
-    if rank == 0:
-        BucketPlanner.learn_first = lambda *_: lose(signal.SIGSTOP)
-    train(model, rank)
-
-
-def in_a_hook(rank):
-    model = DistributedDataParallel(Net(), timeout_s=LIMIT_S)
-    model.register_comm_hook(None, default_hooks.allreduce_hook)
-    train(model, rank, 2)
-    if rank == 0:
-        lose(signal.SIGSTOP)
-    train(model, rank)
 
 
 def at_the_loss_scale(rank):
@@ -66,7 +47,7 @@ def told(rank, world_size, case):
     os._exit(0)  # the group is broken: no barrier
 
 
-@pytest.mark.parametrize("case", [at_the_first_order, pytest.param(in_a_hook, marks=pytest.mark.long), at_the_loss_scale])
+@pytest.mark.parametrize("case", [at_the_loss_scale])
 def test_peers_of_a_lost_rank_are_told(case):
     run_ranks(told, 3, case, lost=[0])
 
@@ -82,12 +63,9 @@ class Normalized(nn.Module):
         return self.last_norm(self.b(self.norm(self.a(x))))
 
 
-def forward_alone(rank, world_size, executor):
-    if executor == "graph":
-        model = apexfx.transform(Normalized(nn.BatchNorm1d), opt_level="O0", inner="eager", sync_bn=True,
-                                 ddp=apexfx.BucketConfig(timeout_s=LIMIT_S))
-    else:
-        model = DistributedDataParallel(Normalized(SyncBatchNorm), timeout_s=LIMIT_S)
+def forward_alone(rank, world_size):
+    model = apexfx.transform(Normalized(nn.BatchNorm1d), opt_level="O0", inner="eager", sync_bn=True,
+                             ddp=apexfx.BucketConfig(timeout_s=LIMIT_S))
     train(model, rank, ALWAYS + 1)
     if rank == 0:
         model(torch.ones(2, 3))
@@ -100,9 +78,8 @@ def forward_alone(rank, world_size, executor):
     os._exit(0)  # the group is broken: no barrier
 
 
-@pytest.mark.parametrize("executor", ["graph", pytest.param("eager DDP", marks=pytest.mark.long)])
-def test_a_training_forward_on_one_rank_alone(executor):
-    run_ranks(forward_alone, 2, executor)
+def test_a_training_forward_on_one_rank_alone():
+    run_ranks(forward_alone, 2)
 
 
 @on_ranks(3)

@@ -1,4 +1,4 @@
-"""Random models through random wrappers, against a plain all_reduce of every gradient; a watchdog bounds each campaign."""
+"""Random models through random wrappers, against a plain all_reduce of every gradient."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def arguments(choose, model):
     elif kind == "streams":
         given["num_allreduce_streams"] = 2
     uneven = kind == "delay" or choose.random() < 0.5
-    given["find_unused_parameters"] = uneven and kind != "delay"
+    given["find_unused_parameters"] = (uneven or kind == "ddp") and kind != "delay"  # as torch's, it is not told what is unused
     return given, uneven
 
 

@@ -68,7 +68,7 @@ def test_backend_averages_what_any_rank_uses(rank, world_size):
 def test_the_wrapper_averages_what_any_rank_uses_of_a_compiled_model(rank, world_size):
     source, wrapped = _twins(TwoHeads, 1 + rank)
     compiled = torch.compile(source, backend="apex", options={"opt_level": "O0", "inner": "eager"})
-    model = apexfx.parallel.DistributedDataParallel(compiled, message_size=20, timeout_s=20, find_unused_parameters=True)
+    model = apexfx.parallel.DistributedDataParallel(compiled, timeout_s=20, find_unused_parameters=True)
     _train(model, source, wrapped, rank, STEPS)
 
 

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from apexfx.distributed.step_check import num_flags
 from apexfx.parallel import DistributedDataParallel
 from apexfx.testing import assert_close
 from tests.distributed.collectives import recorded
 
 SIZES = [20, 4, 16, 4, 12, 3]  # parameters of Net, in order: 5x4, 4x4, 4x3 and biases
 PADDED = [20, 4, 16, 4, 12, 4]  # a slot is padded to 16 bytes
-STATUS = num_flags(len(SIZES))  # numbers behind the last bucket
 
 
 class Net(nn.Module):
@@ -41,7 +39,7 @@ def backward(model, x):
 
 
 def wrapped(rank, dtype=torch.float32, **arguments):
-    """Return a wrapper that has learned its order in one backward, its local twin, and this rank's input."""
+    """Return a wrapper that has learned in one backward what has gradients, its local twin, and this rank's input."""
     net = Net().to(dtype)
     twin = copy.deepcopy(net)
     model = DistributedDataParallel(net, **arguments)

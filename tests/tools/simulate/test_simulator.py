@@ -7,7 +7,6 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -17,7 +16,6 @@ import apexfx
 from apexfx.buckets.plan import GradientSpec
 from apexfx.config import BucketConfig
 from apexfx.parallel import convert_syncbn_model
-from apexfx.parallel.bucket_assignment import BucketPlanner
 from apexfx.testing import tolerance
 from apexfx.tools.simulate.devices import DEVICES, Device
 from apexfx.tools.simulate.graph_plan import fake_process_group
@@ -148,27 +146,6 @@ def test_every_prediction_adds_up(profile, costs, num_ranks, message_size):
 
 def small(name):
     return load(name, 2)
-
-
-@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer"])
-@pytest.mark.parametrize("num_ranks", [8, 4096])
-def test_the_plan_is_the_one_that_the_eager_executor_learns(world_of, name, num_ranks):
-    world_of(num_ranks)
-    model, inputs = small(name)
-    config = BucketConfig(message_size=100_000)
-    planner = BucketPlanner(config, dist.group.WORLD, find_unused=False, static=False)
-    named = list(model.named_parameters())
-    layout = planner.first(named)
-    order = []
-    for index, (_, p) in enumerate(named):
-        p.register_post_accumulate_grad_hook(lambda _p, index=index: order.append(index))
-    model(inputs).square().mean().backward()
-    planner.learn(layout, order)
-    profile = analytic(load(name, 2, device="meta")[0], inputs, DEVICE)
-    made = plan_for(profile, config, num_ranks)
-    expected = [{**bucket.to_json(), "device": "meta"} for bucket in layout.plan.buckets]
-    assert [bucket.to_json() for bucket in made.buckets] == expected
-    assert len(made.buckets) > 1
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
