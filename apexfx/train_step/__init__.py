@@ -4,7 +4,7 @@ Read `options`, `step` (what a user calls), `state` (what a step reads and write
 traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
 Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `averages`,
 `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
-`loss_scale`, `safeguard` and `forward_writes` (which steps are skipped, and what they leave behind: nothing), `skipped_steps`
+`loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps`
 (where that began, and bundles that run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the
 parameters); `errors` and `wrong_call` (what a user is told).
 """

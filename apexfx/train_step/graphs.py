@@ -160,7 +160,7 @@ class StepGraphs:
         self._warn_of_eval_mode()
         self._state.prepare()
         gradients = grad_versions(self._state.params)
-        self._state.keep_forward_writes(in_pieces=bool(self.why_in_pieces))
+        self._state.keep_buffers()
         with self._patched(), torch.no_grad(), capture_errors(), \
                 self._model.traceable(casts_inputs=not self.why_in_pieces) as model:
             inputs = StepInputs(model, self._objective, **self._state.inputs())
@@ -176,7 +176,7 @@ class StepGraphs:
         Raises:
             NotCompiled: there is none; nothing has run.
         """
-        self._state.keep_forward_writes(cached=True)
+        self._state.keep_buffers(cached=True)
         compiler = self._compiler if function == "last" else self._compiler_of_earlier
         with torch.no_grad(), self._model.traceable(cached=True) as model, compiler.repeating():
             return self._cached[function](StepInputs(model, self._objective, **self._state.inputs()), batch, named)

@@ -68,12 +68,9 @@ class ObjectiveModules(nn.Module):
         return name
 
 
-def owners_of(objective: Any, model: nn.Module) -> tuple[list[nn.Module], list[Any]]:
-    """Return what an objective may keep tensors in: the outermost modules that it refers to, but for the model and what is inside
-    of it, and the user's other objects.
-    """
-    todo, seen = [(objective, 0)], set(map(id, model.modules()))
-    modules, objects = [], []
+def owners_of(objective: Any, model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules that an objective refers to, but for the model and what is inside of it."""
+    todo, seen, modules = [(objective, 0)], set(map(id, model.modules())), []
     for each, depth in todo:
         if id(each) in seen:
             continue
@@ -83,15 +80,7 @@ def owners_of(objective: Any, model: nn.Module) -> tuple[list[nn.Module], list[A
             modules.append(each)
         elif not isinstance(each, Tensor) and depth < _DEPTH:
             todo += [(part, depth + 1) for _, part in _parts(each)]
-            if _is_the_users(each):
-                objects.append(each)
-    return modules, objects
-
-
-def _is_the_users(each: Any) -> bool:
-    """Return whether something is an object with attributes, of a class that is neither Python's nor torch's nor ours."""
-    library = type(each).__module__.partition(".")[0] in ("builtins", "types", "functools", "collections", "torch", "apexfx")
-    return not library and not isinstance(each, type) and isinstance(getattr(each, "__dict__", None), dict)
+    return modules
 
 
 def _parts(each: Any) -> Iterator[tuple[str, Any]]:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._torch import registries
 from ..config import is_number
 from ..graph.printing import count_text
 from ..host_copy import HostCopy
@@ -31,7 +33,7 @@ class Safeguard:
     """Have a training step skip what would ruin the model, and leave nothing of it behind.
 
     A step is skipped where a gradient is not finite, at every dtype, and where the norm of all gradients is a spike. Parameters,
-    optimizer state and what the forward writes stay as they were, on every rank alike.
+    optimizer state and registered buffers stay as they were, on every rank alike.
 
     Args:
         spike_factor: a norm above so many times its running average is a spike; None: none is.
@@ -201,6 +203,51 @@ class SafeguardState:
         if STATE in state and len(state[STATE]) < len(self.tensors[STATE]):  # older: nobody counted calls
             self.tensors[STATE][3] = self.tensors[STATE][0] * self._calls_an_update
         self._forget(int(self.skips[0]))
+
+
+class KeptBuffers:
+    """Registered buffers as they were before the first call of an update; one that is skipped puts them back on the device.
+
+    One graph keeps what it writes in place (the pass skip_writes). Left are buffers that a forward replaces, and what calls that
+    gather gradients write before anything is known of these.
+
+    Args:
+        modules: returns those of model and objective, each once.
+        gathers: whether calls gather gradients.
+    """
+
+    def __init__(self, modules: Callable[[], Iterator[nn.Module]], *, gathers: bool) -> None:
+        self._modules, self._gathers, self._replaces = modules, gathers, False
+        self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] | None = None
+
+    def keep(self, *, cached: bool) -> None:
+        """Keep what there is now, unless an earlier call of the same update has.
+
+        Args:
+            cached: for graphs that have run before alone: whether they replace buffers is known.
+        """
+        if self._kept is None and (self._gathers or self._replaces or not cached):
+            held = [(buffers, name, buffer) for module in self._modules() for buffers in [registries(module).buffers]
+                    for name, buffer in buffers.items() if buffer is not None]
+            self._kept = [(*each, each[2].clone() if self._gathers else each[2]) for each in held]
+
+    def forget(self) -> None:
+        """Keep nothing: the update is over."""
+        self._kept = None
+
+    @torch.no_grad()
+    def undo(self, skip: Tensor) -> None:
+        """Put back what was kept, where `skip` is not 0, and forget; a buffer whose shape or dtype has changed stays."""
+        for buffers, name, buffer, before in self._kept or ():
+            now = buffers.get(name)
+            if now is before or now is None or (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
+                continue
+            kept = torch.where(skip.to(now.device) > 0, before, now)
+            if now is buffer:
+                buffer.copy_(kept)
+            else:
+                buffers[name], self._replaces = kept, True
+        self.forget()
 
 
 def _widened(tensor: Tensor, like: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from ..ops.apply_gradients import StepPlan
 from ..optimizers.update import Update
 from ..report.data import Report
 from .ema import COUNTS, EmaState
-from .forward_writes import ForwardWrites
 from .function import GATHERED
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
@@ -26,7 +25,7 @@ from .optimizer_list import OptimizerList
 from .optimizer_state import Group, OptimizerState, Structure, cycled, momenta
 from .options import StepOptions
 from .parameters import check_state, trained_parameters
-from .safeguard import SafeguardState
+from .safeguard import KeptBuffers, SafeguardState
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +39,7 @@ class TrainingState:
         options: of the step.
         scale: the loss scale.
         safeguard, ema: of the step, or None.
-        forward_writes: what takes back what the forwards of a skipped step have written.
+        buffers: puts back the buffers that a skipped step has replaced; None without a safeguard.
         report: where what the graph does not update is noted.
         index: is told the names of all that is here.
         device: of what is trained, when the step was made.
@@ -57,9 +56,9 @@ class TrainingState:
 
     def __init__(self, model: nn.Module, optimizers: OptimizerList, objective_modules: ObjectiveModules,
                  options: StepOptions, scale: LossScale, safeguard: SafeguardState | None, ema: EmaState | None,
-                 forward_writes: ForwardWrites, report: Report, index: ModelIndex, device: torch.device) -> None:
+                 buffers: KeptBuffers | None, report: Report, index: ModelIndex, device: torch.device) -> None:
         self._model, self._optimizers, self._objective_modules = model, optimizers, objective_modules
-        self._safeguard, self._ema, self._forward_writes = safeguard, ema, forward_writes
+        self._safeguard, self._ema, self._kept_buffers = safeguard, ema, buffers
         self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
         self._structure: Structure | None = None  # of the optimizers, which the lists follow from
         self._num_hooks = num_hooks()
@@ -229,17 +228,12 @@ class TrainingState:
 
     # ---- after a call -----------------------------------------------------------------------------------------------------
 
-    def keep_forward_writes(self, *, in_pieces: bool = False, cached: bool = False) -> None:
-        """Keep what the forward may write, where a step may be skipped that wrote it, and its graph does not take it back.
-
-        Args:
-            cached: for graphs that were compiled before alone.
-        """
-        if self._safeguard is not None:
+    def keep_buffers(self, *, cached: bool = False) -> None:
+        """Keep the buffers that a skipped step is to have; `cached` for graphs that were compiled before alone."""
+        if self._kept_buffers is not None:
             if not self.num_gathered_calls():
-                self._forward_writes.forget()  # of a call that failed, or was captured alone
-            copies = in_pieces or self._options.accumulate > 1
-            self._forward_writes.keep(copies=copies, cached=cached and not copies)
+                self._kept_buffers.forget()  # of a call that failed, or was captured alone
+            self._kept_buffers.keep(cached=cached)
 
     def note_gathered(self, present: Sequence[bool]) -> None:
         """Note which parameters a call has gathered gradients of."""
@@ -255,7 +249,8 @@ class TrainingState:
             gradients: those that left the graph.
         """
         self.end_accumulation()
-        self._forward_writes.undo(skip)
+        if self._kept_buffers is not None:
+            self._kept_buffers.undo(skip)
         if self._options.keep_grads or self._optimizer_state is None:
             self._drop_gradients()  # what nobody computed now is not to be applied
             left = iter(_unshared(gradients))
@@ -298,7 +293,8 @@ class TrainingState:
         for buffer in self.buffers:
             buffer.zero_()
         self.gathered.clear()
-        self._forward_writes.forget()
+        if self._kept_buffers is not None:
+            self._kept_buffers.forget()
         self.num_calls, self._broken = 0, ""
 
 

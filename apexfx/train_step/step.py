@@ -27,7 +27,6 @@ from ..report.data import Report
 from ..report.text import options_text
 from .averages import averaged_copies
 from .ema import EmaState
-from .forward_writes import ForwardWrites
 from .function import StepInputs, apply_gradients
 from .graphs import GradientGraphs, StepGraphs
 from .loss_scale import SCALE, SKIPS, LossScale
@@ -37,7 +36,7 @@ from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
 from .replicas import replica_check
-from .safeguard import Event, SafeguardState
+from .safeguard import Event, KeptBuffers, SafeguardState
 from .skipped_steps import Recorder, SkippedSteps
 from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, note_what_waits
 from .wrong_call import WrongCall
@@ -85,11 +84,11 @@ class TrainStep:
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
         index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
-        own_modules, objects = owners_of(objective, model)
-        modules = (model, *own_modules)
-        writes = ForwardWrites(lambda: itertools.chain(*(m.modules() for m in modules)), objects, self.report)
+        modules = (model, *owners_of(objective, model))
+        buffers = None if options.safeguard is None else KeptBuffers(
+            lambda: itertools.chain(*(m.modules() for m in modules)), gathers=options.accumulate > 1)
         self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard,
-                                    self._ema, writes, self.report, index, self._device)
+                                    self._ema, buffers, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
         self._gradient_graphs: GradientGraphs | None = None  # that compare(step, batch, None) has asked for

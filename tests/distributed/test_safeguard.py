@@ -17,7 +17,7 @@ from tests.train_step.test_safeguard import GOOD, INFINITE, NAN_INPUT, Automaton
 
 STYLES = {
     "synchronized": {"sync_bn": True}, "float16": {"opt_level": "O2", "dtype": torch.float16},
-    "accumulating": {"accumulate": 2, "sync_bn": True}, "in pieces": {"breaks": True}, "two buckets": {"message_size": 64},
+    "accumulating": {"accumulate": 2, "sync_bn": True}, "two buckets": {"message_size": 64},
 }
 
 

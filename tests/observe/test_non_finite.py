@@ -213,15 +213,3 @@ def test_gathered_calls():
         if step._state.num_calls == 2:
             assert "a call before" in step.events[-1].where
     assert "aten.mul.Tensor in the forward" in step.events[-1].where
-
-
-def test_in_pieces_no_op_is_searched():
-    def objective(model, x):
-        torch._dynamo.graph_break()
-        return model(x, "overflow").sum()
-
-    model = Net()
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager",
-                             opt_level="O0", safeguard=True, fallback="transform")
-    step(X)
-    assert step.events[-1].where.startswith("the step could not be run op by op to find where: RuntimeError: apexfx: ")

@@ -24,17 +24,14 @@ SGD, AdamW, NAdam = torch.optim.SGD, torch.optim.AdamW, torch.optim.NAdam
 class Net(nn.Module):
     """Two heads, of which a call uses one: the other has no gradient, and is averaged all the same."""
 
-    def __init__(self, breaks=False):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.body = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh())
         self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
-        self.breaks = breaks
 
     def forward(self, x, head=0):
         hidden = self.body(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
         return self.heads[head](hidden)
 
 
@@ -49,9 +46,9 @@ def batches(count, seed=0, bad=(), turns=False):
         yield x * math.inf if number in bad else x, y, number // 4 % 2 if turns else 0
 
 
-def make(optimizer=AdamW, *, breaks=False, decay=0.8, model=None, **options):
-    model = model if model is not None else Net(breaks)
-    options = {"opt_level": "O0", "inner": "eager", "fallback": "transform" if breaks else None, **options}
+def make(optimizer=AdamW, *, decay=0.8, model=None, **options):
+    model = model if model is not None else Net()
+    options = {"opt_level": "O0", "inner": "eager", **options}
     optimizer = optimizer(model.parameters())
     return apexfx.train_step(model, objective=objective, optimizer=optimizer, ema=apexfx.EMA(decay), **options)
 
@@ -119,7 +116,6 @@ STYLES = {
     "half parameters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": FusedAdam, "keep_grads": True},
     "composed, safeguard": {"safeguard": True, "bad": (0, 3, 4), "optimizer": NAdam},
     "accumulating": {"accumulate": 2, "safeguard": True, "bad": (4,)},
-    "in pieces": {"breaks": True, "safeguard": True, "bad": (4,)},
     "outside": {"optimizer": RMSprop, "safeguard": True, "bad": (4,)},
     "outside, masters": {"opt_level": "O3", "dtype": torch.bfloat16, "optimizer": hooked_adam_with_masters, "decay": 0.0},
     "under Inductor": {"inner": "inductor", "safeguard": True, "bad": (0, 4)},

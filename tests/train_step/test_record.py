@@ -492,15 +492,6 @@ def test_a_step_that_raises_is_recorded(tmp_path, caplog, capsys):
     assert "recorded was: raised by embedding: IndexError: another" in capsys.readouterr().out
 
 
-def test_a_step_that_raises_when_it_has_written_says_so(tmp_path, caplog):
-    step = make(model=Looked, safeguard=guarded(tmp_path), fallback="transform")
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        step(X.abs(), Y, ONE)
-        with pytest.raises(IndexError):
-            step(BAD, Y, ONE)
-    assert "there is no bundle, since it had begun" in caplog.text and list(tmp_path.iterdir()) == []
-
-
 def test_what_cannot_be_captured_is_not_recorded(tmp_path, caplog):
     def wrong(model, x, y, factor):
         return [model(x).mean()][1]
