@@ -83,6 +83,7 @@ from torch.distributed.distributed_c10d import _unregister_process_group as unre
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
     free_unbacked_symbols,
     statically_known_true,
 )
@@ -112,6 +113,9 @@ ProfilerSpan = torch._C._profiler._RecordFunctionFast
 
 # What a captured graph calls where the program switches gradients on or off.
 set_grad_enabled = torch._C._set_grad_enabled
+
+# What a captured graph calls for `x.data`.
+data_of = torch._C._autograd._get_data_attr
 
 
 def active_ddp_module() -> object | None:
@@ -528,9 +532,11 @@ def module_hooks(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[tuple[o
             if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks]
 
 
-def has_global_module_hooks() -> bool:
-    """Tell whether hooks are registered that run around every module."""
-    return bool(torch.nn.modules.module._has_any_global_hook())
+def global_module_hooks() -> list[object]:
+    """Return what tells whether the hooks that run around every module are the same as before; [] where there are none."""
+    module = torch.nn.modules.module
+    return [*module._global_forward_pre_hooks, *module._global_forward_hooks, *module._global_backward_pre_hooks,
+            *module._global_backward_hooks] if module._has_any_global_hook() else []
 
 
 def has_forward_pre_hook(module: torch.nn.Module, hook: Callable[..., object]) -> bool:

@@ -7,9 +7,10 @@ hit neither runs, and the result is right. Wrapping `inner_compile` instead woul
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 from torch import fx
 
 from .. import ops, passes
-from .._torch import graph_breaks_around, recompile_reason
+from .._torch import data_of, graph_breaks_around, recompile_reason
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
+from ..graph.mutation import writes_first
+from ..graph.nodes import source_line
 from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
@@ -47,7 +50,23 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
     check_inputs(gm, example_inputs)
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), whole_step=whole_step)
     check_mixed(gm)
+    _erase_own_memory(gm)
     return placeholders
+
+
+def _erase_own_memory(gm: fx.GraphModule) -> None:
+    """Erase what gives a tensor the memory that it has, as the end of `x.data += 1` does: AOTAutograd refuses that."""
+    given_other = set()
+    for node in gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
+        target, source = node.args
+        while isinstance(source, fx.Node) and writes_first(source):
+            source = source.args[0]
+        if target in given_other or getattr(source, "target", None) is not data_of or source.args[0] is not target:
+            given_other.add(target)
+            continue
+        for user in list(node.users):
+            gm.graph.erase_node(user)  # which lowers the count of writes by that of set_
+        gm.graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -75,7 +94,7 @@ class RewrittenGraph:
 
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
-        with traceable_rnn(self.gm):
+        with traceable_rnn(self.gm), _explained(self.gm):
             compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
@@ -118,6 +137,19 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     if key is not None:
         record.load_backward = functools.partial(cache.load_stage, key)
     return RewrittenGraph(gm, example_inputs, placeholders, config, pipeline, record, uuid, key)
+
+
+@contextlib.contextmanager
+def _explained(gm: fx.GraphModule) -> Iterator[None]:
+    """Say what AOTAutograd cannot do for `self.buffer.data = ...`."""
+    try:
+        yield
+    except AssertionError as error:
+        replaced = gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
+        if not replaced or "set_" not in str(error):
+            raise
+        raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ...) that the "
+                         "forward also writes in place; write x.data.copy_(...) in the place of the assignment") from None
 
 
 def _why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx, nn
 
 from .. import passes
-from .._torch import dynamo_source, ends_in_graph_break
+from .._torch import dynamo_source, ends_in_graph_break, global_module_hooks
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Label
 from ..distributed.gradient_sync import GradientSync
@@ -30,7 +30,7 @@ from .backward_stage import BackwardPasses
 from .compile_graph import numeric_options, read_inputs, rewrite
 from .model_index import ModelIndex
 from .process_groups import Groups
-from .refusals import check_not_in_ddp, check_not_sharded
+from .refusals import HOOKS_CHANGED, check_not_in_ddp, check_not_sharded
 
 log = logging.getLogger(__name__)
 
@@ -140,11 +140,13 @@ class GraphCompiler:
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
         trainable = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not collectives or agreement is None
-        before_run = self._broadcast_and_count(record, placeholders)
+        before_run, hooks = self._broadcast_and_count(record, placeholders), global_module_hooks()
         hashed = zlib.crc32(json.dumps(collectives, sort_keys=True).encode())
 
         def run(*args: Any) -> Any:
             nonlocal agreed
+            if global_module_hooks() != hooks:
+                raise RuntimeError(HOOKS_CHANGED)
             index.note_run([args[place] for place in held])  # Dynamo may run one graph with several layers of one class
             if sync is not None:
                 check_not_in_ddp()

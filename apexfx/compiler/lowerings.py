@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from .._torch import free_unbacked_symbols, inductor_ops, inductor_state, registered_ops
 from .._torch import inductor_ir as ir
 from .._torch import inductor_lowering as lowering
-from .._torch import inductor_ops, inductor_state, registered_ops
 
 aten = torch.ops.aten
 
@@ -31,6 +31,7 @@ def register() -> None:
     rows += [(op, _in_place(op)) for op in (*ours, aten._amp_update_scale_.default) if _written_places(op)]
     # Of passes over the step: Inductor decomposes it before.
     rows.append((aten.linalg_vector_norm.default, lowering.fallback_handler(aten.linalg_vector_norm.default)))
+    rows.append((aten.slice_scatter.default, _slice_scatter(lowering.lowerings[aten.slice_scatter.default])))
     for op, lower in rows:
         lowering.register_lowering(op, type_promotion_kind=None)(lower)
 
@@ -99,6 +100,16 @@ def _relu_backward(grad_output: Any, output: Any) -> Any:
         return inductor_ops.where(inductor_ops.le(out, zero), zero, grad)
 
     return lowering.make_pointwise(masked)(grad_output, output)
+
+
+def _slice_scatter(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Inductor's lowering of the gradient of a slice, which calls the op where the data says how long the slice is."""
+    call = lowering.fallback_handler(aten.slice_scatter.default)
+
+    def lower(x: Any, source: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
+        return (call if free_unbacked_symbols([start, end]) else own)(x, source, dim, start, end, step)
+
+    return lower
 
 
 def _like_input(op: Any) -> Callable[..., Any]:

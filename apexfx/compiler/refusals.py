@@ -18,6 +18,7 @@ from .._torch import (
     backend_around,
     fsdp_managed,
     functorch_is_active,
+    global_module_hooks,
     has_backward_hooks,
     is_fsdp_source,
     is_replica,
@@ -29,6 +30,10 @@ _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shar
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
 COMPILES_ITSELF = ("a transformed model compiles itself and cannot be exported; export the module that it was made from, which "
                    "holds the same parameters")
+
+HOOKS_CHANGED = ("apexfx: since a graph of the model was captured, which holds the hooks of that time, a hook on all modules "
+                 "(torch.nn.modules.module.register_module_...) was registered or removed; call torch.compiler.reset(), and the "
+                 "next call captures the model anew, or register it on the modules of the model")
 
 
 def check_whole(model: nn.Module) -> None:
@@ -89,8 +94,10 @@ def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) ->
 
 def untraceable(submodules: Iterable[tuple[str, nn.Module]]) -> list[str]:
     """Say, of what was done to submodules, what keeps Dynamo from tracing them, and what to do instead."""
-    return [f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the transformed model itself, "
-            "or hooks on parameters" for name, module in submodules if has_backward_hooks(module)]
+    everywhere = ["a hook is registered on all modules (torch.nn.modules.module.register_module_...), and Dynamo traces none "
+                  "that runs in the backward"] if global_module_hooks() else []
+    return everywhere + [f"submodule {name!r} has a backward hook, which Dynamo does not trace: register it on the transformed "
+                         "model itself, or hooks on parameters" for name, module in submodules if has_backward_hooks(module)]
 
 
 def check_not_in_ddp() -> None:

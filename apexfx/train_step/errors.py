@@ -14,6 +14,7 @@ import torch
 from .._torch import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    GuardOnDataDependentSymNode,
     InternalTorchDynamoError,
     TorchRuntimeError,
     Unsupported,
@@ -31,6 +32,7 @@ _BUILTIN = re.compile(r"how to trace builtin operator `(\w+)`")
 _EXPLAINED = re.compile(r"^  Explanation: (.+)$", re.MULTILINE)
 # What the names of files begin with that have no lines of the user's; torchvision has.
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_DATA_DEPENDENT = re.compile(r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound")
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 
 
@@ -102,6 +104,8 @@ def capture_errors() -> Iterator[None]:
             reason = "the forward writes a parameter in place (Embedding(max_norm=) does)"
             raise ValueError(f"apexfx: {reason}, and a training step as one graph updates it at the end alone; train with "
                              "apexfx.transform()") from error
+        if _DATA_DEPENDENT.search(said := str(error.inner_exception)):
+            raise _not_one_graph(said, said) from error
         raise error.inner_exception from None
     except FailOnRecompileLimitHit as error:
         if str(error).startswith("apexfx"):  # of the model's graphs in a step in pieces
@@ -133,6 +137,10 @@ def capture_errors() -> Iterator[None]:
                     "keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
                     "that they compute; those of torch.nn.utils.parametrizations do not")
         raise _not_one_graph(text, said) from error
+    except (IndexError, GuardOnDataDependentSymNode) as error:
+        if not _DATA_DEPENDENT.search(str(error)):
+            raise
+        raise _not_one_graph(str(error), str(error)) from error
 
 
 def _not_one_graph(text: str, said: str) -> NotOneGraph:
@@ -143,6 +151,9 @@ def _not_one_graph(text: str, said: str) -> NotOneGraph:
         said: Dynamo's text, which names the frames.
     """
     reason, explained = text.strip().partition("\n")[0].rstrip("."), _EXPLAINED.search(text)
+    if _DATA_DEPENDENT.search(reason):
+        reason, explained = ("a branch, an index or a shape depends on a number that is known when the graph runs only: read "
+                             "from a tensor (.item(), int(t)) or drawn by Python's random"), None
     if (builtin := _BUILTIN.search(text)) is not None:
         reason, explained = f"{builtin[1]}() of Python is called, which is in no graph", None
     lines = [f"{reason}. {explained[1]}" if explained else reason]

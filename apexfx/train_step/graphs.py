@@ -149,7 +149,8 @@ class StepGraphs:
                 return self._call(function, batch, named)
 
     def _call(self, function: str, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        if torch.is_anomaly_enabled() and not self.why_in_pieces:
+        # Without check_nan, torch itself may have it on: for the lines of ops, while another thread captures a graph.
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled() and not self.why_in_pieces:
             reason = "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient"
             raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
                               "fallback='transform', where it sees the model's backward as one function, or look for the op in "

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import forward_hooks, has_backward_hooks, has_global_module_hooks
+from .._torch import forward_hooks, global_module_hooks, has_backward_hooks
 from ..compiler.dynamo_batch_norm import is_untraceable
 from ..compiler.stand_ins import StandIns, all_modules, path_of
 from ..precision.rules import HALVES
@@ -54,7 +54,7 @@ class StepModel:
         Raises:
             ValueError: as `check_modules`.
         """
-        if has_global_module_hooks() or not cached and any(map(has_backward_hooks, all_modules(self.model))):
+        if global_module_hooks() or not cached and any(map(has_backward_hooks, all_modules(self.model))):
             check_modules(self.model, self._group)  # raises
         with contextlib.ExitStack() as stack:
             if self._hooks is not None and casts_inputs:  # Dynamo evaluates the forward before any pass has put casts in
@@ -72,7 +72,7 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     Raises:
         ValueError: a module has a backward hook, or all have a hook; the model itself is a batch norm that needs a replacement.
     """
-    if has_global_module_hooks():
+    if global_module_hooks():
         raise ValueError("apexfx: a hook is registered on all modules (torch.nn.modules.module.register_module_...), and a "
                          "training step as one graph would not always run it; register it on the modules of the model")
     if is_untraceable(model, group):

@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import has_own_step, has_step_hooks, tensor_version, tree_leaves
+from .._torch import (
+    function_mode_depth,
+    has_own_step,
+    has_step_hooks,
+    pop_function_mode,
+    push_function_mode,
+    tensor_version,
+    tree_leaves,
+)
 from ..ops.apply_gradients import UpdateRow
 from ..optimizers.torch_optimizers import Labels, updates
 
@@ -150,11 +158,15 @@ def same_tensors(one: Any, other: Any) -> bool:
 
     Python takes an object to be equal to itself before it asks the object: tensors are compared where they are two.
     """
+    depth = function_mode_depth()
     try:
-        with _not_one_tensor:
-            return one == other
+        push_function_mode(_not_one_tensor)
+        return one == other
     except Exception:  # two tensors, or other arrays
         return False
+    finally:  # no `with`, whose methods are Python's: an interrupt in them would leave the mode on
+        while function_mode_depth() > depth:
+            pop_function_mode()
 
 
 class Structure:

@@ -297,19 +297,6 @@ def test_a_backward_to_a_leaf_of_the_objective_s_own_is_that_of_eager():
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
-@pytest.mark.parametrize("make_model", [lambda: None, lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))], ids=["own", "of torch"])
-def test_hooks_on_all_modules_are_refused(make_model):
-    step = heads(model=make_model())
-    for _ in range(2):  # before there is a graph, and then
-        handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
-        try:
-            with pytest.raises(ValueError, match="registered on all modules"):
-                step(*samples(1)[0])
-        finally:
-            handle.remove()
-        step(*samples(1)[0])
-
-
 def test_inference_mode_is_refused():
     step = heads()
     with torch.inference_mode(), pytest.raises(RuntimeError, match="inference_mode"):

@@ -1,0 +1,227 @@
+"""Forwards and losses that lean on Python train as in eager torch, or are refused in one sentence, by all ways and levels."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.modules import module as hooks
+
+import apexfx
+from apexfx._torch import function_mode_depth
+from apexfx.train_step.optimizer_state import same_tensors
+
+WAYS, LEVELS = ("transform", "backend", "step"), ("O0", "O1", "O2", "O3")
+IDS = [torch.tensor([[3, 1, 4, 1, 5, 0, 0], [2, 7, 1, 8, 0, 0, 0]]), torch.tensor([[3, 1, 0, 0, 0, 0, 0], [2, 7, 1, 0, 0, 0, 0]])]
+
+
+def trained(way, make, loss, batches, level="O0", **options):
+    """Return the losses and buffers that training by one way makes; way "eager" is plain torch."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"opt_level": level, "inner": "eager", **({} if level == "O0" else {"dtype": torch.bfloat16}), **options}
+    if way == "step":
+        step = apexfx.train_step(model, optimizer=optimizer, objective=lambda model, x: loss(model(x), x), **options)
+        return [float(step(x)) for x in batches], [b.clone() for b in model.buffers()]
+    run = {"eager": lambda: model, "transform": lambda: apexfx.transform(model, **options),
+           "backend": lambda: torch.compile(model, backend="apex", options=options)}[way]()
+    losses = []
+    for x in batches:
+        value = loss(run(x), x)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, [b.clone() for b in model.buffers()]
+
+
+def check(way, make, loss, batches, level, **options):
+    expected, got = trained("eager", make, loss, batches), trained(way, make, loss, batches, level, **options)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if level == "O0" else {"rtol": 0.05, "atol": 0.02}
+    torch.testing.assert_close(got, expected, **tolerance)
+
+
+# ---- numbers that are read from a tensor -----------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(10, 8), nn.Linear(8, 5)
+
+    def forward(self, ids):
+        return self.head(self.table(ids))
+
+
+def length(ids):
+    return int((ids != 0).sum(1).max())
+
+
+LENGTHS = {
+    "end": lambda out, ids: out[:, :length(ids)],
+    "begin": lambda out, ids: out[:, length(ids) - 1:],
+    "from the end": lambda out, ids: out[:, -length(ids):],
+    "narrow": lambda out, ids: out.narrow(1, 0, length(ids)),
+    "each row": lambda out, ids: torch.cat([row[:n] for row, n in zip(out, (ids != 0).sum(1).tolist())]),
+    "mask": lambda out, ids: out * (torch.arange(7) < length(ids))[:, None],
+}
+
+
+def loss_of(cut):
+    return lambda out, ids: cut(out, ids).float().pow(2).mean()
+
+
+@pytest.mark.parametrize(("cut", "level"), list(zip(LENGTHS, LEVELS * 2)))
+def test_a_loss_cuts_by_a_length_that_it_reads(cut, level):
+    check("step", Words, loss_of(LENGTHS[cut]), IDS, level)
+
+
+def test_inductor_cuts_by_a_length_too():
+    def cuts(out, ids):
+        return torch.cat([LENGTHS[name](out, ids).flatten() for name in ("end", "begin", "from the end", "each row")])
+
+    check("step", Words, loss_of(cuts), IDS, "O0", inner="inductor")
+
+
+UNKNOWN = {
+    "branch": lambda out, ids: out * (2 if length(ids) > 3 else 1),
+    "index": lambda out, ids: out[:, length(ids)],
+    "layer": lambda out, ids: [out, out * 2][random.randint(0, 1)],
+}
+
+
+@pytest.mark.parametrize("form", UNKNOWN)
+def test_what_depends_on_a_number_of_the_data_is_refused_at_its_line(form):
+    with pytest.raises(RuntimeError, match=r"depends on a number .* read from a tensor .*\n  at .*test_python_forwards.py:\d+"):
+        trained("step", Words, loss_of(UNKNOWN[form]), IDS)
+
+
+def test_what_is_refused_runs_in_pieces():
+    check("step", Words, loss_of(UNKNOWN["layer"]), IDS, "O0", fallback="transform")
+
+
+# ---- x.data ----------------------------------------------------------------------------------------------------------------
+
+
+def with_buffer(write):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 4)
+            self.register_buffer("seen", torch.ones(4))
+
+        def forward(self, x):
+            write(self, x)
+            return self.head(x) + self.seen
+
+    return Model
+
+
+def adds(model, x):
+    model.seen.data += x.mean(0)
+
+
+def scales_and_adds(model, x):
+    model.seen.data *= 0.5
+    model.seen.data += x.mean(0)
+    model.seen.add_(1)
+
+
+def assigns(model, x):
+    model.seen.data = model.seen.data * 0.5 + x.mean(0)
+
+
+def assigns_and_writes(model, x):
+    model.seen.data = model.seen.data * 0.5
+    model.seen.add_(1)
+
+
+X = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("write", "level"), [(adds, "O0"), (scales_and_adds, "O1"), (adds, "O2"), (assigns, "O3")])
+def test_a_buffer_is_written_by_its_data(write, level, way):
+    check(way, with_buffer(write), lambda out, x: out.float().pow(2).mean(), X, level)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_that_is_replaced_and_written_is_refused(way):
+    with pytest.raises(Exception, match=r"test_python_forwards.py:\d+ puts memory in the place of a tensor's"):
+        trained(way, with_buffer(assigns_and_writes), lambda out, x: out.pow(2).mean(), X)
+
+
+# ---- threads and interrupts ------------------------------------------------------------------------------------------------
+
+
+def test_first_calls_in_two_threads_at_once():
+    def train(losses):
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = apexfx.train_step(model, lambda out: out.pow(2).mean(), optimizer, opt_level="O0", inner="eager")
+        barrier.wait()
+        losses += [float(step(x)) for x in X]
+
+    torch.compiler.reset()
+    barrier, results = threading.Barrier(2), [[], []]
+    threads = [threading.Thread(target=train, args=(losses,)) for losses in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [len(losses) for losses in results] == [3, 3]
+
+
+def test_an_interrupt_leaves_no_mode_on():
+    class Interrupted:
+        def __eq__(self, other):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        same_tensors([Interrupted()], [Interrupted()])
+    assert function_mode_depth() == 0
+
+
+# ---- hooks on all modules --------------------------------------------------------------------------------------------------
+
+EVERYWHERE = {
+    "forward": lambda: hooks.register_module_forward_hook(lambda m, args, out: out * 2 if type(m) is nn.Linear else None),
+    "forward_pre": lambda: hooks.register_module_forward_pre_hook(
+        lambda m, args: args[0] * 2 if type(m) is nn.Linear else None),
+    "full_backward": lambda: hooks.register_module_full_backward_hook(lambda module, into, out: None),
+    "full_backward_pre": lambda: hooks.register_module_full_backward_pre_hook(lambda module, out: None),
+}
+
+
+@pytest.mark.parametrize("kind", EVERYWHERE)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_hook_on_all_modules_is_not_passed_over(way, kind):
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    options, optimizer = {"opt_level": "O0", "inner": "eager"}, torch.optim.SGD(model.parameters(), lr=0.1)
+    run = {"transform": lambda: apexfx.transform(model, **options),
+           "backend": lambda: torch.compile(model, backend="apex", options=options),
+           "step": lambda: apexfx.train_step(model, lambda out: out.sum(), optimizer, **options)}[way]()
+    run(X[0])
+    plain = model if way == "transform" else nn.Sequential(model)  # torch.compile() is a module around it, with hooks as well
+    handle = EVERYWHERE[kind]()
+    try:
+        with pytest.raises((RuntimeError, ValueError), match=r"a hook (is registered )?on all modules"):
+            run(X[0])
+        if way == "transform" and "backward" in kind:
+            torch.compiler.reset()
+            with pytest.raises((RuntimeError, ValueError), match="a hook is registered on all modules"):
+                apexfx.transform(model, **options)(X[0])
+        elif way != "step" and "backward" not in kind:  # what reset() forgets is captured anew, hooks included
+            torch.compiler.reset()
+            torch.testing.assert_close(run(X[0]), plain(X[0]))
+    finally:
+        handle.remove()
+    torch.compiler.reset()
+    run(X[0])
