@@ -229,7 +229,9 @@ class _Model:
         self._model, self._fused = model, config.inner != "eager"
         self.config = dataclasses.replace(config, ddp=False, sync_bn=False, process_group=None, inner="eager", inner_options={},
                                           verify="off", fullgraph=False)
-        params = [p for p in model.parameters() if p.requires_grad and (model.training or loss_fn is not None)]
+        of_loss = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
+        params = [p for p in dict.fromkeys((*model.parameters(), *of_loss))
+                  if p.requires_grad and (model.training or loss_fn is not None)]
         if loss_fn is not None and not params:
             raise ValueError("apexfx: loss_fn= was given, and no parameter of the model requires a gradient; leave it out to "
                              "compare the outputs")
@@ -244,7 +246,9 @@ class _Model:
     def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
         groups, level = Groups(config), config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
-        model = StepModel(self._model, ObjectiveModules(self._objective, self._model), groups.batch_norm, half, Report({}))
+        modules = ObjectiveModules(self._objective, self._model)
+        modules.refresh(None)
+        model = StepModel(self._model, modules, groups.batch_norm, half, Report({}))
         with call.explained(model.traceable, by_kernels=False):
             return GradientGraphs(model, self._objective, config, groups).trace(self._params, call.batch, call.named)
 

@@ -30,7 +30,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
                objective: Callable[..., Any] | None = None, loss_scale: float | str | None = None,
                max_grad_norm: float | None = None, accumulate: int = 1, keep_grads: bool = False,
                memory_budget: int | None = None, fallback: str | None = None, safeguard: Safeguard | bool | None = None,
-               ema: EMA | None = None, **options: Any) -> TrainStep:
+               ema: EMA | None = None, modules: Sequence[nn.Module] = (), **options: Any) -> TrainStep:
     """Return a callable that runs a whole training step of `model` as one graph.
 
     It shares parameters, buffers and submodules with the model, and the state with the optimizer: evaluate the model, save and
@@ -46,7 +46,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             positional or a dictionary of keyword arguments), then the targets.
         optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor and SparseAdam) and apexfx.optimizers update inside of
             the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled and clipped; the
-            report says so. It may hold parameters of the loss function or objective, too; any other leaf that the loss
+            report says so. It may hold parameters of a loss that is a module, and of `modules`, too; any other leaf that the loss
             depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the matrices, AdamW for the
             rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs to one of them as usual.
         objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`. The
@@ -65,6 +65,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
             wrote stays.
         ema: an `apexfx.EMA`: average the model's parameters behind each update, in the same graph; `step.ema_model` is a model of
             the averages.
+        modules: what else the optimizer trains, where a loss function or objective that is no module uses it.
         options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,
             since a step is one graph.
 
@@ -76,4 +77,5 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
     check_what_is_trained(loss_fn, optimizer, objective)
     own = {"loss_scale": loss_scale, "max_grad_norm": max_grad_norm, "accumulate": accumulate, "keep_grads": keep_grads,
            "memory_budget": memory_budget, "fallback": fallback, "safeguard": safeguard, "ema": ema}
-    return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, StepOptions.from_arguments(own, options))
+    step_options = StepOptions.from_arguments(own, options)
+    return TrainStep(model, objective or SupervisedObjective(loss_fn), optimizer, step_options, modules)

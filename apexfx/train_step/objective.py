@@ -1,107 +1,65 @@
-"""What an objective brings along: modules and parameters of a loss that are trained with the model's; and a copy of it all."""
+"""The modules of an objective that are trained with the model: a loss that is a module, and those of `modules=`."""
 
 from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .._torch import registries
 from .function import SupervisedObjective
 from .optimizer_list import OptimizerList
 
-_DEPTH = 6  # of objects, containers and functions below the objective
-
 
 class ObjectiveModules(nn.Module):
-    """Registers the modules and parameters of an objective that an optimizer holds, by the names that they have there.
-
-    Looked through are attributes, lists and dictionaries, closures, the globals that a function names, what a method is bound to,
-    and the arguments of `functools.partial`.
+    """Registers what is trained of an objective.
 
     Args:
-        objective: the user's.
-        model: of which nothing is registered.
+        objective: the user's; where it, or its loss function, is a module, that is registered if the optimizers hold any of it.
+        model: of which nothing is registered; a loss that holds it has to be given in parts.
+        modules: those that the user names.
+
+    Attributes:
+        given: all of these modules, trained or not.
     """
 
-    def __init__(self, objective: Any, model: nn.Module) -> None:
+    def __init__(self, objective: Any, model: nn.Module, modules: Sequence[nn.Module] = ()) -> None:
         super().__init__()
-        self._roots = [objective, model]  # a list, so that neither is registered
-
-    def refresh(self, optimizers: OptimizerList) -> None:
-        """Register what the optimizers hold by now."""
-        held, (objective, model) = registries(self), self._roots
-        for registry in held:
-            registry.clear()
+        if not isinstance(modules, (list, tuple)) or not all(isinstance(each, nn.Module) for each in modules):
+            raise TypeError(f"apexfx: modules={modules!r} was given, expected a list of torch.nn.Modules that the loss or "
+                            "objective uses, and the optimizer trains")
+        self._model = [model]  # a list, so that it is not registered
+        name, loss = ("loss_fn", objective.loss_fn) if isinstance(objective, SupervisedObjective) else ("objective", objective)
         own = set(map(id, model.parameters()))
-        wanted = {id(p) for group in optimizers.param_groups for p in group["params"]} - own
-        todo, seen = [("", objective, 0)], {id(model)}
-        for path, each, depth in todo:
-            if id(each) in seen or not wanted:
-                continue
-            seen.add(id(each))
-            is_module, is_tensor = isinstance(each, nn.Module), isinstance(each, Tensor)
-            inside = set(map(id, each.parameters())) if is_module else {id(each)}
-            if (is_module or is_tensor) and inside & wanted and not inside & own:
-                (held.modules if is_module else held.parameters)[self._free_name(path)] = each
-                wanted -= inside
-            elif inside & wanted or not is_module and not is_tensor and depth < _DEPTH:
-                todo += [(".".join(filter(None, (path, name))), part, depth + 1) for name, part in _parts(each)]
+        named = {f"modules_{place}": module for place, module in enumerate(modules)}
+        for place, module in named.items():
+            if own & set(map(id, module.parameters())):
+                raise ValueError(f"apexfx: {place.replace('_', '[')}] holds parameters of the model; give the others alone")
+        if isinstance(loss, nn.Module) and not own & set(map(id, loss.parameters())) and not any(loss is m for m in modules):
+            named[name] = loss
+        self.given = list(named.values())
+        self._named = named
+
+    def refresh(self, optimizers: OptimizerList | None) -> None:
+        """Register what the optimizers hold by now, and what the user has named; all of it where there are none."""
+        held, wanted = registries(self).modules, set()
+        if optimizers is not None:
+            wanted = {id(p) for group in optimizers.param_groups for p in group["params"]}
+        held.clear()
+        for name, module in self._named.items():
+            if optimizers is None or name.startswith("modules_") or wanted & set(map(id, module.parameters())):
+                held[name] = module
 
     def named_tensors(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Return parameters and buffers under names that are none of the model's."""
         prefix = "objective"
-        while hasattr(self._roots[1], prefix):
+        while hasattr(self._model[0], prefix):
             prefix += "_"
         return dict(self.named_parameters(prefix)), dict(self.named_buffers(prefix))
-
-    def _free_name(self, path: str) -> str:
-        name = path.replace(".", "_") or "objective"
-        while hasattr(self, name):
-            name += "_"
-        return name
-
-
-def owners_of(objective: Any, model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that an objective refers to, but for the model and what is inside of it."""
-    todo, seen, modules = [(objective, 0)], set(map(id, model.modules())), []
-    for each, depth in todo:
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, nn.Module):
-            seen.update(map(id, each.modules()))
-            modules.append(each)
-        elif not isinstance(each, Tensor) and depth < _DEPTH:
-            todo += [(part, depth + 1) for _, part in _parts(each)]
-    return modules
-
-
-def _parts(each: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, what an object refers to); no name where it would be one of Python's."""
-    if isinstance(each, nn.Module):
-        yield from (*each.named_parameters(recurse=False), *each.named_children())
-    elif isinstance(each, dict):
-        yield from ((str(key), part) for key, part in each.items())
-    elif isinstance(each, (list, tuple)):
-        yield from ((str(place), part) for place, part in enumerate(each))
-    elif isinstance(each, functools.partial):
-        yield from (("", each.func), *((str(i), part) for i, part in enumerate(each.args)), *each.keywords.items())
-    elif isinstance(each, types.MethodType):
-        yield from (("", each.__self__), ("", each.__func__))
-    elif isinstance(each, types.FunctionType):
-        if not str(each.__module__).startswith("torch."):
-            names = inspect.getclosurevars(each)
-            yield from (*names.nonlocals.items(), *names.globals.items(), *(each.__kwdefaults__ or {}).items())
-            yield from (("", default) for default in each.__defaults__ or ())
-    elif not isinstance(each, (type, types.ModuleType, torch.optim.Optimizer)) and hasattr(each, "__dict__"):
-        yield from vars(each).items()
 
 
 def copy_objective(objective: Any, memo: dict[int, Any]) -> Any:

@@ -57,7 +57,7 @@ class StepOptions:
         Raises:
             ValueError, TypeError: one does not exist, does not fit, or contradicts another.
         """
-        config = TransformConfig.from_options(options, also=["objective", *own])
+        config = TransformConfig.from_options(options, also=["objective", "modules", *own])
         if options.get("fullgraph") is False:
             raise ValueError("apexfx: fullgraph=False was given, and a training step is one graph or an error; leave it out, or "
                              "pass fallback='transform' to run in pieces what cannot be captured")

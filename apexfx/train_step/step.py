@@ -31,7 +31,7 @@ from .function import StepInputs, apply_gradients
 from .graphs import GradientGraphs, StepGraphs
 from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
-from .objective import ObjectiveModules, owners_of
+from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
@@ -54,7 +54,8 @@ class TrainStep:
     """
 
     def __init__(self, model: nn.Module, objective: Callable[..., Any],
-                 optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], options: StepOptions) -> None:
+                 optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], options: StepOptions,
+                 modules: Sequence[nn.Module] = ()) -> None:
         config = options.config
         check_model(model, config, "train_step", give="give train_step() the module",
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
@@ -63,7 +64,7 @@ class TrainStep:
         self.report = Report(options.describe())
         self._groups = Groups(config)
         check_modules(model, self._groups.batch_norm)
-        self._objective_modules = ObjectiveModules(objective, model)
+        self._objective_modules = ObjectiveModules(objective, model, modules)
         self._optimizers = optimizers = OptimizerList(optimizer)
         trained = trained_parameters(model, self._objective_modules, optimizers)
         self._device = trained[0].device
@@ -84,9 +85,9 @@ class TrainStep:
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
         self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
         index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
-        modules = (model, *owners_of(objective, model))
         buffers = None if options.safeguard is None else KeptBuffers(
-            lambda: itertools.chain(*(m.modules() for m in modules)), gathers=options.accumulate > 1)
+            lambda: itertools.chain(*(each.modules() for each in (model, *self._objective_modules.given))),
+            gathers=options.accumulate > 1)
         self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard,
                                     self._ema, buffers, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,

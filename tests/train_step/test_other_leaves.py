@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 import pytest
@@ -144,82 +143,63 @@ def test_an_input_with_a_history_is_refused_whatever_was_compiled_before(leaf_fi
 
 # ---- what the optimizer holds of the objective -------------------------------------------------------------------------------
 
-GLOBAL = Temperature()
-
-
-class Holder:
-    """An objective that is an object, or a method of one."""
-
-    def __init__(self, model):
-        self.model, self.criteria, self.frozen = model, [nn.MSELoss(), Temperature()], Temperature()
-        self.names = {"log": torch.zeros(2, requires_grad=True)}
-
-    def __call__(self, model, x, t):
-        return self.criteria[1](model(x), t)
-
-    def method(self, model, x, t):
-        return self(model, x, t)
-
-
 class Lit(nn.Module):
     """Holds the model, too."""
 
     def __init__(self, model):
         super().__init__()
-        self.model, self.temperature, self.weight = model, Temperature(), nn.Parameter(torch.ones(1))
+        self.model, self.temperature = model, Temperature()
 
     def forward(self, model, x, t):
-        return self.temperature(self.model(x) * self.weight, t)
+        return self.temperature(self.model(x), t)
 
 
 def of_closure(model):
-    temperature, weight = Temperature(), nn.Parameter(torch.ones(1))
-    return lambda m, x, t: temperature(m(x) * weight, t), {"temperature.log": temperature.log, "weight": weight}
-
-
-def of_global(model):
-    return lambda m, x, t: GLOBAL(m(x), t), {"GLOBAL.log": GLOBAL.log}
-
-
-def of_holder(model):
-    holder = Holder(model)
-    return holder, {"criteria_1.log": holder.criteria[1].log, "names_log": holder.names["log"]}
-
-
-def of_method(model):
-    holder = Holder(model)
-    return holder.method, {"criteria_1.log": holder.criteria[1].log}
-
-
-def of_partial(model):
-    temperature = Temperature()
-    return functools.partial(lambda m, x, t, loss: loss(m(x), t), loss=temperature), {"loss.log": temperature.log}
+    temperature, weight = Temperature(), nn.ParameterList([torch.ones(1)])
+    return (lambda m, x, t: temperature(m(x) * weight[0], t)), [temperature, weight], {"modules_0.log", "modules_1.0"}
 
 
 def of_module(model):
-    temperature = Temperature()
-    return temperature, {"objective.log": temperature.log}
+    return Temperature(), [], {"objective.log"}
+
+
+def of_both(model):
+    loss = Temperature()
+    return loss, [loss], {"modules_0.log"}
 
 
 def of_a_module_with_the_model(model):
     lit = Lit(model)
-    return lit, {"temperature.log": lit.temperature.log, "weight": lit.weight}
+    return lit, [lit.temperature], {"modules_0.log"}
 
 
-@pytest.mark.parametrize("of", [of_closure, of_global, of_holder, of_method, of_partial, of_module, of_a_module_with_the_model])
-def test_what_an_objective_holds_is_found(of):
+@pytest.mark.parametrize("of", [of_closure, of_module, of_both, of_a_module_with_the_model])
+def test_modules_of_an_objective_are_trained_and_saved(of):
     model = nn.Linear(WIDTH, WIDTH)
-    objective, wanted = of(model)
-    step = apexfx.train_step(model, optimizer=SGD([*model.parameters(), *wanted.values()], lr=0.1), objective=objective,
+    objective, modules, names = of(model)
+    wanted = [p for module in modules or [objective] for p in module.parameters()]
+    step = apexfx.train_step(model, optimizer=SGD([*model.parameters(), *wanted], lr=0.1), objective=objective, modules=modules,
                              opt_level="O0", inner="eager")
-    named, _ = step._objective_modules.named_tensors()
-    assert {name: id(p) for name, p in named.items()} == {f"objective.{name}": id(p) for name, p in wanted.items()}
-    assert set(step.state_dict()["objective"]) == set(wanted)
+    before = copy.deepcopy(wanted)
+    if not isinstance(objective, Temperature):  # which is a loss function
+        step(*batch_of(0))
+        assert not any(torch.equal(p, q) for p, q in zip(wanted, before))
+    assert set(step.state_dict()["objective"]) == names
+
+
+@pytest.mark.parametrize("modules, error, message", [
+    (nn.Linear(1, 1), TypeError, "expected a list of torch.nn.Modules"), ([3], TypeError, "expected a list of torch.nn.Modules"),
+    (None, ValueError, r"modules\[0\] holds parameters of the model"),
+])  # fmt: skip
+def test_modules_that_do_not_fit_are_refused(modules, error, message):
+    model = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(error, match=message):
+        apexfx.train_step(model, F.mse_loss, SGD(model.parameters(), lr=0.1), modules=[model] if modules is None else modules)
 
 
 def test_parameters_of_neither_model_nor_objective_are_refused():
     model, other = nn.Linear(WIDTH, WIDTH), Temperature()
-    with pytest.raises(ValueError, match="1 parameters that are neither the model's nor the objective's"):
+    with pytest.raises(ValueError, match=r"1 parameters that are neither the model's nor the objective's.*modules=\["):
         apexfx.train_step(model, Temperature(), SGD([*model.parameters(), *other.parameters()], lr=0.1))
     loss = Temperature()
     loss.log = nn.Parameter(model.bias.data[0])
