@@ -2,7 +2,7 @@
 
 Each takes (params, grads, *states, t, *vectors, lr, *hyperparameters) and writes params and states in place. `t` is how many
 updates were made with this one, `lr` the learning rate: both are tensors, so that their change compiles nothing, and float64, as
-the numbers of torch's eager optimizers are. So are the momentum of `sgd` and the betas of `adam` where a schedule changes them. A
+the numbers of torch's eager optimizers are. So is every other number that a schedule changes; all others are constants. A
 vector is one number that all parameters share; its new value is returned. Only ops
 are used that Inductor lowers, in place where that saves a node for each tensor.
 """
@@ -65,8 +65,8 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ops.prims.convert_element_type(tensor, dtype)
 
 
-def _one_minus(tensor: Tensor) -> Tensor:
-    return -(tensor - 1.0)  # Inductor lowers no rsub
+def _one_minus(number: Any) -> Any:
+    return -(number - 1.0) if isinstance(number, Tensor) else 1.0 - number  # Inductor lowers no rsub
 
 
 def _each(factor: Tensor, tensors: _Tensors) -> _Tensors:
@@ -74,27 +74,40 @@ def _each(factor: Tensor, tensors: _Tensors) -> _Tensors:
     return [_cast(factor, tensors[0].dtype)] * len(tensors)
 
 
-def _decayed(params: _Tensors, grads: _Tensors, weight_decay: float, lr: Tensor | None = None) -> _Tensors:
+def _decayed(params: _Tensors, grads: _Tensors, weight_decay: float | Tensor, lr: Tensor | None = None) -> _Tensors:
     """Decay weights (with `lr`), or return gradients with that of the L2 penalty."""
-    if not weight_decay:
+    if not isinstance(weight_decay, Tensor) and not weight_decay:
         return grads
     if lr is None:
-        return aten._foreach_add(grads, params, alpha=weight_decay)
+        return _sum(grads, params, weight_decay)
     aten._foreach_mul_(params, _each(_one_minus(lr * weight_decay), params))
     return grads
 
 
-def _lerp(start: _Tensors, end: _Tensors, weight: float) -> _Tensors:
-    """Return what `start.lerp(end, weight)` does, to the bit."""
+def _sum(tensors: _Tensors, others: _Tensors, factor: float | Tensor) -> _Tensors:
+    """Return `tensors + factor * others`."""
+    if isinstance(factor, Tensor):
+        return aten._foreach_addcmul(tensors, others, _each(factor, others), 1.0)
+    return aten._foreach_add(tensors, others, alpha=factor)
+
+
+def _lerp(start: _Tensors, end: _Tensors, weight: float | Tensor) -> _Tensors:
+    """Return what `start.lerp(end, weight)` does, of a number to the bit."""
     differences = aten._foreach_sub(end, start)
+    if isinstance(weight, Tensor):
+        return _sum(start, differences, weight)
     if weight < 0.5:
         return aten._foreach_add(start, differences, alpha=weight)
     rounded = weight if start[0].dtype == torch.float64 else ctypes.c_float(weight).value
     return aten._foreach_add(end, differences, alpha=rounded - 1.0)
 
 
+def _operand(number: float | Tensor, tensors: _Tensors) -> float | _Tensors:
+    return _each(number, tensors) if isinstance(number, Tensor) else number
+
+
 def _scale_(tensors: _Tensors, factor: float | Tensor) -> None:
-    aten._foreach_mul_(tensors, _each(factor, tensors) if isinstance(factor, Tensor) else factor)
+    aten._foreach_mul_(tensors, _operand(factor, tensors))
 
 
 def _lerp_(start: _Tensors, end: _Tensors, weight: float | Tensor) -> None:
@@ -114,9 +127,9 @@ def _average_squares_(averages: _Tensors, values: _Tensors, decay: float | Tenso
         aten._foreach_addcmul_(averages, values, values, 1.0 - decay)
 
 
-def _root(tensors: _Tensors, eps: float) -> _Tensors:
+def _root(tensors: _Tensors, eps: float | Tensor) -> _Tensors:
     roots = aten._foreach_sqrt(tensors)
-    aten._foreach_add_(roots, eps)
+    aten._foreach_add_(roots, _operand(eps, roots))
     return roots
 
 
@@ -141,17 +154,12 @@ def sgd(params, grads, *rest):
     grads = _decayed(params, grads, weight_decay)
     for buffer in buffers:  # one or none
         _scale_(buffer, momentum)
-        if dampening:
+        if isinstance(dampening, Tensor) or dampening:
             share = _one_minus(dampening * _cast(t > 1.0, t.dtype))
             aten._foreach_addcmul_(buffer, grads, _each(share, grads), 1.0)
         else:
             aten._foreach_add_(buffer, grads)
-        if not nesterov:
-            grads = buffer
-        elif isinstance(momentum, Tensor):
-            grads = aten._foreach_addcmul(grads, buffer, _each(momentum, buffer), 1.0)
-        else:
-            grads = aten._foreach_add(grads, buffer, alpha=momentum)
+        grads = _sum(grads, buffer, momentum) if nesterov else buffer
     _add_(params, grads, lr)
 
 
@@ -159,14 +167,14 @@ def adam(params, grads, exp_avgs, exp_avg_sqs, *rest):
     """torch.optim.Adam and AdamW."""
     *largest, t, lr, beta1, beta2, eps, weight_decay, decoupled = rest
     grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
-    _lerp_(exp_avgs, grads, _one_minus(beta1) if isinstance(beta1, Tensor) else 1.0 - beta1)
+    _lerp_(exp_avgs, grads, _one_minus(beta1))
     _average_squares_(exp_avg_sqs, grads, beta2)
     for maxima in largest:  # of amsgrad
         aten._foreach_copy_(maxima, aten._foreach_maximum(maxima, exp_avg_sqs))
         exp_avg_sqs = maxima
     divisors = aten._foreach_sqrt(exp_avg_sqs)
     aten._foreach_div_(divisors, _each(_one_minus(beta2**t).sqrt(), params))
-    aten._foreach_add_(divisors, eps)
+    aten._foreach_add_(divisors, _operand(eps, divisors))
     _addcdiv_(params, exp_avgs, divisors, -lr / _one_minus(beta1**t))
 
 
@@ -176,11 +184,11 @@ def rmsprop(params, grads, square_avgs, *rest):
     grads = _decayed(params, grads, weight_decay)
     _average_squares_(square_avgs, grads, alpha)
     if centered:
-        _lerp_(states[0], grads, 1.0 - alpha)
+        _lerp_(states[0], grads, _one_minus(alpha))
         square_avgs = aten._foreach_addcmul(square_avgs, states[0], states[0], -1.0)
     divisors = _root(square_avgs, eps)
-    if momentum > 0:
-        aten._foreach_mul_(states[-1], momentum)
+    if len(states) > centered:
+        _scale_(states[-1], momentum)
         aten._foreach_addcdiv_(states[-1], grads, divisors, 1.0)
         _add_(params, states[-1], lr)
     else:
@@ -199,7 +207,7 @@ def nadam(params, grads, exp_avgs, exp_avg_sqs, t, mu_product, lr, beta1, beta2,
     grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
     mu, mu_next = (beta1 * _one_minus(0.5 * 0.96 ** (count * momentum_decay)) for count in (t, t + 1.0))
     mu_product = _cast(_cast(mu_product, torch.float32) * _cast(mu, torch.float32), torch.float64)
-    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    _lerp_(exp_avgs, grads, _one_minus(beta1))
     _average_squares_(exp_avg_sqs, grads, beta2)
     divisors = _root(aten._foreach_div(exp_avg_sqs, _each(_one_minus(beta2**t), params)), eps)
     _addcdiv_(params, grads, divisors, -lr * _one_minus(mu) / _one_minus(mu_product))
@@ -210,11 +218,11 @@ def nadam(params, grads, exp_avgs, exp_avg_sqs, t, mu_product, lr, beta1, beta2,
 def radam(params, grads, exp_avgs, exp_avg_sqs, t, lr, beta1, beta2, eps, weight_decay, decoupled):
     """torch.optim.RAdam; `length` is that of the moving average that the variance is estimated from."""
     grads = _decayed(params, grads, weight_decay, lr if decoupled else None)
-    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    _lerp_(exp_avgs, grads, _one_minus(beta1))
     _average_squares_(exp_avg_sqs, grads, beta2)
     plain = aten._foreach_div(exp_avgs, _each(_one_minus(beta1**t), params))
     aten._foreach_mul_(plain, _each(lr, params))
-    most, correction = 2.0 / (1.0 - beta2) - 1.0, _one_minus(beta2**t)
+    most, correction = 2.0 / _one_minus(beta2) - 1.0, _one_minus(beta2**t)
     length = -(2.0 * t * beta2**t / correction) + most
     rectification = ((length - 4.0) * (length - 2.0) * most / ((most - 4.0) * (most - 2.0) * length)).sqrt()
     adaptive = aten._foreach_reciprocal(_root(exp_avg_sqs, eps))
@@ -226,10 +234,10 @@ def radam(params, grads, exp_avgs, exp_avg_sqs, t, lr, beta1, beta2, eps, weight
 def adamax(params, grads, exp_avgs, exp_infs, t, lr, beta1, beta2, eps, weight_decay):
     """torch.optim.Adamax."""
     grads = _decayed(params, grads, weight_decay)
-    _lerp_(exp_avgs, grads, 1.0 - beta1)
+    _lerp_(exp_avgs, grads, _one_minus(beta1))
     sizes = aten._foreach_abs(grads)
-    aten._foreach_add_(sizes, eps)
-    aten._foreach_mul_(exp_infs, beta2)
+    aten._foreach_add_(sizes, _operand(eps, sizes))
+    _scale_(exp_infs, beta2)
     aten._foreach_copy_(exp_infs, aten._foreach_maximum(exp_infs, sizes))
     _addcdiv_(params, exp_avgs, exp_infs, -lr / _one_minus(beta1**t))
 
@@ -238,6 +246,7 @@ def adadelta(params, grads, square_avgs, acc_deltas, _, lr, rho, eps, weight_dec
     """torch.optim.Adadelta."""
     grads = _decayed(params, grads, weight_decay)
     _average_squares_(square_avgs, grads, rho)
+    eps = _operand(eps, params)
     deltas = aten._foreach_sqrt(aten._foreach_add(acc_deltas, eps))
     aten._foreach_div_(deltas, aten._foreach_sqrt(aten._foreach_add(square_avgs, eps)))
     aten._foreach_mul_(deltas, grads)
@@ -259,7 +268,7 @@ def asgd(params, grads, averages, t, eta, mu, lr, lambd, alpha, t0, weight_decay
 
 def muon(params, grads, buffers, _, lr, momentum, weight_decay, nesterov, coefficients, eps, num_iterations, adjust_lr_fn):
     """torch.optim.Muon: the direction of a matrix is made orthogonal, in bfloat16, by products (Newton-Schulz)."""
-    _lerp_(buffers, grads, 1.0 - momentum)
+    _lerp_(buffers, grads, _one_minus(momentum))
     for param, direction in zip(params, _lerp(grads, buffers, momentum) if nesterov else buffers):
         num_rows, num_columns = param.shape
         ratio = math.sqrt(max(1.0, num_rows / num_columns)) if adjust_lr_fn in (None, "original") else \
@@ -269,11 +278,11 @@ def muon(params, grads, buffers, _, lr, momentum, weight_decay, nesterov, coeffi
         _add_([param], [_cast(orthogonal, param.dtype)], lr * ratio)
 
 
-def _orthogonal(matrix: Tensor, a: float, b: float, c: float, eps: float, num_iterations: int) -> Tensor:
+def _orthogonal(matrix: Tensor, a: float, b: float, c: float, eps: float | Tensor, num_iterations: int) -> Tensor:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = _cast(matrix, torch.bfloat16)
     x = x.permute(1, 0) if is_tall else x
-    x = x / torch.linalg.vector_norm(x).clamp_min(eps)
+    x = x / torch.linalg.vector_norm(x).clamp_min(_cast(eps, x.dtype) if isinstance(eps, Tensor) else eps)
     for _ in range(num_iterations):
         gram = x @ x.permute(1, 0)
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)

@@ -46,14 +46,25 @@ class Rule:
     replaces: str = ""
 
 
-_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, bool], Rule]
+_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, Collection[str]], Rule]
 
 
-def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None) -> str:
+def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that a schedule may change besides the learning rate: numbers, and pairs of betas.
+
+    Tensors, flags and the number of Muon's iterations stay constants of the graph.
+    """
+    options = {name: group[name] for name in optimizer.defaults if name in group and name not in ("lr", "ns_steps")}
+    return {name: option for name, option in options.items()
+            if all(type(number) in (int, float) for number in (option if name == "betas" else (option,)))}
+
+
+def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None, changed: Collection[str] = ()) -> str:
     """Return why `optimizer` cannot update inside of the graph; "" where it can.
 
     Args:
         half: what float32 parameters are about to be cast to.
+        changed: the options that a schedule changes in some group.
     """
     if has_step_hooks(optimizer):
         return "hooks are registered around its step"
@@ -62,6 +73,8 @@ def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = Non
     fused = type(optimizer) in _FUSED
     if not fused and type(optimizer) not in _RULES:
         return f"there is no op for {type(optimizer).__module__}.{type(optimizer).__name__}"
+    if fused and changed:
+        return f"a schedule changes its {min(changed)}, which its op takes as a constant"
     for group in optimizer.param_groups:
         for option in ("amsgrad", "maximize", "differentiable", "dampening") if fused else ("differentiable",):
             if group.get(option):
@@ -82,22 +95,22 @@ def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = Non
 
 
 def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
-            scheduled: Collection[int] = ()) -> list[Update]:
+            changed: Mapping[int, Collection[str]]) -> list[Update]:
     """Return the updates of a step of an optimizer of which `why_outside` has nothing to say; missing state is made.
 
     Args:
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
-        scheduled: places of the groups whose momentum or betas change from step to step: SGD, Adam and AdamW take them as inputs.
+        changed: the options that a schedule changes, by the place of their group: inputs of the graph.
     """
     if type(optimizer) in _FUSED:
         return optimizer.updates_of(trained)
     return [update for place, group in enumerate(optimizer.param_groups)
-            for update in _updates(optimizer, group, trained, labels, place in scheduled)]
+            for update in _updates(optimizer, group, trained, labels, changed.get(place, ()))]
 
 
 def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: Collection[int], labels: Labels,
-             scheduled: bool) -> Iterator[Update]:
+             changed: Collection[str]) -> Iterator[Update]:
     """Yield the updates of a group: one for all parameters that were updated equally often, whose moments are corrected alike.
 
     What is missing of the state is made as torch makes it, so that a checkpoint of either resumes in the other. The numbers of
@@ -107,14 +120,14 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
     options = {name: tree_map(_as_number, value) for name, value in group.items() if name != "params"}
     for p in group["params"]:
         if id(p) in trained:
-            rule = _RULES[type(optimizer)](optimizer, options, p.dtype, scheduled)
+            rule = _RULES[type(optimizer)](optimizer, options, p.dtype, changed)
             state = optimizer.state.get(p, {})
             first = {**({"step": _first_count(rule, state)} if rule.counts else {}), **rule.vectors}
             numbers = tuple(float(state.get(name, number)) for name, number in first.items())
             label = labels.get(id(p), 0) if rule.counts else 0
             alike.setdefault((p.dtype, label, *numbers), []).append(p)
     for (dtype, _, *numbers), members in alike.items():
-        rule = _RULES[type(optimizer)](optimizer, options, dtype, scheduled)
+        rule = _RULES[type(optimizer)](optimizer, options, dtype, changed)
         states: dict[str, list[Tensor]] = {name: [] for name in rule.states}
         for p in members:
             for name, tensors in states.items():
@@ -153,48 +166,55 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: s
 # ---- one class each -------------------------------------------------------------------------------------------------------
 
 
-def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
-    momentum, dampening, weight_decay, nesterov = (group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov"))
+def _composition(op: str, group: dict[str, Any], options: tuple[str, ...], states: tuple[str, ...], changed: Collection[str],
+                 **others: Any) -> Rule:
+    """Return the rule of a composition whose hyperparameters are these options: those that change are inputs, and 0 here."""
+    numbers, scheduled = [group.get("maximize", False)], {}
+    for option in options:
+        for place, number in enumerate(group[option] if option == "betas" else (group[option],), 1):
+            if option in changed:
+                scheduled[f"beta{place}" if option == "betas" else option] = len(numbers)
+            numbers.append(0.0 if option in changed else number)
+    return Rule(op, tuple(numbers), states, scheduled=scheduled, **others)
+
+
+def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
+    momentum, weight_decay, nesterov = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
     states = ("momentum_buffer",) if momentum else ()
-    dampens = bool(momentum and dampening)
+    dampens = bool(momentum and (group["dampening"] or "dampening" in changed))
     has_op = dtype == torch.float32 and not group["maximize"] and not dampens
-    if scheduled and momentum:
-        return Rule("sgd", (group["maximize"], 0.0, dampening, weight_decay, nesterov), states, counts=dampens,
-                    scheduled={"momentum": 1}, replaces="sgd_" if has_op else "")
-    if has_op:
+    if has_op and not changed:
         # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
         return Rule("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
-    return Rule("sgd", (group["maximize"], momentum, dampening, weight_decay, nesterov), states, counts=dampens)
+    return _composition("sgd", group, ("momentum", "dampening", "weight_decay", "nesterov"), states, changed, counts=dampens,
+                        replaces="sgd_" if has_op else "")
 
 
-def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
-    moments, decoupled = ("exp_avg", "exp_avg_sq"), bool(group["decoupled_weight_decay"])
-    numbers = (*group["betas"], group["eps"], group["weight_decay"], decoupled)
+def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
+    moments, options = ("exp_avg", "exp_avg_sq"), ("betas", "eps", "weight_decay", "decoupled_weight_decay")
     has_op = dtype == torch.float32 and not group["maximize"] and not group["amsgrad"]
-    if has_op and not scheduled:
-        return Rule("adam_", (*numbers, True), moments)
-    if scheduled:
-        numbers = (0.0, 0.0, *numbers[2:])
-    return Rule("adam", (group["maximize"], *numbers), (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ())),
-                scheduled={"beta1": 1, "beta2": 2} if scheduled else {}, replaces="adam_" if has_op else "")
+    if has_op and not changed:
+        decoupled = bool(group["decoupled_weight_decay"])
+        return Rule("adam_", (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), moments)
+    states = (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
+    return _composition("adam", group, options, states, changed, replaces="adam_" if has_op else "")
 
 
-def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
-    numbers = (False, group["momentum"], group["weight_decay"], group["nesterov"], tuple(group["ns_coefficients"]), group["eps"],
-               group["ns_steps"], group["adjust_lr_fn"])
-    return Rule("muon", numbers, ("momentum_buffer",), counts=False)
+def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
+    options = ("momentum", "weight_decay", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
+    group = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
+    return _composition("muon", group, options, ("momentum_buffer",), changed, counts=False)
 
 
 def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...],
               vectors: Mapping[str, float | None] | None = None) -> _Maker:
     """Return what makes the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
 
-    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, scheduled: bool) -> Rule:
-        numbers = (x for name in names for x in (group[name] if name == "betas" else (group[name],)))
+    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
         held = tuple(name for name in states if group.get(_ONLY_WITH.get(name), True))
         first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
-        return Rule(op, (group["maximize"], *numbers), held, first=first,
-                    vectors={name: group["lr"] if number is None else number for name, number in (vectors or {}).items()})
+        return _composition(op, group, names, held, changed, first=first,
+                            vectors={name: group["lr"] if number is None else number for name, number in (vectors or {}).items()})
 
     return rule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,10 @@ class OptimizerList:
         """The groups of all."""
         return [group for each in self._each for group in each.param_groups]
 
-    def why_outside(self, half: torch.dtype | None) -> str:
+    def why_outside(self, half: torch.dtype | None, changed: Collection[tuple[int, int, str]] = ()) -> str:
         """Return why none updates inside of the graph, as `why_outside` of the first that cannot; "" where all do."""
-        for each in self._each:
-            if reason := why_outside(each, half):
+        for place, each in enumerate(self._each):
+            if reason := why_outside(each, half, [name for owner, _, name in changed if owner == place]):
                 return reason if self._is_one else f"{type(each).__name__}: {reason}"
         return ""
 

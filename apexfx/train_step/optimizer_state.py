@@ -16,13 +16,11 @@ from .._torch import (
     pop_function_mode,
     push_function_mode,
     tensor_version,
-    tree_leaves,
 )
 from ..ops.apply_gradients import UpdateRow
-from ..optimizers.torch_optimizers import Labels, updates
+from ..optimizers.torch_optimizers import Labels, schedulable, updates
 
-Group = tuple[int, int]  # places of an optimizer, and of a group of it
-_MAY_CHANGE = ("momentum", "betas")
+Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters that are compared by value
 
 
@@ -33,24 +31,19 @@ class OptimizerState:
         optimizers: those of which `why_outside` has nothing to say.
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
-        scheduled: the groups whose momentum or betas change from step to step.
+        scheduled: the options besides the learning rate that change from step to step.
 
     Attributes:
         params: the parameters, in the order of the updates.
         states: their state and masters.
         scalars: the learning rates, scheduled hyperparameters, and the counts of updates, by name.
-        scheduled: the groups of which momentum and betas are such scalars.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], trained: Collection[int], labels: Labels,
-                 scheduled: Collection[Group] = ()) -> None:
+                 scheduled: Collection[Option] = ()) -> None:
         self.labels = dict(labels)
         self.updates = [update for optimizer, each in enumerate(optimizers)
                         for update in updates(each, trained, self.labels, _of(optimizer, scheduled))]
-        constant = {id(update.group) for update in self.updates if not update.scheduled}
-        groups = {(optimizer, place): group for optimizer, each in enumerate(optimizers)
-                  for place, group in enumerate(each.param_groups)}
-        self.scheduled = {key for key in scheduled if key in groups and id(groups[key]) not in constant}
         self.params = [p for update in self.updates for p in update.params]
         self.states = [t for update in self.updates for tensors in (*update.states.values(), update.masters) for t in tensors]
         self.scalars: dict[str, Tensor] = {
@@ -130,17 +123,16 @@ class OptimizerState:
         return self.labels
 
 
-def cycled(optimizers: Iterable[torch.optim.Optimizer]) -> set[Group]:
-    """Return the groups whose momentum or betas a scheduler of torch cycles: OneCycleLR and CyclicLR write the bounds there."""
-    return {(optimizer, place) for optimizer, each in enumerate(optimizers)
-            for place, group in enumerate(each.param_groups) if "max_momentum" in group}
+def cycled(optimizers: Iterable[torch.optim.Optimizer]) -> set[Option]:
+    """Return momentum or betas where a scheduler of torch cycles them: OneCycleLR and CyclicLR write the bounds in the group."""
+    return {(optimizer, place, name) for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)
+            if "max_momentum" in group for name in ("momentum", "betas") if name in group}
 
 
-def momenta(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Group, list[Any]]:
-    """Return momentum and betas of each group, which a schedule may change, to be compared; tensors stay constants."""
-    return {(optimizer, place): [None if any(isinstance(x, Tensor) for x in tree_leaves(group.get(name))) else group.get(name)
-                                 for name in _MAY_CHANGE]
-            for optimizer, each in enumerate(optimizers) for place, group in enumerate(each.param_groups)}
+def schedulable_options(optimizers: Iterable[torch.optim.Optimizer]) -> dict[Option, Any]:
+    """Return what a schedule may change besides the learning rates, to be compared."""
+    return {(optimizer, place, name): option for optimizer, each in enumerate(optimizers)
+            for place, group in enumerate(each.param_groups) for name, option in schedulable(each, group).items()}
 
 
 class _NotOneTensor(TorchFunctionMode):
@@ -175,11 +167,12 @@ class Structure:
     None of that has a version, so that each call compares it.
 
     Args:
-        scheduled: as of `OptimizerState`: of these groups all but whether there is momentum is left out of momentum and betas.
+        scheduled: as of `OptimizerState`: left out, but for whether there is momentum.
     """
 
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Group] = ()) -> None:
-        self._optimizers, self._scheduled = optimizers, scheduled
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], scheduled: Collection[Option] = ()) -> None:
+        self._optimizers = optimizers
+        self._scheduled = [_of(place, scheduled) for place in range(len(optimizers))]
         self._facts, self._params = self._facts_now(), self._params_now()
         # Copies that keep all of it alive, so that nothing is taken for another in its place.
         self._states = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
@@ -195,24 +188,26 @@ class Structure:
         return [(p.requires_grad, p.dtype, p.device) for params in self._params for p in params]
 
     def _facts_now(self) -> list[Any]:
-        return [part for place, each in enumerate(self._optimizers) for part in _facts(each, _of(place, self._scheduled))]
+        return [part for each, scheduled in zip(self._optimizers, self._scheduled) for part in _facts(each, scheduled)]
 
     def _params_now(self) -> list[list[Tensor]]:
         return [[*group["params"]] for each in self._optimizers for group in each.param_groups]
 
 
-def _of(optimizer: int, groups: Collection[Group]) -> set[int]:
-    return {place for owner, place in groups if owner == optimizer}
+def _of(optimizer: int, options: Collection[Option]) -> dict[int, set[str]]:
+    """Return the options of one optimizer, by the place of their group."""
+    return {group: {name for owner, place, name in options if (owner, place) == (optimizer, group)}
+            for owner, group, _ in options if owner == optimizer}
 
 
-def _facts(optimizer: torch.optim.Optimizer, scheduled: Collection[int]) -> list[Any]:
+def _facts(optimizer: torch.optim.Optimizer, scheduled: dict[int, set[str]]) -> list[Any]:
     facts: list[Any] = [has_step_hooks(optimizer), has_own_step(optimizer), id(optimizer.state)]
     facts += [named for named in vars(optimizer).items() if isinstance(named[1], _PLAIN) and not named[0].startswith("_")]
     for place, group in enumerate(optimizer.param_groups):
-        left_out = ("lr", "params", "initial_lr", *(_MAY_CHANGE if place in scheduled else ()))
-        facts += id(group), place not in scheduled or bool(group.get("momentum", True))
+        changing = scheduled.get(place, ())
+        facts += id(group), "momentum" not in changing or bool(group["momentum"])
         facts += [(name, id(value) if name == "step" else _comparable(value)) for name, value in group.items()
-                  if name not in left_out]
+                  if name not in ("lr", "params", "initial_lr") and name not in changing]
     return facts
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .function import GATHERED
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
-from .optimizer_state import Group, OptimizerState, Structure, cycled, momenta
+from .optimizer_state import OptimizerState, Option, Structure, cycled, schedulable_options
 from .options import StepOptions
 from .parameters import check_state, trained_parameters
 from .safeguard import KeptBuffers, SafeguardState
@@ -66,8 +66,8 @@ class TrainingState:
         self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
         self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
         self._labels: dict[int, int] = {}
-        self._momenta: dict[Group, list[Any]] = {}  # momentum and betas of the optimizers' groups
-        self._scheduled: set[Group] = set()  # where they have changed, or a scheduler says that it will change them
+        self._schedulable: dict[Option, Any] = {}  # what a schedule may change, learning rates aside
+        self._scheduled: set[Option] = set()  # what has changed of it, or a scheduler says that it will change
         self._scalars: list[Tensor] = []
         self._plan = ""
         self._not_averaged: list[int] = []  # places of parameters, those of the objective
@@ -122,12 +122,12 @@ class TrainingState:
             raise RuntimeError(f"apexfx: other parameters are to be trained after {self.num_gathered_calls()} of "
                                f"{self._options.accumulate} calls that accumulate; change them after the call that applies the "
                                "gradients")
-        outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode)
+        before, self._schedulable = self._schedulable, schedulable_options(self._optimizers)
+        self._scheduled |= {option for option, now in self._schedulable.items() if before.get(option, now) != now}
+        self._scheduled = (self._scheduled | cycled(self._optimizers)) & self._schedulable.keys()
+        outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode, scheduled=self._scheduled)
         note_what_is_outside(self._optimizers, outside, self._report, averages=self._ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
-        before, self._momenta = self._momenta, momenta(self._optimizers)
-        self._scheduled |= {group for group, now in self._momenta.items() if before.get(group, now) != now}
-        self._scheduled |= cycled(self._optimizers)
         of_objective, _ = self._objective_modules.named_tensors()
         self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
         if not outside:  # before numbers that parameters share are taken apart
@@ -155,7 +155,7 @@ class TrainingState:
                                 **({f"{self.names[id(p)]}.average": average for p, average in zip(self._averaged(),
                                                                                                   self._ema.averages)}
                                    if self._ema is not None else {})})
-        self._structure = Structure(list(self._optimizers), state.scheduled if state is not None else ())
+        self._structure = Structure(list(self._optimizers), self._scheduled)
         self._of_guards = self._structure.of_guards()
 
     def _averaged(self) -> list[Tensor]:
@@ -324,10 +324,12 @@ def clipping(optimizers: OptimizerList, options: StepOptions) -> tuple[float | N
 
 
 def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], options: StepOptions,
-                    scale_mode: float | str | None, half: torch.dtype | None = None) -> str:
+                    scale_mode: float | str | None, half: torch.dtype | None = None,
+                    scheduled: Collection[Option] = ()) -> str:
     """Return why the optimizer updates outside of the graph, "" where it does not.
 
     Args:
+        scheduled: what changes from step to step, besides the learning rate.
         half: what float32 parameters are about to be cast to; None where that is done, or not asked for.
 
     Raises:
@@ -338,7 +340,7 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     if complex_ones and (max_grad_norm is not None or scale_mode is not None or options.safeguard is not None):
         raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
                          "nor unscaled in the graph, nor judged; leave out max_grad_norm, loss_scale and safeguard")
-    outside = optimizers.why_outside(half)
+    outside = optimizers.why_outside(half, scheduled)
     float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
     if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):
         why = "keep_grads=True was given" if not outside else f"{optimizers.name} updates outside of the graph"
@@ -365,8 +367,9 @@ def note_what_is_outside(optimizers: OptimizerList, outside: str, report: Report
 def note_what_is_scheduled(updates: Sequence[Update], report: Report) -> None:
     """Say in the report which ops do not update, since a schedule changes what they take as constants."""
     for op in sorted({update.replaces for update in updates} - {""}):
-        report.note(f"apexfx: the update is composed of single ops in the place of {op}, which takes momentum and betas as "
-                    "constants: a schedule changes them here. OneCycleLR and CyclicLR do, unless cycle_momentum=False is given")
+        changed = ", ".join(sorted({name for update in updates if update.replaces == op for name in update.scheduled}))
+        report.note(f"apexfx: the update is composed of single ops in the place of {op}, which takes {changed} as constants: a "
+                    "schedule changes them here. OneCycleLR and CyclicLR do, unless cycle_momentum=False is given")
 
 
 def note_what_waits(params: Sequence[Tensor], options: StepOptions, report: Report) -> None:

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import nn, optim
 
 import apexfx
-from apexfx.optimizers import FusedLAMB
+from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
+from apexfx.optimizers.torch_optimizers import schedulable
 from tests.own_optimizers import RMSprop
 from tests.train_step.test_step import ROUNDING, assert_same
 
@@ -279,16 +280,41 @@ def test_a_schedule_compiles_nothing_after_the_second_step(case, schedule):
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)  # there is an op for the first of them
 
 
-def test_a_schedule_of_other_betas_compiles_anew_and_is_right():
+def change_all_numbers(optimizer, place):
+    for each in optimizer.param_groups:
+        for name, number in schedulable(optimizer, each).items():
+            if name == "betas":
+                each["betas"] = (0.5 + place / 50, 0.9 + place / 500)
+            elif name != "initial_accumulator_value":
+                each[name] = number if name == "t0" else {"weight_decay": 0.01}.get(name, number) * (0.9 + place / 100)
+
+
+@each_optimizer
+def test_a_schedule_of_every_number_of_a_group_compiles_twice(case):
     model, reference = Net(), Net()
-    optimizer, theirs = optim.NAdam(model.parameters()), optim.NAdam(reference.parameters())
+    optimizer, theirs = made(case, model), made(case, reference)
     step = step_of(model, optimizer)
-    for place, batch in enumerate(batches(4)):
+    for place, batch in enumerate(batches(10)):
         for each in (optimizer, theirs):
-            each.param_groups[0]["betas"] = (0.5 + place / 10, 0.9)
+            change_all_numbers(each, place)
         step(*batch)
         eager_step(reference, [theirs], *batch)
-    assert_same(model.state_dict(), reference.state_dict())
+    assert len(step.report.graphs) == 2
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
+
+
+@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad])
+def test_a_fused_optimizer_whose_numbers_change_updates_outside_of_the_graph(kind):
+    model, reference = Net(), Net()
+    optimizer, theirs = kind(model.parameters(), lr=0.01), kind(reference.parameters(), lr=0.01)
+    step = step_of(model, optimizer)
+    for place, batch in enumerate(batches(10)):
+        for each in (optimizer, theirs):
+            each.param_groups[0]["weight_decay"] = place / 100
+        step(*batch)
+        eager_step(reference, [theirs], *batch)
+    assert len(step.report.graphs) == 2 and "a schedule changes its weight_decay" in str(step.report.notes)
+    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
 def test_a_schedule_of_the_momentum_goes_on_to_the_bit_where_a_checkpoint_was_loaded():
