@@ -104,7 +104,7 @@ def by_step(case: Case, program: Program, parts: Parts, rank: int, *, pieces: bo
         loss_fn = loss_fn and (lambda *args: inner_fn(_broken(args[0]), *args[1:]))
         objective = lambda model, *batch: inner_objective(model, _broken(batch[0]), *batch[1:])  # noqa: E731
     what = {"loss_fn": loss_fn} if loss_fn is not None else {"objective": objective}
-    modules = [inner] if isinstance(inner := parts.loss_fn, torch.nn.Module) and any(inner.parameters()) else []
+    modules = [parts.loss] if isinstance(parts.loss, torch.nn.Module) and list(parts.loss.parameters()) else []
     keeps = bool(case.seed % 2)
     step = apexfx.train_step(parts.model, optimizer=parts.optimizer, opt_level=case.level, inner=case.inner,
                              ddp=_data_parallel(case), accumulate=program.accumulate, max_grad_norm=program.max_grad_norm,
