@@ -66,13 +66,8 @@ from torch._library.custom_ops import OPDEFS
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
     FakeTensor,
     FakeTensorMode,
-    UnsupportedFakeTensorException,
-    UnsupportedOperatorException,
     unset_fake_temporarily,
 )
 from torch.cuda import _get_nvml_device_index as nvml_index
@@ -167,19 +162,6 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def is_of_fakes(error: Exception) -> bool:
-    """Return whether a program failed because its tensors were fake, and would not have with real ones."""
-    kinds = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException,
-             UnsupportedOperatorException)
-    if isinstance(error, (TypeError, AttributeError)):  # of Python's: "unsupported operand type(s) for +: 'FakeTensor' and ..."
-        return False
-    return isinstance(error, kinds) or any(word in str(error) for word in _FAKES)
-
-
-# Of messages: FakeTensor, "fake tensor"; ".numpy() is not supported for tensor subclasses"; no data pointer.
-_FAKES = ("FakeTensor", "fake tensor", "tensor subclass", "data pointer", "meta tensor")
 
 
 def graph_breaks() -> list[str]:

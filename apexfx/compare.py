@@ -29,13 +29,13 @@ from .observe.reference import Reference, relative
 from .precision.op_rows import OpRow
 from .report.data import Report
 from .train_step import TrainStep
-from .train_step.errors import LIBRARIES, CaptureError, NotOneGraph
+from .train_step.errors import LIBRARIES, NotOneGraph
 from .train_step.errors import place as text_of_line
 from .train_step.function import SupervisedObjective, WeightedOutputs
 from .train_step.graphs import GradientGraphs
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
-from .train_step.wrong_call import WrongCall, shown
+from .train_step.wrong_call import Call, shown
 from .transform import source_of
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
     return comparison
 
 
-class _Call(WrongCall):
+class _Call(Call):
     """A call of compare(), of a step."""
 
     what = "step"
@@ -114,24 +114,26 @@ class _Call(WrongCall):
         if isinstance(self._objective, SupervisedObjective) and (self.named or not self.batch):
             raise TypeError(f"apexfx: {self.call} was called, expected {self.expected}")
 
-    def explain_capture(self, failed: CaptureError) -> Exception:
-        if not isinstance(failed, NotOneGraph):
-            return failed
-        return RuntimeError(f"apexfx: compare() runs forward, loss and backward as one graph, and cannot: {failed.explained}\n  "
-                            "Leave that out while comparing, or compare a module of the model that does without. All that Dynamo "
-                            "says is in __cause__, above")
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        with super().explained():
+            try:
+                yield
+            except NotOneGraph as failed:
+                raise RuntimeError(
+                    f"apexfx: compare() runs forward, loss and backward as one graph, and cannot: {failed.explained}\n  Leave "
+                    "that out while comparing, or compare a module of the model that does without. All that Dynamo says is in "
+                    "__cause__, above") from failed.__cause__
 
     def run(self, traced: Traced, observers: Sequence[Any]) -> Sequence[Any]:
         """Run a graph on copies of its inputs, and return its outputs; random numbers are those that a call would draw now."""
         interpreter = Interpreter(traced.gm, observers)
         try:
-            with _forked(traced) as inputs, torch.no_grad():
+            with self.explained(), _forked(traced) as inputs, torch.no_grad():
                 return interpreter.run(*inputs)
         except Exception as error:
-            explained = self.explain(error, _where(interpreter.node, traced.ops))
-            if explained is error:
-                raise
-            raise explained from error
+            error.add_note("\n".join(_where(interpreter.node, traced.ops)))
+            raise
 
     @property
     def call(self) -> str:
@@ -202,10 +204,11 @@ class _Step:
         self.config = dataclasses.replace(step.config, inner="eager", inner_options={}, verify="off")
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
-        return self._step.wrong_call(_Call, batch, named)
+        return _Call(self._step._objective, batch, named)
 
     def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
-        return self._step.trace_gradients(call, config, keeps=keeps)
+        with call.explained():
+            return self._step.trace_gradients(call.batch, call.named, config, keeps=keeps)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return _notes_on_fusion(traced, rows) if self._step.config.inner != "eager" else []
@@ -241,7 +244,7 @@ class _Model:
         self._objective = SupervisedObjective(loss_fn) if self.has_loss else WeightedOutputs(None if params else anchor)
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
-        return _CallOfModel(self._model, self._objective, batch, named)
+        return _CallOfModel(self._objective, batch, named)
 
     def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
         groups, level = Groups(config), config.level
@@ -249,7 +252,7 @@ class _Model:
         modules = ObjectiveModules(self._objective, self._model)
         modules.refresh(None)
         model = StepModel(self._model, modules, groups.batch_norm, half, Report({}))
-        with call.explained(model.traceable, by_kernels=False):
+        with call.explained():
             return GradientGraphs(model, self._objective, config, groups).trace(self._params, call.batch, call.named)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:

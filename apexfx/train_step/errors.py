@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import linecache
 import os
@@ -27,7 +29,12 @@ from ..compiler.forward_errors import LENGTHS
 from ..graph.nodes import stack_frames
 
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
-_REFUSED = re.compile(r"""\bgot \w+\((['"])(.+?)\1\)""")
+# What model, loss or an op raised while Dynamo traced it: its type, and its text as Python writes it.
+_RAISED = re.compile(r"""(?:raised exception|\bgot) (\w+)\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")?""")
+_UNBOUND = re.compile(r"failed to bind arguments.*func='(\w+)' \S+; args = \[(.*?)\]; kwargs = \{(.*?)\}\n", re.DOTALL)
+_REFUSED = re.compile(r"Developer debug context: (\w+Error) <.*?>: (.+)")  # by a function of torch
+_CLASS = re.compile(r"<class '(?:[\w<>]+\.)*(\w+)'>")
+_RAISED_AGAIN = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError, RuntimeError)
 _BUILTIN = re.compile(r"how to trace builtin operator `(\w+)`")
 _EXPLAINED = re.compile(r"^  Explanation: (.+)$", re.MULTILINE)
 # What the names of files begin with that have no lines of the user's; torchvision has.
@@ -36,17 +43,7 @@ _DATA_DEPENDENT = re.compile(r"data-dependent|got SymInt|PendingUnbackedSymbolNo
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 
 
-class CaptureError(RuntimeError):
-    """Raised where a training step cannot be captured: for the call, which may be wrong, or for what the model does.
-
-    Attributes:
-        refusal: what an op said to its operands, by Dynamo's account; "" where none refused them.
-    """
-
-    refusal = ""
-
-
-class NotOneGraph(CaptureError):
+class NotOneGraph(RuntimeError):
     """Raised where a training step cannot be captured as one graph.
 
     Attributes:
@@ -91,7 +88,7 @@ def error_of_loss(text: str) -> Exception | None:
 
 @contextlib.contextmanager
 def capture_errors() -> Iterator[None]:
-    """Raise a `CaptureError`, or what is wrong with the loss, in the place of Dynamo's errors."""
+    """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""
     try:
         with quiet_fakes():
             yield
@@ -121,10 +118,8 @@ def capture_errors() -> Iterator[None]:
         text = said = str(error)
         if (of_loss := error_of_loss(text)) is not None:
             raise of_loss from error
-        if isinstance(error, TorchRuntimeError) or "failed to run FX node with fake tensors" in text:  # 2.15: Unsupported
-            failed = CaptureError(f"apexfx: the model, the loss or their gradients failed: {text}")
-            failed.refusal = refused[2] if (refused := _REFUSED.search(text)) else ""
-            raise failed from error
+        if (raised := _raised(text)) is not None:
+            raise raised from error
         if "already consumed grad_fn" in text:  # as of a loss that is returned after its own backward()
             raise calls_backward() from error
         if (external := _EXTERNAL.search(text)) is not None:
@@ -143,6 +138,34 @@ def capture_errors() -> Iterator[None]:
         raise _not_one_graph(str(error), str(error)) from error
 
 
+def _raised(said: str) -> Exception | None:
+    """Return what model, loss or an op raised while Dynamo traced it, noting the line of the user's; None where nothing did.
+
+    Args:
+        said: Dynamo's text.
+    """
+    if (unbound := _UNBOUND.search(said)) is not None:
+        arguments = ", ".join(filter(None, (_CLASS.sub(r"\1", unbound[2]), _CLASS.sub(r"\1", unbound[3]))))
+        name, text = "TypeError", f"{unbound[1]}() does not take the arguments ({arguments})"
+    elif (raised := _RAISED.search(said)) is not None:
+        name, text = raised[1], ast.literal_eval(raised[2]) if raised[2] else ""
+    elif (refused := _REFUSED.search(said)) is not None:
+        name, text = refused[1], refused[2]
+    elif "failed to run FX node with fake tensors" in said:
+        name, text = "RuntimeError", said
+    else:
+        return None
+    kind = getattr(builtins, name, None)
+    error = kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{name}: {text}")
+    if frames := _frames_of_user(said):
+        error.add_note("  " + place(*frames[-1]))
+    return error
+
+
+def _frames_of_user(said: str) -> list[tuple[str, int, str]]:
+    return [frame for frame in stack_frames(said) if not frame[0].startswith(LIBRARIES)]
+
+
 def _not_one_graph(text: str, said: str) -> NotOneGraph:
     """Return the error of a step that Dynamo refuses: what, at which line of the user's, and what to do.
 
@@ -157,8 +180,7 @@ def _not_one_graph(text: str, said: str) -> NotOneGraph:
     if (builtin := _BUILTIN.search(text)) is not None:
         reason, explained = f"{builtin[1]}() of Python is called, which is in no graph", None
     lines = [f"{reason}. {explained[1]}" if explained else reason]
-    frames = [frame for frame in stack_frames(said) if not frame[0].startswith(LIBRARIES)]
-    if frames:
+    if frames := _frames_of_user(said):
         file, number, function = frames[-1]
         reason += f" at {file}:{number}, in {function}"
         lines.append("  " + place(file, number, function))

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -60,47 +57,3 @@ class ObjectiveModules(nn.Module):
         while hasattr(self._model[0], prefix):
             prefix += "_"
         return dict(self.named_parameters(prefix)), dict(self.named_buffers(prefix))
-
-
-def copy_objective(objective: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of an objective and of what it holds and names: `copy.deepcopy` leaves functions as they are.
-
-    What functions hold in closures and as defaults is copied, and the globals that the user's own name; functions that are
-    attributes of an object, or in a container, are not.
-
-    Args:
-        memo: as of `copy.deepcopy`, with the model in it.
-
-    Raises:
-        TypeError, ...: something cannot be copied.
-    """
-    copied = functools.partial(copy_objective, memo=memo)
-    if id(objective) in memo:
-        return memo[id(objective)]
-    if isinstance(objective, SupervisedObjective):
-        return SupervisedObjective(copied(objective.loss_fn))
-    if isinstance(objective, functools.partial):
-        keywords = {name: copied(value) for name, value in objective.keywords.items()}
-        return functools.partial(copied(objective.func), *map(copied, objective.args), **keywords)
-    if isinstance(objective, types.MethodType):
-        return types.MethodType(copied(objective.__func__), copied(objective.__self__))
-    if not isinstance(objective, types.FunctionType):
-        return copy.deepcopy(objective, memo)
-    cells = tuple(types.CellType() for _ in objective.__closure__ or ())
-    names = dict(objective.__globals__)
-    new = memo[id(objective)] = types.FunctionType(objective.__code__, names, objective.__name__, None, cells or None)
-    for cell, old in zip(cells, objective.__closure__ or ()):
-        cell.cell_contents = copied(old.cell_contents)
-    new.__defaults__ = tuple(map(copied, objective.__defaults__ or ()))
-    new.__kwdefaults__ = {name: copied(value) for name, value in (objective.__kwdefaults__ or {}).items()}
-    if "site-packages" not in objective.__code__.co_filename:
-        for name in _names(objective.__code__) & names.keys():
-            if not isinstance(names[name], types.ModuleType):
-                names[name] = copied(names[name])
-    return new
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Return what a function's code names, that of functions inside of it included: globals and attributes."""
-    inside = [_names(part) for part in code.co_consts if isinstance(part, types.CodeType)]
-    return set(code.co_names).union(*inside)

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,8 @@ from .replicas import replica_check
 from .safeguard import Event, KeptBuffers, SafeguardState
 from .skipped_steps import Recorder, SkippedSteps
 from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, note_what_waits
-from .wrong_call import WrongCall
+from .wrong_call import Call
 
-_Call = TypeVar("_Call", bound=WrongCall)
 log = logging.getLogger(__name__)
 
 
@@ -111,8 +110,8 @@ class TrainStep:
                 not fit.
             RuntimeError: something that cannot be captured, without `fallback`; the message has the place. A step before has
                 failed half-way.
-            TypeError, ValueError, RuntimeError, ...: what the model or the loss raises in eager for such a batch; the message
-                says how the step was called.
+            TypeError, ValueError, RuntimeError, ...: what the model or the loss raises in eager for such a batch; a note says how
+                the step was called.
             RankMismatchError: the ranks run different graphs, or it could be captured on some of them only.
             ReplicaMismatchError: the ranks' parameters or optimizer state differed after an update before.
             RankFailureError: another rank did not come.
@@ -120,7 +119,7 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
-        call = WrongCall(self.model, self._objective, batch, named)
+        call = Call(self._objective, batch, named)
         self._recorder.record_where_skipped()
         with self._state.all_or_nothing():
             self._state.prepare(cached=True)
@@ -130,8 +129,7 @@ class TrainStep:
                                  "pass loss_scale='dynamic'")
             self._skipped.begin(batch, named)
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
-            with self._recorder.recording_errors(), \
-                    call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
+            with self._recorder.recording_errors(), call.explained():
                 run = self._graphs.run_earlier if gathers else self._graphs.run_last
                 loss, rest, *ran = run(batch, named)
             if gathers:
@@ -205,10 +203,10 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as a call. The step cannot be captured as one graph, whatever `fallback` is.
         """
-        call = WrongCall(self.model, self._objective, batch, named)
+        call = Call(self._objective, batch, named)
         with self._state.all_or_nothing():
             self._state.prepare()
-            with call.explained(self._step_model.traceable, by_kernels=self._options.config.inner != "eager"):
+            with call.explained():
                 self._graphs.capture(batch, named)
         return self.report
 
@@ -217,15 +215,12 @@ class TrainStep:
         """The options that `transform` has, too."""
         return self._options.config
 
-    def wrong_call(self, kind: type[_Call], batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
-        """Return what explains the errors that a batch makes."""
-        return kind(self.model, self._objective, batch, named)
-
-    def trace_gradients(self, call: WrongCall, config: TransformConfig, *, keeps: bool = False) -> Traced:
+    def trace_gradients(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig, *,
+                        keeps: bool = False) -> Traced:
         """Return the graph of loss and gradients for a batch, by other options, and its inputs; run nothing.
 
         Args:
-            call: with the batch; it explains the errors.
+            batch, named: by position and by keyword.
             keeps: the graph, for calls by the same options that its guards hold for.
 
         Raises:
@@ -237,9 +232,7 @@ class TrainStep:
         if keeps:
             self._gradient_graphs = graphs
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
-        with call.explained(self._step_model.traceable, by_kernels=False):
-            return graphs.trace(params, call.batch, call.named, scale=self._scale.tensors.get(SCALE),
-                                calls=self._options.accumulate)
+        return graphs.trace(params, batch, named, scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 
     def __repr__(self) -> str:
         num_graphs = len(self.report.graphs)

