@@ -11,6 +11,7 @@ from .compare import compare as compare
 from .config import BucketConfig as BucketConfig
 from .errors import NonFiniteError as NonFiniteError
 from .errors import PassError as PassError
+from .errors import RankFailureError as RankFailureError
 from .errors import RankMismatchError as RankMismatchError
 from .errors import ReplicaMismatchError as ReplicaMismatchError
 from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
@@ -21,6 +22,7 @@ from .train_step import EMA as EMA
 from .train_step import Safeguard as Safeguard
 from .train_step import TrainStep as TrainStep
 from .train_step import train_step as train_step
+from .train_step.errors import NotOneGraph as NotOneGraph
 from .transform import transform as transform
 
 __version__ = "0.1.0"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +17,9 @@ _EXIT_STATUS = "exit status: 0 success, 1 the result is not as required, 2 wrong
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in (sys.stdout, sys.stderr):  # what an encoding lacks is printed as ?
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     if argv and argv[0] == "compat":  # what follows belongs to a script, options included
         from .compat.__main__ import main as run_script
 
@@ -95,7 +99,8 @@ def _add_diagnose(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 
     diagnose = commands.add_parser(
         "diagnose", help="run some steps of a training script, unchanged, and rank what costs",
-        epilog="exit status: 0 nothing found, 1 something found, 2 wrong arguments, the script failed, or no optimizer stepped",
+        epilog="exit status: 0 nothing found, or a rank of torchrun, which takes 1 for a failure; 1 something found; 2 wrong "
+               "arguments, the script failed, or no optimizer stepped",
         description="Run a training script for some steps and rank what costs: reads to the host, graph breaks, a torch.compile "
                     "that is never called, groups of an optimizer, loops over parameters, broadcasts, data loading ..., each "
                     "with its line, what it takes of a step and what to change. What a change saves is measured by making it in "
@@ -184,7 +189,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         print(f"apexfx: {arguments.file!r} is not there; give a Python file that defines `batch`, and `step` or `model`",
               file=sys.stderr)
         return 2
-    names = runpy.run_path(arguments.file, run_name="__compare__")  # what it raises goes through, with its own lines
+    sys.argv, sys.path[0] = [arguments.file], str(Path(arguments.file).resolve().parent)
+    try:
+        names = runpy.run_path(arguments.file, run_name="__compare__")
+    except Exception:  # the file's own, with its own lines
+        traceback.print_exc()
+        return 2
     if "batch" not in names or not {"step", "model"} & names.keys():
         print(f"apexfx: {arguments.file} has to define `batch`, and `step` or `model`", file=sys.stderr)
         return 2
@@ -194,8 +204,8 @@ def _compare(arguments: argparse.Namespace) -> int:
                              loss_fn=names.get("loss_fn") if "step" not in names else None)
         if arguments.json is not None:
             comparison.save(arguments.json)
-    except (ValueError, TypeError, RuntimeError, OSError) as error:
-        print(error if str(error).startswith("apexfx: ") else f"apexfx: {error}", file=sys.stderr)
+    except Exception as error:  # of the model, as a label out of range is, too
+        _say(error)
         return 2
     print(comparison)
     if arguments.tolerance is not None:
@@ -222,11 +232,16 @@ def _simulate(arguments: argparse.Namespace) -> int:
 
     try:
         text = command.text(arguments)
-    except (ValueError, OSError) as error:
-        print(f"apexfx: {error}" if isinstance(error, OSError) else error, file=sys.stderr)
+    except Exception as error:  # of the model, too
+        _say(error)
         return 2
     print(text)
     return 0
+
+
+def _say(error: Exception) -> None:
+    text = str(error)
+    print(text if text.startswith("apexfx: ") else f"apexfx: {type(error).__name__}: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

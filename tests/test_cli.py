@@ -63,7 +63,10 @@ def test_the_page_about_passes_is_what_the_command_prints(capsys):
     (("demo", "--ranks", "0"), "'0' was given, expected a whole number"),
     (("demo", "--ranks", "two"), "'two' was given, expected a whole number"),
     (("demo", "--inner", "triton"), "invalid choice: 'triton'"),
-    (("demo", "--worldsize", "2"), "unrecognized arguments"),
+    (("demo", "--worldsize", "2"), "unrecognized arguments"), (("diagnose", "--steps", "-5", "x.py"), "'-5' was given"),
+    (("diagnose", "-m", "no_such.module"), "'no_such.module' is not there"),
+    (("compat", "-m", "no_such.module"), "no module named 'no_such.module'"),
+    (("simulate", "--model", "math:sqrt"), "TypeError"), (("simulate", "--model", "tests.test_cli:fails"), "KeyError: 'lost'"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(capsys, arguments, named):
     status, _, err = run(capsys, *arguments)
@@ -123,3 +126,30 @@ def test_compat_hands_a_script_all_that_follows_it(capsys, tmp_path, monkeypatch
     finally:
         apexfx.compat.uninstall()
     assert status == 0 and out == "apexfx.amp ['--help', '-m', 'x']\n"
+
+
+def fails():
+    raise KeyError("lost")
+
+
+@pytest.mark.parametrize("text, named", [
+    ("import sys; sys.exit(3)", "ended with status 3"), ("raise ValueError('lost')", "ValueError: lost"),
+])
+def test_a_script_that_fails_is_status_2(text, named, capsys, tmp_path):
+    (tmp_path / "script.py").write_text("import torch\np = torch.nn.Parameter(torch.ones(1))\n"
+                                        "o = torch.optim.SGD([p])\nfor _ in range(3):\n    o.step()\n" + text)
+    status, _, err = run(capsys, "diagnose", str(tmp_path / "script.py"))
+    assert status == 2 and named in err
+
+
+def test_compare_runs_a_file_as_a_program(capsys, tmp_path, monkeypatch):
+    """It imports from its folder, sees no arguments, and what its model raises is one sentence."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["apexfx", "compare"])
+    (tmp_path / "beside_it.py").write_text("classes = 3")
+    (tmp_path / "file.py").write_text(
+        "import argparse, torch, apexfx, beside_it\nargparse.ArgumentParser().parse_args()\n"
+        "model = torch.nn.Linear(4, beside_it.classes)\nloss_fn = torch.nn.functional.cross_entropy\n"
+        "batch = torch.ones(2, 4), torch.tensor([0, 9])\n")
+    status, _, err = run(capsys, "compare", str(tmp_path / "file.py"), "--reference", "float32")
+    assert status == 2 and "out of bounds" in err and "Traceback" not in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import runpy
 import sys
@@ -39,6 +40,9 @@ def main(arguments: list[str]) -> int:
         print(f"python -m apexfx.compat: can't open {arguments[0]!r}: no such file", file=sys.stderr)
         return 2
     install()
+    if arguments[0] == "-m" and _is_missing(resolve(arguments[1]) or arguments[1]):
+        print(f"python -m apexfx.compat: no module named {arguments[1]!r}", file=sys.stderr)
+        return 2
     # Processes the script starts find the names through a folder on their path.
     os.environ["PYTHONPATH"] = os.pathsep.join([SHIM, *filter(None, [os.environ.get("PYTHONPATH")])])
     if arguments[0] == "-m":
@@ -50,6 +54,13 @@ def main(arguments: list[str]) -> int:
         sys.path.append(SHIM)
         runpy.run_path(arguments[0], run_name="__main__")
     return 0
+
+
+def _is_missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except (ImportError, ValueError):
+        return True
 
 
 if __name__ == "__main__":

@@ -112,6 +112,8 @@ def _plain(dtype: Any) -> str:
 def _advice(names: str, dtype: Any, of_numpy: bool) -> str:
     reason = ", the dtype of numpy's arrays" if _plain(dtype) == "float64" else ""
     call = 'call .astype("float32") on it, or give torch.from_numpy(x).float()' if of_numpy else "call .float() on it"
+    if _plain(dtype) in ("uint8", "int8", "int16", "int32"):
+        call += ", or .long() where it holds classes or indices"
     return f"{names} came in {_plain(dtype)}{reason}: {call}"
 
 

@@ -167,6 +167,7 @@ class Run:
         data = self._bundle.data
         is_comparable = (self._compiled is None) == (data["compiled"] is None)
         if is_comparable and digest(norm) not in (data["compiled"] or data)["digests"].values():
+            data["reproduced"] = False
             data["event"] += ("; this graph gives another norm, since calls before had gathered gradients, other ranks took "
                               "part, the model was changed since, or inner_options round otherwise")
 

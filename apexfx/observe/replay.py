@@ -93,6 +93,9 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
                      f"{op_name(first)}{_where(first)}")
         return "\n".join(lines), bool(changes)
     lines.append(f"the same bits in all of {count_text(len(compared), 'node')}")
+    if bundle.data.get("reproduced") is False:
+        lines.append("event not reproduced: the run that was recorded after the event gave another norm")
+        return "\n".join(lines), False
     if until is not None or compiler is None or bundle.data["compiled"] is None:
         return "\n".join(lines), True
     text, same = _compiled_again(bundle, compiler)

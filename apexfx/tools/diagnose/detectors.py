@@ -157,6 +157,9 @@ def _data_parallel(session: Session, plan: Plan) -> Iterator[Finding]:
         yield Finding("buffer_broadcast", place, f"each forward broadcasts {count} buffers from rank 0, and waits for them",
                       "DistributedDataParallel(..., broadcast_buffers=False), where they are constant or may differ by "
                       "rank", None, *_measured(session.saving("buffers")))
+    if any(module.find_unused_parameters for module in modules):
+        yield Finding("unused_search", place, "each forward searches its graph for parameters that get no gradient",
+                      "DistributedDataParallel(..., find_unused_parameters=False), where each gets one")
     if plan.allreduces is not None:
         count, num_bytes, ms, ms_as_one = plan.allreduces
         if ms - ms_as_one > max(_SMALL_SHARE * session.typical_ms()[0], 0.1 * ms):
