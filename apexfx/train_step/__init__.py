@@ -34,7 +34,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
     """Return a callable that runs a whole training step of `model` as one graph.
 
     It shares parameters, buffers and submodules with the model, and the state with the optimizer: evaluate the model, save and
-    load either, change a learning rate as ever. The graph is captured at the first call.
+    load either, change a learning rate as usual. The graph is captured at the first call.
 
         step = apexfx.train_step(model, F.cross_entropy, optimizer, opt_level="O2", max_grad_norm=1.0)
         for inputs, targets in loader:

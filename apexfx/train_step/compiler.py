@@ -116,8 +116,6 @@ class StepCompiler:
         check_plain(placeholders, example_inputs)
         _erase_unwritten(gm)
         _check_no_backward(gm)
-        if self.safeguard and not self.reduce_gradients:
-            self._note_written_parameters(gm)
         memory = written_storages(gm)
         by_forward = [place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
                       if placeholders[place].stride is not None and storages(value(node)) & memory]
@@ -161,15 +159,6 @@ class StepCompiler:
             self.report.note(f"apexfx: {', '.join(p.name for p in of_batch)} of the batch requires a gradient, and the step "
                              "computes none of it: its .grad stays as it is")
         return of_batch
-
-    def _note_written_parameters(self, gm: fx.GraphModule) -> None:
-        memory = written_storages(gm)
-        for node in gm.graph.find_nodes(op="placeholder"):
-            if node.meta.get("apexfx_kind") == "param" and storages(value(node)) & memory:
-                message = (f"apexfx: calls that gather gradients write the parameter {node.meta['apexfx_name']!r}, which "
-                           "requires none, and a step that is skipped does not undo that; keep it in a buffer")
-                self.report.note(message)
-                log.warning(message)
 
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory

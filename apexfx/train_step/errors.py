@@ -76,13 +76,18 @@ def calls_backward() -> RuntimeError:
                         "of the step; add that loss to the one that the objective returns")
 
 
+def untrainable_loss() -> ValueError:
+    """Return the error of a loss that has no history, or none that leads to what the step trains."""
+    return ValueError("apexfx: the loss does not depend on any parameter that is trained, of a step those that the "
+                      "optimizer holds: it is detached, computed under no_grad(), or of other parameters")
+
+
 def error_of_loss(text: str) -> Exception | None:
     """Return the error for a text of torch's that is about a loss which nothing can be trained by; None for any other text."""
     if ours := re.search(r"apexfx: the (?:loss|objective)[^'\"\n]*", text):
         return (TypeError if "has to return" in text else ValueError)(ours[0])
     if "does not require grad" in text or "One of the differentiated Tensors" in text:
-        return ValueError("apexfx: the loss does not depend on any parameter that is trained, of a step those that the "
-                          "optimizer holds: it is detached, computed under no_grad(), or of other parameters")
+        return untrainable_loss()
     return None
 
 

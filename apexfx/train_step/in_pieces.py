@@ -26,7 +26,7 @@ from ..config import TransformConfig
 from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .averages import averaged_copies
-from .errors import calls_backward, error_of_loss, sparse_gradient
+from .errors import calls_backward, sparse_gradient, untrainable_loss
 from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
 from .leaves import check_leaves, leaves_of
 from .model import StepModel
@@ -105,11 +105,6 @@ class StepInPieces:
         try:
             with self._compiled_forward():
                 loss, rest, grads = compute_gradients(inputs, batch, named_inputs, differentiate)
-        except BaseException as error:
-            ours = str(error).startswith("apexfx")
-            if isinstance(error, RuntimeError) and not ours and (of_loss := error_of_loss(str(error))) is not None:
-                raise of_loss from error
-            raise
         finally:
             if self._versions() != before:
                 self._on_change()
@@ -129,6 +124,8 @@ class StepInPieces:
         """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
         if grad_versions(params) != grads_before:
             raise calls_backward()
+        if not loss.requires_grad:
+            raise untrainable_loss()
         others = [leaf for leaf in leaves_of(loss) if not any(leaf is p for p in params) and id(leaf) not in of_batch]
         check_leaves([self._names().get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
         held = [(p, p.grad) for p in params]

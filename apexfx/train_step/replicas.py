@@ -22,7 +22,7 @@ _MOST_NAMED = 5
 
 
 class ReplicaCheck:
-    """Compares parameters with their optimizer state and average over the ranks; nobody waits in the step that begins it.
+    """Compares parameters with their optimizer state and average over the ranks; the step that begins it waits for no device.
 
     Each rank adds a row, one `checksum` a parameter with its state, to a matrix, which one allreduce sums: all ranks then
     know which differ, and where. Buffers are left out: running statistics differ by design without `sync_bn`.

@@ -153,13 +153,13 @@ class SkippedSteps:
         """Forget the last call."""
         self.call = self.begun = self.skip = None
 
-    def begin(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    def start_call(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Keep what it takes to compute a call once more, which begins."""
         self.forget_call()
         if self.counts is not None:
             self.begun = LastCall(batch, named, self._device)
 
-    def end(self, skip: Tensor, norm: Tensor) -> None:
+    def finish_call(self, skip: Tensor, norm: Tensor) -> None:
         """Note that the call that has begun, or a flush, applied gradients."""
         self.skip, self.norm, self.call = skip, norm, self.begun
         if self.call is not None:

@@ -372,7 +372,7 @@ def note_what_is_scheduled(updates: Sequence[Update], report: Report) -> None:
                     "schedule changes them here. OneCycleLR and CyclicLR do, unless cycle_momentum=False is given")
 
 
-def note_what_waits(params: Sequence[Tensor], options: StepOptions, report: Report) -> None:
+def report_peak_gradient_memory(params: Sequence[Tensor], options: StepOptions, report: Report) -> None:
     """Say in the report what a safeguard keeps alive where nothing else needs all gradients before the first update."""
     if options.safeguard is not None and options.max_grad_norm is None and options.loss_scale is None:
         mib = sum(p.numel() * p.element_size() for p in params) / 2**20

@@ -38,7 +38,7 @@ from .parameters import set_up_step, trained_parameters
 from .replicas import replica_check
 from .safeguard import Event, KeptBuffers, SafeguardState
 from .skipped_steps import Recorder, SkippedSteps
-from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, note_what_waits
+from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, report_peak_gradient_memory
 from .wrong_call import Call
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class TrainStep:
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
         note_what_is_outside(optimizers, outside, self.report, averages=options.ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
-        note_what_waits(trained, options, self.report)
+        report_peak_gradient_memory(trained, options, self.report)
         note_ranks_apart(averaged_over_none(config), outside, options, self.report)
         # From here on, things change.
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
@@ -127,7 +127,7 @@ class TrainStep:
                 raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                                  "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                                  "pass loss_scale='dynamic'")
-            self._skipped.begin(batch, named)
+            self._skipped.start_call(batch, named)
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
             with self._recorder.recording_errors(), call.explained():
                 run = self._graphs.run_earlier if gathers else self._graphs.run_last
@@ -146,7 +146,7 @@ class TrainStep:
 
     def _note_applied(self, skip: Tensor, norm: Tensor, present: list[bool], gradients: list[Tensor]) -> None:
         self._state.note_applied(skip, present, gradients)
-        self._skipped.end(skip, norm)
+        self._skipped.finish_call(skip, norm)
 
     def flush(self) -> None:
         """Apply the average of what calls have gathered since the last update, where they are fewer than `accumulate`.

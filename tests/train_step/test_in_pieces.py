@@ -390,6 +390,22 @@ def test_a_user_s_error_stays_one(loss_fn, error, message, between):
     assert step.optimizer.state
 
 
+def test_an_error_of_backward_is_told_as_what_it_is():
+    class Refuses(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise RuntimeError("element 0 of tensors does not require grad, says a program")
+
+    step = make(loss_fn=lambda y, t: F.cross_entropy(torch._dynamo.disable(Refuses.apply)(y), t))
+    step.model.eval()
+    with pytest.raises(RuntimeError, match="says a program"):
+        step(*batches(1)[0])
+
+
 class Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
