@@ -351,7 +351,7 @@ def _span(t: Tensor) -> tuple[int, int, int]:
     return t.untyped_storage().data_ptr(), t.data_ptr(), t.data_ptr() + last * t.element_size()
 
 
-def described(value: Any) -> Described:
+def described(value: Any, identity: bool = True) -> Described:
     found = Described([], {}, set())
     first: dict[int, str] = {}
     kept: list[Any] = []
@@ -359,7 +359,7 @@ def described(value: Any) -> Described:
     def look(path: str, value: Any, hidden: bool) -> None:
         kept.append(value)
         constant = isinstance(value, (int, str, type(None)))
-        where = path if constant else first.setdefault(id(value), path)
+        where = path if constant or not identity else first.setdefault(id(value), path)
         found.shape.append((path, repr(value) if constant else type(value).__name__, where))
         if constant or where != path:
             return
@@ -389,7 +389,7 @@ class Outcome:
 
 
 def outcome(program: Program, model: nn.Module, parameters: dict[str, nn.Parameter], run: Callable[..., Any],
-            sizes: tuple[int, ...] = (4, 4)) -> Outcome:
+            sizes: tuple[int, ...] = (4, 4), identity: bool = True) -> Outcome:
     """Call twice with the same arguments, go backward through all that came out, and describe it."""
     positional, keywords = program.arguments()
     outs, xs = [], []
@@ -397,7 +397,7 @@ def outcome(program: Program, model: nn.Module, parameters: dict[str, nn.Paramet
         torch.manual_seed(program.seed + 2 + i)
         xs.append(torch.rand(size, WIDTH, requires_grad=program.grad_of_x))
         outs.append(run(xs[-1], *positional, **keywords))
-    found = described([outs, positional, keywords, xs])
+    found = described([outs, positional, keywords, xs], identity)
     loss = [t.float().square().mean() for t in found.tensors.values() if t.requires_grad and t.is_floating_point()]
     if loss:
         sum(loss).backward()
@@ -405,20 +405,23 @@ def outcome(program: Program, model: nn.Module, parameters: dict[str, nn.Paramet
     return Outcome(found, gradients, {path: t.requires_grad for path, t in found.tensors.items()})
 
 
-def differences(eager: Outcome, other: Outcome, *, halves: bool, tolerance: float) -> list[str]:
+def differences(eager: Outcome, other: Outcome, *, halves: bool, casts: bool, tolerance: float) -> list[str]:
     """Return what is not as in eager.
 
     Args:
-        halves: what a forward puts into opaque objects, and gradients, may be half.
+        halves: what a forward puts into containers and opaque objects, and gradients, may be half.
+        casts: arguments may be cast: what is returned of them is a copy, in whichever dtype.
     """
     a, b = eager.described, other.described
+    texts = []
     if a.shape != b.shape:
         return [f"{x} became {y}" for x, y in zip(a.shape, b.shape) if x != y][:2] or ["something is there or missing"]
-    texts = [f"{x} and {y} {'no longer' if (x, y) in a.overlaps() else 'now'} overlap"
-             for x, y in sorted(a.overlaps() ^ b.overlaps()) if not (halves and {x, y} & a.opaque)]
+    if not casts:
+        texts += [f"{x} and {y} {'no longer' if (x, y) in a.overlaps() else 'now'} overlap"
+                  for x, y in sorted(a.overlaps() ^ b.overlaps()) if not (halves and {x, y} & a.opaque)]
     for path, t in a.tensors.items():
         new = b.tensors[path]
-        if new.dtype != t.dtype and not (halves and path in a.opaque):
+        if new.dtype != t.dtype and not casts and not (halves and path in a.opaque):
             texts.append(f"{path} is {new.dtype}, was {t.dtype}")
         if new.shape != t.shape or not torch.allclose(new.detach().float(), t.detach().float(), rtol=tolerance, atol=tolerance):
             texts.append(f"{path} has other values")

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook, tensor_version
 from ..compiler import compiled_model
 from ..compiler.refusals import is_parallel_wrapper
+from ..precision.call_casts import Cast, CastCall
 from ..precision.half_model import keeps_float32
 from ..precision.rules import HALVES
-from ..precision.written_arguments import Cast, CastCall, cast_values
 from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
 from .executor import CastExecutor
@@ -51,19 +51,17 @@ class ForwardPatch:
     def call(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor = self.executor
         inside = executor is not None and executor.depth > 0
-        call = CastCall(args, kwargs)
+        call = None
         if self.inputs is not None:
-            args, kwargs = call.enter(Cast(self.inputs), self.inputs)
-        result = None
-        try:
-            with executor if executor is not None and not inside else contextlib.nullcontext():
-                result = forward(*args, **kwargs)
-        finally:
-            if self.outputs is None or inside:  # inside another initialised model, outputs keep their dtypes
-                result = call.leave(result)
-            else:
-                result = call.leave(result, Cast(self.outputs, only=self.only), self.outputs if self.only is None else None)
-        return result
+            call = CastCall(args, kwargs, Cast(self.inputs, others=self.inputs))
+            args, kwargs = call.args, call.kwargs
+        with executor if executor is not None and not inside else contextlib.nullcontext():
+            result = forward(*args, **kwargs)
+        if call is not None:
+            call.check()
+        if self.outputs is None or inside:  # inside another initialised model, outputs keep their dtypes
+            return result
+        return Cast(self.outputs, only=self.only, others=self.outputs if self.only is None else None)(result)
 
 
 @torch.compiler.disable(reason="amp's O1 casts in eager mode; pass compile=True to amp.initialize to have them in the graph")
@@ -132,19 +130,17 @@ def cast_around(
     if inputs:
         model.register_forward_pre_hook(_single_inputs, with_kwargs=True)
     if outputs is not None:
-        model.register_forward_hook(functools.partial(_cast_outputs, outputs, only), prepend=True, with_kwargs=True)
+        cast = Cast(outputs, only=only, others=outputs if only is None else None)
+        model.register_forward_hook(functools.partial(_cast_outputs, cast), prepend=True)
 
 
 def _single_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     cast = Cast(torch.float32, only=(torch.float64,))
-    return cast_values(args, cast), cast_values(kwargs, cast)
+    return cast(args), cast(kwargs)
 
 
-def _cast_outputs(
-    dtype: torch.dtype, only: tuple[torch.dtype, ...] | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
-    result: Any,
-) -> Any:
-    return CastCall(args, kwargs).leave(result, Cast(dtype, only=only), dtype if only is None else None)
+def _cast_outputs(cast: Cast, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
+    return cast(result)
 
 
 def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -152,7 +148,7 @@ def _float_input(module: nn.RNNBase, args: tuple[Any, ...], kwargs: dict[str, An
     if module.all_weights[0][0].dtype != torch.float32:
         return None
     cast = Cast(torch.float32, only=HALVES)
-    return cast_values(args, cast), cast_values(kwargs, cast)
+    return cast(args), cast(kwargs)
 
 
 class _AmpModule:

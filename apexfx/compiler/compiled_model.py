@@ -28,8 +28,8 @@ from .._torch import (
 )
 from ..config import TransformConfig
 from ..graph.printing import count_text
+from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
-from ..precision.written_arguments import Cast, CastCall
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms
@@ -49,8 +49,9 @@ _DYNAMO = {"allow_rnn": True, "allow_unspec_int_on_nn_module": True, "fail_on_re
 
 
 # An outer torch.compile goes around the call of a transformed model, and would compile these instead.
-_cast_call = torch.compiler.disable(lambda args, kwargs: CastCall(args, kwargs))
-_enter, _leave = torch.compiler.disable(CastCall.enter), torch.compiler.disable(CastCall.leave)
+_cast_call = torch.compiler.disable(lambda args, kwargs, cast: CastCall(args, kwargs, cast))
+_check_call = torch.compiler.disable(CastCall.check)
+_cast_result = torch.compiler.disable(Cast.__call__)
 
 
 class CompiledModel:
@@ -119,8 +120,8 @@ class CompiledModel:
         run = self._averaging if sync is None or sync.in_graph else self._local
         if self._cached_only is not None and not self._asks_for_passes(model):
             run = self._cached_only
-        call = _cast_call(args, kwargs)
-        args, kwargs = self._index.arguments = self._in_dtype_of_parameters(model, call)
+        call = self._in_dtype_of_parameters(model, args, kwargs)
+        args, kwargs = self._index.arguments = call.args, call.kwargs
         args = args if self._of_inputs else (model, *args)
         num_breaks = len(graph_breaks()) if not self._checked else None
         result = None
@@ -148,7 +149,9 @@ class CompiledModel:
                 result = self._cached_only(*args, **kwargs)
         finally:
             self._index.arguments = ()
-            result = _leave(call, result, self._output_cast)
+        _check_call(call)
+        if self._output_cast is not None:
+            result = _cast_result(self._output_cast, result)
         if self._may_lose_gradients and trains and torch.is_grad_enabled():
             self._may_lose_gradients = False  # once is enough
             warn_where_unscaled(result, self._warn)
@@ -188,15 +191,15 @@ class CompiledModel:
             self.report.note(message)
             log.warning(message)
 
-    def _in_dtype_of_parameters(self, model: nn.Module, call: CastCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _in_dtype_of_parameters(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CastCall:
         """Return the arguments for Dynamo, which evaluates the model as it is before any pass has put casts into it."""
-        cast, half_parameters = self._input_cast, self.config.level.half_parameters
-        others = {x.dtype for x in call.tensors if cast.changes(x)}
-        if not others or not (half_parameters or _is_float32(model)):
-            return call.args, call.kwargs
-        for half in others - {torch.float32}:
+        cast = self._input_cast
+        call = _cast_call(args, kwargs, cast)
+        if call.tensors and not (self.config.level.half_parameters or _is_float32(model)):
+            return _cast_call(args, kwargs, Cast(cast.dtype, only=()))
+        for half in {tensor.dtype for _, tensor, *_ in call.tensors} - {torch.float32}:
             self.report.note(f"apexfx: inputs of {half} are brought to the parameters' {cast.dtype} before each call")
-        return _enter(call, cast)
+        return call
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).

@@ -34,8 +34,6 @@ def writes_first(node: fx.Node) -> bool:
     if not isinstance(node.target, str) and not callable(node.target):
         return False
     name = canonical_name(node.target)
-    if getattr(node.target, "writes_first", False):  # a function of ours
-        return True
     if name == "setitem" or (name.endswith("_") and name not in _READS_DESPITE_NAME and "." not in name):
         return True
     return bool(argument(node, "inplace"))

@@ -1,6 +1,7 @@
 """Which op runs in which dtype: one policy for the graph passes and for the eager executor of amp.
 
 Read in this order: `rules` (the table, and what a rule does to dtypes),
-`policy` (which rule holds for a call, and what else both executors decide alike), `casts` (cast nodes, and the row of the cast
-ledger), `arguments` (marks for a user's own functions), `half_model` (a model in half except its batch norms).
+`policy` (which rule holds for a call, and what else both executors decide alike), `call_casts` (arguments and results),
+`casts` (cast nodes, and the row of the cast ledger), `arguments` (marks for a user's own functions), `half_model` (a model in
+half except its batch norms).
 """

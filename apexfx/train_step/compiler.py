@@ -14,7 +14,7 @@ from torch import fx
 from torch.fx.traceback import annotate
 
 from .. import passes
-from .._torch import PlainAOTOutput, keep_sequence_numbers, set_grad_enabled, tensor_version
+from .._torch import PlainAOTOutput, keep_sequence_numbers, set_grad_enabled
 from ..compiler import capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
 from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
@@ -30,9 +30,9 @@ from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
 from ..graph.nodes import GRADIENT_OF, PASS, module_path, moves_data, value
 from ..observe.non_finite import BACKWARD
+from ..precision.call_casts import check_unwritten
 from ..precision.casts import is_inserted_cast
 from ..precision.op_rows import mark_ops
-from ..precision.written_arguments import write_back
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
@@ -114,7 +114,8 @@ class StepCompiler:
         _switch_gradients_on(gm)
         placeholders = read_inputs(gm, example_inputs, self.config, self.index, whole_step=True)
         check_plain(placeholders, example_inputs)
-        _erase_unwritten(gm)
+        for node in gm.graph.find_nodes(op="call_function", target=check_unwritten):
+            gm.graph.erase_node(node)
         _check_no_backward(gm)
         memory = written_storages(gm)
         by_forward = [place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
@@ -329,13 +330,6 @@ def _switch_gradients_on(gm: fx.GraphModule) -> None:
         with gm.graph.inserting_before(first):
             for enabled in (True, False):
                 gm.graph.call_function(set_grad_enabled, (enabled,))
-
-
-def _erase_unwritten(gm: fx.GraphModule) -> None:
-    """Erase what brings back copies of inputs that the forward has not written, before a pass takes it for a write."""
-    for node in gm.graph.find_nodes(op="call_function", target=write_back):
-        if not tensor_version(value(node.args[1])):
-            gm.graph.erase_node(node)
 
 
 def _traced_gradients(loss: torch.Tensor, *args: Any, **options: Any) -> Any:

@@ -13,8 +13,8 @@ from torch import nn
 from .._torch import forward_hooks, global_module_hooks, has_backward_hooks
 from ..compiler.dynamo_batch_norm import is_untraceable
 from ..compiler.stand_ins import StandIns, all_modules, path_of
+from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
-from ..precision.written_arguments import Cast, CastCall
 from ..report.data import Report
 from .objective import ObjectiveModules
 
@@ -84,15 +84,16 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 
 class _CastInputs:
-    """Hooks that cast a model's inputs, as Apex patches forward, and hand back what the forward writes into them."""
+    """Hooks that cast a model's inputs, as Apex patches forward, and refuse what would write into their copies."""
 
     def __init__(self, half: torch.dtype) -> None:
         self._cast = Cast(half, only=(torch.float32, *HALVES))
         self._calls: list[CastCall] = []  # under way
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        self._calls.append(CastCall(args, kwargs))
-        return self._calls[-1].enter(self._cast)
+        call = CastCall(args, kwargs, self._cast)
+        self._calls.append(call)
+        return call.args, call.kwargs
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
-        return self._calls.pop().leave(result)
+    def leave(self, module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
+        self._calls.pop().check()
