@@ -2,7 +2,7 @@
 
 numpy makes float64 arrays, and files hold images and counts as integers: one of them as the input of a float32 model is the usual
 slip. Dynamo does not notice: the fake kernels of matrix products and norms take any mix of dtypes, and what Inductor generates
-promotes.
+promotes. Ops that promote in eager are left alone.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .._torch import tree_leaves, tree_map, unset_fake_temporarily
+from .._torch import tree_leaves
 from ..graph.mutation import bodies
-from ..graph.nodes import op_name, size_hint, source_line, value
+from ..graph.nodes import op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..precision.casts import dtype_of
 from ..precision.rules import lookup
 from .capture import is_of_numpy
 
+_ONE_DTYPE = ("matmul", "convolution", "attention", "rnn", "norm", "batch_norm")  # families of the rule table
+_PROMOTE = ("outer", "ger", "addr", "normalize", "cosine_similarity", "pairwise_distance")  # of these families
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 # An operand that torch refuses; what it had expected comes without these words before it.
 _REFUSED_INTEGER = re.compile(r"(?:[Gg]ot:?|[Ff]ound(?: dtype)?|Input type|not support dtype:) \(?(?:torch\.)?"
@@ -29,62 +31,29 @@ _REFUSED_INTEGER = re.compile(r"(?:[Gg]ot:?|[Ff]ound(?: dtype)?|Input type|not s
 
 
 def check_mixed(gm: fx.GraphModule) -> None:
-    """Refuse an op of a captured graph that eager torch would refuse, because float64 or an integer is among its operands.
-
-    Eager is asked: the op runs once, on zeros of these shapes. What promotes, as a sum or a product does, is left as it is. Only
-    matrix products are asked about integers: other ops take them, as indices, or the fake kernel refuses as eager does.
+    """Refuse an op of a captured graph that takes one floating dtype and is given float64 beside another, or an integer.
 
     Raises:
-        RuntimeError: as eager torch does; it names the op, its operands, and what to call .float() on.
+        RuntimeError: it names the op, its operands, and what to call .float() on.
     """
     for body in bodies(gm):
         for node in body.graph.nodes:
-            if node.op not in ("call_function", "call_method"):
+            rule = lookup(canonical_name(node.target).rstrip("_")) if node.op in ("call_function", "call_method") else None
+            if rule is None or rule.family not in _ONE_DTYPE or rule.kind == "passthrough":
                 continue
-            rule = lookup(canonical_name(node.target))
             floating = {dtype_of(operand) for operand in node.all_input_nodes} - {None}
-            suspects = (torch.float64,) if len(floating) > 1 and rule.kind != "passthrough" else ()
-            suspects += INTEGERS if floating and rule.family == "matmul" else ()
+            suspects = (torch.float64,) if len(floating) > 1 else ()
+            suspects += INTEGERS if floating and rule.family == "matmul" else ()  # which elsewhere are sizes and indices
             suspect = next((dtype for dtype in suspects if _operands(node, dtype)), None)
-            if suspect is not None and (refusal := _refusal(node, suspect)):
-                raise RuntimeError(_message(node, refusal, suspect))
+            if suspect is not None and canonical_name(node.target) not in _PROMOTE:
+                raise RuntimeError(_message(node, suspect))
 
 
 def _operands(node: fx.Node, dtype: torch.dtype) -> list[fx.Node]:
     return [operand for operand in node.all_input_nodes if getattr(value(operand), "dtype", None) == dtype]
 
 
-def _refusal(node: fx.Node, suspect: torch.dtype) -> str:
-    """Return what eager torch says to the dtypes of a node's operands, "" where it takes them."""
-    try:
-        _run(node)
-        return ""
-    except Exception as error:  # an op refuses a dtype with any error
-        refusal = str(error).partition("\n")[0]
-    try:
-        _run(node, suspect)
-    except Exception:
-        return ""  # it is not for the dtypes that zeros do not do: the real call tells
-    return refusal
-
-
-def _run(node: fx.Node, suspect: torch.dtype | None = None) -> None:
-    """Run the op of a node on zeros; if a dtype is suspected, with float32 in the place of that and of all that is floating."""
-
-    def zeros(argument: Any) -> Any:
-        val = value(argument)
-        if isinstance(val, Tensor):
-            dtype = torch.float32 if suspect is not None and (val.is_floating_point() or val.dtype == suspect) else val.dtype
-            return torch.zeros([size_hint(size) for size in val.shape], dtype=dtype, device=val.device)
-        return size_hint(val) if isinstance(val, torch.SymInt) else val
-
-    args, kwargs = tree_map(zeros, (tuple(node.args), dict(node.kwargs)))
-    devices = sorted({leaf.get_device() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.is_cuda})
-    with unset_fake_temporarily(), torch.no_grad(), torch.random.fork_rng(devices):
-        getattr(args[0], node.target)(*args[1:], **kwargs) if node.op == "call_method" else node.target(*args, **kwargs)
-
-
-def _message(node: fx.Node, refusal: str, suspect: torch.dtype) -> str:
+def _message(node: fx.Node, suspect: torch.dtype) -> str:
     operands: dict[torch.dtype, list[fx.Node]] = {}
     for operand in node.all_input_nodes:
         if (dtype := getattr(value(operand), "dtype", None)) == suspect or (dtype := dtype_of(operand)) is not None:
@@ -98,7 +67,7 @@ def _message(node: fx.Node, refusal: str, suspect: torch.dtype) -> str:
         advice = "Call .float() on the model, or .double() on its input"
     else:
         advice = f"Call .float() on {_names(wide)}, or do not make it of {_plain(suspect)}"
-    return f"apexfx: {op_name(node)}{where} was given {shown}, which eager torch refuses too: {refusal.rstrip('.')}. {advice}"
+    return f"apexfx: {op_name(node)}{where} was given {shown}, which eager torch refuses too. {advice}"
 
 
 def _names(nodes: Sequence[fx.Node]) -> str:
