@@ -51,7 +51,7 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
 def _note_breaks(compiler: GraphCompiler, breaks: Sequence[str]) -> None:
     """Note what runs in eager between graphs, and warn where that loses something that was asked for."""
     config = compiler.config
-    asks_for_passes = config.opt_level != "O0" or config.precision or config.ddp or config.sync_bn or config.passes
+    asks_for_passes = config.level.casts or config.precision or config.ddp or config.sync_bn or config.passes
     for reason in breaks:
         advice = "; apexfx.transform() holds torch.nn.LSTM, GRU and RNN in its graphs" if "LSTM" in reason else ""
         message = f"apexfx: Dynamo broke the graph: {reason}. What runs between the graphs is out of reach of the passes{advice}"

@@ -41,6 +41,11 @@ class OptLevel:
     keep_batchnorm_fp32: bool
     half_parameters: bool
 
+    @property
+    def casts(self) -> bool:
+        """Whether anything is computed in half."""
+        return self.patch_ops or self.cast_model
+
 
 OPT_LEVELS: dict[str, OptLevel] = {
     "O0": OptLevel("float32 throughout", False, False, True, False),

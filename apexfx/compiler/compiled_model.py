@@ -95,14 +95,14 @@ class CompiledModel:
         self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
         self._in_step, self._first_graph = in_step, len(self.report.graphs)
         self._num_graphs = 0  # when that was last looked at
-        self._dynamo, self._hooks = _DYNAMO, None
+        self._hooks: list[tuple[object, ...]] = []
         self._patch = dynamo_config.patch(_DYNAMO)
         self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters
         self._input_cast = Cast(self._half if half_parameters else torch.float32, only=(torch.float32, *HALVES))
         self._output_cast = Cast(torch.float32, only=(self._half,)) if half_parameters else None
-        self._may_lose_gradients = config.opt_level != "O0" and self._half == torch.float16 and not in_step
+        self._may_lose_gradients = config.level.casts and self._half == torch.float16 and not in_step
 
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=WeakBackend(compiler), fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
@@ -163,16 +163,12 @@ class CompiledModel:
         return result
 
     def _look_for_hooks(self) -> None:
-        """Compile anew where hooks were put on submodules, or removed, since the first call; Dynamo looks at them from then on.
+        """Compile anew where hooks were put on submodules, or removed, since the last call.
 
-        Its guards of hooks cost a fifth of the time of a call (100 small layers), and few models need them.
+        Dynamo's guards of hooks cost a fifth of the time of a call (100 small layers), and few models need them.
         """
-        if "skip_nnmodule_hook_guards" in self._dynamo:
-            return
         hooks = module_hooks(self._submodules)
         if self._checked and hooks != self._hooks:
-            self._dynamo = {**_DYNAMO, "skip_nnmodule_hook_guards": False}
-            self._patch = dynamo_config.patch(self._dynamo)
             self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
             if self.compiler.gradient_sync is not None:
                 self._local = self._compiled(_again(self._forward), self._local_compiler)
@@ -182,7 +178,7 @@ class CompiledModel:
     def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""
         config = self.config
-        casts = config.opt_level != "O0" or config.precision or any(p.dtype in HALVES for p in model.parameters())
+        casts = config.level.casts or config.precision or any(p.dtype in HALVES for p in model.parameters())
         shares = (config.ddp or config.sync_bn) and (model.training or torch.is_grad_enabled())
         return bool(casts or shares or config.passes or config.fullgraph)
 
@@ -203,7 +199,7 @@ class CompiledModel:
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
-        if all(getattr(dynamo_config, name) == value for name, value in self._dynamo.items()):
+        if all(getattr(dynamo_config, name) == value for name, value in _DYNAMO.items()):
             return contextlib.nullcontext()
         return self._patch
 

@@ -42,7 +42,7 @@ def check_model(model: nn.Module, config: TransformConfig, function: str, *, giv
     check_whole(model)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     half = config.half_dtype(p.device for p in model.parameters())
-    if config.opt_level != "O0" and not _can_compute(device, half):
+    if config.level.casts and not _can_compute(device, half):
         raise ValueError(f"apexfx: {device} cannot compute in dtype={half}, which {config.opt_level} uses; give "
                          "dtype=torch.float16, or opt_level='O0'")
 

@@ -66,7 +66,7 @@ class Precision(Pass):
 
     def call(self, gm: fx.GraphModule) -> PassResult:
         level = self.policy.level
-        if level.patch_ops or level.cast_model:
+        if level.casts:
             _refuse_autocast(gm)
         before = len(self.rows)
         mode = fake_mode(gm.graph)
@@ -121,7 +121,7 @@ class Precision(Pass):
 
     def why_no_match(self, gm: fx.GraphModule) -> str | None:
         level = self.policy.level
-        if not (level.patch_ops or level.cast_model):
+        if not level.casts:
             return None
         if self._halved_before(gm):
             return None
@@ -158,7 +158,7 @@ def _left_alone(gm: fx.GraphModule, level: OptLevel) -> str:
             held.setdefault(val.dtype, []).append(node.meta["apexfx_name"])
     total, texts = sum(map(len, held.values())), []
     for dtype, names in held.items():
-        if dtype == torch.float64 and (level.patch_ops or level.cast_model) or dtype.is_complex and level.cast_model:
+        if dtype == torch.float64 and level.casts or dtype.is_complex and level.cast_model:
             shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             advice = "; call .float() on the model first to have it cast" if dtype == torch.float64 else ""
             texts.append(f"{len(names)} of {total} parameters and buffers are {dtype}, which is left alone ({shown}){advice}")

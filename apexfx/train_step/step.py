@@ -69,7 +69,7 @@ class TrainStep:
         self._device = trained[0].device
         half = config.half_dtype(p.device for p in model.parameters())
         casts_to = half if config.level.half_parameters else None
-        in_float16 = config.opt_level != "O0" and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
+        in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         self._scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None,
                                 self._device)
         self._safeguard = None if options.safeguard is None else SafeguardState(
