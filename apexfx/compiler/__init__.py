@@ -1,6 +1,6 @@
 """From a captured graph to compiled code: what stands between Dynamo and the inner compiler.
 
-Read in this order: `model_index`, `method_calls` and `capture` (which tensor and module of the graph is which of the model),
+Read in this order: `model_index` and `capture` (which tensor and module of the graph is which of the model),
 `pipeline` (runs the passes; `verification` checks them), `graph_compiler` (what `torch.compile` calls for each graph),
 `backward_stage` (the passes over AOTAutograd's graph), `inner_compilers` and `lowerings`, `cache` (what identifies all of that),
 `compiled_model` (what a transformed model's forward calls), `stand_ins` (copies of modules that Dynamo can trace better:

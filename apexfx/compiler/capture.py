@@ -11,7 +11,7 @@ from torch import fx
 
 from .._torch import PlainAOTInput, dynamo_source, set_grad_enabled, traced_constants, traced_value
 from ..graph.inputs import Placeholder
-from ..graph.nodes import MODULE_PATHS, OUTSIDE_OF_MODEL, POSSIBLE_MODULES, graphs, set_value
+from ..graph.nodes import MODULE_PATHS, OUTSIDE_OF_MODEL, graphs, set_value
 from .model_index import ModelIndex, role, text_name
 
 # Locals of the user's forward and what is in its **kwargs, or in those of transform()'s call of a module of torch's own.
@@ -45,7 +45,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
     index = index if index is not None else ModelIndex()
     nodes = gm.graph.find_nodes(op="placeholder")
     index.refresh(filter(None, map(dynamo_source, nodes)))
-    frame, frame_class = index.frame(guard=by_module)  # in which a node without a module was traced
+    frame = index.frame(guard=by_module)  # in which a node without a module was traced
     for graph_module in graphs(gm):
         for node in graph_module.graph.nodes:
             if "example_value" in node.meta:
@@ -58,13 +58,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
             paths = {key: index.module(key, source) for key, (source, _) in stack.items()}
             node.meta["nn_module_stack"] = {key: (paths[key][0], kind) for key, (_, kind) in stack.items()}
             node.meta[MODULE_PATHS] = next(reversed(paths.values()), frame)
-            recorded = next((kind for _, kind in reversed(stack.values())), frame_class)
-            possible = index.of_methods(node, recorded)
-            if len(possible) == 1:
-                node.meta[MODULE_PATHS] = possible[0]
-            elif possible:
-                node.meta[POSSIBLE_MODULES] = possible
-            if whole_step and not possible and not any(index.holds_module(key) for key in stack):
+            if whole_step and not any(index.holds_module(key) for key in stack):
                 node.meta[OUTSIDE_OF_MODEL] = True
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):

@@ -12,10 +12,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from .._torch import compiled_module, registries, traced_module, traced_value, tree_leaves
-from .method_calls import MethodFrames
 
 # What Dynamo writes between the names of attributes and keys.
 _REGISTRIES = re.compile(r"\.(?:__dict__\['_(?:modules|parameters|buffers)'\]|_(?:modules|parameters|buffers))(?=\[)")
@@ -66,7 +65,6 @@ class ModelIndex:
                 self._find_root(source)
         for prefix, root in self._live_roots():
             self._walk(root, prefix, set())
-        self._method_frames = MethodFrames({module for _, module in self.modules()})
 
     def _live_roots(self) -> list[tuple[str, nn.Module]]:
         roots = [("", self._model)] if self._model is not None else self._roots
@@ -146,14 +144,9 @@ class ModelIndex:
         identity = key.partition("@")[0]
         return identity.isdigit() and int(identity) in self._modules
 
-    def frame(self, *, guard: bool) -> tuple[tuple[str, ...], type | None]:
-        """Return the paths and the class of the module whose method Dynamo is compiling; with `guard`, for this module alone."""
-        module = traced_module(guard=guard)
-        return tuple(self._modules.get(id(module), ("",))), type(module) if module is not None else None
-
-    def of_methods(self, node: fx.Node, recorded: type | None) -> list[tuple[str, ...]]:
-        """Return the paths of each module of which `node` may be in a method that was called alone; see `MethodFrames.find`."""
-        return [tuple(self._modules[id(module)]) for module in self._method_frames.find(node, recorded)]
+    def frame(self, *, guard: bool) -> tuple[str, ...]:
+        """Return the paths of the module whose method Dynamo is compiling; with `guard`, for this module alone."""
+        return tuple(self._modules.get(id(traced_module(guard=guard)), ("",)))
 
     def note_run(self, tensors: Iterable[Tensor]) -> None:
         """Note that a compiled graph runs with these parameters and buffers."""

@@ -33,7 +33,7 @@ from .._torch import (
 
 # Meta keys of a node of a Dynamo graph: every path of the module in which it was traced; where that is one of several, every path
 # of each.
-MODULE_PATHS, POSSIBLE_MODULES = "apexfx_module_paths", "apexfx_possible_modules"
+MODULE_PATHS = "apexfx_module_paths"
 # Meta key of a training step's node that was traced in no module of the model.
 OUTSIDE_OF_MODEL = "apexfx_outside_of_model"
 # Meta key of a node on which the pass precision has decided: the rule's kind and family, and why it holds.
@@ -41,7 +41,7 @@ RULE = "apexfx_rule"
 # Meta keys: the pass that put a node in; of what computes the gradient of a parameter in a training step, the parameter's module.
 PASS, GRADIENT_OF = "apexfx_pass", "apexfx_gradient_of"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
-PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, POSSIBLE_MODULES, OUTSIDE_OF_MODEL, "source_fn_stack",
+PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, OUTSIDE_OF_MODEL, "source_fn_stack",
                    "seq_nr", "partitioner_tag", RULE)
 # What a node has besides that takes the place of another in a backward: whose backward it is.
 _BACKWARD_KEYS = ("fwd_nn_module_stack", "autograd_backward", GRADIENT_OF)

@@ -16,7 +16,7 @@ from torch import fx
 from .._torch import tree_leaves
 from ..config import OptLevel
 from ..graph.mutation import body_of
-from ..graph.nodes import OUTSIDE_OF_MODEL, POSSIBLE_MODULES, argument, module_paths, op_name
+from ..graph.nodes import OUTSIDE_OF_MODEL, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
 from . import arguments
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
@@ -215,19 +215,18 @@ class Policy:
             return True  # in any spelling: the ledger prints F.linear, which is written in C, as torch.linear
         if any(fnmatch.fnmatchcase(name, key) for name in (op, op.rpartition(".")[2], op_name(node))):
             return True
-        possible = node.meta.get(POSSIBLE_MODULES)
-        return _is_under(module_paths(node), key) or bool(possible) and all(_is_under(paths, key) for paths in possible)
+        return _is_under(module_paths(node), key)
 
     def missed(self, node: fx.Node) -> list[str]:
-        """Return the override keys that cover a module to which `node` may belong, but not `node`.
+        """Return the override keys that cover a module of which `node` has a parameter, but not `node`.
 
-        Dynamo records no module where a method of it is called alone, and a parameter may be used outside of its module. A
-        checkpoint hands parameters on: the nodes of its body are asked instead.
+        Dynamo records no module where a method of it is called alone. A checkpoint hands parameters on: the nodes of its body are
+        asked instead.
         """
         if body_of(node) is not None:
             return []
         name = canonical_name(node.target).rstrip("_")
-        possible = [*node.meta.get(POSSIBLE_MODULES, ()), *_owners_elsewhere(node)]
+        possible = list(_owners_elsewhere(node))
         if not possible or lookup(name, self.rules).family in NOTHING_TO_COMPUTE:
             return []
         return [key for key in self.overrides if any(_is_under(paths, key) for paths in possible)
