@@ -197,8 +197,8 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
             raise TypeError(f"apexfx: the loss function or objective returned a {kind}; it has to return the loss, a scalar "
                             "tensor, or a tuple of two: the loss and something else to return")
         if loss.numel() != 1:
-            raise ValueError(f"apexfx: the loss is no scalar, its shape is {[int(size) for size in loss.shape]}; have the loss "
-                             "function reduce it: .mean(), .sum()")
+            raise ValueError(f"apexfx: the loss is not a scalar, its shape is {[int(size) for size in loss.shape]}; have the "
+                             "loss function reduce it: .mean(), .sum()")
         if loss.is_complex():
             raise ValueError(f"apexfx: the loss is {loss.dtype}, and what is trained by has to be real: take .abs(), .real or "
                              ".imag in the loss function")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from ..host_copy import HostCopy
 
+log = logging.getLogger(__name__)
 SCALE, GROWTH, SKIPS = "loss_scale", "growth_tracker", "skips"
 MAX_SCALE = 2.0**24
 _FIRST_SCALE = 2.0**16  # both as Apex has them
@@ -64,20 +66,30 @@ class LossScale:
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def check(self, state: Any) -> None:
-        """Refuse the state of another kind of loss scale.
+        """Refuse what is the state of no loss scale.
 
         Raises:
             ValueError: what is given, and expected.
         """
-        shapes = {name: list(tensor.shape) for name, tensor in self.tensors.items()}
-        loaded = {name: list(getattr(tensor, "shape", "?")) for name, tensor in state.items()} \
-            if isinstance(state, dict) else type(state).__name__
-        if loaded != shapes:
-            raise ValueError(f"apexfx: the state holds {loaded} of a loss scale (name: shape), and this step with "
-                             f"loss_scale={self.mode!r} has {shapes}; make the step with the same loss_scale")
+        if not isinstance(state, dict) or any(getattr(_of_grad_scaler(state).get(name, tensor), "shape", "?") != tensor.shape
+                                              for name, tensor in self.tensors.items()):
+            raise ValueError(f"apexfx: {state!r} was given as the state of a loss scale, expected the 'scaler' of a step's "
+                             "state_dict(), or a GradScaler's state_dict()")
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Load what `state_dict` returned and `check` let through."""
-        for name, tensor in state.items():
-            self.tensors[name].copy_(tensor)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load what `state_dict` returned and `check` let through, or a GradScaler's; a static scale stays as it was given."""
+        is_own, state = "_growth_tracker" not in state, _of_grad_scaler(state)
+        if is_own and state.keys() != self.tensors.keys():
+            log.warning("apexfx: the state was saved with %s, and this step has loss_scale=%r: what the state lacks begins anew, "
+                        "and what the step has no use for is dropped", sorted(state) or "no loss scale", self.mode)
+        for name, tensor in self.tensors.items():
+            if name in state and (self.mode == "dynamic" or state.keys() == self.tensors.keys()):
+                tensor.copy_(state[name])
         self.forget()
+
+
+def _of_grad_scaler(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of torch's GradScaler as a step's; others as they are."""
+    if "_growth_tracker" not in state:
+        return state
+    return {SCALE: torch.tensor(state["scale"]), GROWTH: torch.tensor(state["_growth_tracker"])}

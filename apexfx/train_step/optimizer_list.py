@@ -82,10 +82,18 @@ class OptimizerList:
         """Load what `state_dict` returned.
 
         Raises:
-            ValueError: it is of another number of optimizers.
+            ValueError: it is of another number of optimizers, or of others.
         """
         if isinstance(state, list) == self._is_one or not self._is_one and len(state) != len(self._each):
             kind = f"those of {len(state)} optimizers" if isinstance(state, list) else "that of one optimizer"
             raise ValueError(f"apexfx: the state holds {kind}, and this step has {self.name}; make the step with the same ones")
         for each, own in zip(self._each, [state] if self._is_one else state):
-            each.load_state_dict(own)
+            try:
+                each.load_state_dict(own)
+                lacks = next((name for name in each.defaults for group in each.param_groups if name not in group), None)
+            except KeyError as error:
+                lacks = error.args[0]
+            if lacks is not None:
+                raise ValueError(f"apexfx: the state of an optimizer was given that has no {lacks!r}, which "
+                                 f"{type(each).__name__} keeps: it was saved by another class. Load it into that one, or load "
+                                 "the model alone and begin with a new optimizer")

@@ -25,7 +25,7 @@ from .loss_scale import SKIPS
 log = logging.getLogger(__name__)
 
 STATE, LOG = "safeguard", "skipped_steps"
-NOT_SEARCHED = "op not searched: read events right behind the call, or give record_dir="
+NOT_SEARCHED = "op not searched: read events right after the call, or give record_dir="
 
 
 @dataclass(frozen=True)

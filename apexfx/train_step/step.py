@@ -106,8 +106,8 @@ class TrainStep:
             more, (loss, the rest).
 
         Raises:
-            ValueError, TypeError: a loss that is no scalar, or depends on no parameter; a change of model or optimizer that does
-                not fit.
+            ValueError, TypeError: a loss that is not a scalar, or depends on no parameter; a change of model or optimizer that
+                does not fit.
             RuntimeError: something that cannot be captured, without `fallback`; the message has the place. A step before has
                 failed half-way.
             TypeError, ValueError, RuntimeError, ...: what the model or the loss raises in eager for such a batch; a note says how
@@ -356,7 +356,7 @@ class TrainStep:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.
 
         Raises:
-            ValueError: it is no such state, or of another loss scaling.
+            ValueError: it is no such state. That of another loss scale is loaded as far as it fits, with a warning.
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
         expected = {"model", "optimizer", "scaler", "num_ranks"}

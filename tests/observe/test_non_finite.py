@@ -203,7 +203,7 @@ def test_only_the_last_call_is_searched():
     for what in ("overflow", "overflow", "none"):
         step(X, what)
     assert {event.where for event in step.events} == {NOT_SEARCHED}
-    assert "op not searched: read events right behind the call" in str(step.events[0])
+    assert "op not searched: read events right after the call" in str(step.events[0])
 
 
 def test_gathered_calls():

@@ -656,7 +656,7 @@ def other_parameters(m, x, y):
     (lambda m, x, y: (m(x).sum(), 1, 2), TypeError, "returned a tuple of 3; it has to return the loss"),
     (lambda m, x, y: {"loss": F.mse_loss(m(x), y)}, TypeError, "returned a dict; it has to return the loss"),
     (lambda m, x, y: [F.mse_loss(m(x), y)], TypeError, "has to return the loss"),
-    (lambda m, x, y: (m(x) - y).square(), ValueError, "the loss is no scalar"),
+    (lambda m, x, y: (m(x) - y).square(), ValueError, "the loss is not a scalar"),
     (no_gradient, ValueError, "does not depend on any parameter"),
     (other_parameters, ValueError, "does not depend on any parameter|heads.0.weight.*in no optimizer of the step"),
 ])  # fmt: skip

@@ -370,7 +370,7 @@ def test_a_reentrant_checkpoint_that_is_left_to_eager():
 
 
 @pytest.mark.parametrize("loss_fn, error, message", [
-    (lambda y, t: F.cross_entropy(y, t, reduction="none"), ValueError, "the loss is no scalar"),
+    (lambda y, t: F.cross_entropy(y, t, reduction="none"), ValueError, "the loss is not a scalar"),
     (lambda y, t: torch.fft.fft(y).mean(), ValueError, "the loss is torch.complex64"),
     (lambda y, t: F.cross_entropy(y, t).detach(), ValueError, "does not depend on any parameter"),
     (lambda y, t: None, TypeError, "has to return the loss"),

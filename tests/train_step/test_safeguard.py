@@ -209,7 +209,7 @@ def test_an_event_says_why_no_op_was_searched():
                              safeguard=True)
     for factor in (math.inf, 1.0):
         step(torch.ones(4, 3) * factor, torch.zeros(4, dtype=torch.int64))
-    assert step.events[-1].where == "op not searched: read events right behind the call, or give record_dir="
+    assert step.events[-1].where == "op not searched: read events right after the call, or give record_dir="
     assert str(step.events[-1]).endswith(f": {step.events[-1].where}")
     step(torch.ones(4, 3) * math.inf, torch.zeros(4, dtype=torch.int64))
     assert "batch[0]" in step.events[-1].where and step.events[0].where.startswith("op not searched")

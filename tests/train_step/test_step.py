@@ -509,12 +509,39 @@ def test_what_is_no_state_of_this_step_is_refused():
     step = make(loss_scale="dynamic")
     with pytest.raises(ValueError, match="expected what state_dict\\(\\) returns"):
         step.load_state_dict({"model": {}})
-    with pytest.raises(ValueError, match="make the step with the same loss_scale"):
-        step.load_state_dict(make().state_dict())
+    with pytest.raises(ValueError, match="expected the 'scaler' of a step's"):
+        step.load_state_dict({**make().state_dict(), "scaler": {"loss_scale": torch.ones(3)}})
     before = copy.deepcopy(step.state_dict())
     other = {**step.state_dict(), "optimizer": SGD([torch.zeros(1)], lr=0.1).state_dict()}
     with pytest.raises(ValueError, match="parameter group"):
         step.load_state_dict(other)
+    assert_same(step.state_dict(), before)
+
+
+@pytest.mark.parametrize("saved, loads, scale", [
+    ({"loss_scale": "dynamic"}, {}, 1.0), ({}, {"loss_scale": "dynamic"}, 2.0**16),
+    ({"loss_scale": "dynamic"}, {"loss_scale": 128.0}, 128.0), ({"loss_scale": 128.0}, {"loss_scale": "dynamic"}, 128.0),
+    (torch.amp.GradScaler("cpu", init_scale=64.0), {"loss_scale": "dynamic"}, 64.0),
+    (torch.amp.GradScaler("cpu", init_scale=64.0), {}, 1.0),
+], ids=str)
+def test_the_state_of_another_loss_scale_is_loaded_as_far_as_it_fits(saved, loads, scale):
+    state = make(**saved if isinstance(saved, dict) else {}).state_dict()
+    if not isinstance(saved, dict):
+        saved.scale(torch.ones(()))
+        state["scaler"] = saved.state_dict()
+    step = make(**loads)
+    step.load_state_dict(state)
+    assert step.loss_scale == scale
+    step(*batches(1)[0])
+
+
+@pytest.mark.parametrize("saved, loads, lacks", [(SGD, AdamW, "betas|step"), (AdamW, SGD, "momentum")])
+def test_the_state_of_another_optimizer_is_refused(saved, loads, lacks):
+    state, step = make(saved), make(loads)
+    state(*batches(1)[0])
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(ValueError, match=f"has no '({lacks})', which {loads.__name__} keeps"):
+        step.load_state_dict(state.state_dict())
     assert_same(step.state_dict(), before)
 
 
@@ -527,7 +554,7 @@ def breaks(y, t):
 
 
 @pytest.mark.parametrize("loss_fn, message", [
-    (lambda y, t: F.cross_entropy(y, t, reduction="none"), r"the loss is no scalar, its shape is \[6\]; have"),
+    (lambda y, t: F.cross_entropy(y, t, reduction="none"), r"the loss is not a scalar, its shape is \[6\]; have"),
     (lambda y, t: torch.fft.fft(y).mean(), "the loss is torch.complex64, .* has to be real: take .abs"),
     (lambda y, t: F.cross_entropy(y, t).detach(), "the loss does not depend on any parameter"),
     (breaks, "cannot be captured as one graph: .*graph_break"),

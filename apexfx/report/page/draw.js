@@ -35,10 +35,12 @@ function region(stage, path) {
   }
   const linked = new Set([...edges.values()].flat());
   if (stage.stage === "step" && !path) for (const key of boxes.keys()) if (!linked.has(key)) boxes.delete(key); // counters of the update
-  for (const box of boxes.values()) { // what leaves a module: the last of its results that is read outside of it
+  const sizeOf = type => (type.match(/\d+(?=[,\]])/g) || []).reduce((product, size) => product * size, 1);
+  for (const box of boxes.values()) { // what leaves a module: the last of its largest results (no statistics) that are read outside of it
     if (!box.members) continue;
     const members = new Set(box.members.map(node => node.name)), leaves = node => node.type && node.readers.some(reader => !members.has(reader));
-    box.sub = (box.members.filter(node => leaves(node) && nodes.get(node.readers[0]).backward === node.backward).pop() || {}).type;
+    box.sub = (box.members.filter(node => leaves(node) && nodes.get(node.readers[0]).backward === node.backward)
+      .sort((a, b) => sizeOf(a.type) - sizeOf(b.type)).pop() || {}).type;
   }
   return { boxes, edges };
 }
