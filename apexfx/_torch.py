@@ -328,6 +328,11 @@ def recording_autograd() -> Iterator[None]:
         yield
 
 
+def saves_by_hooks() -> bool:
+    """Return whether a context of hooks on saved tensors is open (saved_tensors_hooks, save_on_cpu)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def functorch_is_active() -> bool:
     """Return whether a functorch transform (vmap, grad, jvp) is running."""
     return torch._C._are_functorch_transforms_active()

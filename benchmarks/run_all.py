@@ -54,7 +54,8 @@ SHORT = (  # in order of worth
     "leaks.py --makes 8 --json results/leaks.json",
     "simulate.py --launches 1 --turns 5 --models mlp",
     "diagnose.py --programs molecules.py moving_average.py --blocks 10 --rounds 1 --json results/diagnose.json",
-    "coverage.py --models residual_cnn --levels O1 --json results/coverage.json --page results/coverage.md",
+    "coverage.py --models vit --programs distillation --levels O1 --json results/coverage.json --page results/coverage.md",
+    "programs.py --programs distillation --rounds 5 --json results/programs.json",
 )
 NO_BENCHMARKS = ("jax_models.py", "roofline.py", "run_all.py")  # run by jax_step.py; a page from a record; this
 

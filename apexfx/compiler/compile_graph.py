@@ -33,7 +33,7 @@ from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
-from .refusals import check_inputs
+from .refusals import check_inputs, check_lowered_rightly
 from .verification import real_inputs
 
 
@@ -51,6 +51,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), whole_step=whole_step)
     check_mixed(gm)
     _erase_own_memory(gm)
+    check_lowered_rightly(gm)
     return placeholders
 
 

@@ -22,6 +22,7 @@ from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import value
+from ..graph.shared_memory import MemoryCheck
 from ..graph.undefined_gradients import Dependencies
 from ..report.data import Report
 from ..report.records import GraphReport
@@ -92,7 +93,7 @@ class GraphCompiler:
         uneven = averages and (dependencies.differ(trainable) or ends_in_graph_break(gm))
         collectives = self._collectives(gm, graph.pipeline.stage("backward") if trains else (), averages=averages, uneven=uneven)
         compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
-        return self._guarded(compiled, graph.record, placeholders, collectives, dependencies, uneven=uneven)
+        return self._guarded(compiled, graph.record, placeholders, collectives, dependencies, written, uneven=uneven)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -129,15 +130,19 @@ class GraphCompiler:
         return [numeric_options(self.config), *rows] if rows or averages else []
 
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 collectives: list[Any], dependencies: Dependencies | None, *, uneven: bool) -> Callable[..., Any]:
+                 collectives: list[Any], dependencies: Dependencies | None, written: Sequence[int], *,
+                 uneven: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: agreement before the first, provenance of gradients after each.
 
         Args:
             dependencies: of the graph's outputs on its inputs; None where autograd records nothing of it.
+            written: the inputs that the graph writes; what shares their memory may not change.
             uneven: a backward may give some parameters a gradient and others none.
         """
         sync, agreement, index = self.gradient_sync, self.agreement, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
+        kept = [place for place in written if placeholders[place].stride is not None and not placeholders[place].in_a_local]
+        check_memory = MemoryCheck(placeholders, (), kept) if kept else None
         trainable = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
         agreed = not collectives or agreement is None
         before_run, hooks = self._broadcast_and_count(record, placeholders), global_module_hooks()
@@ -148,6 +153,8 @@ class GraphCompiler:
             if global_module_hooks() != hooks:
                 raise RuntimeError(HOOKS_CHANGED)
             index.note_run([args[place] for place in held])  # Dynamo may run one graph with several layers of one class
+            if check_memory is not None:
+                check_memory(args)
             if sync is not None:
                 check_not_in_ddp()
             if not agreed:

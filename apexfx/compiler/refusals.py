@@ -25,6 +25,9 @@ from .._torch import (
     is_traceable_wrapper_subclass,
 )
 from ..graph.inputs import Placeholder
+from ..graph.mutation import bodies, storages, written
+from ..graph.nodes import source_line, value
+from ..graph.op_names import canonical_name
 
 _WHOLE = ("apexfx works on whole parameters: give it the model before fully_shard(), FullyShardedDataParallel(), "
           "parallelize_module() or distribute_tensor() and leave those out (ddp=True averages gradients), or train without it")
@@ -68,6 +71,22 @@ def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[An
             raise ValueError(f"apexfx: {p.name!r} is a {type(example).__name__}, a subclass of torch.Tensor, which a training "
                              "step as one graph does not take; give it as a plain tensor: x.as_subclass(torch.Tensor), or what "
                              "it wraps")
+
+
+def check_lowered_rightly(gm: fx.GraphModule) -> None:
+    """Refuse what AOTAutograd is known to lower wrongly, without a word, for any backend."""
+    windows: set[fx.Node] = set()  # what lies in memory that is seen through windows with gaps
+    for node in (node for body in bodies(gm) for node in body.graph.nodes):
+        if node.op == "call_method" and node.target == "unfold" and len(node.args) == 4 and node.args[3] > node.args[2] \
+                or windows.intersection(node.all_input_nodes) and storages(value(node)) & storages([*map(value, windows)]):
+            windows.add(node)
+        if windows.intersection(written(node)):
+            raise ValueError(f"apexfx: {source_line(node)} writes through x.unfold(dimension, size, step) whose step is beyond "
+                             "its size, and compilers of torch set what lies in the gaps to 0; write x[..., start::step]")
+        if node.op in ("call_function", "call_method") and canonical_name(node.target) in ("linalg_pinv", "pinverse") \
+                and value(node).is_complex():
+            raise ValueError(f"apexfx: {source_line(node)} calls torch.linalg.pinv of a complex matrix, which compilers of torch "
+                             "compute wrongly; use torch.linalg.lstsq, or call it outside of the model")
 
 
 def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) -> None:

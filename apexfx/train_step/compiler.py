@@ -29,6 +29,7 @@ from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
 from ..graph.nodes import GRADIENT_OF, PASS, module_path, moves_data, value
+from ..graph.shared_memory import MemoryCheck
 from ..observe.non_finite import BACKWARD
 from ..precision.call_casts import check_unwritten
 from ..precision.casts import is_inserted_cast
@@ -39,7 +40,6 @@ from ..report.records import GraphReport, StageReport
 from .errors import calls_backward, sparse_gradient
 from .function import GATHERED, NotCompiled
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
-from .parameters import MemoryCheck
 
 log = logging.getLogger(__name__)
 

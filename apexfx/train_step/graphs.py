@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import dynamo_config, patched_dynamo, run_cached_graphs
+from .._torch import dynamo_config, patched_dynamo, run_cached_graphs, saves_by_hooks
 from ..compiler.compile_graph import WeakBackend
 from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
@@ -155,6 +155,10 @@ class StepGraphs:
             raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
                               "fallback='transform', where it sees the model's backward as one function, or look for the op in "
                               "eager torch", reason)
+        if saves_by_hooks() and not self.why_in_pieces:
+            reason = "torch.autograd.graph.saved_tensors_hooks (save_on_cpu, too) changes what a backward reads"
+            raise NotOneGraph(f"apexfx: {reason}, and a training step as one graph keeps nothing for one; leave it out "
+                              "(memory_budget= has a step keep less), or pass fallback='transform'", reason)
         if not self.why_in_pieces and not self._calls_backward:
             with contextlib.suppress(NotCompiled):
                 return self._call_cached(function, batch, named)

@@ -1,0 +1,102 @@
+"""Which inputs of a graph share memory that it writes: it is compiled for what shares it then."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import is_alone_in_memory
+from .inputs import Placeholder
+
+
+def overlapping(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the places of each two tensors that reach over the same memory, in their order, not in that of their addresses."""
+    ranges = sorted((str(tensor.device), *_extent(tensor), place) for place, tensor in enumerate(tensors) if _has_memory(tensor))
+    pairs = []
+    for i, (device, _, end, place) in enumerate(ranges):
+        for other_device, begin, _, other in ranges[i + 1:]:
+            if other_device != device or begin >= end:
+                break
+            pairs.append((min(place, other), max(place, other)))
+    return sorted(pairs)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.numel() > 0
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory begins, and where it ends."""
+    reach, begin = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())), tensor.data_ptr()
+    return begin, begin + (reach + 1) * tensor.itemsize
+
+
+class MemoryCheck:
+    """Refuses inputs that are the memory of what a step updates: they would be read before or after, as the graph happens to lie.
+
+    What the forward writes, running statistics say, may share memory with what it shared memory with in the first call, or in
+    `capture()`, for which the graph was compiled. All is compared with all then, and where something that is written has moved.
+    As long as nothing has, an input that is alone in its memory shares none.
+
+    Args:
+        placeholders: the inputs.
+        updated: the places of those that the step updates.
+        written: the places of those that the forward writes.
+    """
+
+    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int], written: Sequence[int]) -> None:
+        self._placeholders, self._updated, self._written = placeholders, set(updated), {*updated, *written}
+        self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._written]
+        self._is_written = [place in self._written for place in range(len(placeholders))]
+        self._shared: dict[tuple[int, int], int] | None = None  # places of two that share what the forward writes, and how
+        self._where: list[int] | None = None  # is what is written
+        self._extents: list[tuple[int, int]] = []  # of that, sorted
+
+    def __call__(self, args: Sequence[Any]) -> None:
+        """Look at the inputs of a call.
+
+        Raises:
+            ValueError: it names both.
+        """
+        where = list(map(Tensor.data_ptr, itertools.compress(args, self._is_written)))
+        if self._shared or where != self._where or any(map(self._meets, (args[place] for place in self._others))):
+            self._check_all(args)
+            self._extents = sorted(map(_extent, filter(_has_memory, itertools.compress(args, self._is_written))))
+            self._where = where
+
+    def _meets(self, other: Tensor) -> bool:
+        """Return whether a tensor reaches into what is written, which is disjoint."""
+        if not _has_memory(other) or is_alone_in_memory(other):
+            return False
+        begin, end = _extent(other)
+        place = bisect.bisect(self._extents, begin, key=operator.itemgetter(1))  # the first that ends behind `begin`
+        return place < len(self._extents) and self._extents[place][0] < end
+
+    def _check_all(self, args: Sequence[Any]) -> None:
+        places = [place for place, p in enumerate(self._placeholders) if p.shape is not None]
+        pairs = [(places[one], places[other]) for one, other in overlapping([args[place] for place in places])]
+        refused = [pair for pair in pairs if not self._updated.isdisjoint(pair)]
+        shared = {pair: self._distance(args, *pair) for pair in pairs
+                  if pair not in refused and not self._written.isdisjoint(pair)}
+        if self._shared is None:
+            self._shared = shared
+        for pair in refused:
+            first, second = (self._placeholders[place].name for place in pair)
+            raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
+                             "a copy (.clone()) of a parameter, or use the parameter itself")
+        for pair in sorted({pair for pair, _ in shared.items() ^ self._shared.items()}):
+            first, second = (self._placeholders[place].name for place in pair)
+            change = "no longer share" if pair not in shared else "share other" if pair in self._shared else "share"
+            raise ValueError(f"apexfx: since the graph was compiled, {first!r} and {second!r} {change} memory that the forward "
+                             "writes, and it would compute as before; undo that, or make a new step or model")
+
+    def _distance(self, args: Sequence[Any], one: int, other: int) -> int:
+        """Return how far two inputs lie apart in their memory; 0 where their sizes change, and the graph knows the distance."""
+        fixed = all(isinstance(size, int) for place in (one, other) for size in self._placeholders[place].shape)
+        return args[other].data_ptr() - args[one].data_ptr() if fixed else 0

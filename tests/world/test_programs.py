@@ -1,0 +1,69 @@
+"""What people publish, in small: each program trains through every entry as it does in eager, or is refused by name."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+import apexfx
+from apexfx.testing import tolerance
+from tests.world import generative, hugging_face, kinds, language, others, vision  # noqa: F401
+from tests.world.script import ENTRIES, PROGRAMS, distance, train
+
+NO_HALF_IN_EAGER = ("word_lstm",)  # oneDNN has no such LSTM in bfloat16; torch.autocast calls it all the same
+IN_FLOAT32 = ("attention_with_masks", "rope_by_complex_numbers", "rope_by_halves", "rope_in_place", "curriculum",
+              "lora_with_adapters", "faces_by_angular_margin", "a_gradient_of_writes_to_one_slice")  # alone right so far
+# What `make test` runs: each program through one entry at one level, in turns.
+QUICK = [(name, (ENTRIES[i % 2 * 3] if name in IN_FLOAT32 else ENTRIES[i % len(ENTRIES)])) for i, name in enumerate(PROGRAMS)]
+eager = functools.cache(lambda name, level: train(name, "eager", level))
+
+
+def bounds(name, level):
+    """Return how far the losses, and all that moves, may be from float32 in eager."""
+    if level == "O0":
+        return 1e-5, 1e-5
+    half = (0.0, 0.0) if name in NO_HALF_IN_EAGER else distance(eager(name, "O1"), eager(name, "O0"))
+    return tuple(2 * lost + tolerance(torch.bfloat16)["rtol"] for lost in half)
+
+
+def check(name, entry, level, **options):
+    if PROGRAMS[name].needs:
+        pytest.importorskip(PROGRAMS[name].needs)
+    if entry in PROGRAMS[name].refused:
+        with pytest.raises(Exception, match=f"(?s){PROGRAMS[name].refused[entry]}"):
+            train(name, entry, level, inner="eager", **options)
+        return
+    found = distance(train(name, entry, level, inner="eager", **options), eager(name, "O0"))
+    assert all(error <= bound for error, bound in zip(found, bounds(name, level))), (found, bounds(name, level))
+
+
+@pytest.mark.parametrize("name, entry", QUICK, ids=lambda x: x if isinstance(x, str) else " ".join(x))
+def test_a_program_trains_as_in_eager(name, entry):
+    check(name, *entry)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name, entry", [(name, entry) for name in PROGRAMS for entry in ENTRIES if (name, entry) not in QUICK],
+                         ids=lambda x: x if isinstance(x, str) else " ".join(x))
+def test_every_program_trains_as_in_eager(name, entry):
+    check(name, *entry)
+
+
+@pytest.mark.parametrize("name", ["whisper", "vision_transformer"])
+def test_a_trainer_trains_a_transformed_model_as_the_plain_one(name, tmp_path):
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments
+
+    losses = []
+    for wrap in (lambda model: model, lambda model: apexfx.transform(model, opt_level="O0", inner="eager")):
+        torch.manual_seed(0)
+        script = PROGRAMS[name].build()
+        data = [{key: value[0] for key, value in script.batch(step, None).items()} for step in range(10)]
+        arguments = TrainingArguments(tmp_path, per_device_train_batch_size=2, num_train_epochs=1, logging_steps=1, use_cpu=True,
+                                      save_strategy="no", report_to="none", disable_tqdm=True)
+        trainer = Trainer(wrap(script.model), arguments, train_dataset=data)
+        trainer.train()
+        losses.append([row["loss"] for row in trainer.state.log_history if "loss" in row])
+    assert len(losses[0]) == 5 and losses[0] == pytest.approx(losses[1], rel=1e-5)
