@@ -12,6 +12,7 @@ import copy
 import functools
 import json
 import platform
+import re
 import sys
 import time
 from pathlib import Path
@@ -87,7 +88,7 @@ def measure_program(name: str, entry: str, level: str) -> dict[str, Any]:
         found = train_program(name, entry, level, inner="eager")
     except Exception as error:
         first = " ".join(str(error).split("\n  called:")[0].replace("apexfx: ", "").split())
-        return {"error": first[:first.find(". ") + 1] or first}
+        return {"error": re.split(r"[.;] ", first)[0]}
     errors = distance(found, train_program(name, "eager"))
     right = all(error <= bound for error, bound in zip(errors, bounds(name, level)))
     return {"verdict": "right" if right else f"wrong by {max(errors):.1e}", "lines": lines_changed(script, entry),
@@ -131,7 +132,7 @@ def page(results: dict[str, dict[str, Any]], half: str) -> str:
         "script gains and loses; graphs, and processor seconds of the first step, those of O0 under inner=\"eager\". The ratio",
         "is that of eager torch's step under autocast to ours at O1 under Inductor (`benchmarks/programs.py`), if measured.", "",
         table(program_rows(results, ratios), ("program", *(f"{entry}{what}" for entry in ("transform", "train_step")
-                                                           for what in ("", ": lines", "graphs", "s", "ratio")))), "",
+                                                           for what in ("", ": lines", ": graphs", ": seconds", ": ratio")))), "",
         "## Models", "",
         "Each model of `tests/zoo.py` trains three SGD steps and is then evaluated, through `apexfx.transform(...)`",
         "and in eager float32, from the same weights and data. "
@@ -165,15 +166,20 @@ def program_rows(results: dict[str, dict[str, Any]], ratios: dict[str, dict[str,
     """Return a row a program: what each entry does at its levels, and the ratios under Inductor, where they were measured."""
     rows = []
     for name in PROGRAMS:
-        row = [name.replace("_", " ")]
+        row = []
         for entry in ("transform", "train_step"):
-            cells = [results[key] for level in LEVELS[:3] if (key := f"{name}/{level}/world {entry}") in results]
-            verdicts = {cell.get("verdict", f"refused: {cell.get('error')}") for cell in cells}
-            good = [cell for cell in cells if "verdict" in cell]
-            row += ["; ".join(sorted(verdicts)), *((good[0]["lines"], str(good[0]["graphs"]), f"{good[0]['seconds']:.1f}") if good
-                                                   else ("", "", "")), ratios.get(name, {}).get(entry, "")]
-        rows.append(tuple(row))
-    return [row for row in rows if row[1] or row[6]]
+            cells = {level: results[key] for level in LEVELS[:3] if (key := f"{name}/{level}/world {entry}") in results}
+            failed = "refused" if entry in PROGRAMS[name].refused else "dies"
+            levels: dict[str, list[str]] = {}
+            for level, cell in cells.items():
+                levels.setdefault(cell.get("verdict", f"{failed}: {cell.get('error')}"), []).append(level)
+            good = next((cell for cell in cells.values() if "verdict" in cell), {})
+            row += ["; ".join(f"{', '.join(some)} {verdict}" if len(levels) > 1 else verdict for verdict, some in levels.items()),
+                    good.get("lines", ""), str(good.get("graphs", "")), f"{good['seconds']:.1f}" if "seconds" in good else "",
+                    ratios.get(name, {}).get(entry, "")]
+        if any(row):
+            rows.append((name.replace("_", " "), *row))
+    return rows
 
 
 def table(rows: list[tuple[Any, ...]], headers: tuple[str, ...]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import torch
@@ -30,10 +31,17 @@ def convolutional(norm=lambda layer: layer):
     return Pair(generator, discriminator)
 
 
+@contextlib.contextmanager
+def frozen(net):
+    net.requires_grad_(False)
+    yield
+    net.requires_grad_(True)
+
+
 def adversarial(model, judge, fool):
     adam = [torch.optim.Adam(net.parameters(), lr=0.01, betas=(0.5, 0.9), eps=1e-3)
             for net in (model.discriminator, model.generator)]
-    return Script(model, [Update(judge, adam[0]), Update(fool, adam[1])],
+    return Script(model, [Update(judge, adam[0]), Update(fool, adam[1], around=lambda: frozen(model.discriminator))],
                   lambda step, carried: (torch.randn(4, 1, SIZE, SIZE), torch.randn(4, NOISE)),
                   nets=("generator", "discriminator"))
 
