@@ -287,6 +287,13 @@ def traced_constants() -> list[object]:
     return [guard.originating_source for guard in guards if guard.create_fn_name() == "CONSTANT_MATCH"]
 
 
+def traced_random_objects() -> list[str]:
+    """Return where Dynamo found the `random.Random` objects that the frame which it is compiling draws from."""
+    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    held = translator.output.side_effects.id_to_variable.values() if translator is not None else ()
+    return [each.source.name for each in held if type(each).__name__ == "RandomVariable" and each.source is not None]
+
+
 @dynamo_skip
 def backend_around() -> object | None:
     """Return the backend, as `backend_of` does, of the `torch.compile` in whose call this code runs, or None."""

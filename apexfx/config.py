@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ LAYOUTS = ("reverse", "ddp")
 HALVES = (torch.float16, torch.bfloat16)
 
 _Config = TypeVar("_Config")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -247,8 +249,7 @@ class TransformConfig:
             raise ValueError(f"apexfx: keep_batchnorm_fp32={self.keep_batchnorm_fp32} needs opt_level O2 or O3; "
                              f"at {self.opt_level} batch norm keeps its parameters as they are")
         if self.dtype is not None and self.opt_level == "O0":
-            raise ValueError(f"apexfx: dtype={self.dtype} has no meaning at O0, which is float32 throughout; "
-                             "choose O1, O2 or O3, or leave dtype out")
+            log.info("apexfx: dtype=%s is not used at O0, which is float32 throughout", self.dtype)
         if self.ddp and not (dist.is_available() and dist.is_initialized()):
             raise ValueError("apexfx: ddp=True needs a process group; call torch.distributed.init_process_group() first "
                              "(under torchrun), or leave ddp out for a single process")

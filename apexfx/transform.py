@@ -63,6 +63,9 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     config = TransformConfig.from_options(options)
     check_model(model, config, "transform", give="transform the module",
                 inner="transform the inner module and wrap the result, or use ddp=True instead of the wrapper")
+    if slots := [cls.__name__ for cls in type(model).__mro__ if vars(cls).get("__slots__")]:
+        raise ValueError(f"apexfx: class {slots[0]} has __slots__, whose values the transformed model would not share; leave "
+                         "__slots__ out of it")
     notes = _notes_of_modules(model, config)
     if (none := averaged_over_none(config)) and any(p.requires_grad for p in model.parameters()):
         notes.append(f"{none} by this model: give ddp=True to train it, or wrap the result in DistributedDataParallel")

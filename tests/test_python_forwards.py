@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.func import grad, hessian, jacrev, vmap
 from torch.nn.modules import module as hooks
 
 import apexfx
 from apexfx._torch import function_mode_depth
 from apexfx.train_step.optimizer_state import same_tensors
 
+NUMBERS = random.Random(0)
 WAYS, LEVELS = ("transform", "backend", "step"), ("O0", "O1", "O2", "O3")
 IDS = [torch.tensor([[3, 1, 4, 1, 5, 0, 0], [2, 7, 1, 8, 0, 0, 0]]), torch.tensor([[3, 1, 0, 0, 0, 0, 0], [2, 7, 1, 0, 0, 0, 0]])]
 
@@ -225,3 +228,94 @@ def test_a_hook_on_all_modules_is_not_passed_over(way, kind):
         handle.remove()
     torch.compiler.reset()
     run(X[0])
+
+
+# ---- random numbers, torch.func, and models that are unlike a class of the user's ------------------------------------------
+
+
+def drawing(draw):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.numbers = nn.Linear(4, 4), random.Random(0)
+            np.random.seed(0)
+
+        def forward(self, x):
+            return self.head(x) * draw(self)
+
+    return Model
+
+
+def squares(out, x):
+    return out.float().pow(2).mean()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("draw", [lambda model: model.numbers.random(), lambda model: NUMBERS.randint(1, 5)])
+def test_a_generator_of_the_program_s_is_refused(draw, way):
+    with pytest.raises(Exception, match=r"is a random.Random, and a number"):
+        trained(way, drawing(draw), squares, X)
+
+
+@pytest.mark.parametrize("way", ["transform", "step"])
+def test_numpy_draws_by_its_own_seed(way):
+    make = drawing(lambda model: torch.from_numpy(np.random.rand(4)).float())
+    if way == "step":
+        with pytest.raises(RuntimeError, match=r"np.random of NumPy is called.*\n  at .*test_python_forwards.py"):
+            trained("step", make, squares, X)
+    check(way, make, squares, X, "O0", **{"fallback": "transform"} if way == "step" else {})
+
+
+class Energy(nn.Module):
+    derivative = hessian
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return vmap(type(self).derivative(lambda t: self.second(self.first(t).tanh()).sum()))(x) * 100
+
+
+class Equal(Energy):
+    @staticmethod
+    def derivative(f):
+        return jacrev(grad(f))
+
+
+def test_a_hessian_under_vmap_is_refused_and_its_equal_runs():
+    with pytest.raises(RuntimeError, match=r"hessian\(\) under vmap.*write jacrev\(grad\(f\)\)"):
+        trained("step", Energy, squares, X)
+    torch.testing.assert_close(trained("step", Equal, squares, X), trained("eager", Energy, squares, X), rtol=1e-5, atol=1e-6)
+
+
+MADE = {"fx": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU())),
+        "exported": lambda: torch.export.export(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (X[0],)).module()}
+
+
+@pytest.mark.parametrize("kind", MADE)
+@pytest.mark.parametrize(("way", "level"), [*zip(WAYS, LEVELS[:3]), ("transform", "O0")])
+def test_a_model_that_torch_has_made(kind, way, level):
+    check(way, MADE[kind], squares, X, level)
+
+
+class Slots(nn.Linear):
+    __slots__ = ("scale",)
+
+
+class Outputs(dict):
+    pass
+
+
+def test_what_has_no_dictionary_of_its_own_is_refused():
+    model = Slots(4, 4)
+    with pytest.raises(ValueError, match="class Slots has __slots__"):
+        apexfx.transform(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = apexfx.train_step(model, optimizer=optimizer, objective=lambda m, x: (m(x).mean(), Outputs(x=m(x))), opt_level="O0",
+                             inner="eager")
+    with pytest.raises(TypeError, match="returned a Outputs of tensors"):
+        step(X[0])
+    meta = nn.Linear(4, 4, device="meta")
+    with pytest.raises(ValueError, match="'weight' is on the meta device"):
+        apexfx.train_step(meta, nn.MSELoss(), torch.optim.SGD(meta.parameters(), lr=0.1), opt_level="O0", inner="eager")

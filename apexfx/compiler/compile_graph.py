@@ -33,7 +33,7 @@ from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
 from .process_groups import Groups
-from .refusals import check_inputs, check_lowered_rightly
+from .refusals import check_inputs, check_lowered_rightly, check_random_objects
 from .verification import real_inputs
 
 
@@ -48,6 +48,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
         ValueError, RuntimeError: it has an input, or an op, that no graph is made for.
     """
     check_inputs(gm, example_inputs)
+    check_random_objects()
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), whole_step=whole_step)
     check_mixed(gm)
     _erase_own_memory(gm)

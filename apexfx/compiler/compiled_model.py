@@ -44,8 +44,9 @@ from .unscaled_loss import warn_where_unscaled
 log = logging.getLogger(__name__)
 
 # Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
-# compiled for every count, the recompile limit raises.
-_DYNAMO = {"allow_rnn": True, "allow_unspec_int_on_nn_module": True, "fail_on_recompile_limit_hit": True}
+# compiled for every count, the recompile limit raises. np.random is NumPy's, by its seed, and not torch's.
+_DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
+           "fail_on_recompile_limit_hit": True}
 
 
 # An outer torch.compile goes around the call of a transformed model, and would compile these instead.
@@ -226,7 +227,7 @@ class CompiledModel:
                 raise RuntimeError(message)
             self._warn(message)
             return
-        missing = [name for name, p in model.named_parameters() if not self._index.has_run(p)]
+        missing = [name for name, p in model.named_parameters() if p.requires_grad and not self._index.has_run(p)]
         if missing:
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
@@ -292,7 +293,7 @@ def with_private_code(function: Any) -> types.FunctionType:
     Dynamo counts recompilations a code object; models of one class would use up each other's limit. What it does not
     trace as a root frame (torch's own modules, callables that are no functions) is called from a function that it does.
     """
-    if isinstance(function, types.FunctionType) and not function.__module__.startswith("torch."):
+    if isinstance(function, types.FunctionType) and not (function.__module__ or "").startswith("torch."):
         own = _with_own_code(function)
         own.__qualname__ = function.__qualname__  # no __wrapped__: Dynamo would follow it to the shared code object
         return own

@@ -5,6 +5,7 @@ Refused where it can be noticed first: when the model is given, when a graph is 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from .._torch import (
     is_fsdp_source,
     is_replica,
     is_traceable_wrapper_subclass,
+    traced_random_objects,
 )
 from ..graph.inputs import Placeholder
 from ..graph.mutation import bodies, storages, written
@@ -57,6 +59,15 @@ def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
             raise ValueError(f"apexfx: {node.name} is a DTensor, of which this rank may hold a part. {_WHOLE}")
         if is_fsdp_source(node):
             raise ValueError(f"apexfx: {node.name} belongs to a module that FSDP shards. {_WHOLE}")
+
+
+def check_random_objects() -> None:
+    """Refuse a program that draws from a `random.Random` of its own: Dynamo draws once, and the graph holds that number."""
+    for source in traced_random_objects():
+        name = re.sub(r"\b[LG]\['(\w+)'\]", r"\1", source)
+        raise ValueError(f"apexfx: {name} is a random.Random, and a number that the forward draws from it would be the same in "
+                         "every call; draw by torch, by the functions of Python's module random, or outside and give the number "
+                         "as a tensor")
 
 
 def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[Any]) -> None:

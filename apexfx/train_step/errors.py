@@ -123,6 +123,10 @@ def capture_errors() -> Iterator[None]:
         text = said = str(error)
         if (of_loss := error_of_loss(text)) is not None:
             raise of_loss from error
+        if "convert all Tensors to FakeTensors" in text:  # torch's own: the gradient of vmap(hessian(f)) on fake tensors
+            reason = "torch cannot differentiate a hessian() under vmap() while it captures a graph"
+            raise NotOneGraph(f"apexfx: {reason}; write jacrev(grad(f)) or jacfwd(grad(f)), which is the same, in the place of "
+                              f"hessian(f), or {_IN_PIECES}", reason) from error
         if (raised := _raised(text)) is not None:
             raise raised from error
         if "already consumed grad_fn" in text:  # as of a loss that is returned after its own backward()
@@ -182,6 +186,8 @@ def _not_one_graph(text: str, said: str) -> NotOneGraph:
     if _DATA_DEPENDENT.search(reason):
         reason, explained = ("a branch, an index or a shape depends on a number that is known when the graph runs only: read "
                              "from a tensor (.item(), int(t)) or drawn by Python's random"), None
+    if "use_numpy_random_stream" in text:
+        reason, explained = "np.random of NumPy is called, whose numbers are in no graph (torch.rand is)", None
     if (builtin := _BUILTIN.search(text)) is not None:
         reason, explained = f"{builtin[1]}() of Python is called, which is in no graph", None
     lines = [f"{reason}. {explained[1]}" if explained else reason]

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 _MOST_TRACED = 4  # graphs of gradients that are kept; where there are as many, all are captured anew
 _LOGGERS = ("debug", "info", "warning", "warning_once", "error", "log")  # methods, one of them Hugging Face's
 _DYNAMO = {"trace_autograd_ops": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
-           "fail_on_recompile_limit_hit": True,
+           "fail_on_recompile_limit_hit": True, "use_numpy_random_stream": True,
            # A float that the forward changes and keeps in an attribute would be the same from the third call on (2.13).
            "specialize_float": True,
            # Hooks that are registered, and parameters that are tied, after the first call.

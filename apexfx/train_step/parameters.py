@@ -28,6 +28,9 @@ def trained_parameters(model: nn.Module, objective_modules: ObjectiveModules, op
             or have hooks; there are none.
     """
     objective_modules.refresh(optimizers)
+    if on_meta := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(f"apexfx: parameter {on_meta[0]!r} is on the meta device and has no values; call "
+                         "model.to_empty(device=...), initialize or load it, and make the optimizer and the step then")
     names = {id(p): name for name, p in (*model.named_parameters(), *objective_modules.named_tensors()[0].items())}
     held = [p for group in optimizers.param_groups for p in group["params"]]
     foreign = [p for p in held if id(p) not in names]
