@@ -75,7 +75,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
                       help="what runs the rewritten graphs; inductor generates code first, which takes a minute or two")
     demo.add_argument("--batch-size", type=_whole_number, default=64, metavar="N",
                       help="images a step, all ranks together")
-    demo.add_argument("--out", default="out", metavar="DIR", help="where graphs, JSON and the loss curve go")
+    demo.add_argument("--out", default="out", metavar="DIR", help="where the report goes")
     demo.set_defaults(run=_demo)
 
 

@@ -23,8 +23,8 @@ class Digits:
     test_labels: Tensor
 
 
-def load_digits() -> Digits:
-    """Return the digits, the same split every time.
+def load_digits(device: torch.device | str = "cpu") -> Digits:
+    """Return the digits on a device, the same split every time.
 
     Raises:
         ImportError: scikit-learn is not installed.
@@ -35,7 +35,7 @@ def load_digits() -> Digits:
     images = torch.from_numpy(images).float().reshape(-1, 1, 8, 8) / 8 - 1  # pixels are 0 to 16
     labels = torch.from_numpy(labels).long()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SPLIT_SEED))
-    images, labels = images[order], labels[order]
+    images, labels = images[order].to(device), labels[order].to(device)
     num_test = int(_TEST_SHARE * len(labels))
     return Digits(images[num_test:], labels[num_test:], images[:num_test], labels[:num_test])
 

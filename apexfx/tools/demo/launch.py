@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from . import NEEDS, show
+from . import NEEDS
 from .data import NUM_TRAIN
 from .train import Options, Result, train_float32
 
@@ -93,20 +93,17 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:
-    show.write_loss_chart([(result.name, result.losses) for result in (ranks, eager)], out / "loss.svg")
     good = ranks.accuracy >= REQUIRED_ACCURACY
     close = ranks.accuracy >= eager.accuracy - ALLOWED_LOSS
-    show.write_json({"ranks": asdict(ranks), "float32": asdict(eager), "passed": good and close}, out / "summary.json")
+    summary = {"ranks": asdict(ranks), "float32": asdict(eager), "passed": good and close}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     (out / "ranks.json").unlink()
     print("\ntest accuracy")
     for result in (ranks, eager):
         print(f"  {result.name:<26} {100 * result.accuracy:6.2f} %   last loss {result.losses[-1]:.4f}")
-    print(f"\nthe training step ({ranks.name})")
-    for what, fact in ranks.facts:
-        print(f"  {what:<14} {fact}")
     print(f"\n{seconds:.0f} s in all, on processes that share the cores, and on digits too small to measure by: for that see "
-          f"docs/train_step.md.\nOpen {out}/report.html to read the step pass by pass; beside it are graphs/, report.json, "
-          "bucket_plan.json, casts.txt and loss.svg.")
+          f"docs/train_step.md.\nOpen {out}/report.html to read the step pass by pass; beside it are report.json, "
+          "bucket_plan.json, casts.txt and summary.json.")
     if good and close:
         return 0
     problem = f"below {100 * REQUIRED_ACCURACY:.0f} %" if not good else "more than one point below float32"

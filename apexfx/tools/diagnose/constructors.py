@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -53,14 +52,12 @@ class Constructed:
         places: of each optimizer and data parallel module.
         data_s: seconds that the script has waited for batches; who takes them sets it to 0.
         data_place: where it waits.
-        modules_before: names of the modules that were imported before the script was.
     """
 
     places: dict[Any, Place | None] = field(default_factory=dict)
     compiled: list[Compiled] = field(default_factory=list)
     data_s: float = 0.0
     data_place: Place | None = None
-    modules_before: frozenset[str] = field(default_factory=lambda: frozenset(sys.modules))
 
     def of(self, kind: type) -> list[Any]:
         """Return the objects of a class."""

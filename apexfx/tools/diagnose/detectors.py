@@ -94,21 +94,18 @@ def _graph_breaks(session: Session, plan: Plan) -> Iterator[Finding]:
 
 
 def _not_compiled(session: Session, plan: Plan) -> Iterator[Finding | str]:
-    rows = [("unreached", each.place, f"{each.option} is True, and this torch.compile is not reached: training is not compiled",
-             "drop the condition that stands in its way, or the option") for each in plan.unreached]
     for index, note in enumerate(plan.constructed.compiled):
+        if note.num_calls:
+            continue
         target = note.module if note.module is not None else note.target
         name = type(target).__name__ if note.module is not None else getattr(target, "__name__", "a function")
-        if not note.num_calls:
-            rows.append((f"compile {index}", note.place, f"what this torch.compile makes of {name} was not called in "
-                         f"{session.num_steps} steps", "call what it returns, or model.compile(); where it is for later, as for "
-                         "an evaluation, nothing"))
-    for name, place, what, change in rows:
-        experiment, saved = plan.tried.get(name), session.saving(name)
+        experiment, saved = plan.tried.get(f"compile {index}"), session.saving(f"compile {index}")
         if isinstance(experiment, CompiledModule) and experiment.error:
-            yield f"{place}: compiling failed: {experiment.error}"
+            yield f"{note.place}: compiling failed: {experiment.error}"
             saved = None
-        yield Finding("compile_not_entered", place, what, change, None, *_measured(saved))
+        yield Finding("compile_not_entered", note.place, f"what this torch.compile makes of {name} was not called in "
+                      f"{session.num_steps} steps", "call what it returns, or model.compile(); where it is for later, as for an "
+                      "evaluation, nothing", None, *_measured(saved))
 
 
 def _recompiles(session: Session, plan: Plan) -> Iterator[Finding]:

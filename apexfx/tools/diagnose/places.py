@@ -45,11 +45,6 @@ def is_of_user(file: str) -> bool:
     return file.startswith(_SITE) or not file.startswith(_STDLIB)
 
 
-def is_of_own_files(file: str) -> bool:
-    """Return whether a file is the user's, and no installed package's."""
-    return is_of_user(file) and not file.startswith(_SITE)
-
-
 def here() -> Place | None:
     """Return the innermost line of the user's that is being executed, or None."""
     frame = user_frame()

@@ -18,7 +18,6 @@ from .measures import Span, allreduce_ms, foreach_ms, loop_span
 from .observer import ParameterOps
 from .places import Place
 from .session import Session, agreed
-from .unreached import Unreached, live_scopes, trained_module, unreached_compiles
 
 _MANY_GROUPS = 8  # of an optimizer, where half of them would do
 _MANY_PARAMETERS = 4  # that one line goes through
@@ -43,7 +42,6 @@ class Plan:
         loops: over parameters -> what their lines do.
         foreach_ms: such a loop that averages -> how long one call for all of its parameters takes.
         breaks: (line, reason) -> how often a graph was broken there.
-        unreached: calls of `torch.compile`.
         allreduces: where there are some.
     """
 
@@ -54,7 +52,6 @@ class Plan:
         self.loops: dict[Span, list[ParameterOps]] = defaultdict(list)
         self.foreach_ms: dict[Span, float] = {}
         self.breaks: Counter[tuple[Place, str]] = Counter()
-        self.unreached: list[Unreached] = []
         self.allreduces: Allreduces | None = None
 
     def loops_to_time(self, session: Session) -> list[Span]:
@@ -71,7 +68,7 @@ class Plan:
         """Return the changes to try, the same on all ranks."""
         self._time_allreduces(session)
         self._note_breaks()
-        possible = {**self._of_optimizers(session.optimizers), **self._of_compile(session)}
+        possible = {**self._of_optimizers(session.optimizers), **self._of_compile()}
         modules = self.constructed.of(DistributedDataParallel)
         if broadcasting := [module for module in modules if module.will_sync_module_buffers()]:
             possible["buffers"] = NoBroadcast(broadcasting)
@@ -88,15 +85,11 @@ class Plan:
                 possible[f"kernel {place}"] = OneKernel(optimizer)
         return possible
 
-    def _of_compile(self, session: Session) -> dict[str, Experiment]:
-        notes, scopes = self.constructed.compiled, live_scopes()
+    def _of_compile(self) -> dict[str, Experiment]:
+        notes = self.constructed.compiled
         possible: dict[str, Experiment] = {
             f"compile {place}": CompiledModule(note.module, note.options) for place, note in enumerate(notes)
             if not note.num_calls and note.module is not None}
-        self.unreached = unreached_compiles(self.constructed, scopes)
-        parameters = [p for optimizer in session.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if self.unreached and (module := trained_module(parameters, scopes)) is not None:
-            possible["unreached"] = CompiledModule(module, {})
         if any("item()" in reason for _, reason in self.breaks):
             possible["scalars"] = ScalarsCaptured([note for note in notes if note.num_calls])
         return possible

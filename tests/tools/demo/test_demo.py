@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
 import torch
 
-from apexfx.tools.demo import launch, show
+from apexfx.tools.demo import launch
 from apexfx.tools.demo.data import batches, load_digits
-from apexfx.tools.demo.train import Options, Result, eager_step, fit, initial_model, new_optimizer
+from apexfx.tools.demo.train import Options, Result, eager_step, fit, new_model
 
 pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
 
 
 def test_digits_are_split_once_and_for_all():
@@ -48,14 +45,13 @@ def test_batch_is_rounded_down_to_the_ranks():
     assert Options(ranks=4, batch_size=3).global_batch == 0
 
 
-def test_float32_training_learns():
+def test_float32_training_learns(capsys):
     torch.set_num_threads(1)
-    result, said = Result("float32"), []
-    model = initial_model()
-    optimizer = new_optimizer(model)
-    fit(model, optimizer, eager_step(model, optimizer), load_digits(), Options(epochs=2), result, log=said.append)
+    result = Result("float32")
+    model, optimizer = new_model()
+    fit(model, optimizer, eager_step(model, optimizer), load_digits(), Options(epochs=2), result)
     assert result.losses[1] < 0.75 * result.losses[0]
-    assert 0.5 < result.accuracy <= 1 and len(said) == 2 and "epoch   2/2" in said[1]
+    assert 0.5 < result.accuracy <= 1 and "epoch   2/2" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("ranks, float32, status, says", [
@@ -64,49 +60,14 @@ def test_float32_training_learns():
 ])  # fmt: skip
 def test_the_exit_status_is_the_verdict(tmp_path, capsys, ranks, float32, status, says):
     (tmp_path / "ranks.json").write_text("{}")
-    results = [Result("O2, 2 ranks", [1.0, 0.5], ranks, facts=[("one graph", "596 nodes")]),
+    results = [Result("O2, 2 ranks", [1.0, 0.5], ranks),
                Result("float32", [1.0, 0.4], float32)]
     assert launch._conclude(*results, tmp_path, 12.0) == status
     assert json.loads((tmp_path / "summary.json").read_text())["passed"] is (status == 0)
     captured = capsys.readouterr()
     assert says in captured.err if says else captured.err == ""
     assert f"{100 * ranks:.2f} %" in captured.out and f"{100 * float32:.2f} %" in captured.out
-    assert "  one graph      596 nodes\n" in captured.out and f"Open {tmp_path}/report.html" in captured.out
-
-
-@pytest.mark.parametrize("losses", [[1.09, 0.637, 0.569], [0.3], [math.nan], [0.3, math.inf, 0.2]])
-def test_the_chart_shows_every_training(tmp_path, losses):
-    show.write_loss_chart([("O2, 2 ranks", losses), ("float32 <eager>", [1.0] * len(losses))], tmp_path / "loss.svg")
-    text = (tmp_path / "loss.svg").read_text()
-    assert ElementTree.fromstring(text).tag == "{http://www.w3.org/2000/svg}svg"
-    for name in ("training loss", "epoch", "O2, 2 ranks", "float32 &lt;eager&gt;", "1"):
-        assert f"<!-- {name} -->" in text, name
-    assert "<!-- 1.5 -->" not in text and "<!-- 0.990 -->" not in text, "epochs are whole"
-
-
-BACKWARD = """\
-# backward graph after schedule_comm (1.0 ms): 9 nodes
-import torch
-class GraphModule(torch.nn.Module):
-    def forward(self, a, b):
-        # File: model.py:3
-        sum_1: "f64[8]" = torch.ops._c10d_functional.all_reduce.default(a, 'sum', '0');  a = None
-        wait_0: "f64[8]" = torch.ops._c10d_functional.wait_tensor.default(sum_1);  sum_1 = None
-        mm: "f32[4]" = torch.ops.aten.mm.default(b, b);  b = None
-        cat: "f32[4]" = torch.ops.aten.cat.default([mm]);  mm = None
-        ar: "f32" = torch.ops._c10d_functional.all_reduce_.default(c, 's', '4a2ad14e7181d5235b64cf37fcd715cb5ce5c8e7')
-        relu: "f32[4]" = torch.ops.aten.relu.default(b)
-        tanh: "f32[4]" = torch.ops.aten.tanh.default(relu)
-        wait: "f32[4]" = torch.ops._c10d_functional.wait_tensor.default(ar);  ar = None
-        return (wait,)
-"""
-
-
-def test_excerpt_shows_bucket_starts_and_waits():
-    lines = [line.strip().partition(" = ")[0] for line in show.excerpt(BACKWARD, context=1).splitlines()]
-    assert lines == ['cat: "f32[4]"', 'ar: "f32"', 'relu: "f32[4]"', "... 1 lines", 'wait: "f32[4]"']
-    assert "'s', '4a2ad14')" in show.excerpt(BACKWARD)
-    assert show.excerpt(BACKWARD, context=1, most=2).splitlines()[-1].strip() == "..."
+    assert f"Open {tmp_path}/report.html" in captured.out
 
 
 def command(*arguments):
@@ -131,16 +92,12 @@ def test_the_whole_demo(tmp_path):
     done = subprocess.run(command("--epochs", "4", "--out", str(tmp_path)), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("epoch   4/4", "apexfx report (O2, sync_bn, ddp", "bucket_allreduce", "cast ledger at O2: ",
-                 "bucket plan: 5 ", "_c10d_functional.all_reduce_.default", "plain eager float32", "test accuracy\n",
-                 "without a break", "the same parameters, bit for bit"):
+                 "bucket plan: 5 ", "plain eager float32", "test accuracy\n", "the same parameters, bit for bit"):
         assert text in done.stdout, text
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] and summary["ranks"]["accuracy"] >= 0.97
     left = {p.name for p in tmp_path.iterdir()}
-    assert left == {"graphs", "report.json", "report.html", "report.txt", "bucket_plan.json", "casts.txt", "loss.svg",
-                    "summary.json"}
-    names = {p.name for p in (tmp_path / "graphs").iterdir()}
-    assert {"0_forward_0_captured.py", "0_forward_2_precision.py", "0_step_0_captured.py", "0_step_2_schedule_comm.py"} <= names
+    assert left == {"report.json", "report.html", "bucket_plan.json", "casts.txt", "summary.json"}
 
 
 @pytest.mark.long
