@@ -33,7 +33,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms
-from .forward_errors import LENGTHS, as_in_eager, named_inputs
+from .forward_errors import LENGTHS, as_in_eager
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
@@ -134,7 +134,7 @@ class CompiledModel:
         except TorchRuntimeError as error:
             if self._in_step:  # which says more
                 raise
-            raise as_in_eager(error, named_inputs(self._forward, args, kwargs)) from None
+            raise as_in_eager(error) from None
         except FailOnRecompileLimitHit as error:
             message = (
                 f"apexfx: forward was compiled {dynamo_config.recompile_limit} times, each for other values of something that "

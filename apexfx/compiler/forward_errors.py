@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .._torch import raised_by_op
-from .mixed_dtypes import advice_on_inputs
 
 _NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 # Of what keeps changing, so that a function is compiled again and again.
@@ -20,23 +16,16 @@ LENGTHS = ("the length of sequences that the model loops over (pad to a few leng
 _TYPES = (ValueError, TypeError, IndexError, KeyError, NotImplementedError, AssertionError)
 
 
-def as_in_eager(error: Exception, inputs: Mapping[str, Any]) -> Exception:
+def as_in_eager(error: Exception) -> Exception:
     """Return what to raise in place of Dynamo's error about an op that fails: of the op's own type, with its text and its place.
 
     Args:
         error: a `TorchRuntimeError`.
-        inputs: what the user gave, by name.
     """
     original = raised_by_op(error)
     text = str(original).strip()
     places = [place for place in re.findall(r'File "(.+)", line (\d+), in ', str(error))
               if not place[0].startswith(_NOT_THE_USERS)]
     where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
-    advice = advice_on_inputs(text, inputs)
     kind = type(original) if type(original) in _TYPES else RuntimeError
-    return kind(f"apexfx: the forward fails as it does in eager torch{where}: {text.rstrip('.')}{advice and f'. {advice}'}")
-
-
-def named_inputs(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names that `forward`, of the model, gives them."""
-    return dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
+    return kind(f"apexfx: the forward fails as it does in eager torch{where}: {text}")

@@ -7,14 +7,12 @@ promotes. Ops that promote in eager are left alone.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from .._torch import tree_leaves
 from ..graph.mutation import bodies
 from ..graph.nodes import op_name, source_line, value
 from ..graph.op_names import canonical_name
@@ -25,9 +23,6 @@ from .capture import is_of_numpy
 _ONE_DTYPE = ("matmul", "convolution", "attention", "rnn", "norm", "batch_norm")  # families of the rule table
 _PROMOTE = ("outer", "ger", "addr", "normalize", "cosine_similarity", "pairwise_distance")  # of these families
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-# An operand that torch refuses; what it had expected comes without these words before it.
-_REFUSED_INTEGER = re.compile(r"(?:[Gg]ot:?|[Ff]ound(?: dtype)?|Input type|not support dtype:) \(?(?:torch\.)?"
-                              r"(?:u?int(?:8|16|32|64)?|long int|short int|(?:un)?signed char|Long|Int|Short|Char|Byte)\b")
 
 
 def check_mixed(gm: fx.GraphModule) -> None:
@@ -95,22 +90,3 @@ def _inputs(node: fx.Node, dtype: torch.dtype) -> Iterator[fx.Node]:
             yield node
         todo += [n for n in _operands(node, dtype) if n not in seen]
         seen.update(todo)
-
-
-def advice_on_inputs(refusal: str, inputs: Mapping[str, Any]) -> str:
-    """Return what to do about inputs in float64, or of integers, where eager torch refused an op for its dtypes; otherwise "".
-
-    Args:
-        refusal: what torch said.
-        inputs: what the user gave, by name; any structure of tensors and of numpy's arrays.
-    """
-    integers = tuple(map(_plain, INTEGERS)) if _REFUSED_INTEGER.search(refusal) else ()
-    wanted = integers or (("float64",) if re.search(r"\b(dtype|[Dd]ouble|float64)\b", refusal) else ())
-    culprits = {name: [leaf for leaf in tree_leaves(value) if _plain(getattr(leaf, "dtype", "")) in wanted]
-                for name, value in inputs.items()}
-    culprits = {name: leaves for name, leaves in culprits.items() if leaves}
-    if not culprits:
-        return ""
-    leaves = [leaf for each in culprits.values() for leaf in each]
-    names = " or ".join(culprits) if integers else ", ".join(culprits)  # of several integers, some are indices or labels
-    return _advice(names, leaves[0].dtype, not any(isinstance(leaf, Tensor) for leaf in leaves))

@@ -71,7 +71,7 @@ class CastCall:
             return value
         if (parts := _parts(value)) is not None:
             new = {key: self._copy(part, name) for key, part in parts.items()}
-            if all([new[key] is part for key, part in parts.items()]):
+            if all([_same(new[key], part) for key, part in parts.items()]):
                 return value
             copied = _with_parts(value, new)
             if not isinstance(copied, (tuple, set, frozenset)):
@@ -99,8 +99,15 @@ class CastCall:
                 raise _written(what, copied.dtype)
         for name, container, parts in self._containers:
             now = _parts(container)
-            if now.keys() != parts.keys() or any([now[key] is not part for key, part in parts.items()]):
+            if now.keys() != parts.keys() or not all([_same(now[key], part) for key, part in parts.items()]):
                 raise _written(f"a {type(container).__name__} in {name}, with tensors to cast,", self._cast.dtype)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return whether two objects are one; of tuples, which Dynamo does not compare, whether their parts are."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return len(one) == len(other) and all([_same(a, b) for a, b in zip(one, other)])
+    return one is other
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:

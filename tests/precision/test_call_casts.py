@@ -126,7 +126,7 @@ def test_writes_in_inference_mode_raise():
 
 @pytest.mark.parametrize("write, lost", [(lambda x: x[0].mul_(3), True), (lambda x: x.add_(1), True), (lambda x: x * 2, False)])
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("made", [lambda x: x, lambda x: {"x": [x]}], ids=["tensor", "nested"])
+@pytest.mark.parametrize("made", [lambda x: x, lambda x: {"x": [x]}, lambda x: {"x": (x, None)}], ids=["tensor", "list", "tuple"])
 def test_writes_of_a_traced_forward_raise(write, lost, compiler, made):
     def call(given):
         call = CastCall((given,), {}, Cast(HALF))
