@@ -67,7 +67,7 @@ def has_history(name: str) -> NotOneGraph:
 def sparse_gradient(name: str) -> ValueError:
     """Return the error of a parameter whose gradient is sparse."""
     return ValueError(f"apexfx: the gradient of {name!r} is sparse, and a training step updates by dense ones only. Use "
-                      "sparse=False in the embedding, or give its weight to an optimizer of its own")
+                      "sparse=False in the embedding")
 
 
 def calls_backward() -> RuntimeError:
