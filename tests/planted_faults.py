@@ -193,7 +193,7 @@ FAULTS = (
     Fault("a hook on a parameter is seen at the next call", "train_step/state.py",
           "        return self._num_hooks != before and", "        return False and", _CHANGES),
     Fault("two tensors of equal numbers are two", "train_step/optimizer_state.py",
-          "        with _not_one_tensor:\n            return", "        if True:\n            return", _CHANGES),
+          "        push_function_mode(_not_one_tensor)\n", "", _CHANGES),
     Fault("a parameter that moved to another group is read again", "train_step/optimizer_state.py",
           "[self._facts_now(), self._params_now(),", "[self._facts_now(), self._params,", _CHANGES),
     Fault("state that is shared is refused", "train_step/state.py",
