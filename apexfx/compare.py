@@ -220,7 +220,7 @@ class _Model:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         backend = backend_of(model)
         model = source_of_compiled(model)
-        compiled, self._how = compiled_model.of(model), ""
+        compiled, self._how = compiled_model.get_compiled(model), ""
         self.has_policy = compiled is not None or is_apex(backend)
         if compiled is not None:
             config, model = compiled.config, source_of(model)

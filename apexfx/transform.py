@@ -22,7 +22,7 @@ from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
 from .compiler.model_setup import check_model, set_up
 from .compiler.process_groups import averaged_over_none
 from .compiler.refusals import COMPILES_ITSELF
-from .compiler.stand_ins import StandIns, traced_forward
+from .compiler.stand_ins import TraceableReplacements, traced_forward
 from .config import TransformConfig
 from .report.data import Report
 from .subclassing import subclass
@@ -94,15 +94,15 @@ def _notes_of_modules(model: nn.Module, config: TransformConfig) -> list[str]:
 
 
 class TransformedModule:
-    """What `transform()` adds to a model's class. `compiled_model.of()` finds its state."""
+    """What `transform()` adds to a model's class. `compiled_model.get_compiled()` finds its state."""
 
     def _get_name(self) -> str:
         return f"Apexfx{type(self).__name__}"
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in super().__getstate__().items() if not k.startswith("_apexfx")}
-        state["_apexfx_config"] = compiled_model.of(self).config
-        return state | compiled_model.of(self).own_forward
+        state["_apexfx_config"] = compiled_model.get_compiled(self).config
+        return state | compiled_model.get_compiled(self).own_forward
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         config = state.pop("_apexfx_config")
@@ -118,7 +118,7 @@ class TransformedModule:
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
         super(TransformedModule, duplicate).__setstate__(copy.deepcopy(state, memo))
-        _compile(duplicate, config, compiler_for_copy(compiled_model.of(self).compiler))
+        _compile(duplicate, config, compiler_for_copy(compiled_model.get_compiled(self).compiler))
         return duplicate
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
@@ -131,15 +131,15 @@ class Inspection:
     @property
     def report(self) -> Report:
         """What every pass did, graph by graph; `print` it."""
-        return compiled_model.of(self).report
+        return compiled_model.get_compiled(self).report
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture and compile the graphs for these inputs now, leaving buffers and random state as they were."""
-        return compiled_model.of(self).capture(self, args, kwargs)
+        return compiled_model.get_compiled(self).capture(self, args, kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally inside the block; the first backward after it averages the sum over ranks."""
-        sync = compiled_model.of(self).compiler.gradient_sync
+        sync = compiled_model.get_compiled(self).compiler.gradient_sync
         return sync.no_sync() if sync is not None else contextlib.nullcontext()
 
     def print_readable(
@@ -164,7 +164,7 @@ def source_of(model: nn.Module) -> nn.Module:
     """Return a module as `model`, which is transformed, was made from: it shares parameters, buffers and submodules."""
     source = object.__new__(source_class(model))
     source.__dict__.update({name: value for name, value in model.__dict__.items() if not name.startswith("_apexfx")})
-    source.__dict__.update(compiled_model.of(model).own_forward)
+    source.__dict__.update(compiled_model.get_compiled(model).own_forward)
     return source
 
 
@@ -172,7 +172,7 @@ def source_of(model: nn.Module) -> nn.Module:
 def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return compiled_model.of(self).call(self, args, kwargs)
+        return compiled_model.get_compiled(self).call(self, args, kwargs)
 
     # An outer torch.compile would inline the model past our backend; what it calls is compiled.
     forward = not_traced(forward, COMPILES_ITSELF)
@@ -217,7 +217,7 @@ def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config
 def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:
     """Give a transformed module, which has all its attributes by now, what its forward calls."""
     own_forward = model.__dict__.pop("forward", None)
-    stand_ins = StandIns(compiler.groups.batch_norm, compiler.report)
+    stand_ins = TraceableReplacements(compiler.groups.batch_norm, compiler.report)
     stand_ins.register_synchronized(model)
     traced = own_forward or with_private_code(
         traced_forward(model, source_class(model), compiler.groups.batch_norm, compiler.report))

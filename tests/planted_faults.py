@@ -120,9 +120,9 @@ FAULTS = (
           "return [node.variable for node in nodes if", "return [node.variable for node in nodes[:0] if"),
     Fault("what is trained of a loss is that of the first rank", "train_step/parameters.py",
           "agreement, parameters=parameters, buffers=buffers)", "agreement)"),
-    Fault("an output that nothing uses gives no gradient", "graph/undefined_gradients.py",
+    Fault("an output that nothing uses gives no gradient", "graph/unused_gradients.py",
           "        return used | ~self._of_any if used else 0", "        return -1"),
-    Fault("gradients that a used output gives stay", "graph/undefined_gradients.py",
+    Fault("gradients that a used output gives stay", "graph/unused_gradients.py",
           "        return tuple(g if used & inputs else None for", "        return tuple(None for"),
     Fault("what any rank uses gets the average on all", "distributed/used_anywhere.py",
           "        return sum(1 << i for i, count in zip(self._inputs, counts) if count)",
@@ -206,7 +206,7 @@ FAULTS = (
           "return self._versions != list(map(tensor_version, self._vectors)) or", "return", _SHARED),
     Fault("a number of the state that has moved is read again", "train_step/optimizer_state.py",
           " or self._where != self._where_now()", "", _SHARED),
-    Fault("a number that has moved is no element of the vector", "optimizers/torch_optimizers.py",
+    Fault("a number that has moved is no element of the vector", "optimizers/update_rules.py",
           "viewed(own) is base and own.data_ptr() == base[i].data_ptr()", "viewed(own) is base", _SHARED),
 )
 

@@ -96,7 +96,7 @@ def check_wrapper(model: Any) -> None:
 def check_not_transformed(model: nn.Module) -> None:
     """Raise where casts of amp would meet the graphs of `apexfx.transform`, which hold their own."""
     for name, module in model.named_modules():
-        if compiled_model.of(module) is not None:
+        if compiled_model.get_compiled(module) is not None:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
             raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and amp would cast on top "
                                "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "

@@ -31,7 +31,7 @@ class BackwardPasses(CustomGraphPass):
 
     # Inductor's default reorders for peak memory: it moves all compute before the collectives and hides nothing.
     inductor_options: ClassVar[dict[str, Any]] = {"reorder_for_peak_memory": False, **TRACK_KERNELS}
-    whole_step: ClassVar[bool] = False  # whether forward and backward are one graph
+    is_train_step: ClassVar[bool] = False  # whether forward and backward are one graph
 
     def __init__(self, pipeline: Pipeline, record: GraphReport, placeholders: Sequence[Placeholder],
                  uuid: str | None, key: str | None) -> None:

@@ -26,7 +26,7 @@ _OWN_FRAMES = re.compile(
 
 
 def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelIndex | None = None, *,
-             by_module: bool = False, whole_step: bool = False) -> tuple[Placeholder, ...]:
+             by_module: bool = False, is_train_step: bool = False) -> tuple[Placeholder, ...]:
     """Tag the inputs and modules of a Dynamo graph with the user's names, and copy example values to `meta["val"]`.
 
     Must run first: a copy of the graph loses where its inputs came from.
@@ -37,7 +37,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
         index: of the model's names.
         by_module: what is done to the graph depends on the module that it belongs to: no other may run it. Dynamo would share
             the graph of a frame of its own among all layers of a class.
-        whole_step: the graph holds more than the model: nodes outside of it, of the loss, are marked.
+        is_train_step: the graph holds more than the model: nodes outside of it, of the loss, are marked.
 
     Returns:
         The inputs, in order.
@@ -58,7 +58,7 @@ def annotate(gm: fx.GraphModule, example_inputs: Sequence[Any], index: ModelInde
             paths = {key: index.module(key, source) for key, (source, _) in stack.items()}
             node.meta["nn_module_stack"] = {key: (paths[key][0], kind) for key, (_, kind) in stack.items()}
             node.meta[MODULE_PATHS] = next(reversed(paths.values()), frame)
-            if whole_step and not any(index.holds_module(key) for key in stack):
+            if is_train_step and not any(index.holds_module(key) for key in stack):
                 node.meta[OUTSIDE_OF_MODEL] = True
     placeholders = []
     for position, (node, example) in enumerate(zip(nodes, example_inputs, strict=True)):

@@ -38,18 +38,18 @@ from .verification import real_inputs
 
 
 def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: TransformConfig, index: ModelIndex, *,
-                whole_step: bool = False) -> tuple[Placeholder, ...]:
+                is_train_step: bool = False) -> tuple[Placeholder, ...]:
     """Annotate a graph that Dynamo captured, and return its inputs.
 
     Args:
-        gm, example_inputs, index, whole_step: as of `capture.annotate`.
+        gm, example_inputs, index, is_train_step: as of `capture.annotate`.
 
     Raises:
         ValueError, RuntimeError: it has an input, or an op, that no graph is made for.
     """
     check_inputs(gm, example_inputs)
     check_random_objects()
-    placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), whole_step=whole_step)
+    placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
     check_mixed(gm)
     _erase_own_memory(gm)
     check_lowered_rightly(gm)

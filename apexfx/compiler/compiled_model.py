@@ -38,7 +38,7 @@ from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
-from .stand_ins import StandIns
+from .stand_ins import TraceableReplacements
 from .unscaled_loss import warn_where_unscaled
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class CompiledModel:
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
-                 stand_ins: StandIns, *, of_inputs: bool = False, in_step: bool = False) -> None:
+                 stand_ins: TraceableReplacements, *, of_inputs: bool = False, in_step: bool = False) -> None:
         self.config = config
         self.compiler = compiler
         self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins.of)
@@ -259,7 +259,7 @@ class CompiledModel:
         return self.report
 
 
-def of(module: nn.Module) -> CompiledModel | None:
+def get_compiled(module: nn.Module) -> CompiledModel | None:
     """Return what the forward of a transformed module calls; None for any other module."""
     return module.__dict__.get("_apexfx")
 
@@ -270,7 +270,7 @@ def check_not_averaged(model: nn.Module, advice: str) -> None:
         where = f"submodule {name!r}" if name else "the model"
         if is_parallel_wrapper(module):
             raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; {advice}")
-        transformed = (compiled := of(module)) is not None and compiled.config.ddp
+        transformed = (compiled := get_compiled(module)) is not None and compiled.config.ddp
         if transformed or is_apex(backend := backend_of(module)) and (backend.kwargs.get("options") or {}).get("ddp"):
             raise ValueError(f"apexfx: {where} was transformed with ddp already and averages its gradients; leave out one of the "
                              "two")

@@ -33,7 +33,7 @@ def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.Pro
 
 
 def batch_norm_stand_in(module: BatchNorm, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
-    """Return a traceable copy of a batch norm, which shares everything with it that is registered; see `StandIns`."""
+    """Return a traceable copy of a batch norm, which shares all with it that is registered; see `TraceableReplacements`."""
     cls = source_class(type(module), TraceableBatchNorm)
     stand_in = _instance(_traceable_class(cls), module.__dict__)
     _configure(stand_in, cls, path, group, report)

@@ -23,7 +23,7 @@ from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
 from ..graph.nodes import value
 from ..graph.shared_memory import MemoryCheck
-from ..graph.undefined_gradients import Dependencies
+from ..graph.unused_gradients import Dependencies
 from ..report.data import Report
 from ..report.records import GraphReport
 from . import capture

@@ -61,7 +61,7 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         keep_saved_tensors()
     with keep_kernels() if options.get("is_backward") else contextlib.nullcontext():
         compiled = compile_fx_inner(gm, example_inputs, **options)
-    if options.get("is_backward") or backward.whole_step:
+    if options.get("is_backward") or backward.is_train_step:
         backward.keep(cache_entry(compiled))
     return compiled
 

@@ -14,7 +14,7 @@ from ..config import TransformConfig
 from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
 from ..precision.half_model import cast_model
-from .compiled_model import check_not_averaged, of
+from .compiled_model import check_not_averaged, get_compiled
 from .process_groups import Groups
 from .refusals import check_whole
 
@@ -35,7 +35,7 @@ def check_model(model: nn.Module, config: TransformConfig, function: str, *, giv
     if backend_of(model) is not None:
         raise ValueError(f"apexfx: {function}() compiles by itself; give it the module, not the result of torch.compile()")
     for name, module in model.named_modules():
-        if of(module) is not None:
+        if get_compiled(module) is not None:
             where = f"submodule {name!r}" if name else "the model"
             raise ValueError(f"apexfx: {where} is transformed already; {give} it was made from, with all options")
     check_not_averaged(model, inner)

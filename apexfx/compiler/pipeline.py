@@ -68,7 +68,7 @@ class Pipeline:
         return report
 
     def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None, text: str,
-                  rows_before: list[order.Row]) -> tuple[PassReport, str, list[order.Row]]:
+                  rows_before: list[order.NodeSnapshot]) -> tuple[PassReport, str, list[order.NodeSnapshot]]:
         """Run a pass; return its report, and the graph's Python and rows behind it, which are given as they are before it."""
         each = self.verify == "each" and inputs is not None
         before = verification.snapshot(gm) if each else None

@@ -25,7 +25,7 @@ _Place = tuple[dict[str, nn.Module | None], str, nn.Module]  # a registry of sub
 _KINDS = (nn.RNNBase, *BATCH_NORMS)  # asked first, since most modules are none: a model has hundreds
 
 
-class StandIns:
+class TraceableReplacements:
     """The copies that stand in for modules of one model.
 
     Args:
@@ -118,7 +118,7 @@ def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.Proces
     Args:
         model: the transformed model.
         source: the class that it was transformed from.
-        group, report: as of `StandIns`.
+        group, report: as of `TraceableReplacements`.
     """
     if is_untraceable(model, group):
         return traced_batch_norm(model, source, group, report)

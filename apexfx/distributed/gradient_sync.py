@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .._torch import in_backward, tensor_version
+from ..buckets.eager_reduce import reduce_gradients
 from ..buckets.plan import given_plan
-from ..buckets.reduce import reduce_gradients
 from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
-from ..graph.undefined_gradients import GraphRun
+from ..graph.unused_gradients import GraphRun
 from .agreement import Agreement
 from .backward_callback import BackwardCallback
 from .step_check import GraphStepCheck

@@ -47,7 +47,7 @@ def draws_random_numbers(node: fx.Node) -> bool:
     return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
-class Row(NamedTuple):
+class NodeSnapshot(NamedTuple):
     """A node as it was when a graph was looked at: what it calls, its inputs, the memory of its value, and that it writes."""
 
     node: fx.Node
@@ -57,10 +57,10 @@ class Row(NamedTuple):
     writes: set[int]
 
 
-def rows(graph: fx.Graph) -> list[Row]:
+def rows(graph: fx.Graph) -> list[NodeSnapshot]:
     """Return what has to be known of `graph` to compare it with what a pass makes of it."""
     memory = memory_of(graph)
-    return [Row(node, (node.target, node.args, node.kwargs), node.all_input_nodes, memory[node],
+    return [NodeSnapshot(node, (node.target, node.args, node.kwargs), node.all_input_nodes, memory[node],
                 {m for source in written(node) for m in memory[source]}) for node in graph.nodes]
 
 
@@ -80,7 +80,7 @@ def fake_storages(node: fx.Node) -> list[torch.UntypedStorage]:
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided]
 
 
-def check(before: Sequence[Row], after: Sequence[Row], pass_name: str) -> None:
+def check(before: Sequence[NodeSnapshot], after: Sequence[NodeSnapshot], pass_name: str) -> None:
     """Compare a graph with what it was before a pass.
 
     Raises:
@@ -124,7 +124,7 @@ class _Versions:
         self._bits: dict[tuple[int, int], int] = {}
         self._of_memory: dict[int, int] = defaultdict(int)
 
-    def depends(self, graph: Sequence[Row]) -> _Depends:
+    def depends(self, graph: Sequence[NodeSnapshot]) -> _Depends:
         """Return the versions that each node depends on, and how often each memory is written."""
         reads: dict[fx.Node, int] = {}
         masks: dict[fx.Node, int] = {}
@@ -163,7 +163,7 @@ class _Versions:
         return bit
 
 
-def _check_arguments(row: Row, memory: Mapping[fx.Node, Collection[int]], pass_name: str) -> None:
+def _check_arguments(row: NodeSnapshot, memory: Mapping[fx.Node, Collection[int]], pass_name: str) -> None:
     targets = written(row.node)
     for source in row.inputs:
         if source not in targets and not row.writes.isdisjoint(memory[source]):
@@ -177,6 +177,6 @@ def _check_sequence(was: Sequence[fx.Node], now: Sequence[fx.Node], what: str, p
             raise PassError(pass_name, f"was moved in front of {earlier.name!r}, which {what} as well", here)
 
 
-def _name(memory: int, graph: Sequence[Row]) -> str:
+def _name(memory: int, graph: Sequence[NodeSnapshot]) -> str:
     node = next(row.node for row in graph if memory in row.memory)
     return node.meta.get("apexfx_name", node.name)

@@ -1,7 +1,7 @@
 """Fused optimizers with Apex's names and signatures, on any device and for float32, float16, bfloat16 and float64.
 
 For the graph of a training step read `update` (an update, and the end of a step), `compositions` (updates without a kernel),
-`torch_optimizers` (which of torch's optimizers update by which).
+`update_rules` (which of torch's optimizers update by which).
 """
 
 from __future__ import annotations

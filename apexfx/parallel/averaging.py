@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._torch import torch_ddp
-from ..buckets.reduce import reduce_gradients
+from ..buckets.eager_reduce import reduce_gradients
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.backward_callback import BackwardCallback

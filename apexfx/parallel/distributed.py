@@ -189,7 +189,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def _synchronizer(self) -> Any:
         """What averages gradients while it is `enabled`: the eager form, or the graphs' `GradientSync`."""
-        return compiled_model.of(self.module).compiler.gradient_sync if self.in_graph else self._live_averaging()
+        return compiled_model.get_compiled(self.module).compiler.gradient_sync if self.in_graph else self._live_averaging()
 
     def _live_averaging(self) -> EagerAveraging:
         """Return what averages; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
@@ -238,7 +238,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def bucket_plan(self) -> Any:
         """The buckets of a transformed module: print, save, edit, replay with `plan=`; None where torch's DDP has them."""
-        return compiled_model.of(self.module).report.buckets() if self.in_graph else None
+        return compiled_model.get_compiled(self.module).report.buckets() if self.in_graph else None
 
     @property
     def allreduce_buffers(self) -> list[Tensor]:
@@ -267,8 +267,9 @@ def data_parallel_copy(
 
     `module` itself is to be left alone from now on: a backward through it raises `UnsynchronizedGradientError`.
     """
-    config = dataclasses.replace(compiled_model.of(module).config, ddp=buckets, process_group=process_group)
+    compiled = compiled_model.get_compiled(module)
+    config = dataclasses.replace(compiled.config, ddp=buckets, process_group=process_group)
     compiler = compiler_for(config)
     set_up(module, config, compiler.groups, compiler.agreement, broadcast_buffers=broadcast_buffers)
-    state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"} | compiled_model.of(module).own_forward
+    state = {name: value for name, value in module.__dict__.items() if name != "_apexfx"} | compiled.own_forward
     return make_transformed(source_class(module), state, config, compiler)

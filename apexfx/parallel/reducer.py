@@ -7,7 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..buckets.reduce import average_tensors, reduce_gradients
+from ..buckets.eager_reduce import average_tensors, reduce_gradients
 from ..compiler.compiled_model import check_not_averaged
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig

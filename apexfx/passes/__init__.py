@@ -37,7 +37,7 @@ class Context:
         gradients: the group that gradients are averaged over, or None.
         batch_norm: the group that batch norm statistics are summed over, or None.
         reduce_gradients: False in the variant for local gradient accumulation.
-        whole_step: the graph is that of a whole training step.
+        is_train_step: the graph is that of a whole training step.
         memory_budget: bytes alive at once in that graph that are enough, or None.
         safeguard: a step that is skipped changes nothing at all.
     """
@@ -46,7 +46,7 @@ class Context:
     gradients: dist.ProcessGroup | None
     batch_norm: dist.ProcessGroup | None
     reduce_gradients: bool
-    whole_step: bool = False
+    is_train_step: bool = False
     memory_budget: int | None = None
     safeguard: bool = False
 
@@ -106,11 +106,11 @@ def _schedule_comm(config: TransformConfig, context: Context) -> Pass | None:
 
 
 def _channels_last(config: TransformConfig, context: Context) -> Pass | None:
-    return ChannelsLast() if context.whole_step and config.inner != "eager" else None
+    return ChannelsLast() if context.is_train_step and config.inner != "eager" else None
 
 
 def _unscale_clip_update(config: TransformConfig, context: Context) -> Pass | None:
-    return UnscaleClipUpdate() if context.whole_step else None
+    return UnscaleClipUpdate() if context.is_train_step else None
 
 
 def _skip_writes(config: TransformConfig, context: Context) -> Pass | None:
@@ -118,12 +118,12 @@ def _skip_writes(config: TransformConfig, context: Context) -> Pass | None:
 
 
 def _update_early(config: TransformConfig, context: Context) -> Pass | None:
-    return UpdateEarly() if context.whole_step else None
+    return UpdateEarly() if context.is_train_step else None
 
 
 def _recompute(config: TransformConfig, context: Context) -> Pass | None:
     # Under "eager" every op that is computed again is a kernel of its own.
-    if not context.whole_step or config.inner == "eager" and context.memory_budget is None:
+    if not context.is_train_step or config.inner == "eager" and context.memory_budget is None:
         return None
     return Recompute(placeholders=context.placeholders, budget=context.memory_budget)
 
@@ -150,16 +150,16 @@ def schedule(config: TransformConfig, context: Context) -> list[Pass]:
     Raises:
         ValueError: see `check_names`.
     """
-    check_names(config, whole_step=context.whole_step)
+    check_names(config, is_train_step=context.is_train_step)
     built = [row.build(config, context) for row in TABLE if row.pass_type.name not in config.skip]
     return [p for p in built if p is not None] + [p for p in config.passes if p.name not in config.skip]
 
 
-def check_names(config: TransformConfig, *, whole_step: bool = False) -> None:
+def check_names(config: TransformConfig, *, is_train_step: bool = False) -> None:
     """Refuse passes of one name, names in `skip=` that no pass has, and what `precision=` cannot mean.
 
     Args:
-        whole_step: of a training step, the only one with passes of the stage "step".
+        is_train_step: of a training step, the only one with passes of the stage "step".
     """
     built_in = [row.pass_type.name for row in TABLE]
     validate(config.passes, [row.pass_type for row in TABLE if row.pass_type.name not in config.skip])
@@ -167,7 +167,7 @@ def check_names(config: TransformConfig, *, whole_step: bool = False) -> None:
         if pass_.name in built_in:
             raise ValueError(f"apexfx: {type(pass_).__name__} is named {pass_.name!r}, as a built-in pass is, and skip= would "
                              "leave out both; give it another name")
-        if pass_.stage == "step" and not whole_step:
+        if pass_.stage == "step" and not is_train_step:
             raise ValueError(f"apexfx: pass {pass_.name!r} has stage='step', which only the graph of apexfx.train_step() has")
         if any(pass_.name == earlier.name for earlier in config.passes[:place]):
             raise ValueError(f"apexfx: two passes are named {pass_.name!r}, and skip= and reports go by names; give each a class "

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buckets.reduce import reduce_gradients
+from ..buckets.eager_reduce import reduce_gradients
 from ..config import BucketConfig
 
 

@@ -112,7 +112,7 @@ class StepCompiler:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         _switch_gradients_on(gm)
-        placeholders = read_inputs(gm, example_inputs, self.config, self.index, whole_step=True)
+        placeholders = read_inputs(gm, example_inputs, self.config, self.index, is_train_step=True)
         check_plain(placeholders, example_inputs)
         for node in gm.graph.find_nodes(op="call_function", target=check_unwritten):
             gm.graph.erase_node(node)
@@ -122,7 +122,7 @@ class StepCompiler:
                       if placeholders[place].stride is not None and storages(value(node)) & memory]
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
-                                 whole_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
+                                 is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode())
         node = apply_node(gm)
@@ -220,7 +220,7 @@ class StepPasses(BackwardPasses):
 
     # By default, what computes a gradient goes to the end, where it is applied, and keeps the activations alive until then.
     inductor_options: ClassVar[dict[str, Any]] = {**BackwardPasses.inductor_options, "reorder_for_locality": False}
-    whole_step = True
+    is_train_step = True
 
     def __init__(self, graph: RewrittenGraph, present: Sequence[bool], on_change: Callable[[], None],
                  on_communication: Callable[[], None]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 
 from .._torch import forward_hooks, global_module_hooks, has_backward_hooks
 from ..compiler.dynamo_batch_norm import is_untraceable
-from ..compiler.stand_ins import StandIns, all_modules, path_of
+from ..compiler.stand_ins import TraceableReplacements, all_modules, path_of
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
@@ -41,7 +41,7 @@ class StepModel:
         self.model, self.objective_modules, self._group = model, objective_modules, group
         cast = _CastInputs(half) if half is not None else None
         self._hooks = (cast.enter, cast.leave) if cast is not None else None
-        self.stand_ins = StandIns(group, report)
+        self.stand_ins = TraceableReplacements(group, report)
 
     @contextlib.contextmanager
     def traceable(self, *, casts_inputs: bool = True, cached: bool = False) -> Iterator[nn.Module]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..optimizers.torch_optimizers import why_outside
+from ..optimizers.update_rules import unsupported_reason
 
 
 class OptimizerList:
@@ -35,10 +35,10 @@ class OptimizerList:
         """The groups of all."""
         return [group for each in self._each for group in each.param_groups]
 
-    def why_outside(self, half: torch.dtype | None, changed: Collection[tuple[int, int, str]] = ()) -> str:
-        """Return why none updates inside of the graph, as `why_outside` of the first that cannot; "" where all do."""
+    def unsupported_reason(self, half: torch.dtype | None, changed: Collection[tuple[int, int, str]] = ()) -> str:
+        """Return why none updates inside of the graph, as `unsupported_reason` of the first that cannot; "" where all do."""
         for place, each in enumerate(self._each):
-            if reason := why_outside(each, half, [name for owner, _, name in changed if owner == place]):
+            if reason := unsupported_reason(each, half, [name for owner, _, name in changed if owner == place]):
                 return reason if self._is_one else f"{type(each).__name__}: {reason}"
         return ""
 

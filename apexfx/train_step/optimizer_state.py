@@ -18,7 +18,7 @@ from .._torch import (
     tensor_version,
 )
 from ..ops.apply_gradients import UpdateRow
-from ..optimizers.torch_optimizers import Labels, schedulable, updates
+from ..optimizers.update_rules import Labels, schedulable, updates
 
 Option = tuple[int, int, str]  # places of an optimizer, and of a group of it, and the name of an option of the group
 _PLAIN = (bool, int, float, str, torch.dtype, type(None))  # hyperparameters that are compared by value
@@ -28,7 +28,7 @@ class OptimizerState:
     """The state of optimizers as the lists that a training step reads and writes, in each optimizer's own format.
 
     Args:
-        optimizers: those of which `why_outside` has nothing to say.
+        optimizers: those of which `unsupported_reason` has nothing to say.
         trained: ids of the parameters to update.
         labels: parameters of two labels have not always been updated together, and are counted apart from then on.
         scheduled: the options besides the learning rate that change from step to step.

@@ -340,7 +340,7 @@ def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], option
     if complex_ones and (max_grad_norm is not None or scale_mode is not None or options.safeguard is not None):
         raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
                          "nor unscaled in the graph, nor judged; leave out max_grad_norm, loss_scale and safeguard")
-    outside = optimizers.why_outside(half, scheduled)
+    outside = optimizers.unsupported_reason(half, scheduled)
     float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
     if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):
         why = "keep_grads=True was given" if not outside else f"{optimizers.name} updates outside of the graph"

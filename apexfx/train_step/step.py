@@ -58,7 +58,7 @@ class TrainStep:
         config = options.config
         check_model(model, config, "train_step", give="give train_step() the module",
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
-        passes.check_names(config, whole_step=True)
+        passes.check_names(config, is_train_step=True)
         self.model, self.optimizer, self._objective, self._options = model, optimizer, objective, options
         self.report = Report(options.describe())
         self._groups = Groups(config)

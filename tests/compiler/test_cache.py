@@ -96,15 +96,15 @@ class Flat(nn.Module):
         return self.layer(x.flatten(0, self.end)).square().mean()
 
 
-@pytest.mark.parametrize("whole_step", [False, True])
-def test_programs_that_lower_to_one_graph_have_a_report_each(whole_step, tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_train_step", [False, True])
+def test_programs_that_lower_to_one_graph_have_a_report_each(is_train_step, tmp_path, monkeypatch):
     """AOTAutograd's cache knows the second by another key than the first, and Inductor's has its code."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     stages = []
     for end in (-2, 1, 1):
         torch._dynamo.reset()
         model = Flat(end)
-        if whole_step:
+        if is_train_step:
             step = apexfx.train_step(model, None, torch.optim.SGD(model.parameters(), 0.1), objective=lambda model, x: model(x))
             step(torch.ones(2, 3, 8))
             assert step.report.memory()

@@ -181,12 +181,12 @@ def test_a_transformed_model_over_many_lengths(level):
     assert type(source.inner.body[0]) is type(model.inner.body[0]) is nn.GRU
 
 
-@pytest.mark.parametrize("whole_step", [True, False])
-def test_a_backward_runs_what_the_forward_recorded(whole_step, monkeypatch):
+@pytest.mark.parametrize("is_train_step", [True, False])
+def test_a_backward_runs_what_the_forward_recorded(is_train_step, monkeypatch):
     recorded, record = [], recurrent.gru._record
     monkeypatch.setattr(recurrent.gru, "_record", lambda *arguments: recorded.append(record(*arguments)) or recorded[-1])
     model, ((tokens, labels),) = Tagger(nn.GRU), batches(1)
-    if whole_step:
+    if is_train_step:
         apexfx.train_step(model, F.cross_entropy, sgd(model), opt_level="O0", inner="eager")(tokens, labels)
     else:
         F.cross_entropy(apexfx.transform(model, opt_level="O0", inner="eager")(tokens), labels).backward()

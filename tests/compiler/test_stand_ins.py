@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from apexfx.compiler.stand_ins import StandIns
+from apexfx.compiler.stand_ins import TraceableReplacements
 from apexfx.report.data import Report
 from apexfx.testing import assert_close
 from tests.transform_models import transformed
@@ -178,7 +178,7 @@ def test_a_model_transformed_twice_and_one_inside_of_another():
 def test_calls_that_overlap():
     """The first to begin puts the copies in, the last to end takes them out."""
     model = model_of("recurrent")
-    stand_ins, encoder = StandIns(None, Report({})), model[1][0]
+    stand_ins, encoder = TraceableReplacements(None, Report({})), model[1][0]
     entered, leave = threading.Event(), threading.Event()
 
     def call():
@@ -200,7 +200,7 @@ def test_calls_that_overlap():
 @pytest.mark.parametrize("kind", LAYERS)
 def test_a_stand_in_is_copied_and_pickled_as_the_users_module(kind):
     model = model_of(kind)
-    with StandIns(None, Report({})).in_place(model):
+    with TraceableReplacements(None, Report({})).in_place(model):
         assert type(model[1][0].layer) is not type(LAYERS[kind]())
         copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     for each in copies:

@@ -140,11 +140,11 @@ def test_left_alone_where_inductor_keeps_the_layout():
 
 
 def test_asked_for_by_a_compiled_step_alone():
-    for whole_step in (True, False):
+    for is_train_step in (True, False):
         for inner in ("inductor", "eager"):
-            context = passes.Context((), None, None, False, whole_step=whole_step)
+            context = passes.Context((), None, None, False, is_train_step=is_train_step)
             names = [p.name for p in passes.schedule(passes.TransformConfig(inner=inner), context)]
-            assert ("channels_last" in names) == (whole_step and inner == "inductor")
+            assert ("channels_last" in names) == (is_train_step and inner == "inductor")
 
 
 class Residual(nn.Module):

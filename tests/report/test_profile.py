@@ -47,11 +47,11 @@ LINE = next(number for number, line in enumerate(open(__file__), 1) if "the line
 BATCH = torch.randn(64, 16), torch.randn(64, 16)
 
 
-def profiled(whole_step, inner, **options):
+def profiled(is_train_step, inner, **options):
     torch.manual_seed(0)
     net, options = Net(), {"opt_level": "O0", "inner": inner, **options}
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
-    if whole_step:
+    if is_train_step:
         step = apexfx.train_step(net, F.mse_loss, optimizer, **options)
         return step.report.profile(step, *BATCH), step.report
     model = apexfx.transform(net, **options)
@@ -67,10 +67,10 @@ def of_module(profile, path):
     return sum(t.ms for t in profile.times if path in t.modules)
 
 
-@pytest.mark.parametrize(("whole_step", "inner"), [
+@pytest.mark.parametrize(("is_train_step", "inner"), [
     (True, "eager"), (False, "eager"), (True, "inductor"), pytest.param(False, "inductor", marks=pytest.mark.long)])
-def test_a_module_that_takes_most_of_the_time_is_named(whole_step, inner):
-    profile, _ = profiled(whole_step, inner)
+def test_a_module_that_takes_most_of_the_time_is_named(is_train_step, inner):
+    profile, _ = profiled(is_train_step, inner)
     products = [t for t in profile.times if set(t.ops) & {"aten.mm", "aten.addmm", "torch.linear"}]
     assert max(products, key=lambda t: t.ms).modules == ("big",)
     assert sum("big" in t.modules for t in products) == 3  # forward, and both gradients

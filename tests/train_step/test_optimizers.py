@@ -13,7 +13,7 @@ from torch import nn, optim
 
 import apexfx
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
-from apexfx.optimizers.torch_optimizers import schedulable
+from apexfx.optimizers.update_rules import schedulable
 from tests.own_optimizers import RMSprop
 from tests.train_step.test_step import ROUNDING, assert_same
 

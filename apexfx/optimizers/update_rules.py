@@ -23,7 +23,7 @@ Labels = Mapping[int, int]  # of parameters, by id
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateSpec:
     """How an optimizer of torch updates a group's parameters.
 
     Attributes:
@@ -46,7 +46,7 @@ class Rule:
     replaces: str = ""
 
 
-_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, Collection[str]], Rule]
+_Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, Collection[str]], UpdateSpec]
 
 
 def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def schedulable(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict
             if all(type(number) in (int, float) for number in (option if name == "betas" else (option,)))}
 
 
-def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None, changed: Collection[str] = ()) -> str:
+def unsupported_reason(optimizer: torch.optim.Optimizer, half: torch.dtype | None = None, changed: Collection[str] = ()) -> str:
     """Return why `optimizer` cannot update inside of the graph; "" where it can.
 
     Args:
@@ -96,7 +96,7 @@ def why_outside(optimizer: torch.optim.Optimizer, half: torch.dtype | None = Non
 
 def updates(optimizer: torch.optim.Optimizer, trained: Collection[int], labels: Labels,
             changed: Mapping[int, Collection[str]]) -> list[Update]:
-    """Return the updates of a step of an optimizer of which `why_outside` has nothing to say; missing state is made.
+    """Return the updates of a step of an optimizer of which `unsupported_reason` has nothing to say; missing state is made.
 
     Args:
         trained: ids of the parameters to update.
@@ -144,7 +144,7 @@ def _as_number(option: Any) -> Any:
     return float(option) if isinstance(option, Tensor) else option
 
 
-def _first_count(rule: Rule, state: dict[str, Any]) -> float:
+def _first_count(rule: UpdateSpec, state: dict[str, Any]) -> float:
     """Return how many updates there were where nobody has counted them: an SGD that dampens all but its first gradient."""
     return 1.0 if rule.op == "sgd" and state.get("momentum_buffer") is not None else 0.0
 
@@ -167,7 +167,7 @@ def _one_vector(optimizer: torch.optim.Optimizer, members: list[Tensor], name: s
 
 
 def _composition(op: str, group: dict[str, Any], options: tuple[str, ...], states: tuple[str, ...], changed: Collection[str],
-                 **others: Any) -> Rule:
+                 **others: Any) -> UpdateSpec:
     """Return the rule of a composition whose hyperparameters are these options: those that change are inputs, and 0 here."""
     numbers, scheduled = [group.get("maximize", False)], {}
     for option in options:
@@ -175,32 +175,32 @@ def _composition(op: str, group: dict[str, Any], options: tuple[str, ...], state
             if option in changed:
                 scheduled[f"beta{place}" if option == "betas" else option] = len(numbers)
             numbers.append(0.0 if option in changed else number)
-    return Rule(op, tuple(numbers), states, scheduled=scheduled, **others)
+    return UpdateSpec(op, tuple(numbers), states, scheduled=scheduled, **others)
 
 
-def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
+def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
     momentum, weight_decay, nesterov = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
     states = ("momentum_buffer",) if momentum else ()
     dampens = bool(momentum and (group["dampening"] or "dampening" in changed))
     has_op = dtype == torch.float32 and not group["maximize"] and not dampens
     if has_op and not changed:
         # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
-        return Rule("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
+        return UpdateSpec("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
     return _composition("sgd", group, ("momentum", "dampening", "weight_decay", "nesterov"), states, changed, counts=dampens,
                         replaces="sgd_" if has_op else "")
 
 
-def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
+def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
     moments, options = ("exp_avg", "exp_avg_sq"), ("betas", "eps", "weight_decay", "decoupled_weight_decay")
     has_op = dtype == torch.float32 and not group["maximize"] and not group["amsgrad"]
     if has_op and not changed:
         decoupled = bool(group["decoupled_weight_decay"])
-        return Rule("adam_", (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), moments)
+        return UpdateSpec("adam_", (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), moments)
     states = (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
     return _composition("adam", group, options, states, changed, replaces="adam_" if has_op else "")
 
 
-def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
+def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
     options = ("momentum", "weight_decay", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
     group = {**group, "ns_coefficients": tuple(group["ns_coefficients"])}
     return _composition("muon", group, options, ("momentum_buffer",), changed, counts=False)
@@ -210,7 +210,7 @@ def _composed(op: str, states: tuple[str, ...], names: tuple[str, ...],
               vectors: Mapping[str, float | None] | None = None) -> _Maker:
     """Return what makes the rule of a class whose hyperparameters, `names`, are numbers of a composition; betas are two."""
 
-    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> Rule:
+    def rule(optimizer: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
         held = tuple(name for name in states if group.get(_ONLY_WITH.get(name), True))
         first = optimizer.defaults.get("initial_accumulator_value", 0.0)  # of Adagrad
         return _composition(op, group, names, held, changed, first=first,
