@@ -124,7 +124,7 @@ class GraphCompiler:
             averages: it is to average gradients, so that a rank whose passes communicate nothing has something to say, too.
             uneven: the ranks tell each other which gradients they have.
         """
-        rows = [*issued(gm), *(row for pass_ in backward for row in pass_.collectives())]
+        rows = [*issued(gm, self.groups.names()), *(row for pass_ in backward for row in pass_.collectives())]
         if uneven:
             rows.append("which parameters have a gradient")
         return [numeric_options(self.config), *rows] if rows or averages else []

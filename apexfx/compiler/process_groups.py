@@ -57,6 +57,10 @@ class Groups:
         return Agreement(self.user, label, (buckets or BucketConfig()).timeout_s,
                          getattr(self.gradients or self.batch_norm, "watchdog", None))
 
+    def names(self) -> set[str]:
+        """Return the names of these groups, which are the same on every rank."""
+        return {group.group_name for group in (self.user, self.gradients, self.batch_norm) if group is not None}
+
     def describe(self) -> dict[str, Any]:
         """Return the name and size of each group: part of every cache key."""
         return {

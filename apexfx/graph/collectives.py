@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -32,13 +33,16 @@ def group_name(node: fx.Node) -> str:
     return argument(node, "group_name") or "" if takes_part else ""
 
 
-def issued(gm: fx.GraphModule) -> list[Any]:
+def issued(gm: fx.GraphModule, common: Collection[str]) -> list[Any]:
     """Return a row for every node of `gm` that communicates, in order: its op, module and process group.
 
     Nothing in it depends on this rank's inputs, so that the rows of two ranks are equal where they communicate alike.
+
+    Args:
+        common: the names of groups that all these ranks are in; a module's own group may have another name on another rank.
     """
-    return [[str(node.target), module_path(node), group] for graph in graphs(gm) for node in graph.graph.nodes
-            if (group := group_name(node))]
+    return [[str(node.target), module_path(node), group if group in common else "a group of the module's own"]
+            for graph in graphs(gm) for node in graph.graph.nodes if (group := group_name(node))]
 
 
 def is_collective_op(op: OpOverload) -> bool:

@@ -133,7 +133,8 @@ class StepCompiler:
                 raise sparse_gradient(p.meta["apexfx_name"])
         places = [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p.name in updated]
         present = [gradient is not None for gradient in grads]
-        collectives = [*issued(gm), *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives())]
+        collectives = [*issued(gm, self.groups.names()),
+                       *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives())]
         if collectives:
             collectives.insert(0, numeric_options(self.config))
             if self.reduce_gradients and node is not None:

@@ -39,6 +39,7 @@ class ReplicaCheck:
     def forget(self) -> None:
         """Drop a comparison that has begun: a state was loaded, maybe on this rank alone, so updates are counted on."""
         self._under_way: tuple[list[str], dist.Work, Tensor, HostCopy | None] | None = None
+        self._found: ReplicaMismatchError | None = None  # which stays until a state is loaded
 
     def note_update(self, names: dict[int, str], params: Sequence[Tensor], optimizers: Iterable[torch.optim.Optimizer],
                     ema: EmaState | None) -> None:
@@ -71,6 +72,8 @@ class ReplicaCheck:
         Raises:
             ReplicaMismatchError: ranks differ; on every rank that calls this.
         """
+        if self._found is not None:
+            raise self._found.with_traceback(None)
         if self._under_way is None:
             return
         (names, work, sums, copy), self._under_way = self._under_way, None
@@ -78,8 +81,9 @@ class ReplicaCheck:
             work.wait()
         columns = (copy.get() if copy is not None else sums).t().tolist()
         if differing := {name: column for name, column in zip(names, columns) if len(set(column)) > 1}:
-            raise ReplicaMismatchError(_message(differing, len(names), self._num_updates), _alone(differing.values()),
-                                       tuple(differing))
+            self._found = ReplicaMismatchError(_message(differing, len(names), self._num_updates), _alone(differing.values()),
+                                               tuple(differing))
+            raise self._found
 
 
 def replica_check(options: Safeguard | None, groups: Groups, report: Report) -> ReplicaCheck | None:

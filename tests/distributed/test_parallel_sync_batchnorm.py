@@ -99,6 +99,24 @@ def _same_as_the_pass(rank, world_size):
             assert torch.equal(ours, theirs)
 
 
+def _groups_in_graphs(rank, world_size):
+    """Group-wise statistics beside gradients that are averaged over all: the groups' names differ between the ranks."""
+    torch.manual_seed(0)
+    plain = convert_syncbn_model(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), create_syncbn_process_group(2))
+    sources = [copy.deepcopy(plain) for _ in range(2)]
+    transformed = apexfx.transform(sources[0], opt_level="O0", ddp=True, inner="eager")
+    step = apexfx.train_step(sources[1], objective=lambda m, x: m(x).square().sum(), opt_level="O0", ddp=True, inner="eager",
+                             optimizer=torch.optim.SGD(sources[1].parameters(), lr=0.1))
+    x = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    for model in (plain, transformed):
+        model(x).square().sum().backward()
+    step(x)
+    for expected, p, updated in zip(plain.parameters(), sources[0].parameters(), sources[1].parameters()):
+        dist.all_reduce(expected.grad)
+        assert_close(p.grad, expected.grad / world_size)
+        assert_close(updated.detach(), expected.detach() - 0.1 * expected.grad / world_size)
+
+
 def _communication(rank, world_size):
     calls = []
     issue = torch.ops._c10d_functional.all_reduce
@@ -146,7 +164,7 @@ def _reducer(rank, world_size):
 
 
 def everything(rank, world_size):
-    for case in (_whole_batch, _groups, _same_as_the_pass, _communication, _reducer):
+    for case in (_whole_batch, _groups, _same_as_the_pass, _groups_in_graphs, _communication, _reducer):
         case(rank, world_size)
 
 
