@@ -20,11 +20,10 @@ from .compiler.refusals import is_apex
 from .config import TransformConfig, is_number
 from .graph.nodes import module_path, op_name, stack_frames, value
 from .observe.bundle import exact_copy
-from .observe.comparison import Comparison, Row, ops_of, rows_of, rows_of_ranges
+from .observe.comparison import NumericsReport, Row, ops_of, rows_of
 from .observe.interpreter import Interpreter
 from .observe.non_finite import NonFinite
 from .observe.overrides import Search, ops_in_half
-from .observe.ranges import Ranges
 from .observe.reference import Reference, relative
 from .precision.op_rows import OpRow
 from .report.data import Report
@@ -44,8 +43,8 @@ _DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _FLOOR = 1e-3  # of the root mean square of all gradients: by no less is the error of one measured
 
 
-def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | None = "float64", *,
-            loss_fn: Callable[..., Any] | None = None, tolerance: float | None = None) -> Comparison:
+def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str = "float64", *,
+            loss_fn: Callable[..., Any] | None = None, tolerance: float | None = None) -> NumericsReport:
     """Run forward and backward op by op beside the same ops in a wide dtype, and rank the ops by the error that they make.
 
     Nothing of model, batch, gradients, buffers or random state is changed, and no optimizer runs. Each rank compares alone.
@@ -58,7 +57,7 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
             graph. One of `torch.compile` is run op by op, too: where Inductor fuses ops, what is between them is not rounded to
             their dtype, and the errors are those of eager.
         batch: what it is called with: a tuple or list of positional arguments, a mapping of keyword arguments, or one tensor.
-        reference: "float64" or "float32", the dtype of the same ops; None measures ranges alone.
+        reference: "float64" or "float32", the dtype of the same ops.
         loss_fn: `loss_fn(output, *targets)`, for a model: batch is (inputs, *targets) then, as of `train_step`. Without it the
             gradients of a model in training mode are those of its outputs' sum, weighted; of one in eval mode there are none.
         tolerance: find a small `precision=` with which no output and no gradient is farther off than this, relative to its norm
@@ -79,10 +78,8 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str | N
     if tolerance is not None and not subject.has_policy:
         raise ValueError("apexfx: tolerance= looks for the precision= of a model of transform(), or of a train_step(), and this "
                          "one is neither; transform it first")
-    traced = subject.trace(call, subject.config, keeps=reference is None)
+    traced = subject.trace(call, subject.config)
     _check_dense(traced)
-    if reference is None:
-        return _ranges(traced, subject, call)
     run = _Run(traced, _DTYPES[reference], subject, call)
     wanted = {place for place, error in run.errors().items() if tolerance is None or not error <= tolerance}
     contributions = run.contributions(wanted)
@@ -189,8 +186,8 @@ class _Subject(Protocol):
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         """Return what explains the errors that a batch makes."""
 
-    def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
-        """Return the graph of loss and gradients for a batch, by other options; `keeps`: a step has it for the next time."""
+    def trace(self, call: _Call, config: TransformConfig) -> Traced:
+        """Return the graph of loss and gradients for a batch, by other options."""
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         """Return what is to be said of the way in which it was run."""
@@ -206,9 +203,9 @@ class _Step:
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return _Call(self._step._objective, batch, named)
 
-    def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
+    def trace(self, call: _Call, config: TransformConfig) -> Traced:
         with call.explained():
-            return self._step.trace_gradients(call.batch, call.named, config, keeps=keeps)
+            return self._step.trace_gradients(call.batch, call.named, config)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return _notes_on_fusion(traced, rows) if self._step.config.inner != "eager" else []
@@ -246,7 +243,7 @@ class _Model:
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return _CallOfModel(self._objective, batch, named)
 
-    def trace(self, call: _Call, config: TransformConfig, *, keeps: bool = False) -> Traced:
+    def trace(self, call: _Call, config: TransformConfig) -> Traced:
         groups, level = Groups(config), config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
         modules = ObjectiveModules(self._objective, self._model)
@@ -272,8 +269,8 @@ class _Run:
     def __init__(self, traced: Traced, dtype: torch.dtype, subject: _Subject, call: _Call) -> None:
         self._traced, self._subject, self._call, self._notes = traced, subject, call, []
         self._reference = Reference(traced.gm.graph, dtype, differentiable=True)
-        self._non_finite, self._ranges = NonFinite(traced.gm.graph), Ranges()
-        call.run(traced, [self._reference, self._non_finite, self._ranges])
+        self._non_finite = NonFinite(traced.gm.graph)
+        call.run(traced, [self._reference, self._non_finite])
         wide = [x.detach() if isinstance(x, Tensor) else x for x in self._reference.wide_outputs]
         self._wide = {place: wide[place] for place in range(len(wide))[subject.outputs]
                       if isinstance(wide[place], Tensor) and wide[place].is_floating_point()}
@@ -323,7 +320,7 @@ class _Run:
         total = sum(min(error, 1.0) for place, error in self.errors().items() if place in places)
         return max(total - sum(own for own, _ in contributions.values()), 0.0)
 
-    def comparison(self, reference: str, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> Comparison:
+    def comparison(self, reference: str, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> NumericsReport:
         """Return what there is to say, `contributions` being to the error of the outputs at `places`."""
         notes, errors = list(self._notes), self.errors()
         cut = [place for place in places if not self._reference.wide_outputs[place].requires_grad]
@@ -331,8 +328,7 @@ class _Run:
             contributions = {}
             notes.append("no shares of the error, and ranked by what each op introduces: most of it goes through an op without a "
                          "second derivative (GRU, group norm)")
-        rows = rows_of(self._traced.gm.graph, _ops(self._traced, self._subject), self._reference, self._ranges.ranges,
-                       contributions, self._zero)
+        rows = rows_of(self._traced.gm.graph, _ops(self._traced, self._subject), self._reference, contributions, self._zero)
         unmeasured = sorted({row.call for row in rows if not row.is_measured})
         if unmeasured:
             notes.append(f"{', '.join(unmeasured)} cannot run in {reference}, and nobody knows its error")
@@ -345,7 +341,7 @@ class _Run:
             notes.append(f"the gradient of {', '.join(zero[:3])}{', ...' if zero[3:] else ''} is zero by the formula, and "
                          "rounding here: left out")
         named = {self._name(place): error for place, error in errors.items()}
-        return Comparison(rows, reference=reference, errors=named, first_non_finite=self._non_finite.first(), notes=notes,
+        return NumericsReport(rows, reference=reference, errors=named, first_non_finite=self._non_finite.first(), notes=notes,
                           shares_hold=shares_hold)
 
     def _errors(self, outputs: Sequence[Any]) -> dict[int, float]:
@@ -392,12 +388,6 @@ def _where(node: fx.Node, ops: Sequence[OpRow]) -> list[str]:
     return [f"  {text}" + (f", module {path!r}" if path else ""), *(f"  {text_of_line(*frame)}" for frame in frames[-1:])]
 
 
-def _ranges(traced: Traced, subject: _Subject, call: _Call) -> Comparison:
-    observer = Ranges()
-    call.run(traced, [observer])
-    return Comparison(rows_of_ranges(traced.gm.graph, _ops(traced, subject), observer.ranges), reference="", errors={})
-
-
 def _ops(traced: Traced, subject: _Subject) -> dict[str, OpRow | None]:
     """Return the rows of a graph's ops by name; None for those of a loss that is not the user's."""
     return {op.node: op if subject.has_loss or not op.outside or op.source else None for op in traced.ops}
@@ -437,15 +427,11 @@ def _check(model_or_step: Any, reference: Any, loss_fn: Any, tolerance: Any) -> 
     if isinstance(reference, Tensor):
         raise TypeError("apexfx: compare() was given a second tensor, expected the batch as one argument: compare(step, (inputs, "
                         "targets))")
-    if reference not in (*_DTYPES, None):
-        raise ValueError(f"apexfx: reference={reference!r} was given, expected 'float64', 'float32' or None")
+    if reference not in _DTYPES:
+        raise ValueError(f"apexfx: reference={reference!r} was given, expected 'float64' or 'float32'")
     if loss_fn is not None and not callable(loss_fn):
         raise TypeError(f"apexfx: loss_fn={loss_fn!r} was given, expected a function of the output and the targets")
     if loss_fn is not None and isinstance(model_or_step, TrainStep):
         raise ValueError("apexfx: loss_fn= was given for a training step, which has its own; leave it out")
-    if tolerance is None:
-        return
-    if not is_number(tolerance) or not 0 < tolerance < 1:
+    if tolerance is not None and not (is_number(tolerance) and 0 < tolerance < 1):
         raise ValueError(f"apexfx: tolerance={tolerance!r} was given, expected a relative error: a number between 0 and 1")
-    if reference is None:
-        raise ValueError("apexfx: tolerance= is measured against a reference, and reference=None asks for none; leave one out")

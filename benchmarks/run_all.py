@@ -50,7 +50,6 @@ SHORT = (  # in order of worth
     "recurrent.py --steps 20 --rounds 3",
     "gradient_check.py --steps 10",
     "page.py --layers 2 --rounds 2",
-    "ranges.py --models mlp --rounds 5",
     "leaks.py --makes 8 --json results/leaks.json",
     "simulate.py --launches 1 --turns 5 --models mlp",
     "diagnose.py --programs molecules.py moving_average.py --blocks 10 --rounds 1 --json results/diagnose.json",

@@ -17,7 +17,6 @@ from ..graph.nodes import module_path, op_name, source_line, value
 from ..graph.printing import count_text, short_dtype
 from ..precision.op_rows import OP, OpRow
 from .non_finite import Finding, is_of_backward
-from .ranges import Range
 from .reference import NodeErrors, Reference, relative
 
 _MAX_ROWS = 12  # shown
@@ -53,7 +52,6 @@ class Row:
         rule, reason: by which it has its dtype; "" where no rule was applied.
         module, source: dotted path, and line of the user's program.
         num_calls: how many calls are folded into this row: those of one line and module.
-        range: of the values.
         wrong_backward: whether it is a custom op whose registered backward is not the derivative of its forward.
         is_measured: False where the op does not run in the reference's dtype.
     """
@@ -73,7 +71,6 @@ class Row:
     module: str
     source: str
     num_calls: int
-    range: Range | None
     is_measured: bool = True
     wrong_backward: bool = False
     consequence: str = ""
@@ -107,17 +104,15 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row as JSON-able values; what is not finite as a string."""
-        row = asdict(self) | {"error": self.error, "stands_out": self.stands_out}
-        if self.range is not None:
-            row["range"] = asdict(self.range) | {"dtype": short_dtype(self.range.dtype), "exponents": self.range.exponents}
-        return _jsonable(row)
+        return _jsonable(asdict(self) | {"error": self.error, "stands_out": self.stands_out})
 
 
-class Comparison(Sequence[Row]):
+class NumericsReport(Sequence[Row]):
     """The ops of a model, those first that are most to blame for its error. `print` it for a table.
 
     Attributes:
-        reference: the dtype of the reference; "" where there is none, and the rows are those of the ranges.
+        headers: of the columns of the table.
+        reference: the dtype of the reference.
         errors: of each output ("output 0") and gradient ("gradient of head.weight"), relative to its norm.
         first_non_finite: where nan or an infinity begins, in the reference too: the formula is at fault, not a dtype; or None.
         notes: what else there is to say.
@@ -125,6 +120,8 @@ class Comparison(Sequence[Row]):
         overrides: the `precision=` that brings all errors below the tolerance that was asked for; None where none was, or there
             is none.
     """
+
+    headers = ("share", "introduced", "inherited", "op", "dtype", "rule", "module", "line")
 
     def __init__(self, rows: Sequence[Row], *, reference: str, errors: Mapping[str, float],
                  first_non_finite: Finding | None = None, notes: Sequence[str] = (), shares_hold: bool = True) -> None:
@@ -151,9 +148,7 @@ class Comparison(Sequence[Row]):
 
     @property
     def summary(self) -> list[str]:
-        """What is farthest off, and the verdict; nothing where there is no reference."""
-        if not self.reference:
-            return []
+        """What is farthest off, and the verdict."""
         farthest = ", ".join(f"{name} {number}" for name, number in self.farthest()[:3]) or "nothing to compare"
         more = f", and {len(self.errors) - 3} more" if len(self.errors) > 3 else ""
         return [f"against {self.reference}: {farthest}{more}", self.verdict]
@@ -161,13 +156,6 @@ class Comparison(Sequence[Row]):
     def farthest(self) -> list[tuple[str, str]]:
         """Return the outputs and gradients, those first whose error is largest, and their errors as text."""
         return [(name, _number(error)) for name, error in sorted(self.errors.items(), key=lambda item: -item[1])]
-
-    @property
-    def headers(self) -> tuple[str, ...]:
-        """Of the columns of the table."""
-        if self.reference:
-            return "share", "introduced", "inherited", "op", "dtype", "rule", "module", "line"
-        return "largest", "smallest", "zeros", "underflow", "overflow", "op", "dtype", "module", "line"
 
     @property
     def verdict(self) -> str:
@@ -206,7 +194,7 @@ class Comparison(Sequence[Row]):
         rows = rows[:_MAX_ROWS]
         if rows:
             lines += ["", tabulate([self.cells(row) for row in rows], headers=self.headers, disable_numparse=True,
-                                   maxcolwidths=[None] * 3 + [44] * 6, colalign=("right",) * (3 if self.reference else 5))]
+                                   maxcolwidths=[None] * 3 + [44] * 5, colalign=("right",) * 3)]
         if len(self.rows) > len(rows):
             lines.append(f"and {count_text(len(self.rows) - len(rows), 'more row')}")
         return "\n".join(lines)
@@ -215,17 +203,13 @@ class Comparison(Sequence[Row]):
 
     def cells(self, row: Row) -> tuple[str, ...]:
         """Return the texts of a row of the table, under `headers`."""
-        if not self.reference:
-            r = row.range
-            return (f"{r.largest:.2g}", f"{r.smallest:.2g}", f"{r.zeros:.1%}", f"{r.underflow:.1%}", f"{r.overflow:.1%}",
-                    _op_text(row), row.dtype, row.module or "model", row.source)
         share = "-" if row.share is None else f"{round(row.share, 3) + 0.0:.1%}"  # no "-0.0%"
         introduced = "not finite" if row.is_lost else _number(row.introduced) if row.is_measured else "?"
         inherited = _number(row.inherited) + (f" ({row.magnifies:.0f} x)" if row.magnifies >= _MAGNIFIES else "")
         return share, introduced, inherited, _op_text(row), row.dtype, row.rule, row.module or "model", row.source
 
 
-def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Reference, ranges: Mapping[fx.Node, Range],
+def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Reference,
             contributions: Mapping[fx.Node, tuple[float, float]], ignored: Collection[int] = ()) -> list[Row]:
     """Return the rows of a graph's ops, the most to blame first.
 
@@ -233,7 +217,6 @@ def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Referen
         graph: of ops of aten, marked by `mark_ops` and by `BACKWARD`.
         ops: the rows of the forward that it was lowered from, by `OpRow.node`; None for one that is to be left out.
         reference: that has observed a run.
-        ranges: of the same run.
         contributions: of `reference`; {} where they are not known.
         ignored: places of outputs whose error does not count.
     """
@@ -252,7 +235,7 @@ def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Referen
         introduced, inherited, magnifies = figures[worst]
         rows.append((Row(
             **group.described(worst), share=share, passed=passed, introduced=introduced, inherited=inherited, magnifies=magnifies,
-            is_lost=any(errors[node].is_lost for node in group.nodes), range=ranges.get(worst),
+            is_lost=any(errors[node].is_lost for node in group.nodes),
             is_measured=all(errors[node].is_measured for node in group.nodes),
             wrong_backward=any(node in reference.wrong_backward for node in group.nodes)), group, worst))
     consequences = _consequences(rows, reference)
@@ -290,17 +273,6 @@ def _ancestors(node: fx.Node) -> set[fx.Node]:
         ancestors |= new
         todo += new
     return ancestors
-
-
-def rows_of_ranges(graph: fx.Graph, ops: Mapping[str, OpRow | None], ranges: Mapping[fx.Node, Range]) -> list[Row]:
-    """Return rows without errors: of each op the range that overflows most, or underflows; the worst first."""
-    def badness(node: fx.Node) -> tuple[float, float, float]:
-        return ranges[node].overflow, ranges[node].underflow, ranges[node].largest
-
-    calls = [node for node in ranges if node.op == "call_function"]
-    worst = [(group, max(group.nodes, key=badness)) for group in _groups(graph, ops, calls)]
-    return [Row(**group.described(node), share=None, passed=0.0, introduced=0.0, inherited=0.0, magnifies=0.0, is_lost=False,
-                range=ranges[node]) for group, node in sorted(worst, key=lambda pair: badness(pair[1]), reverse=True)]
 
 
 @dataclass(frozen=True)

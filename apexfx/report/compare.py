@@ -35,7 +35,7 @@ class Change:
     after: str
 
 
-class Comparison(Sequence[Change]):
+class ReportDiff(Sequence[Change]):
     """The changes between two reports: options, graphs, constants, ops, casts, buckets, memory. `print` it for a table."""
 
     def __init__(self, changes: Sequence[Change]) -> None:
@@ -60,7 +60,7 @@ class Comparison(Sequence[Change]):
     __repr__ = __str__
 
 
-def compare(before: Report, after: Report) -> Comparison:
+def compare(before: Report, after: Report) -> ReportDiff:
     """Return what is different in `after`. Graphs are matched by mode and order; of one that a side lacks only that is said."""
     if not hasattr(after, "graphs"):
         raise TypeError(f"apexfx: compare({after!r}) was given, expected a report: model.report, or Report.load(path)")
@@ -72,7 +72,7 @@ def compare(before: Report, after: Report) -> Comparison:
     shared = [{index: label for index, label in own.items() if label in both} for own in labels]
     for kind, read in (("constant", _constants), ("op", _ops), ("casts", _casts), ("bucket", _buckets), ("memory", _memory)):
         changes += _differences(kind, *map(read, (before, after), shared))
-    return Comparison(changes)
+    return ReportDiff(changes)
 
 
 def _labels(report: Report) -> dict[int, str]:

@@ -15,7 +15,7 @@ from ..graph.printing import comparable
 from . import records
 from .bucket_use import BucketUse
 from .cast_ledger import Cast, CastLedger, remove_cast
-from .compare import Comparison, compare
+from .compare import ReportDiff, compare
 from .diff import coloured, unified
 from .html import report_page
 from .measure import measure
@@ -292,7 +292,7 @@ class Report:
             raise ValueError(f"apexfx: {path} holds a malformed report ({type(error).__name__}: {error}); {advice}") from error
         return report
 
-    def compare(self, other: Report) -> Comparison:
+    def compare(self, other: Report) -> ReportDiff:
         """Return what differs in `other`, another run, commit or level: options, graphs, constants, ops, casts, buckets, memory.
 
         Names of nodes and line numbers, which differ by accident, are left out. `print` it for a table.

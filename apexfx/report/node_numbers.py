@@ -12,7 +12,7 @@ from .records import GraphReport, StageReport
 
 Place = tuple[int, str]  # index of a graph, and one of its stages
 Errors = dict[str, dict[str, float | None]]  # what -> node -> number; None is not finite
-INTRODUCED, SHARE, OUT_OF_RANGE = "error introduced", "share of the error", "share out of range"
+INTRODUCED, SHARE = "error introduced", "share of the error"
 
 
 def kernels_of(graphs: Sequence[GraphReport], profile: Profile | None) -> dict[Place, list[tuple[KernelTime, list[str]]]]:
@@ -81,11 +81,8 @@ def errors_of(comparison: Any, places: Sequence[Mapping[Place, Sequence[str]]]) 
     """
     errors: dict[Place, Errors] = defaultdict(lambda: defaultdict(dict))
     for row, stages in zip(comparison, places):
-        if comparison.reference:
-            numbers = {INTRODUCED: math.inf if row.is_lost else row.introduced}
-            numbers |= {SHARE: abs(row.share)} if row.share is not None else {}
-        else:
-            numbers = {OUT_OF_RANGE: row.range.underflow + row.range.overflow}
+        numbers = {INTRODUCED: math.inf if row.is_lost else row.introduced}
+        numbers |= {SHARE: abs(row.share)} if row.share is not None else {}
         for place, nodes in stages.items():
             for what, number in numbers.items():
                 errors[place][what].update(dict.fromkeys(nodes, number if math.isfinite(number) else None))

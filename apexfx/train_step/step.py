@@ -91,7 +91,6 @@ class TrainStep:
                                     self._ema, buffers, self.report, index, self._device)
         self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
                                   agreement=self._agreement, index=index)
-        self._gradient_graphs: GradientGraphs | None = None  # that compare(step, batch, None) has asked for
         self._replicas = replica_check(options.safeguard, self._groups, self.report)
         self._skipped = SkippedSteps(self._graphs, scale=self._scale, safeguard=self._safeguard, name_of=self._state.name_of,
                                      accumulates=options.accumulate > 1, device=self._device)
@@ -215,22 +214,16 @@ class TrainStep:
         """The options that `transform` has, too."""
         return self._options.config
 
-    def trace_gradients(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig, *,
-                        keeps: bool = False) -> Traced:
+    def trace_gradients(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
         """Return the graph of loss and gradients for a batch, by other options, and its inputs; run nothing.
 
         Args:
             batch, named: by position and by keyword.
-            keeps: the graph, for calls by the same options that its guards hold for.
 
         Raises:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
-        graphs = self._gradient_graphs if keeps else None
-        if graphs is None:
-            graphs = GradientGraphs(self._step_model, self._objective, config, self._groups)
-        if keeps:
-            self._gradient_graphs = graphs
+        graphs = GradientGraphs(self._step_model, self._objective, config, self._groups)
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
         return graphs.trace(params, batch, named, scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import math
 
 import pytest
 import torch
@@ -13,9 +12,6 @@ from torch import nn
 
 import apexfx
 from apexfx.__main__ import main
-from apexfx.observe.interpreter import Interpreter
-from apexfx.observe.ranges import Ranges, range_of
-from apexfx.train_step.compiler import StepCompiler
 
 X = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
 
@@ -311,83 +307,6 @@ def test_what_a_fused_kernel_does_not_overflow_is_said():
     assert "overflows in eager" in str(comparison) and "are finite" in str(comparison), comparison
 
 
-@pytest.mark.parametrize("values", [
-    [1.0, -3.0], [0.0, 0.0], [0.0, 2.0, -1e-6], [math.inf, 1.0, 0.0], [math.nan, -2.0], [math.nan, math.inf], [1e-6]], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_range_counts_zeros_subnormal_and_infinite_values(values, dtype):
-    range_, size = range_of(torch.tensor(values, dtype=dtype)), [abs(x) for x in torch.tensor(values, dtype=dtype).tolist()]
-    inside = [x for x in size if 0 < x < math.inf]
-    assert (range_.largest, range_.smallest) == (max(inside, default=0), min(inside, default=0))
-    shares = size.count(0), sum(x < torch.finfo(dtype).tiny for x in inside), sum(not math.isfinite(x) for x in size)
-    assert (range_.zeros, range_.underflow, range_.overflow) == tuple(count / len(size) for count in shares)
-
-
-def test_ranges_alone():
-    comparison = apexfx.compare(apexfx.transform(Net("overflow"), dtype=torch.float16, inner="eager"), X, reference=None)
-    assert comparison[0].source == line_of("overflow") and comparison[0].range.overflow > 0 and comparison.errors == {}
-    assert comparison[0].range.exponents.endswith("of 2^-14 .. 2^15") and "underflow" in str(comparison)
-
-
-def test_a_step_keeps_its_graph_of_ranges_until_something_changes(monkeypatch):
-    num_captured, capture = 0, StepCompiler.__call__
-
-    def counted(*args, **kwargs):
-        nonlocal num_captured
-        num_captured += 1
-        return capture(*args, **kwargs)
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    step = apexfx.train_step(model, nn.MSELoss(), optimizer, inner="eager", opt_level="O0")
-    batch = torch.randn(4, 8), torch.randn(4, 8)
-    step(*batch)
-    monkeypatch.setattr(StepCompiler, "__call__", counted)
-
-    def ranges(batch=batch, *, captures):
-        before = num_captured
-        rows = apexfx.compare(step, batch, reference=None)
-        assert num_captured - before == captures
-        step._gradient_graphs, kept = None, step._gradient_graphs
-        assert rows.to_json() == apexfx.compare(step, batch, reference=None).to_json()
-        step._gradient_graphs = kept
-        return max(row.range.largest for row in rows)
-
-    buffers = [b.clone() for b in model.buffers()]
-    first = ranges(captures=1)
-    assert ranges(captures=0) == first and all(map(torch.equal, buffers, model.buffers()))
-    with torch.no_grad():
-        model[3].weight.mul_(1000)
-    assert ranges(captures=0) > 100 * first
-    ranges(tuple(3 * x for x in batch), captures=0)
-    ranges(tuple(x[:2] for x in batch), captures=1)
-    handle = model[3].register_forward_hook(lambda module, args, output: output * 1e6)
-    assert ranges(captures=1) > 1e8 * first
-    handle.remove()
-    model.eval()
-    ranges(captures=1)
-    model[2] = nn.Sigmoid()
-    ranges(captures=1)
-    model[0].bias.requires_grad_(False)
-    ranges(captures=1)
-    for size in range(2, 14):  # more than Dynamo keeps of one function
-        apexfx.compare(step, (torch.randn(size, 8), torch.randn(size, 8)), reference=None)
-
-
-def test_a_range_is_of_the_values_that_a_view_shows_when_it_is_seen():
-    graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    zeros = graph.call_function(torch.ops.aten.mul.Tensor, (x, 0.0))
-    graph.call_function(torch.ops.aten.view.default, (zeros, [-1]))
-    graph.call_function(torch.ops.aten.add_.Tensor, (zeros, 3.0))
-    later = graph.call_function(torch.ops.aten.view.default, (zeros, [-1]))
-    part = graph.call_function(torch.ops.aten.slice.Tensor, (later, 0, 0, 2))
-    graph.output((later, part))
-    observer = Ranges()
-    Interpreter(nn.Module(), [observer], graph=graph).run(torch.ones(2, 2))
-    assert [range_.largest for range_ in observer.ranges.values()] == [0.0, 0.0, 3.0, 3.0, 3.0]
-
-
 def test_a_sparse_gradient_is_refused():
     with pytest.raises(ValueError, match=r"the gradient of '0.weight' is sparse.*sparse=False"):
         apexfx.compare(nn.Sequential(nn.Embedding(4, 2, sparse=True)), torch.tensor([1, 2]))
@@ -440,15 +359,15 @@ def test_what_overflows_is_overridden():
 
 def test_it_goes_into_json():
     data = json.loads(json.dumps(apexfx.compare(Net("overflow").half(), X.half()).to_json()))
-    assert data["rows"][0]["is_lost"] and data["rows"][0]["range"]["dtype"] == "f16" and data["errors"]["output 0"] == "inf"
+    assert data["rows"][0]["is_lost"] and data["rows"][0]["dtype"] == "f16" and data["errors"]["output 0"] == "inf"
 
 
 @pytest.mark.parametrize("arguments, options, error", [
     ((3, X), {}, "compare() was given int, expected a torch.nn.Module or what train_step() returns"),
     ((Net(), X, X), {}, "expected the batch as one argument: compare(step, (inputs, targets))"),
-    ((Net(), X, "bfloat16"), {}, "reference='bfloat16' was given, expected 'float64', 'float32' or None"),
+    ((Net(), X, "bfloat16"), {}, "reference='bfloat16' was given, expected 'float64' or 'float32'"),
     ((Net(), X), {"tolerance": 1e-3}, "transform it first"), ((Net(), X), {"tolerance": 2}, "expected a relative error"),
-    ((Net(), X, None), {"tolerance": 0.1}, "reference=None asks for none"), ((Net(), X), {"loss_fn": 3}, "expected a function"),
+    ((Net(), X, None), {}, "reference=None was given"), ((Net(), X), {"loss_fn": 3}, "expected a function"),
 ])  # fmt: skip
 def test_wrong_arguments(arguments, options, error):
     with pytest.raises((TypeError, ValueError)) as raised:
