@@ -273,7 +273,10 @@ class CastInserter:
             if not self._as_captured(node, f"it refuses the others ({type(error).__name__}): it gets {_CAPTURED}"):
                 raise PassError("precision", f"does not run with its new dtypes: {error}", node) from error
             return
-        if signature(new) != signature(value(node)):
+        # A cast that changed nothing gave its argument on, which one that changes something does not.
+        memory = [storages(of(source)) for source in node.all_input_nodes for of in (value, self.captured.get)]
+        aliases = bool(frozenset().union(*memory) & (storages(new) | storages(value(node))))
+        if aliases or signature(new) != signature(value(node)):
             set_value(node, new)
             self.changed.add(node)
 
@@ -312,7 +315,7 @@ class CastInserter:
         else:
             self.visited_bodies.add(id(body))
             for placeholder, operand in zip(inputs, operands):
-                if signature(value(placeholder)) != signature(value(operand)):
+                if operand in self.changed or signature(value(placeholder)) != signature(value(operand)):
                     self.changed.add(placeholder)
                 set_value(placeholder, value(operand))
             outer = self.body, self.no_grad
@@ -323,7 +326,8 @@ class CastInserter:
         new = fx.node.map_arg(body.graph.output_node().args[0], value)
         if isinstance(value(node), tuple) and isinstance(new, list):
             new = tuple(new)
-        if signature(new) != signature(value(node)):
+        moved = any(source in self.changed for source in body.graph.output_node().all_input_nodes)
+        if moved or signature(new) != signature(value(node)):
             set_value(node, new)
             self.changed.add(node)
 
