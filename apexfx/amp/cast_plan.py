@@ -112,6 +112,8 @@ class CastPlan:
             key: Any = (*kinds, *kwargs, kwargs.get("inplace") is True)
         else:
             kwargs, key = {}, tuple(kinds)
+        if self.name == "einsum":
+            key = (*key, *(arg for arg in args[:1] if isinstance(arg, str)))
         decision = self._decisions.get(key)
         if decision is None:
             decision = self._decisions[key] = self._decide(args, kwargs, kinds)
@@ -141,7 +143,8 @@ class CastPlan:
         in_place, out = kwargs.get("inplace") is True, kwargs.get("out") is not None
         rule = self.rule
         if rule is None:
-            rule = lookup(self.name, self.executor.rules, in_place=in_place, out=out, names_dtype=_DTYPE in kinds)
+            rule = lookup(self.name, self.executor.rules, in_place=in_place, out=out, names_dtype=_DTYPE in kinds,
+                          equation=next(iter(args), None))
         if rule.family == "foreign":
             targets = tuple(torch.float32 if kind == self.executor.half else None for kind in kinds)
         elif out:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -42,13 +43,14 @@ class Rule:
 
 MIXED = "mixed arguments meet in the widest dtype"
 
+_INTO_ITS_OWN = "an in-place op writes its own tensor, whose dtype cannot change"
+
 # (kind, family, reason, names)
 _TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("half", "convolution", "tensor cores multiply in half and accumulate in float32", """
         conv conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d conv_tbc"""),
     ("half", "matmul", "tensor cores multiply in half and accumulate in float32", """
-        addmm addmv addr addbmm baddbmm bmm linear matmul mm mv inner outer einsum tensordot chain_matmul
-        linalg_multi_dot"""),
+        addmm addmv addr addbmm baddbmm bmm linear matmul mm mv inner einsum tensordot chain_matmul linalg_multi_dot"""),
     ("half", "attention", "a fused attention kernel works in half and keeps its softmax in float32", """
         scaled_dot_product_attention multi_head_attention_forward"""),
     ("half", "rnn", "a recurrent layer is matrix products; its state takes the dtype of its weights", """
@@ -92,7 +94,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         quantile nanquantile histc histogram multinomial bincount"""),
     ("float", "transfer", "Apex: code that reads a value on the host expects float32", "cpu"),
     ("promote", "arithmetic", MIXED, """
-        add sub mul div addcdiv addcmul atan2 cross bilinear dot vdot floor_divide remainder fmod maximum minimum fmax
+        add sub mul outer div addcdiv addcmul atan2 cross bilinear dot vdot floor_divide remainder fmod maximum minimum fmax
         fmin lerp linalg_cross linalg_vecdot kron copysign nextafter heaviside"""),
     ("promote", "comparison", "mixed arguments are compared in the widest dtype", """
         eq equal ge gt le lt ne isclose allclose searchsorted bucketize isin"""),
@@ -119,11 +121,12 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
         argmax argmin sort topk kthvalue median mode argsort cummax cummin any all"""),
     ("passthrough", "autograd", "a gradient comes in the dtype of what it belongs to", "grad apexfx.apply_gradients"),
     ("passthrough", "view", "moves or describes data and computes nothing", """
-        getitem setitem view reshape flatten unflatten transpose t T mT mH adjoint permute squeeze unsqueeze expand
+        getitem view reshape flatten unflatten transpose t T mT mH adjoint permute squeeze unsqueeze expand
         expand_as contiguous narrow select split chunk unbind detach clone diagonal movedim flip roll repeat repeat_interleave
         tile view_as view_as_real real imag gather index_select take tril triu diag diag_embed as_strided ravel
         rot90 tensor_split hsplit vsplit dsplit attribute getattr size dim numel shape stride is_floating_point item
         tolist requires_grad_ register_hook retain_grad zero_ fill_ copy_ resize_ set_ data_ptr backward"""),
+    ("match_self", "in_place", _INTO_ITS_OWN, "setitem"),
     ("passthrough", "factory", "makes a new tensor; only the dtype and device of its argument are read", """
         zeros_like ones_like empty_like rand_like randn_like randint_like new_zeros new_ones new_empty new_full
         new_tensor zeros ones empty full arange rand randn linspace tensor"""),
@@ -135,7 +138,7 @@ RULES: Mapping[str, Rule] = {
     name: Rule(kind, reason, family) for kind, family, reason, names in _TABLE for name in names.split()
 }
 
-_IN_PLACE = Rule("match_self", "an in-place op writes its own tensor, whose dtype cannot change", "in_place")
+_IN_PLACE = Rule("match_self", _INTO_ITS_OWN, "in_place")
 _OUT = Rule("match_self", "the result goes into the tensor given as out=, whose dtype cannot change", "in_place")
 _UNKNOWN = Rule("promote", "not in the table: mixed arguments meet in the widest dtype", "unknown")
 FOREIGN = Rule("passthrough", "not torch's own: it keeps the dtypes it was written for", "foreign")
@@ -156,7 +159,8 @@ SAME_DATA_FAMILIES = ("view", "cast")
 
 
 def lookup(
-    name: str, rules: Mapping[str, Rule] = RULES, *, in_place: bool = False, out: bool = False, names_dtype: bool = False
+    name: str, rules: Mapping[str, Rule] = RULES, *, in_place: bool = False, out: bool = False, names_dtype: bool = False,
+    equation: Any = None,
 ) -> Rule:
     """Return the rule that holds for a call of the op called `name` (see `canonical_name`).
 
@@ -165,10 +169,13 @@ def lookup(
         in_place: the op writes its first argument although its name does not say so (`inplace=True`).
         out: the op was given `out=`.
         names_dtype: a dtype is among the arguments.
+        equation: the first argument of an einsum: where it sums over no index, it multiplies elements as `mul` does.
     """
     if out:
         return _OUT
     rule = rules.get(name)
+    if name == "einsum" and rule is RULES[name] and isinstance(equation, str) and not _sums(equation):
+        return RULES["mul"]
     if rule is None and name.endswith("_") and not is_foreign(name):
         in_place = True
         rule = rules.get(name[:-1])
@@ -179,6 +186,13 @@ def lookup(
     if rule is not None:
         return rule
     return FOREIGN if is_foreign(name) else _UNKNOWN
+
+
+def _sums(equation: str) -> bool:
+    """Return whether the equation of an einsum sums over an index: one that is not in the result."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    indices = set(operands) - {",", "."}
+    return bool(indices - set(result)) if arrow else any(operands.count(index) > 1 for index in indices)
 
 
 def widest(dtypes: Sequence[torch.dtype | None]) -> torch.dtype | None:

@@ -35,9 +35,10 @@ MISSED_BY_APEX = {
     "half": "scaled_dot_product_attention einsum multi_head_attention_forward lstm gru inner tensordot",
     "float": """logsumexp cdist pdist instance_norm rms_norm log1p mean linalg_norm linalg_inv fft_rfft quantile
         embedding_bag""",
-    "promote": "where scatter scatter_add index_put index_add masked_fill lerp maximum clamp",
+    "match_self": "setitem",
+    "promote": "outer ger where scatter scatter_add index_put index_add masked_fill lerp maximum clamp",
     "batch_norm": "batch_norm apexfx.sync_batch_norm",
-    "passthrough": "embedding relu max_pool2d view getitem setitem copy_ to float zeros_like",
+    "passthrough": "embedding relu max_pool2d view getitem copy_ to float zeros_like",
 }
 
 
