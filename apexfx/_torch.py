@@ -12,6 +12,7 @@ import gc
 import inspect
 import json
 import logging
+import os
 import re
 import sys
 import traceback
@@ -162,6 +163,20 @@ def quiet_fakes() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+@contextlib.contextmanager
+def without_tensorify() -> Iterator[None]:
+    """Keep AOTAutograd's pass that makes tensors of Python floats off a graph (2.13): without any in the graph it takes a 0-dim
+    float64 input for one, and drops what the forward writes into it.
+    """
+    name = "TENSORIFY_PYTHON_SCALARS"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
 
 
 def graph_breaks() -> list[str]:

@@ -18,11 +18,11 @@ import torch
 from torch import fx
 
 from .. import ops, passes
-from .._torch import data_of, graph_breaks_around, recompile_reason
+from .._torch import data_of, graph_breaks_around, recompile_reason, without_tensorify
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
-from ..graph.mutation import writes_first
-from ..graph.nodes import source_line
+from ..graph.mutation import storages, writes_first, written_storages
+from ..graph.nodes import source_line, value
 from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
@@ -96,7 +96,7 @@ class RewrittenGraph:
 
     def compile(self, other_stages: BackwardPasses, report: Report) -> Callable[..., Any]:
         """Return what runs the graph; the report has it from then on."""
-        with traceable_rnn(self.gm), _explained(self.gm):
+        with traceable_rnn(self.gm), _explained(self.gm), _scalar_writes(self.gm):
             compiled = INNER[self.config.inner](self.gm, self.example_inputs, other_stages, **self.config.inner_options)
         report.add(self.record)  # not before: what the inner compiler refuses never runs
         for sentence in ops.missing({x.device.type for x in self.example_inputs if isinstance(x, torch.Tensor)}):
@@ -109,7 +109,7 @@ class RewrittenGraph:
         Args:
             lowered: the graph is to be the one that Inductor makes code of.
         """
-        with traceable_rnn(self.gm):
+        with traceable_rnn(self.gm), _scalar_writes(self.gm):
             return (trace_lowered if lowered else trace)(self.gm, self.example_inputs, other_stages)
 
 
@@ -139,6 +139,24 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     if key is not None:
         record.load_backward = functools.partial(cache.load_stage, key)
     return RewrittenGraph(gm, example_inputs, placeholders, config, pipeline, record, uuid, key)
+
+
+def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
+    """Have AOTAutograd keep what the forward writes into 0-dim float64 inputs.
+
+    Raises:
+        ValueError: the graph takes a float that changes besides, for which AOTAutograd needs the pass that drops them.
+    """
+    if not any(isinstance(value(node), torch.SymFloat) for node in gm.graph.nodes):
+        return without_tensorify()
+    memory = written_storages(gm)
+    for node in gm.graph.find_nodes(op="placeholder"):
+        val = value(node)
+        if isinstance(val, torch.Tensor) and val.dtype == torch.float64 and not val.dim() and storages(val) & memory:
+            raise ValueError(f"apexfx: the forward writes {node.meta['apexfx_name']!r}, a float64 tensor of no dimension, and "
+                             "takes a Python float that changes: AOTAutograd would drop the write. Keep it in float32, or in "
+                             "shape [1]")
+    return contextlib.nullcontext()
 
 
 @contextlib.contextmanager

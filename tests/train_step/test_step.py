@@ -523,7 +523,7 @@ def test_what_is_no_state_of_this_step_is_refused():
     ({"loss_scale": "dynamic"}, {"loss_scale": 128.0}, 128.0), ({"loss_scale": 128.0}, {"loss_scale": "dynamic"}, 128.0),
     (torch.amp.GradScaler("cpu", init_scale=64.0), {"loss_scale": "dynamic"}, 64.0),
     (torch.amp.GradScaler("cpu", init_scale=64.0), {}, 1.0),
-], ids=str)
+], ids=["dynamic to none", "none to dynamic", "dynamic to static", "static to dynamic", "scaler to dynamic", "scaler to none"])
 def test_the_state_of_another_loss_scale_is_loaded_as_far_as_it_fits(saved, loads, scale):
     state = make(**saved if isinstance(saved, dict) else {}).state_dict()
     if not isinstance(saved, dict):

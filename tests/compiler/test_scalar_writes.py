@@ -1,0 +1,79 @@
+"""What a forward writes into 0-dim float64 tensors stays, in every form and through every entry."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import apexfx
+from tests.small_models import Model
+
+WRITES = {
+    "add_": lambda t, x: t.add_(len(x)), "iadd": lambda t, x: t.__iadd__(1.5), "mul_": lambda t, x: t.mul_(0.5),
+    "copy_": lambda t, x: t.copy_(t + 1), "of data": lambda t, x: t.copy_(x.detach().double().sum()),
+    "fill_": lambda t, x: t.fill_(3),
+    "lerp_": lambda t, x: t.lerp_(x.detach().double().mean(), 0.1), "chain": lambda t, x: t.add_(1).mul_(2).sub_(0.5),
+    "clamp_": lambda t, x: t.clamp_(max=0.25), "set by index": lambda t, x: t.__setitem__((), 2.0),
+    "view": lambda t, x: t.view(1).add_(1),
+}  # fmt: skip
+
+
+def model():
+    torch.manual_seed(0)
+
+    def forward(m, x):
+        for name, write in WRITES.items():
+            write(getattr(m, name.replace(" ", "_")), x)
+        return (m.layer(x).mean() * m.scale.exp()).float()
+
+    buffers = {name.replace(" ", "_"): nn.Buffer(torch.tensor(1.0, dtype=torch.float64)) for name in WRITES}
+    scale = nn.Parameter(torch.tensor(math.log(1 / 0.07), dtype=torch.float64))
+    return Model(forward, layer=nn.Linear(4, 4), scale=scale, **buffers)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("entry", ["transform", "backend", "train_step"])
+def test_every_form_of_a_write_stays(entry, level):
+    expected, x = model(), torch.randn(6, 4)
+    for _ in range(3):
+        expected(x)
+    written, options = model(), {"opt_level": level, "inner": "eager"}
+    if entry == "train_step":
+        run = apexfx.train_step(written, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(written.parameters(), lr=0.1),
+                                **options)
+    elif entry == "transform":
+        run = apexfx.transform(written, **options)
+    else:
+        run = torch.compile(written, backend="apex", options=options)
+    for _ in range(3):
+        run(x)
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(written.get_buffer(name), buffer, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_gradients_of_a_float64_scalar_accumulate():
+    losses = {}
+    for accumulate in (1, 2):
+        trained = model()
+        step = apexfx.train_step(trained, objective=lambda m, x: m(x), optimizer=torch.optim.SGD(trained.parameters(), lr=0.1),
+                                 opt_level="O0", inner="eager", accumulate=accumulate)
+        for _ in range(accumulate):
+            step(torch.ones(6, 4))
+        losses[accumulate] = copy.deepcopy(trained.scale.detach())
+    torch.testing.assert_close(losses[2], losses[1])
+
+
+def test_beside_a_float_that_changes_a_write_is_refused():
+    def forward(m, x, factor):
+        m.seen.add_(1)
+        return m.layer(x).sum() * factor
+
+    run = apexfx.transform(Model(forward, layer=nn.Linear(4, 4), seen=nn.Buffer(torch.zeros((), dtype=torch.float64))),
+                           opt_level="O0", inner="eager")
+    run(torch.ones(2, 4), 0.5)
+    with pytest.raises(ValueError, match="'seen', a float64 tensor of no dimension"):
+        run(torch.ones(2, 4), 0.25)
