@@ -9,7 +9,8 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import fx, nn
+import torch
+from torch import Tensor, fx, nn
 
 from .. import passes
 from .._torch import dynamo_source, ends_in_graph_break, global_module_hooks
@@ -21,7 +22,7 @@ from ..errors import UnsynchronizedGradientError
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, written_storages
-from ..graph.nodes import value
+from ..graph.nodes import call, value
 from ..graph.shared_memory import MemoryCheck
 from ..graph.unused_gradients import Dependencies
 from ..report.data import Report
@@ -84,6 +85,8 @@ class GraphCompiler:
         if self.groups.gradients is not None and trains:
             self._refuse_unregistered(gm, placeholders, example_inputs)
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients)
+        if trains and self.config.inner != "eager":
+            _clone_detached_outputs(gm)
         touched = written_storages(gm)
         written = [i for i, node in enumerate(gm.graph.find_nodes(op="placeholder")) if storages(value(node)) & touched]
         dependencies = Dependencies(gm, written) if records else None
@@ -229,3 +232,15 @@ def make_compiler(config: TransformConfig, groups: Groups, label: str | Label, *
             lazy_broadcast = LazyBroadcast(groups.gradients, agreement)
     return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement,
                          lazy_broadcast=lazy_broadcast)
+
+
+def _clone_detached_outputs(gm: fx.GraphModule) -> None:
+    """Clone what the graph returns detached, over memory of another output: Inductor would detach that one, too (2.13)."""
+    output = gm.graph.output_node()
+    tensors = [node for node in output.all_input_nodes if isinstance(value(node), Tensor)]
+    differentiable = frozenset().union(*(storages(value(node)) for node in tensors if value(node).requires_grad))
+    for node in tensors:
+        if not value(node).requires_grad and storages(value(node)) & differentiable:
+            with gm.graph.inserting_before(output):
+                clone = call(gm.graph, torch.ops.aten.clone.default, (node,), like=node, mode=value(node).fake_mode)
+            output.replace_input_with(node, clone)
