@@ -74,6 +74,7 @@ class CastInserter:
         self.saturated: dict[tuple[fx.Node, torch.dtype, fx.Node | None], fx.Node] = {}
         self.unrecorded: list[tuple[fx.Node, CastRow]] = []
         self.no_grad: fx.Node | None = None  # the node that switched gradients off, inside such a region
+        self.levels: list[fx.Node] = []  # the nodes that opened the transforms of torch.func around a node
         self.body = ""
         self.edited = False
 
@@ -87,6 +88,8 @@ class CastInserter:
                 regions.add(node)
             elif node.op == "call_function" and canonical_name(node.target) == "_exit_autocast":
                 regions.discard(node.args[0])
+            elif node.op == "call_function" and (name := canonical_name(node.target)).endswith("crement_nesting"):
+                self.levels.append(node) if name.endswith("_increment_nesting") else self.levels.pop()
             elif node.target is set_grad_enabled:
                 self.no_grad = None if node.args[0] else node
             elif isinstance(node.target, HigherOrderOperator):
@@ -149,7 +152,9 @@ class CastInserter:
         rule = self._rule(node, name, casts_off=casts_off)
         self._follow(node, name, rule, cast_to)
         node.meta.pop(RULE, None)  # what is inserted for the node is not to inherit it
-        stale = any(source in self.changed for source in node.all_input_nodes)
+        # A gradient comes in the dtype of what it belongs to, whatever the dtype of what is differentiated.
+        sources = tree_leaves(node.args[1:]) if rule.family == "autograd" else node.all_input_nodes
+        stale = any(source in self.changed for source in sources if isinstance(source, fx.Node))
         if is_inserted_cast(node):
             if stale:
                 self._evaluate(node)
@@ -244,6 +249,8 @@ class CastInserter:
     def _cast(
         self, tensor: fx.Node, dtype: torch.dtype, *, like: fx.Node, before: fx.Node, op: str, rule: str, reason: str
     ) -> fx.Node:
+        if self.levels and tensor < self.levels[0]:  # inside of a transform the result of a cast would belong to it
+            before = self.levels[0]
         cast = insert_cast(tensor, dtype, before=before, like=like, mode=self.mode)
         self.captured[cast] = self.captured.get(tensor)
         if tensor in self.float32_limits:

@@ -107,7 +107,29 @@ def assignments(m, x):
     return m.b(torch.stack(parts))
 
 
-FORWARDS = [writes_before_casts, writes_after_casts, products_that_sum_over_nothing, assignments]
+func = torch.func
+# Transforms of what is computed in half outside of them: a cast inside of one would belong to its level.
+TRANSFORMS = {
+    "grad": lambda f, h: func.grad(lambda t: f(t).sum())(h), "jacrev": lambda f, h: func.jacrev(f)(h[0]).sum(0),
+    "grad_and_value": lambda f, h: sum(func.grad_and_value(lambda t: f(t).sum())(h)),
+    "has_aux": lambda f, h: sum(func.grad(lambda t: (f(t).sum(), t), has_aux=True)(h)),
+    "vjp": lambda f, h: func.vjp(f, h)[1](h)[0], "jvp": lambda f, h: func.jvp(f, (h,), (h,))[1],
+    "grad of grad": lambda f, h: func.grad(lambda t: func.grad(lambda u: f(u).sum())(t).square().sum())(h),
+    "vmap": lambda f, h: func.vmap(f)(h), "vmap of grad": lambda f, h: func.vmap(func.grad(lambda t: f(t).sum()))(h),
+}  # fmt: skip
+
+
+def transforms(m, x):
+    h = m.a(x)
+    parts = [transform(lambda t: m.a(t).tanh(), h).float().reshape(-1, 4).sum(0) for transform in TRANSFORMS.values()]
+    return m.b(torch.stack(parts))
+
+
+def a_loss_of_its_own(m, x):
+    return m.b(m.a(x)).sum()
+
+
+FORWARDS = [writes_before_casts, writes_after_casts, products_that_sum_over_nothing, assignments, transforms, a_loss_of_its_own]
 
 
 def outcome(entry, level, model, x):
