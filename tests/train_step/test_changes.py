@@ -261,7 +261,8 @@ def swapped_moments(optimizer):
 
 
 def fewer_parameters(optimizer):
-    optimizer.state.pop(optimizer.param_groups[0]["params"].pop(2))  # torch saves the state of none that it does not hold
+    # A leaf that the loss depends on has to be held or frozen, and torch saves the state of none that it does not hold.
+    optimizer.state.pop(optimizer.param_groups[0]["params"].pop(2).requires_grad_(False), None)
 
 
 def reordered_state(optimizer):
@@ -536,7 +537,7 @@ def new_statistics(model):
 
 def new_layer(model):
     torch.manual_seed(3)
-    model[2] = nn.Linear(WIDTH, WIDTH)
+    model[2] = nn.Linear(WIDTH, WIDTH).requires_grad_(False)  # which no optimizer holds
 
 
 def no_layer(model):

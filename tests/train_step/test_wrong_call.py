@@ -69,7 +69,7 @@ CALLS = {
     "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
     # Give inputs in the dtype of the weights: x.float().
     "step(x.long(), y)": (lambda s: s(X.long(), Y), RuntimeError, [
-        "same dtype, but got Long", "batch[0] in torch.int64|x in torch.int64", "came in int64: call .float() on it"]),
+        "torch.linear (test_wrong_call.py:", "batch[0] in torch.int64|x in torch.int64", "came in int64: call .float() on it"]),
     # Give inputs with 8 features, or change the layer 'body'.
     "step(x[:, :5], y)": (lambda s: s(X[:, :5], Y), RuntimeError, [
         "[6, 5]", "test_wrong_call.py:", "y = self.drop(self.body(x))"]),
