@@ -235,11 +235,11 @@ def test_a_forward_of_the_users_own_is_left_alone():
 
 
 def test_autocast_around_it_casts_as_in_eager():
-    model = Tagger()
+    model = Tagger(nn.GRU)  # oneDNN has no LSTM in bfloat16 on some CPUs.
     transformed, tokens = apexfx.transform(model, opt_level="O0", inner="eager"), torch.randint(20, (2, 5))
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(transformed(tokens), model(tokens), dtype=torch.bfloat16)
-    assert "apexfx.lstm" not in transformed.print_readable(print_output=False)
+    assert "apexfx.gru" not in transformed.print_readable(print_output=False)
 
 
 @pytest.mark.long

@@ -59,9 +59,11 @@ def test_bits_are_those_of_torch(name, packed):
     actual, expected = differentiated(ours, arguments, leaves), differentiated(theirs, arguments, leaves)
     assert same(actual, expected)
     assert actual[0].stride() == expected[0].stride()
-    with torch.no_grad():
+    with torch.no_grad():  # oneDNN's products are other ones where nothing is differentiated.
         torch.manual_seed(1)
-        assert same(ours(*arguments), expected[: -len(leaves)])
+        expected = theirs(*arguments)
+        torch.manual_seed(1)
+        assert same(ours(*arguments), expected)
 
 
 @pytest.mark.parametrize("place", [0, 1])
