@@ -66,6 +66,9 @@ def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
     if compiler is not None:
         return compiler
     config = TransformConfig.from_options(options)
+    if config.methods:
+        raise ValueError("apexfx: methods= belongs to apexfx.transform(); give torch.compile(model.method, backend='apex') a "
+                         "method")
     compiler = _by_options.get(id(options)) if options else None
     if compiler is None or compiler.config != config:  # a user may change the options and compile another model
         compiler = compiler_for(config, "compile")

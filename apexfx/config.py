@@ -214,6 +214,7 @@ class TransformConfig:
     fullgraph: bool = False
     dynamic: bool | None = None
     verify: str = "off"
+    methods: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.dtype, str):
@@ -235,11 +236,12 @@ class TransformConfig:
             _expect("process_group", self.process_group, isinstance(self.process_group, dist.ProcessGroup),
                     "a torch.distributed.ProcessGroup or None")
         self._check_combinations()
-        for name in ("passes", "skip"):
+        for name in ("passes", "skip", "methods"):
             value = getattr(self, name)
             _expect(name, value, isinstance(value, (list, tuple)), "a list or tuple")
             object.__setattr__(self, name, tuple(value))
         _expect("skip", self.skip, all(isinstance(s, str) for s in self.skip), "names of passes")
+        _expect("methods", self.methods, all(isinstance(s, str) for s in self.methods), "names of methods")
         _expect("precision", self.precision, isinstance(self.precision, Mapping), "a mapping of names to dtypes")
         _check_inner_options(self.inner, self.inner_options)
 

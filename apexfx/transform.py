@@ -7,9 +7,10 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from . import passes as passes_
@@ -55,6 +56,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
             `{"cpp_wrapper": True}`, `{"max_autotune": True}`. Over ranks they have to be the same.
         fullgraph, dynamic: as in torch.compile; fullgraph also makes a rewrite that matches nothing an error.
         verify: "off"; "final": all invariants after each stage; "each": also every pass on the real inputs.
+        methods: names of methods other than forward that run as graphs, too: `("encode", "decode")`. All others run as they are
+            written where they are called from outside, with no pass over them.
 
     Raises:
         ValueError, TypeError: an option that does not exist, does not fit, or contradicts another.
@@ -70,6 +73,7 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
     if (none := averaged_over_none(config)) and any(p.requires_grad for p in model.parameters()):
         notes.append(f"{none} by this model: give ddp=True to train it, or wrap the result in DistributedDataParallel")
     passes_.check_names(config)
+    _check_methods(type(model), config.methods)
     compiler = compiler_for(config)
     for note in notes:
         compiler.report.note(note)
@@ -93,6 +97,19 @@ def _notes_of_modules(model: nn.Module, config: TransformConfig) -> list[str]:
     return [note for note in notes if note]
 
 
+def _check_methods(cls: type[nn.Module], names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in _own_methods(cls):
+            raise ValueError(f"apexfx: methods={names!r} was given, and {name!r} is no method of {cls.__name__}'s own beside its "
+                             f"forward; it has {', '.join(_own_methods(cls)) or 'none'}")
+
+
+def _own_methods(cls: type[nn.Module]) -> list[str]:
+    """Return the names of the public methods that a model's class adds to those of nn.Module."""
+    return [name for name in dir(cls) if name[0] != "_" and not hasattr(nn.Module, name) and name not in _INSPECTION
+            and inspect.isfunction(inspect.getattr_static(cls, name))]
+
+
 class TransformedModule:
     """What `transform()` adds to a model's class. `compiled_model.get_compiled()` finds its state."""
 
@@ -111,10 +128,10 @@ class TransformedModule:
 
     def __reduce_ex__(self, protocol: int) -> Any:
         # The state comes apart, once the new object is known: what is in it may refer to the model, as a bound method does.
-        return _empty, (source_class(self), _inspection(self)), self.__getstate__()
+        return _empty, (source_class(self), _inspection(self), _methods(self)), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        duplicate = memo[id(self)] = _empty(source_class(self), _inspection(self))
+        duplicate = memo[id(self)] = _empty(source_class(self), _inspection(self), _methods(self))
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
         super(TransformedModule, duplicate).__setstate__(copy.deepcopy(state, memo))
@@ -169,15 +186,27 @@ def source_of(model: nn.Module) -> nn.Module:
 
 
 @functools.cache
-def _transformed_class(cls: type[nn.Module], public: tuple[str, ...]) -> type[nn.Module]:
+def _transformed_class(cls: type[nn.Module], public: tuple[str, ...], methods: tuple[str, ...]) -> type[nn.Module]:
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return compiled_model.get_compiled(self).call(self, args, kwargs)
 
+    def method_of(name: str) -> Callable[..., Any]:
+        own = getattr(cls, name)
+
+        @functools.wraps(own)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            compiled = compiled_model.get_compiled(self)
+            if torch.compiler.is_compiling() and compiled.stand_ins.in_use:  # a part of the forward, or of another of these
+                return own(self, *args, **kwargs)
+            return compiled.methods[name].call(self, args, kwargs)
+
+        return method
+
     # An outer torch.compile would inline the model past our backend; what it calls is compiled.
     forward = not_traced(forward, COMPILES_ITSELF)
 
-    names = {name: Inspection.__dict__[name] for name in public}
+    names = {**{name: Inspection.__dict__[name] for name in public}, **{name: method_of(name) for name in methods}}
     return subclass(cls, TransformedModule, __qualname__=f"Apexfx{cls.__qualname__}", forward=forward, **names)
 
 
@@ -186,9 +215,13 @@ def _inspection(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name in _INSPECTION if getattr(type(model), name, None) is Inspection.__dict__[name])
 
 
-def _empty(cls: type[nn.Module], public: tuple[str, ...]) -> nn.Module:
+def _methods(model: nn.Module) -> tuple[str, ...]:
+    return compiled_model.get_compiled(model).config.methods
+
+
+def _empty(cls: type[nn.Module], public: tuple[str, ...], methods: tuple[str, ...] = ()) -> nn.Module:
     """Return a transformed module of the class made from `cls` that holds nothing yet."""
-    return object.__new__(_transformed_class(cls, public))
+    return object.__new__(_transformed_class(cls, public, methods))
 
 
 def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config: TransformConfig,
@@ -208,7 +241,7 @@ def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config
     if len(public) < len(_INSPECTION):
         log.info("%s has its own %s; use apexfx.last_report() for ours", cls.__name__,
                  ", ".join(sorted(set(_INSPECTION) - set(public))))
-    transformed = _empty(cls, public)
+    transformed = _empty(cls, public, config.methods)
     transformed.__dict__.update(attributes)
     _compile(transformed, config, compiler)
     return transformed
@@ -216,9 +249,14 @@ def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config
 
 def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:
     """Give a transformed module, which has all its attributes by now, what its forward calls."""
-    own_forward = model.__dict__.pop("forward", None)
+    own_forward, cls = model.__dict__.pop("forward", None), source_class(model)
     stand_ins = TraceableReplacements(compiler.groups.batch_norm, compiler.report)
     stand_ins.register_synchronized(model)
-    traced = own_forward or with_private_code(
-        traced_forward(model, source_class(model), compiler.groups.batch_norm, compiler.report))
-    model.__dict__["_apexfx"] = CompiledModel(model, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)
+    traced = own_forward or with_private_code(traced_forward(model, cls, compiler.groups.batch_norm, compiler.report))
+    model.__dict__["_apexfx"] = compiled = CompiledModel(
+        model, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)
+    for name in config.methods:
+        forward = with_private_code(getattr(cls, name))
+        compiled.methods[name] = CompiledModel(model, forward, config, compiler, stand_ins, name=name)
+    if compiler.gradient_sync is None:  # which raises
+        compiled.watch_first_backward(model, _own_methods(cls))

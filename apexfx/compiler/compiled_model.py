@@ -68,18 +68,25 @@ class CompiledModel:
         stand_ins: of the model's modules; in their places during a call.
         in_step: whether a training step calls it, which scales the loss itself, and runs a model of which nothing is captured
             in eager, where nothing that was asked for is lost by that.
+        name: of the method that is compiled, for messages.
 
     Attributes:
+        methods: the same for other methods of the model, by name.
+        stand_ins: as given.
         own_forward: {"forward": the forward that the model has as an attribute of its own}, or {}; for its copies.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
-                 stand_ins: TraceableReplacements, *, of_inputs: bool = False, in_step: bool = False) -> None:
+                 stand_ins: TraceableReplacements, *, of_inputs: bool = False, in_step: bool = False,
+                 name: str = "forward") -> None:
         self.config = config
         self.compiler = compiler
-        self._index = compiler.index = ModelIndex(weakref.ref(model), stand_ins.of)
+        if not compiler.index.has_model:  # otherwise it is another method's of this model
+            compiler.index = ModelIndex(weakref.ref(model), stand_ins.of)
+        self._index = compiler.index
         self.report = compiler.report
-        self._forward, self._of_inputs, self._stand_ins = forward, of_inputs, stand_ins
+        self.methods: dict[str, CompiledModel] = {}
+        self._forward, self._of_inputs, self.stand_ins, self._name = forward, of_inputs, stand_ins, name
         self.own_forward = {"forward": forward} if of_inputs else {}
         self._cached_only: Callable[..., Any] | None = None  # compiles nothing: once the recompile limit was met
         self._averaging = self._compiled(forward, compiler)
@@ -94,7 +101,7 @@ class CompiledModel:
             weakref.finalize(self, sync.stop).atexit = False
         self._checked = self._capturing = False
         self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
-        self._in_step, self._first_graph = in_step, len(self.report.graphs)
+        self._in_step, self._first_graph = in_step, -1
         self._num_graphs = 0  # when that was last looked at
         self._hooks: list[tuple[object, ...]] = []
         self._patch = dynamo_config.patch(_DYNAMO)
@@ -111,6 +118,8 @@ class CompiledModel:
     @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_call(model, self._submodules)
+        if self._first_graph < 0:
+            self._first_graph = len(self.report.graphs)
         self._look_for_hooks()
         sync, trains = self.compiler.gradient_sync, model.training
         if sync is not None and torch.is_grad_enabled() and not self._capturing:
@@ -122,12 +131,13 @@ class CompiledModel:
         if self._cached_only is not None and not self._asks_for_passes(model):
             run = self._cached_only
         call = self._in_dtype_of_parameters(model, args, kwargs)
-        args, kwargs = self._index.arguments = call.args, call.kwargs
+        outer, (args, kwargs) = self._index.arguments, (call.args, call.kwargs)
+        self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
         num_breaks = len(graph_breaks()) if not self._checked else None
         result = None
         try:
-            with self._dynamo_settings(), self._stand_ins.in_place(model):
+            with self._dynamo_settings(), self.stand_ins.in_place(model):
                 result = run(*args, **kwargs)
         except BackendCompilerFailed as error:
             raise error.inner_exception from None  # ours, said once and with its own type
@@ -137,19 +147,19 @@ class CompiledModel:
             raise as_in_eager(error) from None
         except FailOnRecompileLimitHit as error:
             message = (
-                f"apexfx: forward was compiled {dynamo_config.recompile_limit} times, each for other values of something that "
-                f"keeps changing, and {{}}. The warning above, or TORCH_LOGS=recompiles, says what it is: {LENGTHS}, another "
-                "size (pass dynamic=True), or a number or a string that forward is called with or the model holds (give it as a "
+                f"apexfx: {self._name} was compiled {dynamo_config.recompile_limit} times, each for other values of something "
+                f"that keeps changing, and {{}}. The warning above, or TORCH_LOGS=recompiles, says what it is: {LENGTHS}, "
+                "another size (pass dynamic=True), or a number or a text that it is called with or the model holds (give it as a "
                 "tensor, hold it in a buffer, keep it fixed). Or raise torch._dynamo.config.recompile_limit"
             )
             if self._asks_for_passes(model) or _has_begun(error):
                 raise FailOnRecompileLimitHit(message.format("would now run in eager, without the passes")) from None
             self._warn(message.format("now runs in eager wherever no graph fits: nothing that was asked for is lost"))
             self._cached_only = run_cached_graphs(self._forward)
-            with self._stand_ins.in_place(model):
+            with self.stand_ins.in_place(model):
                 result = self._cached_only(*args, **kwargs)
         finally:
-            self._index.arguments = ()
+            self._index.arguments = outer
         _check_call(call)
         if self._output_cast is not None:
             result = _cast_result(self._output_cast, result)
@@ -162,6 +172,29 @@ class CompiledModel:
             self._num_graphs = len(self.report.graphs)
             self._check_batch_norms()
         return result
+
+    def watch_first_backward(self, model: nn.Module, methods: Sequence[str]) -> None:
+        """Warn where the first backward that reaches a parameter follows no graph: what was called runs as it is written.
+
+        Args:
+            methods: names of those that it may have been.
+        """
+        named = f" ({', '.join(methods)})" if methods else ""
+        advice = f". Give methods=({methods[0]!r},), those that are called" if methods else ""
+        message = (f"apexfx: a backward has reached parameters of {type(model).__name__}, and none of its graphs has run: a "
+                   f"method other than forward{named}, or a submodule by itself, was called, which runs as it is written, with "
+                   f"no pass over it{advice}")
+        edges = [torch.autograd.graph.get_gradient_edge(p) for p in model.parameters() if p.requires_grad and p.is_leaf]
+        compiled, handles = weakref.ref(self), []
+
+        def on_gradient(_: Any) -> None:
+            while handles:
+                handles.pop().remove()
+            edges.clear()
+            if (now := compiled()) is not None and not any(graph.training for graph in now.report.graphs):
+                now._warn(message)
+
+        handles += [edge.node.register_prehook(on_gradient) for edge in edges]
 
     def _look_for_hooks(self) -> None:
         """Compile anew where hooks were put on submodules, or removed, since the last call.
@@ -221,14 +254,14 @@ class CompiledModel:
         if len(self.report.graphs) == self._first_graph:
             advice = "" if self._in_step else ", and fullgraph=True raises at the place"
             message = "; ".join([
-                "apexfx: the forward ran, but Dynamo captured no graph, so nothing was transformed", *obstacles,
+                f"apexfx: {self._name} ran, but Dynamo captured no graph, so nothing was transformed", *obstacles,
                 f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
             if not self._in_step or self._asks_for_passes(model):
                 raise RuntimeError(message)
             self._warn(message)
             return
         missing = [name for name, p in model.named_parameters() if p.requires_grad and not self._index.has_run(p)]
-        if missing:
+        if missing and (breaks or self._name == "forward"):  # another method is for a part of the model
             shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
                        "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")

@@ -34,10 +34,12 @@ class TraceableReplacements:
 
     Attributes:
         of: the copy of each module that has needed one; the same at every call, since graphs are compiled for it.
+        in_use: whether a call of the model is under way.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, report: Report) -> None:
         self.of: dict[nn.Module, nn.Module] = {}
+        self.in_use = False
         self._group, self._report = group, report
         self._places: list[_Place] = []  # where copies were put last
         self._attributes: dict[nn.Module, dict[str, Any]] = {}  # of the copies of those, as they were before the forward
@@ -72,6 +74,7 @@ class TraceableReplacements:
                 if not cached or any(children.get(name) is not module for children, name, module in self._places):
                     self._places = list(self._find(model, others))
                 self._put_in()
+                self.in_use = True
             self._num_calls += 1
         try:
             yield
@@ -80,6 +83,7 @@ class TraceableReplacements:
                 self._num_calls -= 1
                 if not self._num_calls:
                     self._take_out()
+                    self.in_use = False
 
     def _find(self, model: nn.Module, others: Iterable[nn.Module]) -> Iterator[_Place]:
         copies = set(self.of.values())

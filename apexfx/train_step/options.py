@@ -58,6 +58,9 @@ class StepOptions:
             ValueError, TypeError: one does not exist, does not fit, or contradicts another.
         """
         config = TransformConfig.from_options(options, also=["objective", "modules", *own])
+        if config.methods:
+            raise ValueError("apexfx: methods= belongs to apexfx.transform(); a training step holds what its objective calls, "
+                             "any method of the model")
         if options.get("fullgraph") is False:
             raise ValueError("apexfx: fullgraph=False was given, and a training step is one graph or an error; leave it out, or "
                              "pass fallback='transform' to run in pieces what cannot be captured")
