@@ -31,7 +31,7 @@ from .train_step import TrainStep
 from .train_step.errors import LIBRARIES, NotOneGraph
 from .train_step.errors import place as text_of_line
 from .train_step.function import SupervisedObjective, WeightedOutputs
-from .train_step.graphs import GradientGraphs
+from .train_step.graphs import trace_gradients
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
 from .train_step.wrong_call import Call, shown
@@ -250,7 +250,7 @@ class _Model:
         modules.refresh(None)
         model = StepModel(self._model, modules, groups.batch_norm, half, Report({}))
         with call.explained():
-            return GradientGraphs(model, self._objective, config, groups).trace(self._params, call.batch, call.named)
+            return trace_gradients(model, self._objective, config, groups, self._params, call.batch, call.named)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return [*([self._how] if self._how else []), *(_notes_on_fusion(traced, rows) if self._fused else [])]

@@ -89,7 +89,7 @@ def dynamo() -> Callable[[], object]:
         with torch.no_grad():
             function(inputs, (x, y), {})
 
-    with step._graphs._patched():
+    with step._graphs._patch:
         call()
     return call
 

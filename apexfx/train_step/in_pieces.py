@@ -1,7 +1,6 @@
-"""A training step that Dynamo cannot capture whole: the model's graphs, and what the step does besides op by op.
+"""A training step that Dynamo cannot capture whole: the model as `transform()` runs it, and the rest of the step op by op.
 
-The model's forward and backward run as the graphs that `transform()` would make of them. The objective around it and the end of
-the step are the same code that a whole graph is captured from, run as it is.
+The objective around the model and the end of the step are the same code that a whole graph is captured from, run as it is.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,146 +19,140 @@ from torch import Tensor, nn
 from .._torch import not_traced, tensor_version, tree_leaves
 from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
-from ..compiler.process_groups import Groups
 from ..compiler.refusals import COMPILES_ITSELF
-from ..config import TransformConfig
-from ..distributed.agreement import Agreement
-from ..report.data import Report
 from .averages import averaged_copies
-from .errors import calls_backward, sparse_gradient, untrainable_loss
+from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient, untrainable_loss
 from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
+from .graphs import StepGraphs, grad_versions
 from .leaves import check_leaves, leaves_of
-from .model import StepModel
 
 log = logging.getLogger(__name__)
 
 
-class StepInPieces:
-    """Runs what `run_step` and `run_accumulate` describe, with the model's own forward compiled.
+class StepInPieces(StepGraphs):
+    """Runs the function of a step as one graph, until a call cannot be captured as one; in pieces from that call on.
 
     Gradients are averaged when the backward has ended, in the buckets of the options. So those of what a graph break left to
     eager, or of another part of the model than other ranks use, are averaged as well.
-
-    Args:
-        model: the user's, with the stand-ins that are in it while it is called.
-        config: the options.
-        report: where the graphs' reports go.
-        groups: the process groups.
-        agreement: among the ranks; None on one rank.
-        on_change: called before parameters, buffers or what was accumulated change, or once they have.
-        on_communication: called before gradients are averaged.
     """
 
-    def __init__(self, model: StepModel, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
-                 on_change: Callable[[], None], on_communication: Callable[[], None]) -> None:
-        self._model, self._stand_ins, self._objective_modules = model.model, model.stand_ins, model.objective_modules
-        self._report, self._on_change, self._on_communication = report, on_change, on_communication
-        self._buckets, self._group, self._agreement = config.buckets, groups.gradients, agreement
-        self._config = self._of_model(config)
-        local = copy.copy(groups)
-        local.gradients = None
-        self._compiler = GraphCompiler(self._config, report=report, groups=local, agreement=agreement)
-        self._compiled: CompiledModel | None = None
-        self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's
-        self._was_called = False
+    _pieces: _CompiledForward | None = None
 
-    def run_last(self, inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
-        """Do as `run_step`."""
-        running = contextlib.nullcontext() if self._agreement is None else self._agreement.running(
-            "last", "training step in pieces", ["forward, backward and the average of the gradients"])
-        with running:  # a rank that fails before it communicates tells those that wait for its gradients
-            loss, rest, grads = self._gradients(inputs, batch, named_inputs)
-            if inputs.calls > 1:
-                grads = add_gathered(inputs, grads)
-            if any(g is not None for g in grads):  # otherwise the step is refused
-                self._on_communication()
-            grads = averaged_copies(self._names(), inputs.params, grads, self._buckets, self._group)
-        if any(g is not None for g in grads):
-            self._on_change()
-        for buffer in inputs.buffers:
-            buffer.zero_()
-        return loss, rest, *apply_gradients(inputs, grads)
-
-    def run_earlier(self, inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
-        """Do as `run_accumulate`."""
-        loss, rest, grads = self._gradients(inputs, batch, named_inputs)
-        self._on_change()
-        return loss, rest, gather(inputs.buffers, grads)
-
-    def _of_model(self, config: TransformConfig) -> TransformConfig:
-        """Return the options of the model alone."""
-        left_out = [p.name for p in config.passes if p.stage == "step"]
-        if left_out:
-            self._report.note(f"apexfx: {', '.join(left_out)} did not run: passes of the stage step need the whole step")
-        return dataclasses.replace(
-            config, ddp=False, process_group=config.process_group if config.sync_bn else None,
-            passes=[p for p in config.passes if p.name not in left_out], skip=[s for s in config.skip if s not in left_out])
-
-    def _gradients(self, inputs: StepInputs, batch: tuple[Any, ...],
-                   named_inputs: Mapping[str, Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
-        """Run forward and backward; a failure changes nothing but what the forward has written."""
-        before = self._versions()
-        differentiate = functools.partial(self._differentiate, grads_before=grad_versions(inputs.params),
-                                          of_batch={id(x) for x in tree_leaves((batch, named_inputs))
-                                                    if not isinstance(x, nn.Parameter)})
+    def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, gathers: bool) -> tuple[Any, ...]:
+        if self._pieces is not None:
+            return self._run_in_pieces(self._pieces, batch, named, gathers=gathers)
         try:
-            with self._compiled_forward():
-                loss, rest, grads = compute_gradients(inputs, batch, named_inputs, differentiate)
+            return super().run(batch, named, gathers=gathers)
+        except NotOneGraph as error:
+            reason = error.reason
+        if self._agreement is not None:
+            self._agreement.compare("way in which the training step runs",
+                                    ["in pieces, since it cannot be captured as one graph"])
+        pieces = _CompiledForward(self)
+        outputs = self._run_in_pieces(pieces, batch, named, gathers=gathers)
+        self._pieces = pieces  # not before: where the call fails in pieces as well, it was the call
+        self.warn("apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks "
+                  f"for: {reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the "
+                  "update run op by op")
+        if not pieces.was_called:
+            self.warn("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: no pass has "
+                      "rewritten it")
+        return outputs
+
+    def _run_in_pieces(self, pieces: _CompiledForward, batch: tuple[Any, ...], named: dict[str, Any], *,
+                       gathers: bool) -> tuple[Any, ...]:
+        self.warn_of_eval_mode()
+        self._state.prepare()
+        running = contextlib.nullcontext() if self._agreement is None or gathers else self._agreement.running(
+            "last", "training step in pieces", ["forward, backward and the average of the gradients"])
+        with torch.no_grad(), capture_errors(), self._model.traceable(casts_inputs=False) as model:
+            inputs = StepInputs(model, self._objective, **self._state.inputs())
+            with running:  # a rank that fails before it communicates tells those that wait for its gradients
+                loss, rest, grads = self._gradients(pieces, inputs, batch, named)
+                has_any = any(g is not None for g in grads) or any(inputs.gathered)
+                if gathers:
+                    self._state.note_change()
+                    return loss, rest, gather(inputs.buffers, grads)
+                if inputs.calls > 1:
+                    grads = add_gathered(inputs, grads)
+                if has_any:  # otherwise the step is refused
+                    self._state.note_communication()
+                grads = averaged_copies(self._state.names, inputs.params, grads, self._options.config.buckets,
+                                        self._groups.gradients)
+            if any(g is not None for g in grads):
+                self._state.note_change()
+            for buffer in inputs.buffers:
+                buffer.zero_()
+            return loss, rest, *apply_gradients(inputs, grads)
+
+    def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],
+                   named: dict[str, Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
+        """Run forward and backward; a failure changes nothing but what the forward has written."""
+        before, grads_before = self._versions(), grad_versions(inputs.params)
+        trained, of_batch = set(map(id, inputs.params)), {
+            id(x) for x in tree_leaves((batch, named)) if not isinstance(x, nn.Parameter)}
+
+        def differentiate(loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+            """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
+            if grad_versions(params) != grads_before:
+                raise calls_backward()
+            if not loss.requires_grad:
+                raise untrainable_loss()
+            others = [leaf for leaf in leaves_of(loss) if id(leaf) not in trained | of_batch]
+            check_leaves([self._state.names.get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
+            held = [p.grad for p in params]
+            try:
+                for p in params:
+                    p.grad = None
+                loss.backward()
+                return [p.grad for p in params]
+            finally:
+                for p, gradient in zip(params, held):
+                    p.grad = gradient
+
+        try:
+            with pieces.in_place():
+                loss, rest, grads = compute_gradients(inputs, batch, named, differentiate)
         finally:
             if self._versions() != before:
-                self._on_change()
-        sparse = next((p for p, g in zip(inputs.params, grads) if g is not None and g.layout != torch.strided), None)
-        if sparse is not None:
-            raise sparse_gradient(self._names()[id(sparse)])
-        if not self._was_called:
-            self._was_called = True
-            message = ("apexfx: the objective did not call the model itself, and what it calls of it ran in eager: no pass has "
-                       "rewritten it")
-            self._report.note(message)
-            log.warning(message)
+                self._state.note_change()
+        for p, gradient in zip(inputs.params, grads):
+            if gradient is not None and gradient.layout != torch.strided:
+                raise sparse_gradient(self._state.names[id(p)])
         return loss, rest, grads
 
-    def _differentiate(self, loss: Tensor, params: list[Tensor], grads_before: list[Any],
-                       of_batch: Collection[int]) -> list[Tensor | None]:
-        """Run the backward as a loop would: a reentrant checkpoint gives `torch.autograd.grad` no gradients of parameters."""
-        if grad_versions(params) != grads_before:
-            raise calls_backward()
-        if not loss.requires_grad:
-            raise untrainable_loss()
-        others = [leaf for leaf in leaves_of(loss) if not any(leaf is p for p in params) and id(leaf) not in of_batch]
-        check_leaves([self._names().get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
-        held = [(p, p.grad) for p in params]
-        for p, _ in held:
-            p.grad = None
-        try:
-            loss.backward()
-            return [p.grad for p in params]
-        finally:
-            for p, gradient in held:
-                p.grad = gradient
-
-    def _names(self) -> dict[int, str]:
-        return {id(p): name for name, p in (*self._model.named_parameters(), *self._objective_modules.named_tensors()[0].items())}
-
     def _versions(self) -> list[tuple[int, int]]:
-        return [(id(t), tensor_version(t)) for each in (self._model, self._objective_modules)
+        return [(id(t), tensor_version(t)) for each in (self._model.model, self._model.objective_modules)
                 for t in (*each.parameters(), *each.buffers())]
 
+
+class _CompiledForward:
+    """The forward of the model as `transform()` compiles it, in the model's place of it during a step alone."""
+
+    def __init__(self, graphs: StepGraphs) -> None:
+        self._model, self._stand_ins = graphs._model.model, graphs._model.stand_ins
+        config, groups = graphs._options.config, copy.copy(graphs._groups)
+        groups.gradients = None  # they are averaged behind the backward
+        self._config = dataclasses.replace(config, ddp=False, process_group=config.process_group if config.sync_bn else None)
+        self._compiler = GraphCompiler(self._config, report=graphs._report, groups=groups, agreement=graphs._agreement)
+        self._compiled: CompiledModel | None = None
+        self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's
+        self.was_called = False
+
     @contextlib.contextmanager
-    def _compiled_forward(self) -> Iterator[None]:
-        """Have calls of the model run its graphs, in a step alone: outside of it the model is as it was."""
+    def in_place(self) -> Iterator[None]:
+        """Have calls of the model run its graphs, in this context."""
         attributes = self._model.__dict__
         own = attributes.get("forward")
         if self._compiled is None or own is not self._own_forward:
-            traced = own or with_private_code(type(self._model).forward)
-            self._compiled = CompiledModel(self._model, traced, self._config, self._compiler, self._stand_ins,
-                                           of_inputs=own is not None, in_step=True)
+            self._compiled = CompiledModel(self._model, own or with_private_code(type(self._model).forward), self._config,
+                                           self._compiler, self._stand_ins, of_inputs=own is not None, in_step=True)
             self._own_forward = own
         compiled = self._compiled
 
         @functools.wraps(own or type(self._model).forward)  # keeps the signature, which Hugging Face inspects
         def forward(*args: Any, **kwargs: Any) -> Any:
-            self._was_called = True
+            self.was_called = True
             return compiled.call(self._model, args, kwargs)
 
         attributes["forward"] = not_traced(forward, COMPILES_ITSELF)
@@ -170,8 +163,3 @@ class StepInPieces:
                 del attributes["forward"]
             else:
                 attributes["forward"] = own
-
-
-def grad_versions(params: Sequence[Tensor]) -> list[Any]:
-    """Return what is in the `.grad` of parameters, to be compared."""
-    return [p.grad if p.grad is None else (id(p.grad), tensor_version(p.grad)) for p in params]

@@ -38,9 +38,11 @@ class StepOptions:
             raise TypeError(f"apexfx: ema={self.ema!r} was given, expected an apexfx.EMA, as apexfx.EMA(decay=0.999), or None")
         if self.fallback not in (None, "transform"):
             raise ValueError(f"apexfx: fallback={self.fallback!r} was given, expected 'transform' or None")
-        if self.fallback is not None and (self.safeguard is not None or self.ema is not None):
-            name = "safeguard" if self.safeguard is not None else "ema"
-            raise ValueError(f"apexfx: {name}= is a part of the step's graph, and fallback='transform' is for a step "
+        in_graph = [name for name in ("safeguard", "ema", "memory_budget") if getattr(self, name) is not None]
+        in_graph += [f"passes=[{pass_.name}, ...]" for pass_ in self.config.passes if pass_.stage == "step"]
+        if self.fallback is not None and in_graph:
+            name = in_graph[0] if "=" in in_graph[0] else f"{in_graph[0]}="
+            raise ValueError(f"apexfx: {name} is a part of the step's graph, and fallback='transform' is for a step "
                              "without one; leave one of them out")
         if self.fallback is not None and self.config.fullgraph:
             raise ValueError("apexfx: fullgraph=True asks for one graph, and fallback='transform' for several where one is not "

@@ -28,7 +28,8 @@ from ..report.text import options_text
 from .averages import averaged_copies
 from .ema import EmaState
 from .function import StepInputs, apply_gradients
-from .graphs import GradientGraphs, StepGraphs
+from .graphs import StepGraphs, trace_gradients
+from .in_pieces import StepInPieces
 from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
 from .objective import ObjectiveModules
@@ -89,8 +90,9 @@ class TrainStep:
             gathers=options.accumulate > 1)
         self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard,
                                     self._ema, buffers, self.report, index, self._device)
-        self._graphs = StepGraphs(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
-                                  agreement=self._agreement, index=index)
+        runner = StepGraphs if options.fallback is None else StepInPieces
+        self._graphs = runner(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
+                              agreement=self._agreement, index=index)
         self._replicas = replica_check(options.safeguard, self._groups, self.report)
         self._skipped = SkippedSteps(self._graphs, scale=self._scale, safeguard=self._safeguard, name_of=self._state.name_of,
                                      accumulates=options.accumulate > 1, device=self._device)
@@ -129,8 +131,7 @@ class TrainStep:
             self._skipped.start_call(batch, named)
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
             with self._recorder.recording_errors(), call.explained():
-                run = self._graphs.run_earlier if gathers else self._graphs.run_last
-                loss, rest, *ran = run(batch, named)
+                loss, rest, *ran = self._graphs.run(batch, named, gathers=gathers)
             if gathers:
                 self._state.note_gathered(*ran)
             else:
@@ -223,13 +224,13 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
-        graphs = GradientGraphs(self._step_model, self._objective, config, self._groups)
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
-        return graphs.trace(params, batch, named, scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
+        return trace_gradients(self._step_model, self._objective, config, self._groups, params, batch, named,
+                               scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 
     def __repr__(self) -> str:
         num_graphs = len(self.report.graphs)
-        compiled = "in pieces" if self._graphs.why_in_pieces else count_text(num_graphs, "graph") if num_graphs else "no graph"
+        compiled = count_text(num_graphs, "graph") if num_graphs else "no graph"
         return (f"TrainStep({type(self.model).__name__}, {self._optimizers.name}, {options_text(self.report.config)}, "
                 f"{count_text(self._num_ranks(), 'rank')}): {compiled}")
 
