@@ -84,12 +84,10 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "compare", help="which op makes a model's results differ from float64", epilog=_EXIT_STATUS,
         description="Run a Python file, and compare what it calls `step` or `model` on what it calls `batch` (with `loss_fn`, if "
                     "there is one) with a wide dtype, op by op: a table of ops by the error that they make. Status 1 says that "
-                    "an op makes more error than the rounding of its dtype, or that no override reaches the tolerance. "
-                    "docs/compare.md explains the table.",
+                    "an op makes more error than the rounding of its dtype. docs/compare.md explains the table.",
     )
     compare.add_argument("file", metavar="FILE", help="the Python file")
     compare.add_argument("--reference", choices=["float64", "float32"], default="float64", help="the wide dtype")
-    compare.add_argument("--tolerance", type=float, metavar="ERROR", help="find the precision= that brings all errors below this")
     compare.add_argument("--json", metavar="PATH", help="write all of it to a file")
     compare.set_defaults(run=_compare)
 
@@ -114,14 +112,11 @@ def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     replay = commands.add_parser(
         "replay", help="run a recorded training step again", epilog=_EXIT_STATUS,
         description="Run the graph of a bundle that a training step has recorded, op by op on this machine alone, and say which "
-                    "op first gave what is not finite, and whether all nodes have the bits that were recorded; then, where "
-                    "Inductor ran the step, make the same code and compare what that gives. Nothing of a bundle is executed but "
-                    "registered ops of torch and apexfx. docs/guard.md explains bundles.",
+                    "op first gave what is not finite, and whether all nodes have the bits that were recorded. Nothing of a "
+                    "bundle is executed but registered ops of torch and apexfx. docs/guard.md explains bundles.",
     )
     replay.add_argument("bundle", metavar="BUNDLE", help="the folder")
     replay.add_argument("--until", metavar="NODE", help="stop behind this node, and print what it gives")
-    replay.add_argument("--to", choices=["float64"], help="compute forward and backward in this dtype instead")
-    replay.add_argument("--eager", action="store_true", help="leave out the code that Inductor makes of a step that it ran")
     replay.set_defaults(run=_replay)
 
 
@@ -200,7 +195,7 @@ def _compare(arguments: argparse.Namespace) -> int:
         return 2
     subject = names["step"] if "step" in names else names["model"]
     try:
-        comparison = compare(subject, names["batch"], arguments.reference, tolerance=arguments.tolerance,
+        comparison = compare(subject, names["batch"], arguments.reference,
                              loss_fn=names.get("loss_fn") if "step" not in names else None)
         if arguments.json is not None:
             comparison.save(arguments.json)
@@ -208,18 +203,14 @@ def _compare(arguments: argparse.Namespace) -> int:
         _say(error)
         return 2
     print(comparison)
-    if arguments.tolerance is not None:
-        return 0 if comparison.overrides is not None else 1
     return 1 if any(row.stands_out for row in comparison) else 0
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from .compiler.inner_compilers import compile_lowered
     from .observe.replay import replay
 
     try:
-        text, as_recorded = replay(arguments.bundle, until=arguments.until, to=arguments.to,
-                                   compiler=None if arguments.eager else compile_lowered)
+        text, as_recorded = replay(arguments.bundle, until=arguments.until)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

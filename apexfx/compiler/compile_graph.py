@@ -28,7 +28,7 @@ from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
-from .inner_compilers import INNER, trace, trace_lowered, traceable_rnn
+from .inner_compilers import INNER, trace, traceable_rnn
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
 from .pipeline import Pipeline
@@ -103,14 +103,10 @@ class RewrittenGraph:
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
         return compiled
 
-    def trace(self, other_stages: BackwardPasses, *, lowered: bool = False) -> Callable[..., Any]:
-        """Return what raises `inner_compilers.Traced` in place of running the graph; no report has it.
-
-        Args:
-            lowered: the graph is to be the one that Inductor makes code of.
-        """
+    def trace(self, other_stages: BackwardPasses) -> Callable[..., Any]:
+        """Return what raises `inner_compilers.Traced` in place of running the graph; no report has it."""
         with traceable_rnn(self.gm), _scalar_writes(self.gm):
-            return (trace_lowered if lowered else trace)(self.gm, self.example_inputs, other_stages)
+            return trace(self.gm, self.example_inputs, other_stages)
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,

@@ -8,11 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch import fx
 
 from .._torch import (
-    FakeTensorMode,
     aot_autograd,
     boxed,
     cache_entry,
@@ -102,7 +100,6 @@ class Traced(Exception):
     Attributes:
         gm: the graph behind all passes, its inputs named.
         inputs: what it would have run on; some of them are the user's own tensors, which it may write.
-        run: the code that Inductor has made of it, which takes a list and empties that; None of what "eager" runs.
         ops: rows of its forward as it was captured, behind the forward passes.
         outputs: what each output is: "" for what the captured function returns, else the parameter that it is the gradient of.
     """
@@ -110,9 +107,9 @@ class Traced(Exception):
     ops: Sequence[OpRow] = ()
     outputs: Sequence[str] = ()
 
-    def __init__(self, gm: fx.GraphModule, inputs: list[Any], run: Callable[[list[Any]], Sequence[Any]] | None = None) -> None:
+    def __init__(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
         super().__init__("a graph that was to be traced has run")
-        self.gm, self.inputs, self.run = gm, inputs, run
+        self.gm, self.inputs = gm, inputs
 
 
 def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
@@ -128,35 +125,6 @@ def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> C
         return boxed(call)
 
     return aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(gm, list(example_inputs))
-
-
-def trace_lowered(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
-    """Return what raises `Traced` when it is called, with the graph that Inductor makes code of, behind all of its own passes."""
-    def compiler(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
-        keep_saved_tensors()
-        compiled = compile_fx_inner(graph, inputs, **options)  # which rewrites the graph in place
-
-        def call(args: list[Any]) -> Any:
-            raise Traced(graph, list(args), compiled)
-
-        return boxed(call)
-
-    patches = {"post_grad_custom_post_pass": backward, "fx_graph_cache": False, **backward.inductor_options}
-    return compile_fx(gm, list(example_inputs), compiler, config_patches=patches)
-
-
-def compile_lowered(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """Compile a graph of `trace_lowered` to the code that it was.
-
-    Args:
-        gm: behind all passes, Inductor's as well, of which none runs again.
-        inputs: like those that it is to run on.
-    """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes = [mode.from_tensor(x, static_shapes=True) if isinstance(x, Tensor) else x for x in inputs]
-    FakeTensorProp(gm, mode).propagate_dont_convert_inputs(*fakes)
-    with inductor_config.patch(use_post_grad_passes=False, fx_graph_cache=False), torch.no_grad():
-        return compile_fx_inner(gm, fakes, is_inference=True)
 
 
 INNER: dict[str, Callable[..., Callable[..., Any]]] = {"inductor": _inductor, "eager": _eager, "cudagraphs": _cudagraphs}

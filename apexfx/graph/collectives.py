@@ -24,7 +24,7 @@ def namespace(node: fx.Node) -> str:
 
 def is_collective(node: fx.Node) -> bool:
     """Return whether `node` starts a collective."""
-    return isinstance(node.target, OpOverload) and is_collective_op(node.target)
+    return isinstance(node.target, OpOverload) and node.target._schema.name in _ASYNC
 
 
 def group_name(node: fx.Node) -> str:
@@ -43,11 +43,6 @@ def issued(gm: fx.GraphModule, common: Collection[str]) -> list[Any]:
     """
     return [[str(node.target), module_path(node), group if group in common else "a group of the module's own"]
             for graph in graphs(gm) for node in graph.graph.nodes if (group := group_name(node))]
-
-
-def is_collective_op(op: OpOverload) -> bool:
-    """Return whether `op` starts a collective."""
-    return op._schema.name in _ASYNC
 
 
 def wait(result: Tensor) -> Tensor:

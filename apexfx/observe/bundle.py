@@ -1,8 +1,7 @@
 """A bundle: a folder that holds a graph, what it runs on and digests of what it computed, for another process to compare.
 
 `bundle.json` has the graph, the event and the machine; `tensors.pt` the inputs, random states and what collectives gave;
-`graph.py` the graph as Python, for people: nothing reads it. Where Inductor ran the step, the graph that it made code of is there
-beside that of the ops, which is what one can look into.
+`graph.py` the graph as Python, for people: nothing reads it. Where Inductor ran the step, it is the graph of the ops, too.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ from torch import Tensor, fx, nn
 
 from .._torch import tree_map
 from ..graph import printing
-from ..graph.collectives import group_name, is_collective
-from .digests import Code, Digests, digest, run_compiled
-from .graph_data import for_compiler, from_data, to_data
-from .interpreter import Interpreter, world_size
+from ..graph.collectives import is_collective
+from .digests import Digests, digest
+from .graph_data import from_data, to_data
+from .interpreter import Interpreter
 
-FORMAT = 2
+FORMAT = 3
+_READ = (2, FORMAT)  # one of format 2 may hold compiled code besides, which is left out
 _JSON, _TENSORS, _PYTHON = "bundle.json", "tensors.pt", "graph.py"
 
 
@@ -38,26 +38,15 @@ class Bundle:
 
     Attributes:
         data: of `bundle.json`.
-        tensors: of `tensors.pt`: "inputs", "constants", "random", "random_of_device", "received"; "compiled_constants" and
-            "compiled_received", of code that a compiler has made.
+        tensors: of `tensors.pt`: "inputs", "constants", "random", "random_of_device", "received".
     """
 
     data: dict[str, Any]
     tensors: dict[str, Any]
 
-    def graph(self, dtypes: Mapping[torch.dtype, torch.dtype] | None = None) -> tuple[nn.Module, fx.Graph]:
+    def graph(self) -> tuple[nn.Module, fx.Graph]:
         """Return the graph, as of `from_data`."""
-        return from_data(self.data["graph"], self.tensors["constants"], dtypes=dtypes)
-
-    def compiled_graph(self) -> fx.GraphModule | None:
-        """Return the graph that a compiler made code of, as of `from_data`, for one to make code of again; None where none did.
-
-        Raises:
-            ValueError: as `from_data`, or a text in it could become code.
-        """
-        if self.data["compiled"] is None:
-            return None
-        return fx.GraphModule(*from_data(for_compiler(self.data["compiled"]["graph"]), self.tensors["compiled_constants"]))
+        return from_data(self.data["graph"], self.tensors["constants"])
 
     def inputs(self) -> list[Any]:
         """Return copies of what the graph runs on."""
@@ -86,14 +75,6 @@ class Received:
             self.results[node.name] = tree_map(lambda t: t.detach().clone() if isinstance(t, Tensor) else t, result)
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Code that a compiler has made, and the graph that it has made it of, which runs on the same inputs."""
-
-    gm: fx.GraphModule
-    code: Code
-
-
 def exact_copy(tensor: Tensor) -> Tensor:
     """Return a copy of the same sizes and strides, of the memory between its first and last element alone."""
     if tensor.layout != torch.strided or not tensor.numel():
@@ -115,7 +96,6 @@ class Run:
 
     Args:
         gm, inputs: the graph, and what it runs on.
-        compiled: what a compiler has made of it, or None.
         random, random_of_device: the states of the generators before the run; None on the CPU.
         about: what else is to be kept, JSON-able.
 
@@ -123,25 +103,22 @@ class Run:
         ValueError: the graph holds what a bundle cannot.
     """
 
-    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], *, compiled: Compiled | None, random: Tensor,
-                 random_of_device: Tensor | None, device: torch.device, about: Mapping[str, Any]) -> None:
-        self._gm, self._compiled = gm, compiled
+    def __init__(self, gm: fx.GraphModule, inputs: Sequence[Any], *, random: Tensor, random_of_device: Tensor | None,
+                 device: torch.device, about: Mapping[str, Any]) -> None:
+        self._gm = gm
         graph, constants = to_data(gm)
-        compiled_graph, compiled_constants = to_data(compiled.gm) if compiled is not None else (None, {})
         self._bundle = Bundle(
-            {"format": FORMAT, "machine": machine(device), **about, "graph": graph, "raised": None,
-             "compiled": None if compiled is None else {"graph": compiled_graph, "world_sizes": _world_sizes(compiled.gm.graph)}},
+            {"format": FORMAT, "machine": machine(device), **about, "graph": graph, "raised": None},
             {"inputs": [exact_copy(x) if isinstance(x, Tensor) else x for x in inputs], "random": random,
              "random_of_device": random_of_device,
-             "constants": {name: exact_copy(t) for name, t in constants.items()}, "received": {},
-             "compiled_constants": {name: exact_copy(t) for name, t in compiled_constants.items()}, "compiled_received": []})
+             "constants": {name: exact_copy(t) for name, t in constants.items()}, "received": {}})
 
     def compute(self, *, communicates: bool, may_raise: bool) -> None:
         """Run the graph on copies of its inputs.
 
         Args:
             communicates: whether it does so with all ranks, each of which has to call this; otherwise collectives give what they
-                would if all held what this one holds, and no compiled code runs that has some.
+                would if all held what this one holds.
             may_raise: whether an error is what is to be recorded.
         """
         data, tensors = self._bundle.data, self._bundle.tensors
@@ -155,21 +132,14 @@ class Run:
                 raise
             data["raised"] = {"node": interpreter.node.name, "error": error_text(error)}
         data["digests"], tensors["received"] = digests.digests, received.results
-        if self._compiled is None or data["raised"] or received.results and not communicates:
-            data["compiled"] = None
-            return
-        with self._bundle.random_state():
-            data["compiled"]["digests"], tensors["compiled_received"] = run_compiled(
-                self._compiled.code, self._compiled.gm.graph, self._bundle.inputs())
 
     def check_norm(self, norm: Tensor) -> None:
         """Have the event say, behind `compute`, where the run has not given the norm that the step had."""
         data = self._bundle.data
-        is_comparable = (self._compiled is None) == (data["compiled"] is None)
-        if is_comparable and digest(norm) not in (data["compiled"] or data)["digests"].values():
+        if digest(norm) not in data["digests"].values():
             data["reproduced"] = False
             data["event"] += ("; this graph gives another norm, since calls before had gathered gradients, other ranks took "
-                              "part, the model was changed since, or inner_options round otherwise")
+                              "part, or the model was changed since")
 
     @property
     def event(self) -> str | None:
@@ -227,7 +197,7 @@ def load(path: Path) -> Bundle:
         data = json.loads((path / _JSON).read_text())
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"apexfx: {path / _JSON} is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
+    if not isinstance(data, dict) or data.get("format") not in _READ:
         version = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"apexfx: {path} is a bundle of format {version}, and this apexfx reads format {FORMAT}")
     try:
@@ -236,21 +206,14 @@ def load(path: Path) -> Bundle:
         first_line = str(error).partition("\n")[0]
         raise ValueError(f"apexfx: {path / _TENSORS} is damaged, or holds more than tensors, which is not loaded "
                          f"({type(error).__name__}: {first_line})") from error
-    of_tensors = {"inputs": list, "constants": dict, "random": Tensor, "random_of_device": (Tensor, NoneType), "received": dict,
-                  "compiled_constants": dict, "compiled_received": list}
-    of_data = {"machine": dict, "graph": dict, "digests": dict, "compiled": (dict, NoneType), "raised": (dict, NoneType)}
+    of_tensors = {"inputs": list, "constants": dict, "random": Tensor, "random_of_device": (Tensor, NoneType), "received": dict}
+    of_data = {"machine": dict, "graph": dict, "digests": dict, "raised": (dict, NoneType)}
     parts = [(tensors, of_tensors), (data, of_data)]
     if not isinstance(tensors, dict) \
             or not all(isinstance(part.get(name, ...), kind) for part, kinds in parts for name, kind in kinds.items()) \
-            or data["raised"] and not {"node", "error"} <= data["raised"].keys() \
-            or data["compiled"] and not {"graph", "world_sizes", "digests"} <= data["compiled"].keys():
+            or data["raised"] and not {"node", "error"} <= data["raised"].keys():
         raise ValueError(f"apexfx: {path} lacks a part of a bundle")
     return Bundle(data, tensors)
-
-
-def _world_sizes(graph: fx.Graph) -> dict[str, int]:
-    """Return how many ranks the groups have that a graph names."""
-    return {name: world_size(name) for name in filter(None, map(group_name, graph.nodes))}
 
 
 def _processor() -> str:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 import operator
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from .._torch import OpOverload, tree_leaves
+from .._torch import OpOverload
 from ..graph.nodes import module_path, op_name, source_line
 
 NAMESPACES = frozenset(("aten", "prims", "apexfx", "_c10d_functional", "mkldnn", "quantized"))
 _FILES = frozenset(("aten::from_file", "aten::save"))  # reads and writes a file that it is given the name of
 _CONSTANTS = {"dtype": torch.dtype, "layout": torch.layout, "memory_format": torch.memory_format}
-# A text that ends no literal and no comment, and begins none, in no language that a compiler writes; "0/gradients" is a group's.
-_WORD = re.compile(r"[\w .,:>+-]*(/[\w .,:>+-]+)*")
 _META = ("seq_nr", "apexfx_name", "apexfx_kind", "custom")
 
 
@@ -50,14 +47,10 @@ def to_data(gm: fx.GraphModule) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return {"nodes": nodes, "traces": list(traces)}, constants
 
 
-def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
-              dtypes: Mapping[torch.dtype, torch.dtype] | None = None) -> tuple[nn.Module, fx.Graph]:
+def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor]) -> tuple[nn.Module, fx.Graph]:
     """Return the graph of `to_data`, and a module that holds its tensors.
 
     They are no `GraphModule`, which would make Python code of the names and texts in it and run that.
-
-    Args:
-        dtypes: what other dtypes are to be in the place of those that ops are called with, and that its tensors have.
 
     Raises:
         ValueError: it names something that is no op of torch or of this package, or is no such data.
@@ -66,8 +59,7 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
     for row in data["nodes"]:
         op, target = row["op"], row["target"]
         args, kwargs = (row["args"], row["kwargs"]) if op in ("call_function", "output") else ({"tuple": []}, {})
-        args = _decode(args, nodes, dtypes or {})
-        kwargs = {name: _decode(x, nodes, dtypes or {}) for name, x in kwargs.items()}
+        args, kwargs = _decode(args, nodes), {name: _decode(x, nodes) for name, x in kwargs.items()}
         names = [row["name"], *kwargs, *([target] if op != "call_function" else [])]
         if op not in ("placeholder", "get_attr", "call_function", "output") \
                 or op == "get_attr" and target not in constants or not all(str(name).isidentifier() for name in names) \
@@ -82,24 +74,8 @@ def from_data(data: Mapping[str, Any], constants: Mapping[str, Tensor], *,
             node.meta["nn_module_stack"] = {"": (row["module"], "")}
     module = nn.Module()
     for name, tensor in constants.items():
-        module.register_buffer(name, tensor.to((dtypes or {}).get(tensor.dtype, tensor.dtype)))
+        module.register_buffer(name, tensor)
     return module, graph
-
-
-def for_compiler(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data of a graph without texts that a compiler would write as they are into code, which is run.
-
-    Raises:
-        ValueError: an op is called with one.
-    """
-    nodes = []
-    for row in data["nodes"]:
-        texts = [x for x in tree_leaves((row.get("args"), row.get("kwargs"))) if isinstance(x, str)]
-        if strange := [text for text in texts if not _WORD.fullmatch(text)]:
-            raise ValueError(f"it calls {row['target']} with the text {strange[0][:80]!r}, which a compiler may write into its "
-                             "code as it is; nothing was compiled, and --eager leaves that out")
-        nodes.append({key: x for key, x in row.items() if key not in ("custom", "trace", "module")})
-    return {"nodes": nodes, "traces": []}
 
 
 def _target(node: fx.Node) -> str:
@@ -153,16 +129,16 @@ def _encode(x: Any, node: fx.Node) -> Any:
     raise ValueError(f"apexfx: {node.name!r} is called with a {type(x).__name__}, which a bundle cannot hold")
 
 
-def _decode(x: Any, nodes: Mapping[str, fx.Node], dtypes: Mapping[torch.dtype, torch.dtype]) -> Any:
+def _decode(x: Any, nodes: Mapping[str, fx.Node]) -> Any:
     if isinstance(x, list):
-        return [_decode(each, nodes, dtypes) for each in x]
+        return [_decode(each, nodes) for each in x]
     if not isinstance(x, dict):
         return x
     (kind, held), = x.items()
     if kind == "node":
         return nodes[held]
     if kind in ("tuple", "slice"):
-        return {"tuple": tuple, "slice": lambda three: slice(*three)}[kind]([_decode(each, nodes, dtypes) for each in held])
+        return {"tuple": tuple, "slice": lambda three: slice(*three)}[kind]([_decode(each, nodes) for each in held])
     if kind == "float":
         return float(held)
     if kind == "complex":
@@ -172,4 +148,4 @@ def _decode(x: Any, nodes: Mapping[str, fx.Node], dtypes: Mapping[torch.dtype, t
     constant = getattr(torch, held, None) if kind in _CONSTANTS else None
     if constant is None or not isinstance(constant, _CONSTANTS[kind]):
         raise ValueError(f"apexfx: the bundle has an argument {x!r}, which is none that a graph has")
-    return dtypes.get(constant, constant) if kind == "dtype" else constant
+    return constant

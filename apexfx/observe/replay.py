@@ -2,39 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx
 
-from .._torch import register_process_group, resolve_process_group, tree_leaves, tree_map, unregister_process_group
+from .._torch import tree_leaves
 from ..graph.nodes import op_name, source_line
 from ..graph.printing import count_text
 from . import bundle as bundles
-from .digests import Code, Digests, run_compiled
+from .digests import Digests
 from .interpreter import Interpreter
-from .non_finite import NonFinite, is_of_backward
+from .non_finite import NonFinite
 
 _NOT_GIVEN = ("None", "False", "{}", "[]", "()", "off")  # options as a bundle writes them
 _MAY_DIFFER = ("python",)
-_DOUBLE = {torch.float16: torch.float64, torch.bfloat16: torch.float64, torch.float32: torch.float64,
-           torch.complex32: torch.complex128, torch.complex64: torch.complex128}
 
 
-def replay(path: str, *, until: str | None = None, to: str | None = None,
-           compiler: Callable[[fx.GraphModule, Sequence[Any]], Code] | None = None) -> tuple[str, bool]:
+def replay(path: str, *, until: str | None = None) -> tuple[str, bool]:
     """Run a bundle again, on this rank alone.
 
     Args:
         path: of the folder.
         until: stop at the node of this name, and say what it gives.
-        to: "float64": compute in that dtype, from the same inputs.
-        compiler: makes code of the graph that the step's code was made of, for inputs; None leaves that out.
 
     Returns:
         What to print; whether the bits are the same, or need not be.
@@ -44,9 +36,8 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
     """
     bundle = bundles.load(Path(path))
     lines = _about(bundle)
-    dtypes = _DOUBLE if to == "float64" else {}
     try:
-        module, graph = bundle.graph(dtypes)
+        module, graph = bundle.graph()
     except Exception as error:  # whatever is in the file
         if str(error).startswith("apexfx: "):
             raise
@@ -54,13 +45,11 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
     nodes = list(graph.nodes)
     if until is not None and until not in {node.name for node in nodes}:
         raise ValueError(f"apexfx: the graph has no node {until!r}; graph.py beside it has all")
-    stop = until or (_last_of_backward(nodes) if dtypes else None)
-    observers = digests, non_finite, last = Digests(), NonFinite(graph), _Until(stop)
-    received = tree_map(lambda x: _in(x, dtypes), bundle.tensors["received"])
-    interpreter, raised = Interpreter(module, observers, graph=graph, received=received), None
+    observers = digests, non_finite, last = Digests(), NonFinite(graph), _Until(until)
+    interpreter, raised = Interpreter(module, observers, graph=graph, received=bundle.tensors["received"]), None
     try:
         with bundle.random_state(), torch.no_grad():
-            interpreter.run(*(_in(x, dtypes) for x in bundle.inputs()))
+            interpreter.run(*bundle.inputs())
     except _Stop:
         pass
     except Exception as error:
@@ -74,10 +63,7 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
         lines.append(f"{until}: {op_name(node)}{_where(node)}: {shown}")
     elif raised is None:
         finding = non_finite.first()
-        nothing = "nothing in forward and backward: what was not, went beyond the range of a dtype" if dtypes else "nothing"
-        lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else f"not finite: {nothing}")
-    if dtypes:
-        return "\n".join([*lines, "computed in float64: no bits are compared"]), True
+        lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else "not finite: nothing")
     recorded = bundle.data["digests"]
     compared = [node for node in nodes if node.name in recorded and node.name in digests.digests]
     different = [node for node in compared if recorded[node.name] != digests.digests[node.name]]
@@ -96,46 +82,7 @@ def replay(path: str, *, until: str | None = None, to: str | None = None,
     if bundle.data.get("reproduced") is False:
         lines.append("event not reproduced: the run that was recorded after the event gave another norm")
         return "\n".join(lines), False
-    if until is not None or compiler is None or bundle.data["compiled"] is None:
-        return "\n".join(lines), True
-    text, same = _compiled_again(bundle, compiler)
-    return "\n".join([*lines, text]), same or bool(changes)
-
-
-def _compiled_again(bundle: bundles.Bundle, compiler: Callable[[fx.GraphModule, Sequence[Any]], Code]) -> tuple[str, bool]:
-    """Compile what the step's code was made of, run that, and compare what it returns and writes."""
-    try:
-        gm = bundle.compiled_graph()
-        with _groups(bundle.data["compiled"]["world_sizes"]):
-            code = compiler(gm, bundle.inputs())
-        with bundle.random_state():
-            digests, _ = run_compiled(code, gm.graph, bundle.inputs(), bundle.tensors["compiled_received"])
-    except Exception as error:
-        raise ValueError(f"apexfx: the compiled graph cannot be run here: {str(error).strip()}") from error
-    recorded = bundle.data["compiled"]["digests"]
-    results = count_text(len(recorded), "result")
-    different = [name for name in recorded if recorded[name] != digests.get(name)]
-    if different:
-        return f"compiled: other bits in {len(different)} of {results}; the first is {different[0]}", False
-    return f"compiled: the same bits in all of {results}", True
-
-
-@contextlib.contextmanager
-def _groups(world_sizes: Mapping[str, int]) -> Iterator[None]:
-    """Have the names of process groups mean groups of so many ranks, which Inductor asks for and which cannot communicate."""
-    missing: dict[str, dist.ProcessGroup] = {}  # what finds them by name does not keep them
-    for name, size in world_sizes.items():
-        try:
-            resolve_process_group(name)
-        except RuntimeError:
-            missing[name] = dist.ProcessGroup(0, size)
-    try:
-        for name, group in missing.items():
-            register_process_group(name, group)
-        yield
-    finally:
-        for name in missing:
-            unregister_process_group(name)
+    return "\n".join(lines), True
 
 
 def _where(node: fx.Node) -> str:
@@ -178,15 +125,6 @@ def _changes(bundle: bundles.Bundle) -> list[str]:
     here = bundles.machine(device if device.type != "cuda" or torch.cuda.is_available() else torch.device("cpu"))
     return [f"{name} {then} -> {here[name]}" for name, then in bundle.data["machine"].items()
             if name not in _MAY_DIFFER and here.get(name) != then]
-
-
-def _last_of_backward(nodes: list[fx.Node]) -> str | None:
-    marked = [node.name for node in nodes if is_of_backward(node)]
-    return marked[-1] if marked else None
-
-
-def _in(x: Any, dtypes: dict[torch.dtype, torch.dtype]) -> Any:
-    return x.to(dtypes.get(x.dtype, x.dtype)) if isinstance(x, Tensor) else x
 
 
 def _shown(result: Any) -> str:

@@ -65,8 +65,7 @@ class StepCompiler:
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
-        traces: raise `inner_compilers.Traced` in place of running a graph; its nodes say what they are the backward of, but for
-            "lowered": that is the graph that Inductor makes code of.
+        traces: raise `inner_compilers.Traced` in place of running a graph; its nodes say what they are the backward of.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
@@ -75,7 +74,7 @@ class StepCompiler:
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
                  index: ModelIndex, on_run: Callable[[], None], on_communication: Callable[[], None],
                  memory_budget: int | None = None, reduce_gradients: bool = True, safeguard: bool = False,
-                 traces: bool | str = False) -> None:
+                 traces: bool = False) -> None:
         self.config = config
         self.report = report
         self.groups = groups
@@ -140,8 +139,6 @@ class StepCompiler:
             if self.reduce_gradients and node is not None:
                 collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(params, present) if here)])
         other_stages = StepPasses(graph, present, self.on_run, self.on_communication)
-        if self.traces == "lowered":
-            return graph.trace(other_stages, lowered=True)
         if self.traces:
             return _trace(graph, other_stages)
         compiled = graph.compile(other_stages, self.report)

@@ -102,19 +102,15 @@ class StepGraphs:
         with self._last.compiler.capturing():
             self._compile_and_run(self._last, batch, named)
 
-    def trace(self, batch: tuple[Any, ...], named: dict[str, Any], *, lowered: bool = False) -> Traced:
+    def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
         """Return the graph that ends an accumulation behind all passes, for this batch alone, and its inputs; run nothing.
 
         This rank talks to no other. The report does not have the graph.
 
-        Args:
-            lowered: the graph is to be the one that Inductor makes code of, and comes with that code.
-
         Raises:
             As a call.
         """
-        compiler = self._make_compiler(report=Report(self._report.config), agreement=None,
-                                       traces="lowered" if lowered else True)
+        compiler = self._make_compiler(report=Report(self._report.config), agreement=None, traces=True)
         return trace(run_step, compiler, self._model, StepInputs(self._model.model, self._objective, **self._state.inputs()),
                      batch, named)
 

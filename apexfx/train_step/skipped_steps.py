@@ -214,7 +214,7 @@ class Recorder:
                  described: Mapping[str, Any], device: torch.device) -> None:
         self._graphs, self._state, self._skipped, self._safeguard, self._device = graphs, state, skipped, safeguard, device
         self._agreement, self._group = (agreement, group) if group is not None else (None, None)
-        self._lowered = options.config.inner != "eager"
+        self._fuses = options.config.inner != "eager"
         self._folder = options.safeguard.record_dir if options.safeguard is not None else None
         self._max_records = options.safeguard.max_records if options.safeguard is not None else 0
         self._described = described
@@ -276,7 +276,7 @@ class Recorder:
         try:
             path = self._free_path(int(self._safeguard.tensors[STATE][0]) + 1)
             if path is not None:
-                run = self._run(call, what, scale_factor=1.0, lowered=False)
+                run = self._run(call, what, scale_factor=1.0)
                 run.compute(communicates=False, may_raise=True)
                 run.write(path)
                 log.warning("apexfx: %s; python -m apexfx replay %s runs it again", what, path)
@@ -291,18 +291,12 @@ class Recorder:
             raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
         if self._safeguard is not None and self._skipped.skip > 0 and (events := self._skipped.events()):
             event = str(events[-1])
-        return self._run(call, event, scale_factor=self._skipped.scale_factor(), lowered=self._lowered)
+        return self._run(call, event, scale_factor=self._skipped.scale_factor())
 
-    def _run(self, call: LastCall, event: str | None, *, scale_factor: float, lowered: bool) -> bundle.Run:
+    def _run(self, call: LastCall, event: str | None, *, scale_factor: float) -> bundle.Run:
         traced, inputs = graph_of(self._graphs, call, scale_factor=scale_factor)
-        compiled = None
-        if lowered:
-            of_inductor = self._graphs.trace(call.batch, call.named, lowered=True)
-            if list(map(id, of_inductor.inputs)) != list(map(id, traced.inputs)):
-                raise RuntimeError("apexfx: Inductor's graph of the step runs on other inputs than that of its ops")
-            compiled = bundle.Compiled(of_inductor.gm, of_inductor.run)
-        return bundle.Run(traced.gm, inputs, compiled=compiled, random=call.random, random_of_device=call.random_of_device,
-                          device=self._device, about={"rank": _rank(), "event": event, "options": {
+        return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,
+                          about={"rank": _rank(), "event": event, "options": {
                               name: str(value) for name, value in self._described.items()}})
 
     def _compute(self, run: bundle.Run, *, communicates: bool) -> None:
@@ -311,7 +305,8 @@ class Recorder:
             "recorded", "graph that is recorded", [self._state.num_calls])
         with running:
             run.compute(communicates=communicates, may_raise=False)
-        if run.event is not None and self._skipped.norm.isfinite():  # of what is not, the event says where it began
+        # Of what is not finite, the event says where it began; Inductor's kernels round otherwise, and have other random numbers.
+        if run.event is not None and self._skipped.norm.isfinite() and not self._fuses:
             run.check_norm(self._skipped.norm)
 
     def _all_are(self, *, ready: bool) -> bool:
