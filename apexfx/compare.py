@@ -1,4 +1,4 @@
-"""compare(): which op of a model makes its results differ from float64, and which `precision=` brings them near enough."""
+"""compare(): which op of a model makes its results differ from float64."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -17,13 +17,12 @@ from .compiler import compiled_model
 from .compiler.inner_compilers import Traced
 from .compiler.process_groups import Groups
 from .compiler.refusals import is_apex
-from .config import TransformConfig, is_number
+from .config import TransformConfig
 from .graph.nodes import module_path, op_name, stack_frames, value
 from .observe.bundle import exact_copy
 from .observe.comparison import NumericsReport, Row, ops_of, rows_of
 from .observe.interpreter import Interpreter
 from .observe.non_finite import NonFinite
-from .observe.overrides import Search, ops_in_half
 from .observe.reference import Reference, relative
 from .precision.op_rows import OpRow
 from .report.data import Report
@@ -44,13 +43,13 @@ _FLOOR = 1e-3  # of the root mean square of all gradients: by no less is the err
 
 
 def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str = "float64", *,
-            loss_fn: Callable[..., Any] | None = None, tolerance: float | None = None) -> NumericsReport:
+            loss_fn: Callable[..., Any] | None = None) -> NumericsReport:
     """Run forward and backward op by op beside the same ops in a wide dtype, and rank the ops by the error that they make.
 
     Nothing of model, batch, gradients, buffers or random state is changed, and no optimizer runs. Each rank compares alone.
 
         print(apexfx.compare(model, (inputs, targets), loss_fn=F.cross_entropy))
-        print(apexfx.compare(step, (inputs, targets), tolerance=1e-3))
+        print(apexfx.compare(step, (inputs, targets)))
 
     Args:
         model_or_step: of `transform` or `train_step`, with their passes; or any other module, as it was written. It has to be one
@@ -60,8 +59,6 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str = "
         reference: "float64" or "float32", the dtype of the same ops.
         loss_fn: `loss_fn(output, *targets)`, for a model: batch is (inputs, *targets) then, as of `train_step`. Without it the
             gradients of a model in training mode are those of its outputs' sum, weighted; of one in eval mode there are none.
-        tolerance: find a small `precision=` with which no output and no gradient is farther off than this, relative to its norm
-            (and, of a gradient, to a thousandth of all), and verify it by running.
 
     Returns:
         A row for each op, those first that are most to blame; `print` it.
@@ -72,32 +69,12 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str = "
             given, and the place.
         RuntimeError: it cannot be captured as one graph; the message has the place.
     """
-    _check(model_or_step, reference, loss_fn, tolerance)
+    _check(model_or_step, reference, loss_fn)
     subject = _Step(model_or_step) if isinstance(model_or_step, TrainStep) else _Model(model_or_step, loss_fn)
     call = subject.call(*_arguments(batch))
-    if tolerance is not None and not subject.has_policy:
-        raise ValueError("apexfx: tolerance= looks for the precision= of a model of transform(), or of a train_step(), and this "
-                         "one is neither; transform it first")
-    traced = subject.trace(call, subject.config)
+    traced = subject.trace(call)
     _check_dense(traced)
-    run = _Run(traced, _DTYPES[reference], subject, call)
-    wanted = {place for place, error in run.errors().items() if tolerance is None or not error <= tolerance}
-    contributions = run.contributions(wanted)
-    comparison = run.comparison(reference, contributions, wanted)
-    if tolerance is not None:
-        search = Search(traced.ops, run.by_op(contributions, wanted), subject.config.precision)
-        num_in_half: dict[frozenset[str], int] = {}  # by what is overridden
-
-        def errors_with(overrides: dict[str, str]) -> float:
-            config = dataclasses.replace(subject.config, precision={**subject.config.precision, **overrides})
-            other = subject.trace(call, config)
-            num_in_half[frozenset(overrides)] = len(ops_in_half(other.ops))
-            return run.error_of(other)
-
-        comparison.overrides, text = search.run(max(comparison.errors.values(), default=0.0), tolerance, errors_with)
-        if comparison.overrides:
-            text += f"; {num_in_half[frozenset(comparison.overrides)]} of {len(ops_in_half(traced.ops))} ops in half stay so"
-        comparison.notes.append(text)
+    comparison = _Run(traced, _DTYPES[reference], subject, call).comparison(reference)
     comparison.notes[:0] = subject.notes(traced, comparison.rows)  # last, since Inductor may rewrite the graph
     return comparison
 
@@ -168,33 +145,16 @@ class _CallOfModel(_Call):
                 "targets go with loss_fn= alone")
 
 
-class _Subject(Protocol):
-    """What is compared: its graphs, by options.
+class _Step:
+    """A training step, whose loss is the user's.
 
     Attributes:
-        config: the options.
-        has_policy: whether `precision=` means something to it.
-        outputs: which outputs of its graphs are the user's.
-        has_loss: whether the loss is the user's.
+        config: the options, by which the graph runs op by op.
+        outputs: places among a graph's outputs of what the user's function returns, and the gradients.
+        has_loss: whether the first of them is a loss of the user's.
     """
 
-    config: TransformConfig
-    has_policy: bool
-    outputs: slice
-    has_loss: bool
-
-    def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
-        """Return what explains the errors that a batch makes."""
-
-    def trace(self, call: _Call, config: TransformConfig) -> Traced:
-        """Return the graph of loss and gradients for a batch, by other options."""
-
-    def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
-        """Return what is to be said of the way in which it was run."""
-
-
-class _Step:
-    has_policy, outputs, has_loss = True, slice(None), True
+    outputs, has_loss = slice(None), True
 
     def __init__(self, step: TrainStep) -> None:
         self._step = step
@@ -203,9 +163,10 @@ class _Step:
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return _Call(self._step._objective, batch, named)
 
-    def trace(self, call: _Call, config: TransformConfig) -> Traced:
+    def trace(self, call: _Call) -> Traced:
+        """Return the graph of loss and gradients for a batch."""
         with call.explained():
-            return self._step.trace_gradients(call.batch, call.named, config)
+            return self._step.trace_gradients(call.batch, call.named, self.config)
 
     def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
         return _notes_on_fusion(traced, rows) if self._step.config.inner != "eager" else []
@@ -218,7 +179,6 @@ class _Model:
         backend = backend_of(model)
         model = source_of_compiled(model)
         compiled, self._how = compiled_model.get_compiled(model), ""
-        self.has_policy = compiled is not None or is_apex(backend)
         if compiled is not None:
             config, model = compiled.config, source_of(model)
         elif is_apex(backend):
@@ -243,8 +203,8 @@ class _Model:
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return _CallOfModel(self._objective, batch, named)
 
-    def trace(self, call: _Call, config: TransformConfig) -> Traced:
-        groups, level = Groups(config), config.level
+    def trace(self, call: _Call) -> Traced:
+        config, groups, level = self.config, Groups(self.config), self.config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
         modules = ObjectiveModules(self._objective, self._model)
         modules.refresh(None)
@@ -266,7 +226,7 @@ class _Run:
         call: that it was traced for.
     """
 
-    def __init__(self, traced: Traced, dtype: torch.dtype, subject: _Subject, call: _Call) -> None:
+    def __init__(self, traced: Traced, dtype: torch.dtype, subject: _Step | _Model, call: _Call) -> None:
         self._traced, self._subject, self._call, self._notes = traced, subject, call, []
         self._reference = Reference(traced.gm.graph, dtype, differentiable=True)
         self._non_finite = NonFinite(traced.gm.graph)
@@ -282,19 +242,11 @@ class _Run:
         for place in self._zero:
             del self._wide[place]
 
-    def errors(self) -> dict[int, float]:
-        """Return the relative error of each output of the user's, by its place."""
-        return self._errors(self._reference.outputs)
-
-    def error_of(self, traced: Traced) -> float:
-        """Return the largest error of the outputs of another graph of the same model."""
-        return max(self._errors(self._call.run(traced, [])).values(), default=0.0)
-
-    def contributions(self, places: set[int]) -> dict[Any, tuple[float, float]]:
-        """Return `Reference.contributions` to the sum of the relative errors of some outputs; {} where they are not known."""
+    def _contributions(self) -> dict[Any, tuple[float, float]]:
+        """Return `Reference.contributions` to the sum of the relative errors of the outputs; {} where they are not known."""
         if any(errors.is_lost for errors in self._reference.errors.values()):
             return {}  # what follows from nan is not of first order
-        weights = {place: 1 / scale for place in places if (scale := self._scale(place))}
+        weights = {place: 1 / scale for place in self._wide if (scale := self._scale(place))}
         try:
             return self._reference.contributions(weights)
         except RuntimeError as error:  # an op of the backward that has no derivative itself
@@ -303,28 +255,12 @@ class _Run:
             self._notes.append(f"no shares of the error, and ranked by what each op introduces: {first_line}")
             return {}
 
-    def by_op(self, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> dict[str, float]:
-        """Return what each op, forward and backward, contributes to the relative error of some outputs, by `OpRow.node`.
-
-        What is not of first order, as where an error decides a comparison, counts for all by the square of what they introduce.
-        """
-        errors, sums = self._reference.errors, {}
-        squares = {node: 1.0 if each.is_lost else relative(each.introduced, each.scale) ** 2 for node, each in errors.items()}
-        rest = self._unexplained(contributions, places) / (sum(squares.values()) or 1.0)
-        for node, (name, _) in ops_of(self._traced.gm.graph).items():
-            own = contributions.get(node, (0.0, 0.0))[0] + rest * squares.get(node, 0.0)
-            sums[name] = sums.get(name, 0.0) + own
-        return sums
-
-    def _unexplained(self, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> float:
-        total = sum(min(error, 1.0) for place, error in self.errors().items() if place in places)
-        return max(total - sum(own for own, _ in contributions.values()), 0.0)
-
-    def comparison(self, reference: str, contributions: Mapping[Any, tuple[float, float]], places: set[int]) -> NumericsReport:
-        """Return what there is to say, `contributions` being to the error of the outputs at `places`."""
-        notes, errors = list(self._notes), self.errors()
-        cut = [place for place in places if not self._reference.wide_outputs[place].requires_grad]
-        if contributions and sum(min(errors[place], 1.0) for place in cut) > sum(min(errors[place], 1.0) for place in places) / 2:
+    def comparison(self, reference: str) -> NumericsReport:
+        """Return what there is to say."""
+        contributions, errors = self._contributions(), self._errors()
+        notes, whole = list(self._notes), sum(min(error, 1.0) for error in errors.values())
+        cut = [place for place in errors if not self._reference.wide_outputs[place].requires_grad]
+        if contributions and sum(min(errors[place], 1.0) for place in cut) > whole / 2:
             contributions = {}
             notes.append("no shares of the error, and ranked by what each op introduces: most of it goes through an op without a "
                          "second derivative (GRU, group norm)")
@@ -333,7 +269,7 @@ class _Run:
         if unmeasured:
             notes.append(f"{', '.join(unmeasured)} cannot run in {reference}, and nobody knows its error")
         total = sum(own for own, _ in contributions.values())
-        shares_hold = not contributions or self._unexplained(contributions, places) <= total
+        shares_hold = not contributions or max(whole - total, 0.0) <= total
         if not shares_hold:
             notes.append("shares are those of first order, and most of the error is not: an error decides a comparison (relu, "
                          "max, topk), is large, or goes through an op without a second derivative (GRU, group norm)")
@@ -344,10 +280,11 @@ class _Run:
         return NumericsReport(rows, reference=reference, errors=named, first_non_finite=self._non_finite.first(), notes=notes,
                           shares_hold=shares_hold)
 
-    def _errors(self, outputs: Sequence[Any]) -> dict[int, float]:
+    def _errors(self) -> dict[int, float]:
+        """Return the relative error of each output of the user's, by its place."""
         errors = {}
         for place, wide in self._wide.items():
-            got = outputs[place].detach().to(wide.dtype)
+            got = self._reference.outputs[place].detach().to(wide.dtype)
             difference = torch.where(wide.isfinite(), got - wide, 0.0)
             finite = bool(difference.isfinite().all())
             errors[place] = relative(float(difference.norm()), self._scale(place)) if finite else math.inf
@@ -388,7 +325,7 @@ def _where(node: fx.Node, ops: Sequence[OpRow]) -> list[str]:
     return [f"  {text}" + (f", module {path!r}" if path else ""), *(f"  {text_of_line(*frame)}" for frame in frames[-1:])]
 
 
-def _ops(traced: Traced, subject: _Subject) -> dict[str, OpRow | None]:
+def _ops(traced: Traced, subject: _Step | _Model) -> dict[str, OpRow | None]:
     """Return the rows of a graph's ops by name; None for those of a loss that is not the user's."""
     return {op.node: op if subject.has_loss or not op.outside or op.source else None for op in traced.ops}
 
@@ -420,7 +357,7 @@ def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
-def _check(model_or_step: Any, reference: Any, loss_fn: Any, tolerance: Any) -> None:
+def _check(model_or_step: Any, reference: Any, loss_fn: Any) -> None:
     if not isinstance(model_or_step, (nn.Module, TrainStep)):
         raise TypeError(f"apexfx: compare() was given {type(model_or_step).__name__}, expected a torch.nn.Module or what "
                         "train_step() returns")
@@ -433,5 +370,3 @@ def _check(model_or_step: Any, reference: Any, loss_fn: Any, tolerance: Any) -> 
         raise TypeError(f"apexfx: loss_fn={loss_fn!r} was given, expected a function of the output and the targets")
     if loss_fn is not None and isinstance(model_or_step, TrainStep):
         raise ValueError("apexfx: loss_fn= was given for a training step, which has its own; leave it out")
-    if tolerance is not None and not (is_number(tolerance) and 0 < tolerance < 1):
-        raise ValueError(f"apexfx: tolerance={tolerance!r} was given, expected a relative error: a number between 0 and 1")

@@ -3,6 +3,5 @@
 `non_finite` is an observer: where something that is not finite begins. `graph_data` is a graph as JSON-able data, `digests` tells
 bits apart, `bundle` is a run of a graph as a folder, and `replay` runs that again.
 
-`reference` is an observer, too: the same ops in a wide dtype. `comparison` is what it says of each op, and `overrides` looks for
-the `precision=` that brings a model near its reference.
+`reference` is an observer, too: the same ops in a wide dtype. `comparison` is what it says of each op.
 """

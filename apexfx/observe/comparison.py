@@ -117,8 +117,6 @@ class NumericsReport(Sequence[Row]):
         first_non_finite: where nan or an infinity begins, in the reference too: the formula is at fault, not a dtype; or None.
         notes: what else there is to say.
         shares_hold: False where most of the error is not of first order, which shares are of: the verdict names none then.
-        overrides: the `precision=` that brings all errors below the tolerance that was asked for; None where none was, or there
-            is none.
     """
 
     headers = ("share", "introduced", "inherited", "op", "dtype", "rule", "module", "line")
@@ -127,7 +125,6 @@ class NumericsReport(Sequence[Row]):
                  first_non_finite: Finding | None = None, notes: Sequence[str] = (), shares_hold: bool = True) -> None:
         self.rows, self.reference, self.errors = tuple(rows), reference, dict(errors)
         self.first_non_finite, self.notes, self.shares_hold = first_non_finite, list(notes), shares_hold
-        self.overrides: dict[str, str] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -139,7 +136,7 @@ class NumericsReport(Sequence[Row]):
         """Return all of it as JSON-able values."""
         finding = asdict(self.first_non_finite) if self.first_non_finite is not None else None
         return {"reference": self.reference, "errors": _jsonable(self.errors), "first_non_finite": finding,
-                "notes": list(self.notes), "overrides": self.overrides, "rows": [row.to_json() for row in self.rows]}
+                "notes": list(self.notes), "rows": [row.to_json() for row in self.rows]}
 
     def save(self, path: str) -> None:
         """Write `to_json()` to a file."""
