@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import operator
 import os
 import re
 from collections import Counter
@@ -38,13 +37,13 @@ MODULE_PATHS = "apexfx_module_paths"
 OUTSIDE_OF_MODEL = "apexfx_outside_of_model"
 # Meta key of a node on which the pass precision has decided: the rule's kind and family, and why it holds.
 RULE = "apexfx_rule"
-# Meta keys: the pass that put a node in; of what computes the gradient of a parameter in a training step, the parameter's module.
-PASS, GRADIENT_OF = "apexfx_pass", "apexfx_gradient_of"
+# Meta key: the pass that put a node in.
+PASS = "apexfx_pass"
 # What a new node inherits from the node that caused it: where it comes from in the user's program.
 PROVENANCE_KEYS = ("stack_trace", "nn_module_stack", MODULE_PATHS, OUTSIDE_OF_MODEL, "source_fn_stack",
                    "seq_nr", "partitioner_tag", RULE)
 # What a node has besides that takes the place of another in a backward: whose backward it is.
-_BACKWARD_KEYS = ("fwd_nn_module_stack", "autograd_backward", GRADIENT_OF)
+_BACKWARD_KEYS = ("fwd_nn_module_stack", "autograd_backward")
 
 _FRAME = re.compile(r'^ *File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 _TORCH = f'"{os.path.dirname(torch.__file__)}{os.sep}'  # begins the name of a file of torch's, in a stack trace
@@ -302,16 +301,6 @@ def op_name(node: fx.Node) -> str:
     if module in ("operator", "_operator"):
         return f"operator.{name}"
     return f"F.{name}" if module == "torch.nn.functional" else f"torch.{name}"
-
-
-def moves_data(node: fx.Node) -> bool:
-    """Return whether a node of a graph of ATen ops looks at, copies or casts its first argument, and computes nothing."""
-    view = isinstance(node.target, OpOverload) and node.target.is_view
-    return view or node.target is operator.getitem or op_name(node).split(".")[:2] in _COPIES
-
-
-_COPIES = [name.split(".") for name in ("aten._to_copy", "aten.clone", "prims.convert_element_type", "aten.reshape",
-                                        "aten._unsafe_view")]
 
 
 def count_ops(gm: fx.GraphModule) -> Counter[str]:

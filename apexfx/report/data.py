@@ -13,7 +13,6 @@ from .._torch import inductor_config
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
-from .bucket_use import BucketUse
 from .cast_ledger import Cast, CastLedger, remove_cast
 from .compare import ReportDiff, compare
 from .diff import coloured, unified
@@ -205,20 +204,6 @@ class Report:
                 return entry.artifacts.plan.with_windows([w for r in stage.passes for w in r.artifacts.schedule or ()])
         raise RuntimeError("apexfx: there is no bucket plan yet, because no backward with parameter gradients was "
                            "compiled; run a training step (loss.backward()) once, or model.capture(*inputs)")
-
-    def bucket_of(self, parameter: str, *, network: Any = None, device: Any = None, graph: int | None = None) -> BucketUse:
-        """Return which allreduce carries the gradient of a parameter, when it starts and what hides it. `print` it.
-
-        Args:
-            network, device: predict in microseconds: of `PRESETS` and `DEVICES` of `apexfx.tools.simulate`, or what has their
-                `allreduce_seconds(num_bytes, num_ranks)` and `seconds(num_flops, num_bytes, dtype)`.
-
-        Raises:
-            RuntimeError: as of `buckets()`.
-            ValueError: no bucket holds the parameter.
-        """
-        plan = self.buckets(graph)
-        return BucketUse(parameter, plan.bucket_of(parameter), plan, network, device)
 
     def memory(self, graph: int = 0) -> MemoryTimeline:
         """Return how many bytes are alive along the graph of a training step, by kind. `print` it for a picture.

@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from .._torch import ProfiledEvent, ProfilerSpan, profiled_events
-from .profile import COMMUNICATION, COMPUTE, LOSS, UNATTRIBUTED, UPDATE, CollectiveTime, KernelTime, Profile, TraceEvent
+from .profile import COMMUNICATION, COMPUTE, LOSS, UNATTRIBUTED, UPDATE, CollectiveTime, KernelTime, Profile
 from .records import GraphReport
 from .spans import GraphCode, graph_codes, marked
 
@@ -63,8 +63,7 @@ def measure(graphs: Sequence[GraphReport], step: Callable[..., Any], batch: Sequ
     return Profile(
         device=torch.cuda.get_device_name() if timeline.on_device else "cpu", plain_ms=statistics.median(plain),
         step_ms=tuple((e.end - e.start) / 1e6 for e in timeline.steps), times=tuple(_times(timeline)),
-        collectives=tuple(_collectives(timeline)), memory=_memory(timeline),
-        trace=tuple(_trace(timeline)),
+        collectives=tuple(_collectives(timeline)),
         classes={path: kind for graph in graphs for path, kind in graph.forward.places.classes.items()})
 
 
@@ -238,27 +237,6 @@ def _measured(timeline: _Timeline, begin: ProfiledEvent, end: ProfiledEvent, bus
         return in_flight, within, in_flight - sum(_overlap((run.start, run.end), busy) for run in runs)
     sent = timeline.sent.get(begin.start)
     return (sent.end - sent.start if sent else end.end - begin.start), within, begin.end - begin.start + end.end - end.start
-
-
-def _memory(timeline: _Timeline) -> dict[str, int] | None:
-    """Return module -> bytes alive at the peak of the graph of a training step that ran; None where there is none."""
-    stages = [stage for _, code in timeline.graphs if code.graph is not None for stage in code.graph.stages if stage.memory]
-    return dict(max(stages, key=lambda stage: stage.memory.peak).memory.at_peak) if stages else None
-
-
-def _trace(timeline: _Timeline) -> Iterator[TraceEvent]:
-    begin = timeline.steps[0].start if timeline.steps else 0
-    for number, step in enumerate(timeline.steps):
-        yield TraceEvent("steps", f"step {number}", step.start - begin, step.end - step.start, None)
-    described: dict[tuple[int, str], KernelTime] = {}
-    for run in timeline.runs:
-        if (id(run.code), run.kernel) not in described:
-            described[id(run.code), run.kernel] = _describe(run, 1, 0)
-        time_ = described[id(run.code), run.kernel]
-        waits = not timeline.on_device and run.kind == COMMUNICATION  # the host's thread is one of compute
-        yield TraceEvent(COMPUTE if waits else run.kind, time_.kernel, run.start - begin, run.end - run.start, time_)
-    for event in timeline.in_flight if not timeline.on_device else ():
-        yield TraceEvent(COMMUNICATION, event.name, event.start - begin, event.end - event.start, None)
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,14 +66,6 @@ class MemoryTimeline:
     alive: dict[str, list[int]]
     tensors: list[AliveTensor] = field(default_factory=list)
     peak_place: str = ""
-
-    @property
-    def at_peak(self) -> dict[str, int]:
-        """Module -> bytes alive when most are; the module that holds a parameter or buffer, or makes a value."""
-        bytes_of: Counter[str] = Counter()
-        for tensor in self.tensors:
-            bytes_of[tensor.module] += tensor.bytes
-        return bytes_of
 
     @property
     def total(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: by module, op, pass and line; its collectives; its memory. Data, text and a trace."""
+"""Where the time of a training step goes: by module, op, pass and line; its collectives."""
 
 from __future__ import annotations
 
@@ -93,17 +93,6 @@ class TimeRow:
 
 
 @dataclass(frozen=True)
-class TraceEvent:
-    """Something on a track; ns from the first step's begin, and the kernel that it is."""
-
-    track: str
-    name: str
-    start: int
-    duration: int
-    time: KernelTime | None
-
-
-@dataclass(frozen=True)
 class Profile:
     """Where the time of a step goes. `print` it.
 
@@ -113,7 +102,6 @@ class Profile:
         step_ms: what each recorded step took.
         times: a row a kernel, and those of what is unattributed; together they are a recorded step.
         collectives: those of the graphs.
-        memory: module -> bytes alive at the peak of a training step's graph, by the report; None of a model alone.
         classes: module -> its class: layers of one class alone share a row.
     """
 
@@ -122,9 +110,7 @@ class Profile:
     step_ms: tuple[float, ...]
     times: tuple[KernelTime, ...]
     collectives: tuple[CollectiveTime, ...] = ()
-    memory: dict[str, int] | None = None
     classes: dict[str, str] = field(default_factory=dict, repr=False)
-    trace: tuple[TraceEvent, ...] = field(default=(), repr=False)
 
     @property
     def ms(self) -> float:
@@ -162,7 +148,7 @@ class Profile:
         return self._table(lambda t: _names([name or _CAPTURED for name in t.passes], _UNKNOWN))
 
     def by_line(self) -> list[TimeRow]:
-        """Return the time by line of the program; of a backward, by the line of its module."""
+        """Return the time by line of the program; of a backward, by the line of its op."""
         return self._table(lambda t: _names(t.lines, "no line"))
 
     def _table(self, label: Callable[[KernelTime], str], outside: Callable[[KernelTime], str] = lambda t: f"kernels {_OUTSIDE}",
@@ -182,32 +168,11 @@ class Profile:
         return [row for _, row in sorted(rows, key=lambda entry: (entry[0], -entry[1].ms))]
 
     def to_json(self, path: str | Path | None = None) -> dict[str, Any]:
-        """Return everything but the trace as JSON-able values, and write it to `path` where one is given."""
-        data = {name: item for name, item in vars(self).items() if name != "trace"}
-        data |= {name: list(map(asdict, data[name])) for name in ("times", "collectives")}
-        data |= {"ms": self.ms, "attributed": self.attributed}
+        """Return everything as JSON-able values, and write it to `path` where one is given."""
+        data = asdict(self) | {"ms": self.ms, "attributed": self.attributed}
         if path is not None:
             Path(path).write_text(json.dumps(data, indent=1) + "\n")
         return data
-
-    def to_chrome_trace(self, path: str | Path) -> None:
-        """Write a trace that Perfetto and chrome://tracing open: tracks for steps, compute and communication.
-
-        What is in flight at once is on several lines of its track.
-        """
-        rows: list[dict[str, Any]] = []
-        for pid, track in enumerate(("steps", COMPUTE, COMMUNICATION)):
-            rows += [{"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": track}},
-                     {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}]
-            lanes: list[int] = []  # when each is free
-            for event in sorted((event for event in self.trace if event.track == track), key=lambda event: event.start):
-                lane = next((index for index, free in enumerate(lanes) if free <= event.start), len(lanes))
-                lanes[lane:lane + 1] = [event.start + event.duration]
-                about = {name: item for name, item in asdict(event.time).items() if name not in ("ms", "calls")} \
-                    if event.time else {}
-                rows.append({"ph": "X", "name": event.name, "cat": track, "pid": pid, "tid": lane, "ts": event.start / 1e3,
-                             "dur": event.duration / 1e3, "args": about})
-        Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ms"}))
 
     @property
     def summary(self) -> str:
@@ -225,8 +190,6 @@ class Profile:
             lines += ["", *self._rows(what, rows)]
         if self.collectives:
             lines += ["", _collective_table(self.collectives)]
-        if self.memory:
-            lines += ["", *_memory_lines(self.memory)]
         return "\n".join(lines)
 
     def _rows(self, what: str, rows: Sequence[TimeRow]) -> list[str]:
@@ -286,13 +249,3 @@ def collective_cells(collectives: Sequence[CollectiveTime]) -> list[tuple[str, .
     return [("-" if c.bucket is None else str(c.bucket), _names(c.parameters, f"{c.module or _NO_MODULE}: {c.start}"),
              "-" if c.num_bytes is None else size_text(c.num_bytes), f"{c.window_flops / 1e6:.1f}", f"{c.window_ms:.3f}",
              f"{c.in_flight_ms:.3f}", f"{c.exposed_ms:.3f}") for c in collectives]
-
-
-def _memory_lines(memory: dict[str, int]) -> list[str]:
-    grouped = group(memory.items(), lambda item: _pattern(item[0])).values()
-    rows = [(sum(size for _, size in members), fold(path for path, _ in members)[0][1]) for members in grouped]
-    shown, rest = _cut(sorted(rows, reverse=True), ())
-    cells = [(size_text(size), name or _NO_MODULE) for size, name in shown]
-    more = f"and {count_text(len(rest), 'more module')}, {size_text(sum(size for size, _ in rest))}"
-    return [tabulate(cells, headers=("bytes at the peak", "module"), disable_numparse=True, colalign=("right", "left")),
-            *([more] if rest else [])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 import weakref
@@ -28,7 +29,7 @@ from ..distributed.agreement import Agreement
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
-from ..graph.nodes import GRADIENT_OF, PASS, module_path, moves_data, value
+from ..graph.nodes import PASS, value
 from ..graph.shared_memory import MemoryCheck
 from ..observe.non_finite import BACKWARD
 from ..precision.call_casts import check_unwritten
@@ -141,6 +142,7 @@ class StepCompiler:
         other_stages = StepPasses(graph, present, self.on_run, self.on_communication)
         if self.traces:
             return _trace(graph, other_stages)
+        gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _numbered_gradients
         compiled = graph.compile(other_stages, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
@@ -234,7 +236,7 @@ class StepPasses(BackwardPasses):
         """Run the step stage over `gm` and put it in the report."""
         capture.name_inputs(gm, self._placeholders)
         self._check_gradients(gm)
-        _mark_gradients(gm)
+        _mark_sums(gm)
         self._record.backward = self._pipeline.run("step", gm, inputs=random_inputs(gm))
         self._record.backward.memory = memory_timeline(gm, self._placeholders, self._record.backward.places)
         return self._record.backward
@@ -258,53 +260,12 @@ class StepPasses(BackwardPasses):
                                "cut off; find it by skip=, which leaves passes out, and report it")
 
 
-def _mark_gradients(gm: fx.GraphModule) -> None:
-    """Note on the op that computes the gradient of a parameter, and on what moves, casts or sums it, its module.
-
-    It reads the results of the module before, and autograd names none. Where several modules read the parameter, each has an op
-    that computes a part, and the sums alone are noted.
-    """
-    for parameter, gradient in _gradients_of_parameters(gm):
-        path, is_shared = parameter.meta["apexfx_name"].rpartition(".")[0], len(_modules_that_read(parameter)) > 1
-        todo = [gradient]
-        for node in todo:  # which grows
-            while isinstance(node, fx.Node) and node.op == "call_function":
-                node.meta[GRADIENT_OF] = path
-                if node.target is torch.ops.aten.add.Tensor and node.meta.get("autograd_backward"):
-                    todo += [] if is_shared else node.all_input_nodes
-                    break
-                if not moves_data(node):
-                    break
-                node = node.args[0]
-
-
-def _gradients_of_parameters(gm: fx.GraphModule) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield (parameter, gradient of this call alone), but for a parameter that the forward writes, which is refused later."""
-    node, named = apply_node(gm), {each.meta.get("apexfx_name"): each for each in gm.graph.find_nodes(op="placeholder")}
-    sums = {}  # of a parameter's gradients of earlier calls and this one
-    for name, gathered in named.items():
-        for add in gathered.users if str(name).endswith(GATHERED) else ():
-            if add.target is torch.ops.aten.add.Tensor and len(add.args) == 2:
+def _mark_sums(gm: fx.GraphModule) -> None:
+    """Note on sums of a parameter's gradients of earlier calls and this one that the step has put them in."""
+    for gathered in gm.graph.find_nodes(op="placeholder"):
+        for add in gathered.users if str(gathered.meta.get("apexfx_name")).endswith(GATHERED) else ():
+            if add.target is torch.ops.aten.add.Tensor:
                 add.meta[PASS] = "train_step"
-                sums[add] = next(each for each in add.args if each is not gathered)
-                if node is None:
-                    yield named[name.removesuffix(GATHERED)], sums[add]
-    for parameter, gradient in zip(*node.args[:2]) if node is not None else ():
-        if parameter.op == "placeholder":
-            yield parameter, sums.get(gradient, gradient)
-
-
-def _modules_that_read(parameter: fx.Node) -> set[str]:
-    """Return the paths of the modules that read a parameter in the forward, through views, copies and casts."""
-    paths, todo = set(), [parameter]
-    for node in todo:
-        for user in node.users:
-            if not user.meta.get("autograd_backward"):
-                if moves_data(user):
-                    todo.append(user)
-                else:
-                    paths.add(module_path(user))
-    return paths
 
 
 def _call_before(nodes: Iterable[fx.Node], function: Callable[[], None]) -> None:
@@ -330,11 +291,17 @@ def _switch_gradients_on(gm: fx.GraphModule) -> None:
                 gm.graph.call_function(set_grad_enabled, (enabled,))
 
 
-def _traced_gradients(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
-    """Compute gradients by ops that carry a mark, and the number of the op of the forward which they are the backward of."""
+@functools.wraps(torch.autograd.grad)  # by its name, which AOTAutograd's cache knows
+def _numbered_gradients(loss: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Compute gradients by ops that carry the number of the op of the forward which they are the backward of."""
     keep_sequence_numbers([loss.grad_fn])
+    return torch.autograd.grad(loss, *args, **options)
+
+
+def _traced_gradients(*args: Any, **options: Any) -> Any:
+    """The same, by ops that carry a mark, too."""
     with annotate({BACKWARD: True}):
-        return torch.autograd.grad(loss, *args, **options)
+        return _numbered_gradients(*args, **options)
 
 
 def _trace(graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from torch import nn
 
 import apexfx
 from apexfx.compiler.model_index import ModelIndex, text_name
-from apexfx.tools.simulate.graph_plan import fake_process_group
+from tests.fake_group import fake_process_group
 
 
 class Holder:

@@ -13,7 +13,7 @@ from torch import nn
 import apexfx
 from apexfx.config import BucketConfig
 from apexfx.report import Report
-from apexfx.tools.simulate.graph_plan import fake_process_group
+from tests.fake_group import fake_process_group
 from tests.report.test_ops import net_report
 
 
@@ -190,25 +190,6 @@ def test_another_bucket_plan_is_a_change():
         whole, halves = report(1000), report(1)
     assert [change.what for change in whole.compare(halves) if change.kind == "bucket"] == [
         f"train, bucket {index}" for index in range(len(halves.buckets().buckets))]
-    use = halves.bucket_of("0.weight")
-    assert use.bucket.parameters == ("0.weight",) and use.index == halves.buckets().bucket_of("0.weight")
-    assert str(use).splitlines()[0] == f"0.weight: bucket {use.index} of 0 to 3, 256 B float32, with 0 other gradients"
-    assert str(use).splitlines()[2] == "give network= and device= for microseconds"
-
-    class Network:
-        def allreduce_seconds(self, num_bytes, num_ranks):
-            return 1e-6 * num_bytes / num_ranks
-
-    class Device:
-        def seconds(self, num_flops, num_bytes, dtype):
-            return 2e-6
-
-    predicted = str(halves.bucket_of("0.weight", network=Network(), device=Device())).splitlines()[2]
-    assert predicted == ("predicted on 2 ranks: 128.0 us of communication, at most 2.0 us of it hidden, 126.0 us exposed")
-    with pytest.raises(ValueError, match=r"holds no parameter '0.wieght'; did you mean '0.weight'\?"):
-        halves.bucket_of("0.wieght")
-
-
 
 
 def test_what_is_no_report_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from torch import nn
 
 import apexfx
 from apexfx.report.node_places import NodePlaces
-from apexfx.report.profile import COMMUNICATION, UNATTRIBUTED, KernelTime, Profile, TraceEvent
+from apexfx.report.profile import COMMUNICATION, UNATTRIBUTED, KernelTime, Profile
 from tests.distributed.launch import on_ranks
 
 
@@ -165,32 +165,13 @@ def test_a_step_that_fails_leaves_the_code_as_it_was():
     assert all("apexfx_spans" not in type(ref()).forward.__code__.co_names for ref in model.report.graphs[0].running)
 
 
-def test_the_trace_is_one_that_perfetto_reads(tmp_path):
-    profile, _ = profiled(True, "eager")
-    profile.to_chrome_trace(tmp_path / "trace.json")
-    rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    tracks = {row["pid"]: row["args"]["name"] for row in rows if row["name"] == "process_name"}
-    assert list(tracks.values()) == ["steps", "compute", "communication"]
-    events = [row for row in rows if row["ph"] == "X"]
-    assert {row["ph"] for row in rows} == {"M", "X"} and all(row["ts"] >= 0 and row["dur"] >= 0 for row in events)
-    assert sum(tracks[row["pid"]] == "steps" for row in events) == 5
-    by_lane = {}
-    for row in events:  # complete events of a lane do not overlap
-        assert row["ts"] >= by_lane.get((row["pid"], row["tid"]), 0) - 1e-3
-        by_lane[row["pid"], row["tid"]] = row["ts"] + row["dur"]
-    assert any(row["args"].get("modules") == ["big"] for row in events)
-
-
 def test_names_stay_text(tmp_path):
     name = '<script>alert("1")</script>'
     time = KernelTime(kernel=name, kind="compute", ms=1.0, graph=0, modules=(name,), ops=(name,), passes=("",), lines=(name,))
-    profile = Profile("cpu", 1.0, (1.0,), (time,), memory={name: 1}, trace=(TraceEvent("compute", name, 0, 1000, time),))
-    assert str(profile).count(name) == 4
+    profile = Profile("cpu", 1.0, (1.0,), (time,))
+    assert str(profile).count(name) == 3
     profile.to_json(tmp_path / "profile.json")
-    profile.to_chrome_trace(tmp_path / "trace.json")
     assert json.loads((tmp_path / "profile.json").read_text())["times"][0]["modules"] == [name]
-    [event] = [row for row in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if row["ph"] == "X"]
-    assert event["name"] == name and event["args"]["modules"] == [name]
 
 
 def test_equal_layers_are_a_row_that_says_which_one_takes_most():
@@ -252,13 +233,7 @@ def test_products_of_a_module_that_is_reused_are_counted_for_it(net, accumulate,
             calls[" + ".join(t.modules)] = calls.get(" + ".join(t.modules), 0) + t.calls
     assert calls == pytest.approx(counts), "forward, gradient of the weight, gradient of the input where there is one"
     sums = {path for t in profile.times if t.ops == ("aten.add",) for path in t.modules}
-    assert sums <= {"a", "the update"}, "of a parameter's gradients, and with those of earlier calls"
-
-
-def test_memory_is_by_module():
-    profile, report = profiled(True, "eager")
-    assert sum(profile.memory.values()) == report.memory().peak
-    assert profile.memory["big"] >= 4 * 2048 * 2048
+    assert sums <= {"a", "c", "the update"}, "of a parameter's gradients, and with those of earlier calls"
 
 
 def test_backward_ops_belong_to_the_op_that_they_are_the_backward_of():
@@ -318,5 +293,4 @@ def test_collectives_are_measured_in_their_windows(rank, world_size):
     assert "big.weight" in first.parameters and first.window_flops > 0
     assert first.window_ms > 0 and first.in_flight_ms > 0 and first.exposed_ms > 0
     assert {row.name for row in profile.by_module()} >= {COMMUNICATION}
-    assert sum(event.track == COMMUNICATION for event in profile.trace) == 3 * len(plan.buckets)
     check_sums(profile)
