@@ -29,8 +29,8 @@ from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import config as dynamo_config
-from torch._dynamo import lookup_backend, symbolic_convert
 from torch._dynamo import run as run_cached_graphs
+from torch._dynamo import symbolic_convert
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import skip as dynamo_skip
 from torch._dynamo.exc import (
@@ -53,7 +53,6 @@ from torch._functorch._aot_autograd.descriptors import (
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
 from torch._inductor import ir as inductor_ir
-from torch._inductor import list_mode_options as inductor_mode_options
 from torch._inductor import lowering as inductor_lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass

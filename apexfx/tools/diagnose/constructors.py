@@ -28,14 +28,12 @@ class Compiled:
         target: the module or function that it was given.
         options: the keyword arguments.
         num_calls: how often the result was called.
-        replacement: is called in the result's place; None calls the result.
     """
 
     place: Place | None
     target: Any
     options: dict[str, Any]
     num_calls: int = 0
-    replacement: Callable[..., Any] | None = None
 
     @property
     def module(self) -> torch.nn.Module | None:
@@ -134,6 +132,6 @@ def _counted(function: Callable[..., Any], note: Compiled) -> Callable[..., Any]
     def counted(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():  # a constant for Dynamo, which would guard the count
             note.num_calls += 1
-        return (note.replacement or function)(*args, **kwargs)
+        return function(*args, **kwargs)
 
     return counted

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..._torch import BatchNorm, Compilation
 from . import places
 from .experiments import CompiledModule, merged
-from .findings import Diagnosis, Finding, Saving, typical
+from .findings import Diagnosis, Finding, Saving
 from .places import Place
 from .plan import Plan
 from .session import Session
@@ -52,22 +52,19 @@ def _host_syncs(session: Session, plan: Plan) -> Iterator[Finding]:
 
 def _parameter_loops(session: Session, plan: Plan) -> Iterator[Finding]:
     for span, lines in plan.loops.items():
-        timed = session.loop_times.seconds.get(span) if session.loop_times is not None else None
-        ms = 1e3 * typical(timed) if timed else None
+        ms = sum(ops.uses.ms for ops in lines) / session.observer.num_steps
         place, count = Place(span[0], span[1]), len({key for ops in lines for key in ops.tensors})
-        has_body = places.body_begin(*span) > span[1]
         if (as_one := plan.foreach_ms.get(span)) is not None:
             yield Finding("ema_loop", place, f"averages {count} parameters one by one; one call for all takes {as_one:.2f} ms",
                           "torch._foreach_lerp_(averages, parameters, 1 - decay); AveragedModel(model, multi_avg_fn="
                           "get_ema_multi_avg_fn(decay)); or apexfx.train_step(..., ema=apexfx.EMA(decay))",
-                          ms, ms and max(ms - as_one, 0.0), "the loop's body timed, and one call on copies" if has_body else
-                          "up to; the loop timed with what it goes through, and one call on copies")
+                          ms, max(ms - as_one, 0.0), "its ops timed, without Python around them, and one call on copies")
         else:
             of = "gradients" if any(ops.of_gradients for ops in lines) else "parameters"
             names = ", ".join(sorted({name for ops in lines for name in ops.names}))
             yield Finding("parameter_loop", place, f"goes through {count} {of} one by one ({names})",
                           "one call for all: torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_*", ms, None,
-                          "counted" if ms is None else "the loop's body timed" if has_body else "the loop timed")
+                          "its ops timed, without Python around them")
 
 
 def _round_trips(session: Session, plan: Plan) -> Iterator[Finding]:
@@ -81,16 +78,10 @@ def _round_trips(session: Session, plan: Plan) -> Iterator[Finding]:
 
 
 def _graph_breaks(session: Session, plan: Plan) -> Iterator[Finding]:
-    saved = session.saving("scalars")
     for (place, reason), _ in plan.breaks.most_common():
-        what = f"ends a graph of torch.compile: {reason}"
-        if "item()" not in reason:
-            yield Finding("graph_break", place, what, "do this outside of what is compiled, or in ops of torch alone")
-            continue
-        yield Finding("graph_break", place, what, "keep it a tensor, or have it in the graph: "
-                      "torch._dynamo.config.capture_scalar_outputs = True", None,
-                      *_measured(saved, ", with all such calls in the graph"))
-        saved = None  # of all of them together: said once
+        yield Finding("graph_break", place, f"ends a graph of torch.compile: {reason}",
+                      "keep it a tensor, or have it in the graph: torch._dynamo.config.capture_scalar_outputs = True"
+                      if "item()" in reason else "do this outside of what is compiled, or in ops of torch alone")
 
 
 def _not_compiled(session: Session, plan: Plan) -> Iterator[Finding | str]:
@@ -157,13 +148,6 @@ def _data_parallel(session: Session, plan: Plan) -> Iterator[Finding]:
     if any(module.find_unused_parameters for module in modules):
         yield Finding("unused_search", place, "each forward searches its graph for parameters that get no gradient",
                       "DistributedDataParallel(..., find_unused_parameters=False), where each gets one")
-    if plan.allreduces is not None:
-        count, num_bytes, ms, ms_as_one = plan.allreduces
-        if ms - ms_as_one > max(_SMALL_SHARE * session.typical_ms()[0], 0.1 * ms):
-            yield Finding("many_allreduces", place, f"{count} allreduces a backward, of {num_bytes / count / 1024:.0f} KiB on "
-                          f"average: {ms:.2f} ms for all, {ms_as_one:.2f} ms as one",
-                          f"DistributedDataParallel(..., bucket_cap_mb={num_bytes // 2**20 + 1})", ms, None,
-                          "timed by themselves; no saving predicted, since backward hides part of it")
     norms = [name for module in modules for name, each in module.module.named_modules()
              if isinstance(each, BatchNorm) and not isinstance(each, torch.nn.SyncBatchNorm) and each.training]
     if norms and session.num_ranks > 1:
@@ -180,11 +164,11 @@ def _data_loading(session: Session, plan: Plan) -> Iterator[Finding]:
                       "up to; waits timed in undisturbed steps")
 
 
-def _measured(saved: Saving | None, how: str = "") -> tuple[float | None, str]:
+def _measured(saved: Saving | None) -> tuple[float | None, str]:
     """Return a saving in milliseconds, None where it may be chance, and how it was measured."""
     if saved is None:
         return None, "counted"
-    text = f"with and without{how} in turn, {saved.num_steps} steps each"
+    text = f"with and without in turn, {saved.num_steps} steps each"
     if not saved.is_clear:
         return None, f"not predicted: {text}, {saved.ms:.2f} +-{saved.error_ms:.2f} ms, not more than chance"
     return saved.ms, f"{text}, +-{saved.error_ms:.2f} ms"

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch import compile as torch_compile  # itself: in a run, `torch.compile` notes its calls as the script's
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..._torch import compile_fx, dynamo_config, inductor_mode_options, lookup_backend, set_compiled_call, uncompiled_call
-from .constructors import Compiled
+from ..._torch import set_compiled_call, uncompiled_call
 
 
 class Experiment:
@@ -108,25 +105,6 @@ class CompiledModule(Experiment):
         return uncompiled_call(self._module)(*args, **kwargs)
 
 
-class ScalarsCaptured(Experiment):
-    """Run what the script compiled, and `.item()` breaks into several graphs, compiled anew with those calls in the graph.
-
-    It is compiled from copies of the functions: Dynamo keeps with a function that its loop was broken, and leaves it to Python.
-    """
-
-    def __init__(self, notes: Sequence[Compiled]) -> None:
-        self._compiled = [(note, _copy(note.module.forward if note.module is not None else note.target)) for note in notes]
-        self._compiled = [(note, copy, _compiled_again(note, copy)) for note, copy in self._compiled if copy is not None]
-
-    def switch(self, on: bool) -> None:
-        for note, copy, compiled in self._compiled:
-            note.replacement = compiled if on else None
-            if note.module is not None and on:
-                note.module.__dict__["forward"] = copy
-            elif note.module is not None:
-                del note.module.__dict__["forward"]
-
-
 def merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return groups of an optimizer with those of the same settings made one."""
     by_settings: dict[Any, dict[str, Any]] = {}
@@ -135,30 +113,3 @@ def merged(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                     if name not in ("params", "param_names", "name")}
         by_settings.setdefault(tuple(settings.items()), {**group, "params": []})["params"].extend(group["params"])
     return list(by_settings.values())
-
-
-def _copy(function: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a copy of a function or method with code of its own; None for what is neither."""
-    if isinstance(function, MethodType):
-        copy = _copy(function.__func__)
-        return None if copy is None else MethodType(copy, function.__self__)
-    if not isinstance(function, FunctionType):
-        return None
-    code = function.__code__.replace()
-    copy = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _compiled_again(note: Compiled, copy: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a script compiled, compiled for itself with `.item()` captured; a module then has `copy` as its forward."""
-    options = dict(note.options)
-    backend, mode, settings = options.pop("backend", "inductor"), options.pop("mode", None), options.pop("options", None) or {}
-
-    def same_backend(gm: torch.fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
-        if backend != "inductor":
-            return lookup_backend(backend)(gm, inputs)
-        return compile_fx(gm, inputs, config_patches={**inductor_mode_options(mode or "default"), **settings})
-
-    compiled = torch_compile(note.target if note.module is not None else copy, backend=same_backend, **options)
-    return dynamo_config.patch(capture_scalar_outputs=True)(compiled)

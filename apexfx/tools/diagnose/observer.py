@@ -1,4 +1,4 @@
-"""Watches some steps op by op: what is read to the host, what is done for each parameter, casts, collectives."""
+"""Watches some steps op by op: what is read to the host, what is done for each parameter, casts."""
 
 from __future__ import annotations
 
@@ -55,17 +55,6 @@ class ParameterOps:
     writes: bool = False
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A collective of a step."""
-
-    name: str
-    num_bytes: int
-    dtype: torch.dtype
-    in_backward: bool
-    step: int
-
-
 class Observer(TorchDispatchMode):
     """A dispatch mode that notes ops; it is on for the watched steps alone.
 
@@ -73,7 +62,6 @@ class Observer(TorchDispatchMode):
         reads: line -> reads to the host of what depends on parameters.
         loops: line -> ops on one parameter after the other.
         round_trips: line -> casts back to the dtype that a cast came from.
-        collectives: in order.
         num_steps: watched so far.
     """
 
@@ -82,7 +70,6 @@ class Observer(TorchDispatchMode):
         self.reads: dict[Place, Uses] = defaultdict(Uses)
         self.loops: dict[Place, ParameterOps] = defaultdict(ParameterOps)
         self.round_trips: dict[Place, Uses] = defaultdict(Uses)
-        self.collectives: list[Collective] = []
         self.num_steps = 0
         self.in_optimizer = False
         self._parameters = {storage_address(p.untyped_storage()): p for p in parameters}
@@ -118,10 +105,6 @@ class Observer(TorchDispatchMode):
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, ms: float) -> None:
         name = func._schema.name.partition("::")[2]
         if func.namespace in ("c10d", "_c10d_functional"):
-            tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-            if tensors:
-                self.collectives.append(Collective(name, sum(t.nbytes for t in tensors), tensors[0].dtype, in_backward(),
-                                                   self.num_steps))
             return
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         depends = any(map(self._is_dependent, tensors))

@@ -78,13 +78,6 @@ def loop_around(place: Place) -> tuple[int, int]:
                default=(place.line, place.line))
 
 
-def body_begin(file: str, first: int, last: int) -> int:
-    """Return the first line of the body of the loop that these lines are; their first where the body begins in its head."""
-    begins = (node.body[0].lineno for node in ast.walk(parsed(file))
-              if isinstance(node, (ast.For, ast.While)) and (node.lineno, node.end_lineno) == (first, last))
-    return next(begins, first)
-
-
 def _trains(loop: ast.AST) -> bool:
     return any(isinstance(node, ast.Attribute) and node.attr in ("backward", "step", "zero_grad") for node in ast.walk(loop))
 

@@ -1,37 +1,31 @@
-"""Between the phases of a session: which loops to time, and which changes to try."""
+"""Between the phases of a session: which loops were seen, and which changes to try."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..._torch import break_places
+from ..._torch import break_places, foreach_lerp_
 from . import places
 from .constructors import Constructed
-from .experiments import CompiledModule, Experiment, NoBroadcast, OneGroupASetting, OneKernel, ScalarsCaptured, merged
-from .measures import Span, allreduce_ms, foreach_ms, loop_span
+from .experiments import CompiledModule, Experiment, NoBroadcast, OneGroupASetting, OneKernel, merged
+from .findings import typical
 from .observer import ParameterOps
 from .places import Place
-from .session import Session, agreed
+from .session import Session, agreed, synchronize
 
 _MANY_GROUPS = 8  # of an optimizer, where half of them would do
 _MANY_PARAMETERS = 4  # that one line goes through
-_MANY_ALLREDUCES = 3
+_REPEATS = 10
 _AVERAGING = frozenset(("lerp", "lerp_", "mul", "mul_", "add", "add_", "sub", "sub_"))
 
 
-class Allreduces(NamedTuple):
-    """The allreduces of a backward, and how long they take by themselves, as they are and as one."""
-
-    count: int
-    num_bytes: int
-    ms: float
-    ms_as_one: float
+Span = tuple[str, int, int]  # file, first and last line
 
 
 class Plan:
@@ -42,7 +36,6 @@ class Plan:
         loops: over parameters -> what their lines do.
         foreach_ms: such a loop that averages -> how long one call for all of its parameters takes.
         breaks: (line, reason) -> how often a graph was broken there.
-        allreduces: where there are some.
     """
 
     def __init__(self, constructed: Constructed) -> None:
@@ -52,21 +45,18 @@ class Plan:
         self.loops: dict[Span, list[ParameterOps]] = defaultdict(list)
         self.foreach_ms: dict[Span, float] = {}
         self.breaks: Counter[tuple[Place, str]] = Counter()
-        self.allreduces: Allreduces | None = None
 
-    def loops_to_time(self, session: Session) -> list[Span]:
-        """Return the loops over parameters that were seen, and time on copies what could stand in their place."""
+    def note_loops(self, session: Session) -> None:
+        """Note the loops over parameters that were seen, and time on copies what could stand in their place."""
         for place, ops in session.observer.loops.items():
             if len(ops.tensors) >= _MANY_PARAMETERS and session.observer.is_usual(ops.uses):
-                self.loops[loop_span(place)].append(ops)
+                self.loops[(place.file, *places.loop_around(place))].append(ops)
         for span, lines in self.loops.items():
             if all(set(ops.names) <= _AVERAGING and not ops.of_gradients and not ops.writes for ops in lines):
-                self.foreach_ms[span] = foreach_ms(list({key: t for ops in lines for key, t in ops.tensors.items()}.values()))
-        return list(self.loops)
+                self.foreach_ms[span] = _foreach_ms(list({key: t for ops in lines for key, t in ops.tensors.items()}.values()))
 
     def experiments(self, session: Session) -> dict[str, Experiment]:
         """Return the changes to try, the same on all ranks."""
-        self._time_allreduces(session)
         self._note_breaks()
         possible = {**self._of_optimizers(session.optimizers), **self._of_compile()}
         modules = self.constructed.of(DistributedDataParallel)
@@ -86,27 +76,26 @@ class Plan:
         return possible
 
     def _of_compile(self) -> dict[str, Experiment]:
-        notes = self.constructed.compiled
-        possible: dict[str, Experiment] = {
-            f"compile {place}": CompiledModule(note.module, note.options) for place, note in enumerate(notes)
-            if not note.num_calls and note.module is not None}
-        if any("item()" in reason for _, reason in self.breaks):
-            possible["scalars"] = ScalarsCaptured([note for note in notes if note.num_calls])
-        return possible
-
-    def _time_allreduces(self, session: Session) -> None:
-        reduced = [c for c in session.observer.collectives
-                   if c.step == session.observer.num_steps - 1 and c.in_backward and c.name.startswith("allreduce")]
-        sizes = agreed([(c.num_bytes, c.dtype) for c in reduced])
-        if len(sizes) >= _MANY_ALLREDUCES:
-            times = allreduce_ms(sizes, session.device)
-            self.allreduces = Allreduces(len(sizes), sum(num_bytes for num_bytes, _ in sizes), *times)
+        return {f"compile {place}": CompiledModule(note.module, note.options)
+                for place, note in enumerate(self.constructed.compiled) if not note.num_calls and note.module is not None}
 
     def _note_breaks(self) -> None:
         for reason, stack in break_places()[self._num_earlier_breaks:]:
             users = [frame for frame in stack if places.is_of_user(frame.filename)]
             if users and users[-1].lineno is not None:
                 self.breaks[Place(users[-1].filename, users[-1].lineno), reason] += 1
+
+
+def _foreach_ms(tensors: Sequence[Tensor]) -> float:
+    """Return how long one average of parameters takes as one call for all of them, measured on copies."""
+    averages, tensors, times = [t.detach().clone() for t in tensors], [t.detach() for t in tensors], []
+    for _ in range(_REPEATS + 2):
+        synchronize(tensors[0].device)
+        start = time.perf_counter()
+        foreach_lerp_(averages, tensors, 0.001)
+        synchronize(tensors[0].device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return typical(times[2:])
 
 
 def _updates_one_by_one(optimizer: Optimizer) -> bool:

@@ -1,9 +1,8 @@
-"""The steps of a run, one phase behind the other: warm up, watch, time loops, and then with and without each change in turn."""
+"""The steps of a run, one phase behind the other: warm up, watch, and then with and without each change in turn."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import math
 import time
 from collections import defaultdict
@@ -21,11 +20,10 @@ from . import places
 from .constructors import Constructed
 from .experiments import Experiment
 from .findings import Saving, saving, typical
-from .measures import LoopTimes, synchronize
 from .observer import Observer
 from .places import Place
 
-WARM_UP, WATCHED, TIMED = 5, 4, 8
+WARM_UP, WATCHED = 5, 4
 BLOCK = 5  # steps of a kind in a row, of which the first is not timed
 _PLAIN = "plain"
 _DROPPED = BLOCK - 1  # of the timed steps of a kind: those of its first block compile
@@ -41,9 +39,8 @@ class Session:
     Attributes:
         num_steps: that have ended.
         observer: has watched some of them; None before.
-        loop_times: of the loops that it saw.
         step_places: optimizer -> line that calls its `step()`.
-        unequal_gradients: optimizer -> names of the parameters whose gradients differ between ranks.
+        unequal_gradients: optimizer -> which parameters' gradients differ between ranks, in words.
         num_ranks: while the script had a process group.
         compilations: what the script has had compiled -> in which step.
     """
@@ -53,14 +50,13 @@ class Session:
 
         Args:
             num_steps: that are timed with and without each change; 0: all there are, None: a second's worth, 20 to 100.
-            plan: has `loops_to_time(session)`, called behind the watched steps, which returns spans of lines, and
-                `experiments(session)`, called behind the timed ones, which returns name -> experiment, the same on all ranks.
+            plan: has `note_loops(session)` and `experiments(session)`, called behind the watched steps; the latter returns
+                name -> experiment, the same on all ranks.
         """
         self.num_steps = 0
         self.observer: Observer | None = None
-        self.loop_times: LoopTimes | None = None
         self.step_places: dict[Optimizer, Place | None] = {}
-        self.unequal_gradients: dict[Optimizer, list[Any]] = {}
+        self.unequal_gradients: dict[Optimizer, list[str]] = {}
         self.num_ranks = 1
         self.compilations: dict[Compilation, int] = {}
         self._seen = set(compilations())
@@ -120,7 +116,8 @@ class Session:
             self.step_places[optimizer] = places.here()
         self.num_ranks = max(self.num_ranks, num_ranks())
         if self.num_steps == WARM_UP - 1 and self.num_ranks > 1 and (unequal := unequal_gradients(optimizer)):
-            self.unequal_gradients[optimizer] = _names(optimizer, unequal)
+            parameters = list(_parameters(optimizer))
+            self.unequal_gradients[optimizer] = [f"parameter {place}, {list(parameters[place].shape)}" for place in unequal]
         if self._variant == "watched" and self.observer is not None:
             self.observer.in_optimizer = True
         if (experiment := self._experiments.get(self._variant)) is not None:
@@ -159,8 +156,6 @@ class Session:
         self._constructed.data_s = self._in_updates_s = 0.0
         if self.observer is not None:
             self.observer.num_steps += self._variant == "watched"
-        if self._variant == "timed" and self.loop_times is not None:
-            self.loop_times.end_step()
         following = self._following()
         self._is_settling = following != self._variant
         if self._is_settling:
@@ -175,17 +170,11 @@ class Session:
             return "watched"
         if self.num_steps == WARM_UP + WATCHED:
             self._leave()
-            spans = self._plan.loops_to_time(self)
-            self.loop_times = LoopTimes(spans) if agreed(bool(spans)) else None  # the ranks stay in step
-        timed = TIMED if self.loop_times is not None else 0
-        if self.num_steps < WARM_UP + WATCHED + timed:
-            return "timed"
-        if self.num_steps == WARM_UP + WATCHED + timed:
-            self._leave()
+            self._plan.note_loops(self)
             self._experiments = self._plan.experiments(self)
             self._num_samples = self._samples()
         variants = [_PLAIN, *self._experiments]
-        turn, place = divmod(self.num_steps - WARM_UP - WATCHED - timed, len(variants) * BLOCK)
+        turn, place = divmod(self.num_steps - WARM_UP - WATCHED, len(variants) * BLOCK)
         if turn * (BLOCK - 1) >= self._num_samples:
             raise Enough
         return variants[place // BLOCK]
@@ -203,9 +192,6 @@ class Session:
             self.observer = Observer(p for optimizer in self.optimizers for p in _parameters(optimizer))
             self._phase.enter_context(self.observer)
             self._phase.enter_context(self.observer.watching_methods())
-        elif variant == "timed" and self.loop_times is not None:
-            self.loop_times.start()
-            self._phase.callback(self.loop_times.stop)
         elif (experiment := self._experiments.get(variant)) is not None:
             experiment.switch(True)
             self._phase.callback(experiment.switch, False)
@@ -213,6 +199,12 @@ class Session:
     def _leave(self) -> None:
         self._phase.close()
         self._variant = ""
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def num_ranks() -> int:
@@ -238,15 +230,6 @@ def unequal_gradients(optimizer: Optimizer) -> list[int]:
     if any([shape for shape, _ in each] != [shape for shape, _ in own] for each in of_ranks):
         return []  # no replicas: every rank has parameters of its own
     return [place for place, each in enumerate(zip(*of_ranks)) if not _agree([size for _, size in each])]
-
-
-def _names(optimizer: Optimizer, which: list[int]) -> list[str]:
-    modules = [each for each in gc.get_objects() if issubclass(type(each), torch.nn.Module)]
-    names: dict[int, str] = {}
-    for module in sorted(modules, key=lambda module: len(list(module.modules()))):  # the outermost last
-        names |= {id(p): name for name, p in module.named_parameters()}
-    parameters = list(_parameters(optimizer))
-    return [names.get(id(parameters[place]), f"parameter {place}") for place in which]
 
 
 def _agree(sizes: list[float | None]) -> bool:

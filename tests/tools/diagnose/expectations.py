@@ -17,8 +17,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent / "cases"
 KINDS = {"buffer broadcast": "buffer_broadcast", "compile never entered": "compile_not_entered", "EMA loop": "ema_loop",
          "graph break": "graph_break", "host sync in the loop": "host_sync", "host sync in the model": "host_sync",
-         "host sync in the model (the second)": "host_sync", "optimizer groups": "optimizer_groups",
-         "small gradient buckets": "many_allreduces"}
+         "host sync in the model (the second)": "host_sync", "optimizer groups": "optimizer_groups"}
 
 
 @dataclass(frozen=True)
@@ -87,10 +86,9 @@ _MERGED_GROUP = '''\
 PROGRAMS = (
     Program("robot_policy.py", 1, num_ranks=2,
             source="huggingface/lerobot#4612 and #4607: each forward waits for the broadcast of buffers that nothing changes, "
-                   "reads two losses back to the host, and the backward sends nine allreduces",
+                   "and reads two losses back to the host",
             also=("exposed communication", "a model in eager mode: many small kernels"),
-            fixes=(("buffer broadcast", ((_DDP, "DistributedDataParallel(policy, bucket_cap_mb=1, broadcast_buffers=False)"),)),
-                   ("small gradient buckets", ((_DDP, "DistributedDataParallel(policy, bucket_cap_mb=100)"),)))),
+            fixes=(("buffer broadcast", ((_DDP, _DDP.replace(")", ", broadcast_buffers=False)")),)),)),
     Program("detector_compile.py", 2,
             source="roboflow/rf-detr#1410: `compile=True` is taken, and training goes on in eager mode. There an option kept the "
                    "model from being compiled; here the compiled model is made, and the other one called",

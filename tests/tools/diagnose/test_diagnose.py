@@ -6,7 +6,6 @@ import json
 import runpy
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,6 @@ from apexfx.tools.diagnose.command import diagnose
 from apexfx.tools.diagnose.detectors import _measured
 from apexfx.tools.diagnose.experiments import merged
 from apexfx.tools.diagnose.findings import Saving, saving
-from apexfx.tools.diagnose.measures import LoopTimes
 from apexfx.tools.diagnose.observer import Observer
 from apexfx.tools.diagnose.places import Place
 
@@ -224,40 +222,6 @@ def test_what_may_be_chance_is_not_predicted():
     assert _measured(Saving(1.5, 0.1, 16))[0] == 1.5
 
 
-def _average(averages, parameters):
-    for average in averages(parameters):
-        average.mul_(2)
-        _slow(0.001)
-    return averages
-
-
-def _slow(seconds, num_calls=2000):
-    time.sleep(seconds)
-    for _ in range(num_calls):
-        _nothing()
-
-
-def _nothing():
-    pass
-
-
-def test_a_loop_is_timed_without_what_it_goes_through_and_without_being_watched():
-    def averages(parameters):
-        time.sleep(0.2)  # what the change needs, too
-        return parameters
-
-    first = _average.__code__.co_firstlineno + 1
-    times = LoopTimes([span := (__file__, first, first + 2)])
-    start = time.perf_counter()
-    _average(lambda parameters: parameters, [torch.ones(4)] * 20)
-    unwatched = time.perf_counter() - start
-    times.start()
-    _average(averages, [torch.ones(4)] * 20)  # 40 000 calls are watched, each of which takes several times its own time
-    times.stop()
-    times.end_step()
-    assert 0.3 * unwatched < times.seconds[span][0] < 5 * unwatched
-
-
 def test_a_cast_is_a_round_trip_only_back_to_the_same_dtype():
     observer = Observer([])
     with observer:
@@ -303,7 +267,6 @@ def test_what_ranks_lose(tmp_path):
                            "diagnose", "--steps", "8", "--json", str(path)], capture_output=True, text=True, timeout=240)
     data = json.loads(done.stdout)
     lines = {each["kind"]: each["line"] for each in data["findings"]}
-    assert lines.pop("many_allreduces", 8) == 8  # named where one allreduce is faster, which chance decides here
     assert lines == {"buffer_broadcast": 8, "batch_norm_not_synchronized": 8, "gradients_not_averaged": 19}
     assert data["num_ranks"] == 2
 

@@ -10,8 +10,6 @@ import pytest
 
 from tests.tools.diagnose.expectations import FOLDER, KINDS, programs
 
-WHERE_IT_SAVES = "many_allreduces"  # named where one allreduce takes less time than all of them: not on every machine
-
 
 @pytest.mark.long
 @pytest.mark.parametrize("program", programs(), ids=lambda program: program.file)
@@ -21,8 +19,7 @@ def test_it_finds_what_is_there_and_no_more(program):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     answer = json.loads(done.stdout[done.stdout.index("{"):done.stdout.rindex("}") + 1])
     findings = {(finding["kind"], finding["line"]) for finding in answer["findings"]}
-    expected = {kind: lines for kind, lines in program.expected().items() if KINDS[kind] != WHERE_IT_SAVES}
-    for kind, lines in expected.items():
+    for kind, lines in program.expected().items():
         assert findings & {(KINDS[kind], line) for line in lines}, (kind, sorted(findings))
     right = {(KINDS[kind], line) for kind, lines in program.expected().items() for line in lines}
     assert findings <= right, sorted(findings - right)

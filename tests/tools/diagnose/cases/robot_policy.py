@@ -75,7 +75,7 @@ def main():
     rank = dist.get_rank()
     torch.manual_seed(0)
     policy = Policy()
-    model = DistributedDataParallel(policy, bucket_cap_mb=1)  # expected: buffer broadcast; small gradient buckets
+    model = DistributedDataParallel(policy, bucket_cap_mb=1)  # expected: buffer broadcast
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     start, total = time.perf_counter(), 0.0
     for step, batch in enumerate(batches(rank), 1):
