@@ -126,9 +126,8 @@ def _add_simulate(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     simulate = commands.add_parser(
         "simulate", help="predict how long a data-parallel step takes on any number of ranks", epilog=_EXIT_STATUS,
         description="Estimate a training step from shapes, or measure it here, simulate it with its buckets on a model of the "
-                    "network, and print exposed communication, the cost of synchronized batch norm, the best bucket size, and "
-                    "how many micro-batches a step needs for the gradients' communication to be a small share of it "
-                    "(--share). docs/simulate.md has the formulas.",
+                    "network, and print exposed communication, the cost of synchronized batch norm and the best bucket size. "
+                    "docs/simulate.md has the formulas.",
     )
     add_arguments(simulate)
     simulate.set_defaults(run=_simulate)

@@ -14,11 +14,10 @@ from tabulate import tabulate
 
 from ...config import BucketConfig
 from .devices import DEVICES
-from .graph_plan import graph_plan
 from .models import MODELS, load
 from .network import PRESETS, Network, flat
 from .profile import Profile, analytic, measured
-from .simulator import BucketChoice, Costs, Prediction, accumulation_break_even, best_bucket, simulate
+from .simulator import BucketChoice, Costs, Prediction, best_bucket, simulate
 from .timeline import LEGEND
 
 _DTYPES = ("float32", "float16", "bfloat16")
@@ -52,14 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="that share such a link, and are joined by NVLink (default: 1)")
     parser.add_argument("--bucket-mib", type=_positive(float), metavar="MIB",
                         help="where a bucket closes (default: BucketConfig's, a quarter of the gradients within bounds)")
-    parser.add_argument("--graph", action="store_true",
-                        help="take the buckets from the backward graph that transform() makes, captured in a fake process "
-                             "group of the most ranks, rather than from the eager executor's rule")
-    parser.add_argument("--share", type=_positive(float), default=5.0, metavar="PERCENT",
-                        help="of a step that exposed allreduces of gradients may take; the column micro-batches says how "
-                             "many the step needs for that (default: %(default)s)")
-    parser.add_argument("--trace", metavar="FILE",
-                        help="write the step at the most ranks for chrome://tracing or perfetto")
     parser.add_argument("--json", metavar="FILE", help="write all numbers")
 
 
@@ -97,34 +88,27 @@ def text(options: argparse.Namespace) -> str:
                          f"{', '.join(asked)} was given; leave one of them out")
     decided = {name: getattr(options, name) or default for name, default in decided.items()}
     options = argparse.Namespace(**{**vars(options), **decided})
-    if options.share >= 100:
-        raise ValueError(f"apexfx: --share {options.share:g} was given, expected a percentage below 100")
     model, inputs = load(options.model, options.batch, device="cpu" if options.measured else "meta")
     profile, costs = _profile(options, model, inputs)
     config = BucketConfig()
     if options.bucket_mib is not None:
         itemsize = max(spec.dtype.itemsize for spec in profile.gradients)
         config = BucketConfig(message_size=max(1, round(options.bucket_mib * 2**20 / itemsize)))
-    predictions = _predict(options, profile, network, config, costs)
+    predictions = [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in options.ranks]
     choices = [best_bucket(profile, network, num_ranks, config, costs=costs)
                for num_ranks in options.ranks]
-    micro_batches = [accumulation_break_even(prediction, profile, options.share / 100) for prediction in predictions]
-    if options.trace:
-        predictions[-1].timeline.to_chrome_trace(options.trace, name=f"{options.model} on {options.ranks[-1]} ranks")
     if options.json:
-        _write(options, profile, predictions, choices, micro_batches)
+        _write(options, profile, predictions, choices)
     synchronizes = profile != profile.without_sync()
-    rows = [_row(*row, synchronizes) for row in zip(predictions, choices, micro_batches)]
+    rows = [_row(*row, synchronizes) for row in zip(predictions, choices)]
     headers = ("ranks", "step ms", "compute ms", "copies ms", "allreduce ms", "exposed ms", "exposed", "SyncBN tax ms",
-               "efficiency", "best bucket MiB", "step there ms", "micro- batches")
+               "efficiency", "best bucket MiB", "step there ms")
     title = (f"{options.model}: {profile.num_bytes / 2**20:.1f} MiB of gradients in {len(profile.gradients)}, "
              f"{len(predictions[0].buckets)} buckets; {profile.source}; {where}")
     table = tabulate(rows, headers=[header.replace(" ", "\n", 1) for header in headers], disable_numparse=True)
     none = f"warning: --sync-bn was given, and {options.model} runs no batch norm: there is nothing to synchronize"
     notes = [none] if options.sync_bn and not synchronizes else []
-    explained = ("micro-batches: how many a step needs, all but the last inside no_sync(), so that exposed allreduces of "
-                 f"gradients take at most {options.share:g} % of it")
-    return "\n".join([title, *notes, "", table, "", explained, "", *_pictures(predictions)])
+    return "\n".join([title, *notes, "", table, "", *_pictures(predictions)])
 
 
 def _network(options: argparse.Namespace) -> tuple[Network, str]:
@@ -148,25 +132,13 @@ def _profile(options: argparse.Namespace, model: torch.nn.Module, inputs: Any) -
     return profile, Costs.on(device)
 
 
-def _predict(options: argparse.Namespace, profile: Profile, network: Network, config: BucketConfig,
-             costs: Costs) -> list[Prediction]:
-    if not options.graph:
-        return [simulate(profile, network, num_ranks, config, costs=costs) for num_ranks in options.ranks]
-    device = profile.gradients[0].device
-    model, inputs = load(options.model, options.batch, device=device.type)
-    plan = graph_plan(model, inputs, config, max(options.ranks), device=device,
-                      dtype=torch.float32 if options.measured else getattr(torch, options.dtype))
-    return [simulate(profile, network, num_ranks, plan=plan.for_world_size(num_ranks), costs=costs)
-            for num_ranks in options.ranks]
-
-
-def _row(prediction: Prediction, choices: list[BucketChoice], micro_batches: int, synchronizes: bool) -> tuple[str, ...]:
+def _row(prediction: Prediction, choices: list[BucketChoice], synchronizes: bool) -> tuple[str, ...]:
     best = choices[0]
     tax = f"{1e3 * prediction.sync_tax_s:.2f}" if synchronizes else "-"
     times = (prediction.step_s, prediction.compute_s, prediction.bookkeeping_s, prediction.communication_s, prediction.exposed_s)
     return (f"{prediction.num_ranks}", *(f"{1e3 * s:.2f}" for s in times),
             f"{100 * prediction.exposed_s / prediction.step_s:.1f} %", tax, f"{100 * prediction.efficiency:.1f} %",
-            f"{best.mib:.2f}", f"{1e3 * best.step_s:.2f}", f"{micro_batches}")
+            f"{best.mib:.2f}", f"{1e3 * best.step_s:.2f}")
 
 
 def _pictures(predictions: list[Prediction]) -> list[str]:
@@ -178,10 +150,9 @@ def _pictures(predictions: list[Prediction]) -> list[str]:
     return [*lines, LEGEND]
 
 
-def _write(options: argparse.Namespace, profile: Profile, predictions: list[Prediction], choices: list[list[BucketChoice]],
-           micro_batches: list[int]) -> None:
-    rows = [{**prediction.to_json(), "bucket_sizes": [asdict(choice) for choice in tried], "micro_batches": number}
-            for prediction, tried, number in zip(predictions, choices, micro_batches)]
-    data = {"model": options.model, "source": profile.source, "gradient_bytes": profile.num_bytes, "share": options.share / 100,
-            "rows": rows}
+def _write(options: argparse.Namespace, profile: Profile, predictions: list[Prediction],
+           choices: list[list[BucketChoice]]) -> None:
+    rows = [{**prediction.to_json(), "bucket_sizes": [asdict(choice) for choice in tried]}
+            for prediction, tried in zip(predictions, choices)]
+    data = {"model": options.model, "source": profile.source, "gradient_bytes": profile.num_bytes, "rows": rows}
     Path(options.json).write_text(json.dumps(data, indent=1) + "\n")

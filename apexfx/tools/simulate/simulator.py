@@ -248,23 +248,3 @@ def best_bucket(profile: Profile, network: Network, num_ranks: int, config: Buck
             step_s = simulate(profile, network, num_ranks, plan=plan, **options).step_s
             choices[groups] = BucketChoice(message_size, message_size * itemsize / 2**20, len(groups), step_s)
     return sorted(choices.values(), key=lambda choice: (choice.step_s, choice.num_buckets))
-
-
-def accumulation_break_even(prediction: Prediction, profile: Profile, share: float = 0.05) -> int:
-    """Return the least number of micro-batches at which exposed gradient communication is at most `share` of a step.
-
-    All micro-batches but the last are inside `no_sync()`: they compute, and synchronize batch norms, and send no gradient. So
-    a step of k of them takes step_s + (k - 1) m, with m what one more takes, and exposes as much as a step of one.
-
-    Raises:
-        ValueError: a share that is not in (0, 1).
-    """
-    if not 0 < share < 1:
-        raise ValueError(f"apexfx: share={share!r} was given, expected a number between 0 and 1")
-    exposed = max(0.0, prediction.exposed_s - prediction.sync_tax_s)
-    more = profile.micro_batch_s + prediction.sync_tax_s
-    if exposed <= share * prediction.step_s:
-        return 1
-    if more <= 0:
-        raise ValueError("apexfx: a micro-batch of no compute hides nothing; the profile is empty")
-    return 1 + math.ceil((exposed / share - prediction.step_s) / more)

@@ -7,11 +7,9 @@ be floats or exact fractions.
 
 from __future__ import annotations
 
-import json
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 TRACKS = ("compute", "communication")
@@ -87,23 +85,6 @@ class Timeline:
     def track(self, name: str) -> list[Event]:
         """Return the events of one track, by their begin."""
         return sorted((event for event in self.events if event.track == name), key=lambda event: event.begin)
-
-    def to_chrome_trace(self, path: str | Path | None = None, *, name: str = "predicted step") -> dict[str, Any]:
-        """Return the timeline in the format of chrome://tracing and ui.perfetto.dev, and write it to `path` if given."""
-        rows: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": name}}]
-        threads = sorted({(TRACKS.index(event.track), event.channel) for event in self.events})
-        for thread, (track, channel) in enumerate(threads):
-            label = TRACKS[track] + (f" {channel}" if track else "")
-            rows.append({"ph": "M", "pid": 0, "tid": thread, "name": "thread_name", "args": {"name": label}})
-        for event in self.events:
-            arguments = {"bytes": event.num_bytes} if event.num_bytes else {}
-            rows.append({"ph": "X", "pid": 0, "tid": threads.index((TRACKS.index(event.track), event.channel)),
-                         "name": event.name, "cat": event.kind, "ts": 1e6 * float(event.begin),
-                         "dur": 1e6 * float(event.seconds), "args": arguments})
-        data = {"traceEvents": rows, "displayTimeUnit": "ms"}
-        if path is not None:
-            Path(path).write_text(json.dumps(data, indent=1) + "\n")
-        return data
 
     def picture(self, width: int = 96, seconds: float | None = None) -> str:
         """Return two lines of text: what is computed, and what is communicated.

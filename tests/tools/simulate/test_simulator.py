@@ -18,11 +18,11 @@ from apexfx.config import BucketConfig
 from apexfx.parallel import convert_syncbn_model
 from apexfx.testing import tolerance
 from apexfx.tools.simulate.devices import DEVICES, Device
-from apexfx.tools.simulate.graph_plan import fake_process_group
 from apexfx.tools.simulate.models import MODELS, load
 from apexfx.tools.simulate.network import PRESETS, Level, Link, Network
 from apexfx.tools.simulate.profile import Profile, Segment, analytic, combine, measured
-from apexfx.tools.simulate.simulator import Costs, LinearCost, accumulation_break_even, best_bucket, plan_for, simulate
+from apexfx.tools.simulate.simulator import Costs, LinearCost, best_bucket, plan_for, simulate
+from tests.fake_group import fake_process_group
 
 CPU = torch.device("cpu")
 CLOSE = {"rel": tolerance(torch.float64)["rtol"], "abs": tolerance(torch.float64)["atol"]}
@@ -82,20 +82,6 @@ def test_statistics_are_waited_for_on_the_spot():
 def test_one_rank_alone_communicates_nothing():
     made = simulate(profile_of([2, 5], sync_bytes=8), NETWORK, 1)
     assert (made.step_s, made.communication_s, made.exposed_s, made.sync_tax_s) == (8.0, 0.0, 0.0, 0.0)
-
-
-def test_the_break_even_is_the_least_number_that_suffices():
-    profile = profile_of([2, 5, 1], optimizer=0.5)
-    made = simulate(profile, NETWORK, 2, BucketConfig(message_size=4))
-    for share in (0.5, 0.2, 0.05, 0.01):
-        number = accumulation_break_even(made, profile, share)
-
-        def exposed(k):
-            return made.exposed_s / (made.step_s + (k - 1) * profile.micro_batch_s)
-
-        assert exposed(number) <= share and (number == 1 or exposed(number - 1) > share)
-    with pytest.raises(ValueError, match="share=5"):
-        accumulation_break_even(made, profile, 5)
 
 
 def test_the_best_bucket_is_the_best_of_all_sizes():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 
 import pytest
@@ -120,27 +119,6 @@ def test_a_free_network_leaves_compute_alone(program):
 def test_a_faster_network_is_never_slower(program, factor):
     one_channel = [Start(t.name, t.seconds) if isinstance(t, Start) else t for t in program]
     assert run(scaled(one_channel, factor)).seconds <= run(one_channel).seconds
-
-
-@given(programs(), RATES, RATES)
-def test_the_trace_holds_every_event(program, compute_rate, network_rate):
-    timeline = run(program, compute_rate=compute_rate, network_rate=network_rate)
-    trace = json.loads(json.dumps(timeline.to_chrome_trace()))
-    events = [row for row in trace["traceEvents"] if row["ph"] == "X"]
-    assert [row["name"] for row in events] == [event.name for event in timeline.events]
-    threads = {row["tid"]: row["args"]["name"] for row in trace["traceEvents"] if row["name"] == "thread_name"}
-    for row, event in zip(events, timeline.events):
-        assert threads[row["tid"]] == ("compute" if event.track == "compute" else f"communication {event.channel}")
-        assert row["ts"] >= 0 and row["dur"] >= 0 and row["cat"]
-
-
-def test_the_trace_is_written(tmp_path):
-    timeline = run([Work("a", 1e-3, "forward"), Start("bucket 0", 2e-3, num_bytes=7), Wait("bucket 0")])
-    data = timeline.to_chrome_trace(tmp_path / "step.json", name="mine")
-    assert json.loads((tmp_path / "step.json").read_text()) == data
-    [sent] = [row for row in data["traceEvents"] if row.get("cat") == "allreduce"]
-    assert (sent["ts"], sent["dur"], sent["args"]) == (1e3, 2e3, {"bytes": 7})
-    assert data["traceEvents"][0]["args"] == {"name": "mine"}
 
 
 def test_the_picture_shows_two_tracks():
