@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ._torch import backend_of, compile_fx, source_of_compiled, tree_leaves
+from ._torch import backend_of, source_of_compiled, tree_leaves
 from .compiler import compiled_model
 from .compiler.inner_compilers import Traced
 from .compiler.process_groups import Groups
@@ -344,6 +344,8 @@ def _notes_on_fusion(traced: Traced, rows: Sequence[Row]) -> list[str]:
     lost = next((row for row in rows if row.is_lost), None)
     if lost is None:
         return [text]
+    from ._inductor import compile_fx  # takes a second to import
+
     with _forked(traced) as inputs, torch.no_grad():
         outputs = compile_fx(traced.gm, inputs)(*inputs)
     finite = all(bool(x.isfinite().all()) for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point())
