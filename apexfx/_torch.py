@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import sys
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -171,9 +172,22 @@ def without_tensorify() -> Iterator[None]:
         os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
 
 
-def graph_breaks() -> list[str]:
-    """Return the graph breaks of this process, in order, each as its reason and the place of the user's that caused it."""
-    return [_in_a_line(each.reason, each.user_stack[-1]) for each in graph_break_reasons if each.user_stack]
+def graph_breaks_so_far() -> tuple[int, float]:
+    """Return what `graph_breaks` is given to tell those that come after now."""
+    return len(graph_break_reasons), time.time()
+
+
+def graph_breaks(before: tuple[int, float]) -> list[str]:
+    """Return the graph breaks of this process since then, each as its reason and the place of the user's that caused it.
+
+    One for which Dynamo left a whole frame to eager, as in a loop, is among its failed compilations alone.
+    """
+    breaks = [_in_a_line(each.reason, each.user_stack[-1]) for each in graph_break_reasons[before[0]:] if each.user_stack]
+    dropped = [_in_a_line(each.fail_reason, traceback.FrameSummary(each.fail_user_frame_filename, each.fail_user_frame_lineno,
+                                                                   each.co_name))
+               for each in get_compilation_metrics() if each.fail_type == "Unsupported" and each.fail_user_frame_filename
+               and (each.start_time or 0) >= before[1]]
+    return breaks + [each for each in dropped if each not in breaks]
 
 
 def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
@@ -198,7 +212,7 @@ def recompile_reason() -> str:
 
 
 def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
-    reason = "a branch on data" if reason.startswith("generic_jump") else reason.partition("\n")[0]
+    reason = "a branch on data" if reason.startswith(("generic_jump", "Data-dependent branching")) else reason.partition("\n")[0]
     function = re.sub(r"torch_dynamo_resume_in_(.+)_at_\d+", r"\1", place.name)
     return f"{reason} at {place.filename}:{place.lineno}, in {function}" + (f": {place.line}" if place.line else "")
 

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .. import ops, passes
-from .._torch import data_of, graph_breaks_around, recompile_reason, without_tensorify
+from .._torch import data_of, free_unbacked_symbols, graph_breaks_around, recompile_reason, tree_leaves, without_tensorify
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, writes_first, written_storages
@@ -28,6 +28,7 @@ from ..report.data import Report
 from ..report.records import GraphReport
 from . import cache, capture
 from .backward_stage import BackwardPasses
+from .forward_errors import DataDependentError
 from .inner_compilers import INNER, trace, traceable_rnn
 from .mixed_dtypes import check_mixed
 from .model_index import ModelIndex
@@ -157,7 +158,7 @@ def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _explained(gm: fx.GraphModule) -> Iterator[None]:
-    """Say what AOTAutograd cannot do for `self.buffer.data = ...`."""
+    """Say what AOTAutograd cannot do for `self.buffer.data = ...`, and an inner compiler for sizes that are read from data."""
     try:
         yield
     except AssertionError as error:
@@ -166,6 +167,14 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
             raise
         raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ...) that the "
                          "forward also writes in place; write x.data.copy_(...) in the place of the assignment") from None
+    except Exception as error:
+        read = next((node for node in gm.graph.nodes if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node))
+                     if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)))), None)
+        if read is None or type(error).__module__.startswith("apexfx"):
+            raise
+        what = str(error).strip().partition("\n")[0]
+        raise DataDependentError(f"apexfx: {source_line(read)} reads a number or a size from data, and the inner compiler fails "
+                                 f"at what follows: {what}") from error
 
 
 def _why_compiled_again(record: GraphReport, earlier: Sequence[GraphReport]) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import traceback
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from .._torch import (
     dynamo_skip,
     functorch_config,
     graph_breaks,
+    graph_breaks_so_far,
     module_hooks,
     run_cached_graphs,
 )
@@ -33,7 +36,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms
-from .forward_errors import LENGTHS, as_in_eager
+from .forward_errors import LENGTHS, DataDependentError, as_in_eager
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
@@ -44,9 +47,12 @@ from .unscaled_loss import warn_where_unscaled
 log = logging.getLogger(__name__)
 
 # Dynamo's silent ways to leave a frame to eager, closed: RNN modules are traced, a module that counts its calls is not
-# compiled for every count, the recompile limit raises. np.random is NumPy's, by its seed, and not torch's.
-_DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "allow_unspec_int_on_nn_module": True,
+# compiled for every count, the recompile limit raises. Numbers and shapes read from data are a part of a graph, as in a step that
+# is one. np.random is NumPy's, by its seed, and not torch's.
+_DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
+           "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
+_BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 
 
 # An outer torch.compile goes around the call of a transformed model, and would compile these instead.
@@ -104,7 +110,7 @@ class CompiledModel:
         self._in_step, self._first_graph = in_step, -1
         self._num_graphs = 0  # when that was last looked at
         self._hooks: list[tuple[object, ...]] = []
-        self._patch = dynamo_config.patch(_DYNAMO)
+        self._settings, self._patch = _DYNAMO, dynamo_config.patch(_DYNAMO)
         self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters
@@ -130,16 +136,22 @@ class CompiledModel:
         run = self._averaging if sync is None or sync.in_graph else self._local
         if self._cached_only is not None and not self._asks_for_passes(model):
             run = self._cached_only
-        call = self._in_dtype_of_parameters(model, args, kwargs)
+        given, call = (args, kwargs), self._in_dtype_of_parameters(model, args, kwargs)
         outer, (args, kwargs) = self._index.arguments, (call.args, call.kwargs)
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
-        num_breaks = len(graph_breaks()) if not self._checked else None
+        before = graph_breaks_so_far() if not self._checked else None
         result = None
         try:
             with self._dynamo_settings(), self.stand_ins.in_place(model):
                 result = run(*args, **kwargs)
         except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, DataDependentError) and not (self._settings is _BREAKS_AT_DATA
+                                                                              or self.config.fullgraph or _has_begun(error)):
+                self._warn(f"{error.inner_exception}; the graph breaks there")
+                self._settings = _BREAKS_AT_DATA
+                self._compile_anew()
+                return self.call(model, *given)
             raise error.inner_exception from None  # ours, said once and with its own type
         except TorchRuntimeError as error:
             if self._in_step:  # which says more
@@ -166,8 +178,8 @@ class CompiledModel:
         if self._may_lose_gradients and trains and torch.is_grad_enabled():
             self._may_lose_gradients = False  # once is enough
             warn_where_unscaled(result, self._warn)
-        if num_breaks is not None:
-            self._check_captured(model, graph_breaks()[num_breaks:])
+        if before is not None:
+            self._check_captured(model, graph_breaks(before))
         if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
             self._num_graphs = len(self.report.graphs)
             self._check_batch_norms()
@@ -203,11 +215,14 @@ class CompiledModel:
         """
         hooks = module_hooks(self._submodules)
         if self._checked and hooks != self._hooks:
-            self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
-            if self.compiler.gradient_sync is not None:
-                self._local = self._compiled(_again(self._forward), self._local_compiler)
-            self._cached_only, self._checked, self._first_graph = None, False, len(self.report.graphs)
+            self._compile_anew()
         self._hooks = hooks
+
+    def _compile_anew(self) -> None:
+        self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
+        if self.compiler.gradient_sync is not None:
+            self._local = self._compiled(_again(self._forward), self._local_compiler)
+        self._cached_only, self._checked, self._first_graph = None, False, len(self.report.graphs)
 
     def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""
@@ -233,9 +248,9 @@ class CompiledModel:
 
     def _dynamo_settings(self) -> contextlib.AbstractContextManager[Any]:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
-        if all(getattr(dynamo_config, name) == value for name, value in _DYNAMO.items()):
+        if all(getattr(dynamo_config, name) == value for name, value in self._settings.items()):
             return contextlib.nullcontext()
-        return self._patch
+        return dynamo_config.patch(self._settings) if self._settings is _BREAKS_AT_DATA else self._patch
 
     def _check_captured(self, model: nn.Module, breaks: Sequence[str]) -> None:
         """Compare what was captured with the module tree: nothing asked for is left to eager without a word.
@@ -245,17 +260,20 @@ class CompiledModel:
             breaks: of graphs in the first call, each with its reason and place.
         """
         self._checked = True
-        if breaks:
-            shown = "; ".join(breaks[:3]) + (f"; and {len(breaks) - 3} more" if len(breaks) > 3 else "")
+        counts = Counter(breaks)
+        shown = "; ".join(each + (f" ({count} times)" if count > 1 else "") for each, count in list(counts.items())[:3]) \
+            + (f"; and {len(counts) - 3} others" if len(counts) > 3 else "")
+        captured = len(self.report.graphs) > self._first_graph
+        if breaks and captured:
             message = (f"apexfx: Dynamo broke the graph {count_text(len(breaks), 'time')}: {shown}. What runs between the "
                        "graphs is out of reach of the passes")
             self._warn(message) if self._asks_for_passes(model) else self.report.note(message)
         obstacles = untraceable(self._submodules)
-        if len(self.report.graphs) == self._first_graph:
+        if not captured:
             advice = "" if self._in_step else ", and fullgraph=True raises at the place"
             message = "; ".join([
                 f"apexfx: {self._name} ran, but Dynamo captured no graph, so nothing was transformed", *obstacles,
-                f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
+                shown or f"TORCH_LOGS=graph_breaks,recompiles says why{advice}"])
             if not self._in_step or self._asks_for_passes(model):
                 raise RuntimeError(message)
             self._warn(message)
@@ -312,7 +330,8 @@ def check_not_averaged(model: nn.Module, advice: str) -> None:
 def _has_begun(error: Exception) -> bool:
     """Whether a part of the forward ran before Dynamo raised `error`, so that running it again would do that part twice."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return not all("_dynamo" in Path(name).parts for name in frames[1:])  # the first is the call itself
+    before = itertools.takewhile(lambda name: not name.endswith("output_graph.py"), frames[1:])  # the first is the call
+    return not all("_dynamo" in Path(name).parts for name in before)
 
 
 def _is_float32(model: nn.Module) -> bool:

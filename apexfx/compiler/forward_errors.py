@@ -16,6 +16,10 @@ LENGTHS = ("the length of sequences that the model loops over (pad to a few leng
 _TYPES = (ValueError, TypeError, IndexError, KeyError, NotImplementedError, AssertionError)
 
 
+class DataDependentError(RuntimeError):
+    """Raised where the inner compiler fails at a graph with a number or a size that is read from data."""
+
+
 def as_in_eager(error: Exception) -> Exception:
     """Return what to raise in place of Dynamo's error about an op that fails: of the op's own type, with its text and its place.
 

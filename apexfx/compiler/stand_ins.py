@@ -1,6 +1,6 @@
 """Copies of modules that stand in for them where Dynamo could not trace the module itself, or only at a price.
 
-`dynamo_batch_norm.py` says which batch norms those are, `dynamo_rnn.py` which recurrent modules. A copy shares parameters,
+`dynamo_batch_norm.py` says which batch norms those are, `dynamo_layers.py` which layers of torch. A copy shares parameters,
 buffers and hooks with the user's module, and is registered in its place for the time of a call: the modules above it are the
 user's own, so that what a forward keeps in attributes arrives, and a change of the model is seen. Copies of batch norms that
 synchronize are in a transformed model for good: a part of it that is called by itself, outside of a call, has to synchronize too.
@@ -19,10 +19,11 @@ from torch import nn
 from .._torch import replace_submodules, submodules
 from ..report.data import Report
 from .dynamo_batch_norm import BATCH_NORMS, batch_norm_stand_in, is_untraceable, traced_batch_norm
-from .dynamo_rnn import RECURRENT_FORWARDS, is_recurrent, recurrent_stand_in, traced_recurrent
+from .dynamo_layers import LAYER_FORWARDS, is_shown_otherwise, layer_stand_in, traced_layer
 
 _Place = tuple[dict[str, nn.Module | None], str, nn.Module]  # a registry of submodules, a name in it, and what is registered
-_KINDS = (nn.RNNBase, *BATCH_NORMS)  # asked first, since most modules are none: a model has hundreds
+# Asked first, since most modules are none: a model has hundreds.
+_KINDS = (nn.RNNBase, nn.TransformerEncoder, nn.TransformerDecoder, *BATCH_NORMS)
 
 
 class TraceableReplacements:
@@ -112,7 +113,7 @@ class TraceableReplacements:
         self._attributes.clear()
 
     def _copy(self, module: nn.Module, path: str, group: dist.ProcessGroup | None) -> nn.Module:
-        return recurrent_stand_in(module) if is_recurrent(module) else batch_norm_stand_in(module, path, group, self._report)
+        return layer_stand_in(module) if is_shown_otherwise(module) else batch_norm_stand_in(module, path, group, self._report)
 
 
 def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None,
@@ -126,7 +127,7 @@ def traced_forward(model: nn.Module, source: type[nn.Module], group: dist.Proces
     """
     if is_untraceable(model, group):
         return traced_batch_norm(model, source, group, report)
-    return traced_recurrent(source.forward) if source.forward in RECURRENT_FORWARDS else source.forward
+    return traced_layer(source.forward) if source.forward in LAYER_FORWARDS else source.forward
 
 
 def needs_stand_in(module: nn.Module, group: dist.ProcessGroup | None) -> bool:
@@ -135,7 +136,7 @@ def needs_stand_in(module: nn.Module, group: dist.ProcessGroup | None) -> bool:
     Args:
         group: over which all batch norms are synchronized, or None.
     """
-    return is_recurrent(module) or is_untraceable(module, group)
+    return is_shown_otherwise(module) or is_untraceable(module, group)
 
 
 def all_modules(model: nn.Module) -> list[nn.Module]:

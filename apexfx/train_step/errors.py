@@ -25,7 +25,7 @@ from .._torch import (
     quiet_fakes,
 )
 from ..compiler.capture import local_name
-from ..compiler.forward_errors import LENGTHS
+from ..compiler.forward_errors import LENGTHS, DataDependentError
 from ..graph.nodes import stack_frames
 
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
@@ -106,6 +106,9 @@ def capture_errors() -> Iterator[None]:
             reason = "the forward writes a parameter in place (Embedding(max_norm=) does)"
             raise ValueError(f"apexfx: {reason}, and a training step as one graph updates it at the end alone; train with "
                              "apexfx.transform()") from error
+        if isinstance(error.inner_exception, DataDependentError):
+            reason = str(error.inner_exception).removeprefix("apexfx: ")
+            raise NotOneGraph(f"apexfx: {reason}. Give it from outside, or {_IN_PIECES}", reason) from error
         if _DATA_DEPENDENT.search(said := str(error.inner_exception)):
             raise _not_one_graph(said, said) from error
         raise error.inner_exception from None

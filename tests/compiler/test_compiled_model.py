@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
+from apexfx.compiler import compile_graph
 from apexfx.testing import assert_close
 from tests.backward_graphs import TwoGraphs
 from tests.small_models import Model
@@ -71,6 +72,89 @@ def test_nothing_captured_is_an_error():
 
     with pytest.raises(RuntimeError, match="Dynamo captured no graph"):
         transformed(Skipped(2, 2))(torch.randn(1, 2))
+
+
+def read_from_data(net, x):
+    h = net.a(x)
+    cut, rows = h[:, :int((x > 0).sum(1).max())], h[(x > 0).nonzero()[:, 0]]
+    return h * h.sum().item(), cut, rows, h[x[:, 0] > -0.5], h.masked_select(x > 0)
+
+
+def by_rows(net, x):
+    h = net.a(x)
+    out = torch.zeros_like(h)
+    for expert in range(3):
+        rows = torch.where(h.argmax(-1) % 3 == expert)[0]
+        out = out.index_add(0, rows, net.a(h[rows]).to(out.dtype))
+    return (out,)
+
+
+class Reads(nn.Module):
+    def __init__(self, read):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.read = nn.Linear(4, 4), read
+
+    def forward(self, x):
+        return sum(each.float().pow(2).sum() for each in self.read(self, x))
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+@pytest.mark.parametrize("read", [read_from_data, by_rows])
+def test_numbers_and_sizes_that_are_read_from_data_are_in_one_graph(read, level):
+    reference, model = Reads(read), transformed(Reads(read), opt_level=level, verify="off")
+    for seed in range(9):
+        for each in (reference, model):
+            each(torch.randn(6, 4, generator=torch.Generator().manual_seed(seed))).backward()
+    assert len(model.report.graphs) == 1 and not model.report.notes
+    for p, q in zip(model.parameters(), reference.parameters()):
+        assert (p.grad - q.grad).norm() <= (1e-5 if level == "O0" else 0.03) * q.grad.norm()
+
+
+def test_the_graph_breaks_where_the_inner_compiler_fails_at_data(monkeypatch):
+    def fails_at_data(gm, *args, **options):
+        if "item" in gm.code:
+            raise NotImplementedError("View")
+        return eager(gm, *args, **options)
+
+    eager = compile_graph.INNER["eager"]
+    monkeypatch.setitem(compile_graph.INNER, "eager", fails_at_data)
+    read, x = (lambda net, x: (net.a(x) * net.a(x).sum().item(),)), torch.randn(6, 4)
+    model = transformed(Reads(read))
+    for _ in range(2):
+        torch.testing.assert_close(model(x), Reads(read)(x))
+    assert len(model.report.graphs) > 1 and "reads a number or a size from data" in model.report.notes[0]
+    with pytest.raises(RuntimeError, match=r"test_compiled_model.py:\d+ reads a number or a size from data.*: View"):
+        transformed(Reads(read), fullgraph=True)(x)
+    source = Reads(read)
+    step = apexfx.train_step(source, lambda loss: loss, torch.optim.SGD(source.parameters(), lr=0.1), inner="eager")
+    with pytest.raises(RuntimeError, match=r"reads a number or a size from data.*fallback='transform'"):
+        step(x)
+
+
+@pytest.mark.parametrize(("read", "cause"), [
+    (lambda net, x: [net.a(x) for _ in range(2) if net.a(x).sum() > -1e9], "a branch on data at .*test_compiled_model.py"),
+    (lambda net, x: [(print(end=""), net.a(x))[1] for _ in range(2)], "Failed to trace builtin operator at .*compiled_model.py"),
+])
+def test_a_frame_that_a_break_drops_has_its_cause_named_once(read, cause):
+    class Loops(Reads):
+        def forward(self, x):
+            for _ in range(3):
+                x = sum(self.read(self, x))
+            return x
+
+    with pytest.raises(RuntimeError, match=f"captured no graph, so nothing was transformed; {cause}"):
+        transformed(Loops(read))(torch.randn(2, 4))
+    model = transformed(nn.Sequential(nn.Linear(4, 4), *(Breaks() for _ in range(3))))
+    model(torch.randn(2, 4))
+    assert model.report.notes[0].count("Call to") == 1 and "(2 times)" in model.report.notes[0]
+
+
+class Breaks(nn.Module):
+    def forward(self, x):
+        x = x.tanh()
+        torch._dynamo.graph_break()
+        return x * 2
 
 
 def test_rnn_is_captured():

@@ -315,7 +315,7 @@ def mixture_of_experts_by_weights():
     return mixture(dense=True)
 
 
-@program(transform="Dynamo captured no graph")
+@program()
 def mixture_of_experts_by_rows():
     return mixture(dense=False)
 

@@ -1,4 +1,4 @@
-"""Recurrent layers in graphs: few graphs for many lengths, the numbers of eager, and the user's modules as they were."""
+"""Layers that graphs show otherwise: few graphs for many lengths, the numbers of eager, and the user's modules as they were."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils.rnn import pack_sequence
 
 import apexfx
-from apexfx.compiler.dynamo_rnn import recurrent_stand_in
+from apexfx.compiler.dynamo_layers import layer_stand_in
 from apexfx.ops import recurrent
 from apexfx.testing import assert_close
 
@@ -206,7 +206,7 @@ def test_copies_and_pickles_are_of_the_users_class():
     source = Tagger()
     model = apexfx.transform(source, opt_level="O0", inner="eager")
     tokens = torch.randint(20, (2, 5))
-    layer = pickle.loads(pickle.dumps(recurrent_stand_in(model.body[0])))
+    layer = pickle.loads(pickle.dumps(layer_stand_in(model.body[0])))
     assert type(layer) is nn.LSTM and torch.equal(layer(torch.ones(1, 2, 4))[0], source.body[0](torch.ones(1, 2, 4))[0])
     copied = copy.deepcopy(model)
     assert torch.equal(copied(tokens), source(tokens))
@@ -279,3 +279,37 @@ def test_what_a_forward_keeps_in_attributes_arrives(inside):
         assert torch.equal(transformed(x), reference(x))
         kept, expected = (m[0] if inside else m for m in (transformed, reference))
         assert torch.equal(kept.hidden, expected.hidden) and torch.equal(kept.last, expected.last)
+
+
+class Translator(nn.Module):
+    """(N, T, 8) -> the same, by an encoder and a decoder that are given a mask, and no word about what it is."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        options = {"d_model": 8, "nhead": 2, "dim_feedforward": 16, "dropout": 0.0, "batch_first": True}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(**options), 1, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(**options), 1)
+
+    def forward(self, x):
+        causal = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        other = torch.zeros_like(causal).masked_fill(causal.T != 0, -1e9)
+        return self.decoder(x, self.encoder(x, mask=causal), tgt_mask=other) + self.encoder(x, causal, is_causal=True)
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_whether_a_mask_is_causal_is_not_looked_up_in_a_graph(level):
+    x, reference = torch.randn(2, 3, 8), Translator()
+    reference(x).pow(2).mean().backward()
+    model = apexfx.transform(Translator(), opt_level=level, inner="eager", fullgraph=True)
+    model(x).pow(2).mean().backward()
+    source = Translator()
+    step = apexfx.train_step(source, lambda out: out.pow(2).mean(), torch.optim.SGD(source.parameters(), lr=0.1), opt_level=level,
+                             inner="eager", keep_grads=True)
+    step(x)
+    for own in (model, source):
+        for p, q in zip(own.parameters(), reference.parameters()):
+            assert_close(p.grad, q.grad, dtype=torch.float32 if level == "O0" else torch.bfloat16)
+    alone, mask = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0), 1), torch.zeros(2, 2)
+    transformed = apexfx.transform(alone, opt_level="O0", inner="eager", fullgraph=True)
+    assert_close(transformed(x, mask), alone(x, mask), dtype=torch.float32)
