@@ -5,14 +5,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 
 from . import NEEDS
 from .data import NUM_TRAIN
@@ -20,7 +21,6 @@ from .train import Options, Result, train_float32
 
 REQUIRED_ACCURACY = 0.97
 ALLOWED_LOSS = 0.01  # accuracy below float32's: one point
-_GRACE_S = 20.0
 
 
 def run(options: Options) -> int:
@@ -44,13 +44,14 @@ def run(options: Options) -> int:
     except OSError as error:
         return _refuse(f"cannot write under --out {options.out}: {error}")
     start = time.perf_counter()
-    status = launch_ranks(options)
-    if status != 0:
-        print(f"apexfx demo: the ranks failed with exit status {status}; the first error is above", file=sys.stderr)
-        return 1
-    ranks = Result(**json.loads((out / "ranks.json").read_text()))
-    eager = train_float32(options)
-    return _conclude(ranks, eager, out, time.perf_counter() - start)
+    try:
+        if not launch_ranks(options):
+            print("apexfx demo: the ranks failed; the first error is above", file=sys.stderr)
+            return 1
+        ranks = Result(**json.loads((out / "ranks.json").read_text()))
+        return _conclude(ranks, train_float32(options), out, time.perf_counter() - start)
+    except SignalException as interrupted:  # which torchrun's handlers raise
+        raise KeyboardInterrupt from interrupted
 
 
 def _refuse(message: str) -> int:
@@ -58,38 +59,17 @@ def _refuse(message: str) -> int:
     return 2
 
 
-def launch_ranks(options: Options) -> int:
-    """Run all ranks under torchrun and return its exit status. An interrupt ends them before it is passed on."""
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", "1")
+def launch_ranks(options: Options) -> bool:
+    """Run all ranks under torchrun, which ends them where this process is interrupted; return whether they succeeded."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     if sys.platform == "linux":
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host's own name may not resolve
-    # --standalone: the launcher chooses a free port itself.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.ranks}",
-               "-m", "apexfx.tools.demo.train", json.dumps(asdict(options))]
-    # A session of its own, so that Ctrl-C in the terminal reaches only us, once.
-    launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    before = signal.signal(signal.SIGTERM, _interrupt)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; the host's own name may not resolve
     try:
-        return launcher.wait()
-    finally:
-        _end(launcher)
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-def _end(launcher: subprocess.Popen[bytes]) -> None:
-    if launcher.poll() is not None:
-        return
-    launcher.send_signal(signal.SIGTERM)  # the launcher ends its ranks
-    try:
-        launcher.wait(_GRACE_S)
-    except subprocess.TimeoutExpired:
-        launcher.kill()
-        launcher.wait()
+        torchrun(["--standalone", f"--nproc-per-node={options.ranks}", "-m", "apexfx.tools.demo.train",
+                  json.dumps(asdict(options))])
+    except ChildFailedError:
+        return False
+    return True
 
 
 def _conclude(ranks: Result, eager: Result, out: Path, seconds: float) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -22,7 +21,6 @@ from .data import NUM_TRAIN, Digits, batches, load_digits
 from .model import ResidualNet
 
 _MESSAGE_SIZE = 20_000  # elements: the default is ten million, which would put this small model into one bucket
-_DDP_STEPS = 5
 
 _loss = functools.partial(F.cross_entropy, label_smoothing=0.1)
 _say = functools.partial(print, flush=True)
@@ -119,11 +117,8 @@ def train_rank(options: Options) -> None:
             _say(f"\n{result.name} with synchronized batch norm and bucketed allreduce, inner compiler {options.inner!r}, "
                  f"{options.global_batch // num_ranks} images a rank and step")
         fit(model, optimizer, step, digits, options, result, rank=rank, num_ranks=num_ranks)
-        difference = _difference_from_ddp(digits, options, device)
         if rank == 0:
             _show(step.report, Path(options.out))
-            same = "the same parameters, bit for bit" if difference == 0 else f"parameters that differ by {difference:.1e}"
-            _say(f"{_DDP_STEPS} steps of torch's DistributedDataParallel and {_DDP_STEPS} of O0 leave {same}")
             (Path(options.out) / "ranks.json").write_text(json.dumps(asdict(result)))
         dist.barrier()
     finally:
@@ -142,19 +137,6 @@ def train_float32(options: Options) -> Result:
     finally:
         torch.set_num_threads(threads)
     return result
-
-
-def _difference_from_ddp(digits: Digits, options: Options, device: torch.device) -> float:
-    """Return the largest difference between parameters after steps in float32 and after those of torch's DDP in eager."""
-    (own, own_optimizer), (theirs, their_optimizer) = new_model(device), new_model(device)
-    wrapped = nn.parallel.DistributedDataParallel(theirs)
-    steps = [train_step(own, _loss, own_optimizer, opt_level="O0", ddp=BucketConfig(layout="ddp"), inner="eager"),
-             eager_step(wrapped, their_optimizer)]
-    shares = batches(NUM_TRAIN, options.global_batch, 0, rank=dist.get_rank(), num_ranks=dist.get_world_size())
-    for index in itertools.islice(shares, _DDP_STEPS):
-        for step in steps:
-            step(digits.train_images[index], digits.train_labels[index])
-    return max(float((a - b).detach().abs().max()) for a, b in zip(own.parameters(), theirs.parameters()))
 
 
 def _show(report: Report, out: Path) -> None:

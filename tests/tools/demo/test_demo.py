@@ -92,7 +92,7 @@ def test_the_whole_demo(tmp_path):
     done = subprocess.run(command("--epochs", "4", "--out", str(tmp_path)), capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     for text in ("epoch   4/4", "apexfx report (O2, sync_bn, ddp", "bucket_allreduce", "cast ledger at O2: ",
-                 "bucket plan: 5 ", "plain eager float32", "test accuracy\n", "the same parameters, bit for bit"):
+                 "bucket plan: 5 ", "plain eager float32", "test accuracy\n"):
         assert text in done.stdout, text
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] and summary["ranks"]["accuracy"] >= 0.97
@@ -109,7 +109,7 @@ def test_an_interrupt_leaves_no_process(tmp_path, sent):
                                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's "&" ignores it
     try:
         assert any("epoch   2/10000" in line for line in running.stdout)
-        assert len(processes_naming(str(tmp_path))) >= 4, "the demo, the launcher and two ranks"
+        assert len(processes_naming(str(tmp_path))) >= 3, "the demo and two ranks"
         running.send_signal(sent)
         assert running.wait(timeout=60) == 130
     finally:
