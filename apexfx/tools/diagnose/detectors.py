@@ -25,7 +25,7 @@ def diagnosis(script: str, session: Session, plan: Plan) -> Diagnosis:
     """Return what a run of a script has shown."""
     ms_per_step, data_ms, optimizer_ms = session.typical_ms()
     findings, notes = [], []
-    detectors = (_host_syncs, _parameter_loops, _round_trips, _graph_breaks, _not_compiled, _recompiles, _optimizers,
+    detectors = (_host_syncs, _parameter_loops, _graph_breaks, _not_compiled, _recompiles, _optimizers,
                  _unaveraged_gradients, _data_parallel, _data_loading)
     for each in (finding for detector in detectors for finding in detector(session, plan)):
         (notes if isinstance(each, str) else findings).append(each)
@@ -65,16 +65,6 @@ def _parameter_loops(session: Session, plan: Plan) -> Iterator[Finding]:
             yield Finding("parameter_loop", place, f"goes through {count} {of} one by one ({names})",
                           "one call for all: torch.nn.utils.clip_grad_norm_(..., foreach=True), torch._foreach_*", ms, None,
                           "its ops timed, without Python around them")
-
-
-def _round_trips(session: Session, plan: Plan) -> Iterator[Finding]:
-    observer = session.observer
-    for place, uses in observer.round_trips.items() if observer is not None else ():
-        ms = uses.ms / observer.num_steps
-        if observer.is_usual(uses) and ms > _SMALL_SHARE * session.typical_ms()[0]:
-            yield Finding("round_trip_cast", place, "casts back to the dtype that a cast came from, "
-                          f"{_times(uses.count / len(uses.steps))} a step", "leave both out; apexfx.transform does", ms, ms,
-                          "both casts timed")
 
 
 def _graph_breaks(session: Session, plan: Plan) -> Iterator[Finding]:

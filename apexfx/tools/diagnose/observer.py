@@ -1,4 +1,4 @@
-"""Watches some steps op by op: what is read to the host, what is done for each parameter, casts."""
+"""Watches some steps op by op: what is read to the host, what is done for each parameter."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ class Observer(TorchDispatchMode):
     Attributes:
         reads: line -> reads to the host of what depends on parameters.
         loops: line -> ops on one parameter after the other.
-        round_trips: line -> casts back to the dtype that a cast came from.
         num_steps: watched so far.
     """
 
@@ -69,12 +68,10 @@ class Observer(TorchDispatchMode):
         super().__init__()
         self.reads: dict[Place, Uses] = defaultdict(Uses)
         self.loops: dict[Place, ParameterOps] = defaultdict(ParameterOps)
-        self.round_trips: dict[Place, Uses] = defaultdict(Uses)
         self.num_steps = 0
         self.in_optimizer = False
         self._parameters = {storage_address(p.untyped_storage()): p for p in parameters}
         self._depends = WeakTensorKeyDictionary()  # tensor -> whether it was computed from parameters
-        self._casts = WeakTensorKeyDictionary()  # result of a cast -> (dtype before, milliseconds)
         self._in_method = False
         self._moved: object = None  # the last result of such a method
 
@@ -113,8 +110,6 @@ class Observer(TorchDispatchMode):
                 self._depends[x] = depends
         if self._reads_to_host(name, args, kwargs):
             self._note_read(tensors[0], ms)
-        elif name == "_to_copy":
-            self._note_cast(args[0], result, ms)
         elif not in_backward():
             self._note_parameter_op(name, tensors, ms)
 
@@ -160,13 +155,6 @@ class Observer(TorchDispatchMode):
             return self._moved
 
         return watched
-
-    def _note_cast(self, source: Tensor, result: Tensor, ms: float) -> None:
-        before, ms_before = self._casts.get(source, (None, 0.0))
-        if before == result.dtype != source.dtype and (place := places.here()) is not None:
-            self.round_trips[place].add(self.num_steps, ms + ms_before)
-        if result.dtype != source.dtype:
-            self._casts[result] = (source.dtype, ms)
 
     def _note_parameter_op(self, name: str, tensors: list[Tensor], ms: float) -> None:
         """Note an op outside of forward, backward and the optimizer whose operands have the shape of the parameter among them."""
