@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ._torch import backend_of, source_of_compiled, tree_leaves
+from ._torch import backend_of, source_of_compiled
 from .compiler import compiled_model
 from .compiler.inner_compilers import Traced
 from .compiler.process_groups import Groups
@@ -20,7 +20,7 @@ from .compiler.refusals import is_apex
 from .config import TransformConfig
 from .graph.nodes import module_path, op_name, stack_frames, value
 from .observe.bundle import exact_copy
-from .observe.comparison import NumericsReport, Row, ops_of, rows_of
+from .observe.comparison import NumericsReport, ops_of, rows_of
 from .observe.interpreter import Interpreter
 from .observe.non_finite import NonFinite
 from .observe.reference import Reference, relative
@@ -39,6 +39,8 @@ from .transform import source_of
 log = logging.getLogger(__name__)
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32}
+_ON_FUSION = ("run op by op, as eager does: Inductor keeps what is between the ops of one kernel in float32, so that errors "
+              "made there are at most these, and what overflows here need not there")
 _FLOOR = 1e-3  # of the root mean square of all gradients: by no less is the error of one measured
 
 
@@ -75,7 +77,7 @@ def compare(model_or_step: nn.Module | TrainStep, batch: Any, reference: str = "
     traced = subject.trace(call)
     _check_dense(traced)
     comparison = _Run(traced, _DTYPES[reference], subject, call).comparison(reference)
-    comparison.notes[:0] = subject.notes(traced, comparison.rows)  # last, since Inductor may rewrite the graph
+    comparison.notes[:0] = subject.notes
     return comparison
 
 
@@ -152,6 +154,7 @@ class _Step:
         config: the options, by which the graph runs op by op.
         outputs: places among a graph's outputs of what the user's function returns, and the gradients.
         has_loss: whether the first of them is a loss of the user's.
+        notes: what is to be said of the way in which it is run.
     """
 
     outputs, has_loss = slice(None), True
@@ -159,6 +162,7 @@ class _Step:
     def __init__(self, step: TrainStep) -> None:
         self._step = step
         self.config = dataclasses.replace(step.config, inner="eager", inner_options={}, verify="off")
+        self.notes = [_ON_FUSION] if step.config.inner != "eager" else []
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
         return _Call(self._step._objective, batch, named)
@@ -168,9 +172,6 @@ class _Step:
         with call.explained():
             return self._step.trace_gradients(call.batch, call.named, self.config)
 
-    def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
-        return _notes_on_fusion(traced, rows) if self._step.config.inner != "eager" else []
-
 
 class _Model:
     """A module that computes a loss, or outputs whose weighted sum stands for one."""
@@ -178,15 +179,16 @@ class _Model:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         backend = backend_of(model)
         model = source_of_compiled(model)
-        compiled, self._how = compiled_model.get_compiled(model), ""
+        compiled, self.notes = compiled_model.get_compiled(model), []
         if compiled is not None:
             config, model = compiled.config, source_of(model)
         elif is_apex(backend):
             config = TransformConfig.from_options(backend.kwargs.get("options"))
         else:
-            self._how = "the module as it is written, captured as one graph and run op by op"
+            self.notes.append("the module as it is written, captured as one graph and run op by op")
             config = TransformConfig(opt_level="O0", skip=("precision",), inner="inductor" if backend is not None else "eager")
-        self._model, self._fused = model, config.inner != "eager"
+        self._model = model
+        self.notes += [_ON_FUSION] if config.inner != "eager" else []
         self.config = dataclasses.replace(config, ddp=False, sync_bn=False, process_group=None, inner="eager", inner_options={},
                                           verify="off", fullgraph=False)
         of_loss = loss_fn.parameters() if isinstance(loss_fn, nn.Module) else ()
@@ -211,9 +213,6 @@ class _Model:
         model = StepModel(self._model, modules, groups.batch_norm, half, Report({}))
         with call.explained():
             return trace_gradients(model, self._objective, config, groups, self._params, call.batch, call.named)
-
-    def notes(self, traced: Traced, rows: Sequence[Row]) -> list[str]:
-        return [*([self._how] if self._how else []), *(_notes_on_fusion(traced, rows) if self._fused else [])]
 
 
 class _Run:
@@ -335,22 +334,6 @@ def _check_dense(traced: Traced) -> None:
         if name and isinstance(val := value(node), Tensor) and val.layout != torch.strided:
             raise ValueError(f"apexfx: the gradient of {name!r} is sparse, and compare() measures dense ones; compare with "
                              "sparse=False in the embedding")
-
-
-def _notes_on_fusion(traced: Traced, rows: Sequence[Row]) -> list[str]:
-    """Say what a fused kernel computes otherwise; where eager gives what is not finite, by compiling the graph and running it."""
-    text = ("run op by op, as eager does: Inductor keeps what is between the ops of one kernel in float32, so that errors made "
-            "there are at most these")
-    lost = next((row for row in rows if row.is_lost), None)
-    if lost is None:
-        return [text]
-    from ._inductor import compile_fx  # takes a second to import
-
-    with _forked(traced) as inputs, torch.no_grad():
-        outputs = compile_fx(traced.gm, inputs)(*inputs)
-    finite = all(bool(x.isfinite().all()) for x in tree_leaves(outputs) if isinstance(x, Tensor) and x.is_floating_point())
-    how = f"{lost.op} ({lost.source}) overflows in eager" if lost.source else f"{lost.op} overflows in eager"
-    return [text, f"{how}; compiled by Inductor, outputs and gradients are {'finite' if finite else 'not finite either'}"]
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -108,30 +108,22 @@ class Run:
         self._gm = gm
         graph, constants = to_data(gm)
         self._bundle = Bundle(
-            {"format": FORMAT, "machine": machine(device), **about, "graph": graph, "raised": None},
+            {"format": FORMAT, "machine": machine(device), **about, "graph": graph},
             {"inputs": [exact_copy(x) if isinstance(x, Tensor) else x for x in inputs], "random": random,
              "random_of_device": random_of_device,
              "constants": {name: exact_copy(t) for name, t in constants.items()}, "received": {}})
 
-    def compute(self, *, communicates: bool, may_raise: bool) -> None:
+    def compute(self, *, communicates: bool) -> None:
         """Run the graph on copies of its inputs.
 
         Args:
             communicates: whether it does so with all ranks, each of which has to call this; otherwise collectives give what they
                 would if all held what this one holds.
-            may_raise: whether an error is what is to be recorded.
         """
-        data, tensors = self._bundle.data, self._bundle.tensors
         digests, received = Digests(), Received()
-        interpreter = Interpreter(self._gm, [digests, received], communicates=communicates)
-        try:
-            with self._bundle.random_state(), torch.no_grad():
-                interpreter.run(*self._bundle.inputs())
-        except Exception as error:
-            if not may_raise:
-                raise
-            data["raised"] = {"node": interpreter.node.name, "error": error_text(error)}
-        data["digests"], tensors["received"] = digests.digests, received.results
+        with self._bundle.random_state(), torch.no_grad():
+            Interpreter(self._gm, [digests, received], communicates=communicates).run(*self._bundle.inputs())
+        self._bundle.data["digests"], self._bundle.tensors["received"] = digests.digests, received.results
 
     def check_norm(self, norm: Tensor) -> None:
         """Have the event say, behind `compute`, where the run has not given the norm that the step had."""
@@ -207,11 +199,10 @@ def load(path: Path) -> Bundle:
         raise ValueError(f"apexfx: {path / _TENSORS} is damaged, or holds more than tensors, which is not loaded "
                          f"({type(error).__name__}: {first_line})") from error
     of_tensors = {"inputs": list, "constants": dict, "random": Tensor, "random_of_device": (Tensor, NoneType), "received": dict}
-    of_data = {"machine": dict, "graph": dict, "digests": dict, "raised": (dict, NoneType)}
+    of_data = {"machine": dict, "graph": dict, "digests": dict}
     parts = [(tensors, of_tensors), (data, of_data)]
     if not isinstance(tensors, dict) \
-            or not all(isinstance(part.get(name, ...), kind) for part, kinds in parts for name, kind in kinds.items()) \
-            or data["raised"] and not {"node", "error"} <= data["raised"].keys():
+            or not all(isinstance(part.get(name, ...), kind) for part, kinds in parts for name, kind in kinds.items()):
         raise ValueError(f"apexfx: {path} lacks a part of a bundle")
     return Bundle(data, tensors)
 

@@ -46,22 +46,17 @@ def replay(path: str, *, until: str | None = None) -> tuple[str, bool]:
     if until is not None and until not in {node.name for node in nodes}:
         raise ValueError(f"apexfx: the graph has no node {until!r}; graph.py beside it has all")
     observers = digests, non_finite, last = Digests(), NonFinite(graph), _Until(until)
-    interpreter, raised = Interpreter(module, observers, graph=graph, received=bundle.tensors["received"]), None
     try:
         with bundle.random_state(), torch.no_grad():
-            interpreter.run(*bundle.inputs())
+            Interpreter(module, observers, graph=graph, received=bundle.tensors["received"]).run(*bundle.inputs())
     except _Stop:
         pass
     except Exception as error:
-        if bundle.data["raised"] is None:
-            raise ValueError(f"apexfx: {path} cannot be run here: {str(error).strip()}") from error
-        raised = {"node": interpreter.node.name, "error": bundles.error_text(error)}
-        lines.append(f"raised by {interpreter.node.name}{_where(interpreter.node)}: {raised['error']}")
+        raise ValueError(f"apexfx: {path} cannot be run here: {str(error).strip()}") from error
     if until is not None:
         node = next(node for node in nodes if node.name == until)
-        shown = _shown(last.result) if raised is None else "not reached"
-        lines.append(f"{until}: {op_name(node)}{_where(node)}: {shown}")
-    elif raised is None:
+        lines.append(f"{until}: {op_name(node)}{_where(node)}: {_shown(last.result)}")
+    else:
         finding = non_finite.first()
         lines.append(f"not finite: {finding} (node {finding.node})" if finding is not None else "not finite: nothing")
     recorded = bundle.data["digests"]
@@ -69,10 +64,6 @@ def replay(path: str, *, until: str | None = None) -> tuple[str, bool]:
     different = [node for node in compared if recorded[node.name] != digests.digests[node.name]]
     changes = _changes(bundle)
     lines += [f"another machine than it was recorded on, so the bits may differ: {', '.join(changes)}"] if changes else []
-    if until is None and raised != bundle.data["raised"]:
-        expected = bundle.data["raised"]
-        lines.append("recorded was: " + _one_line(f"raised by {expected['node']}: {expected['error']}"))
-        return "\n".join(lines), bool(changes)
     if different:
         first = different[0]
         lines.append(f"other bits in {len(different)} of {count_text(len(compared), 'node')}; the first is {first.name}: "

@@ -19,7 +19,6 @@ from torch import Tensor
 from .._torch import tensor_version, tree_leaves, tree_map
 from ..compiler.inner_compilers import Traced
 from ..distributed.agreement import Agreement
-from ..errors import RankMismatchError
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
@@ -256,33 +255,6 @@ class Recorder:
         except Exception as error:
             self._warn(error)
 
-    @contextlib.contextmanager
-    def recording_errors(self) -> Iterator[None]:
-        """Write a bundle of the call that runs in this context, if it raises, where the safeguard says so."""
-        try:
-            yield
-        except Exception as error:
-            if self._folder is not None and self._skipped.begun is not None and not isinstance(error, RankMismatchError):
-                self._record_error(error)
-            raise
-
-    def _record_error(self, error: Exception) -> None:
-        what = f"call {int(self._safeguard.tensors[STATE][0]) + 1} raised {bundle.error_text(error)}"
-        call = self._skipped.begun
-        if self._state.changed or self._state.communicated or call.batch_has_changed():
-            log.warning("apexfx: %s; there is no bundle, since it had begun to communicate, or to change parameters, buffers "
-                        "or its batch", what)
-            return
-        try:
-            path = self._free_path(int(self._safeguard.tensors[STATE][0]) + 1)
-            if path is not None:
-                run = self._run(call, what, scale_factor=1.0)
-                run.compute(communicates=False, may_raise=True)
-                run.write(path)
-                log.warning("apexfx: %s; python -m apexfx replay %s runs it again", what, path)
-        except Exception as own:
-            self._warn(own)
-
     def _run_of_last_call(self) -> bundle.Run:
         call, event = self._skipped.call, None
         if call is None or call.batch_has_changed():
@@ -291,10 +263,7 @@ class Recorder:
             raise RuntimeError(f"apexfx: record() has nothing to record: {why}")
         if self._safeguard is not None and self._skipped.skip > 0 and (events := self._skipped.events()):
             event = str(events[-1])
-        return self._run(call, event, scale_factor=self._skipped.scale_factor())
-
-    def _run(self, call: LastCall, event: str | None, *, scale_factor: float) -> bundle.Run:
-        traced, inputs = graph_of(self._graphs, call, scale_factor=scale_factor)
+        traced, inputs = graph_of(self._graphs, call, scale_factor=self._skipped.scale_factor())
         return bundle.Run(traced.gm, inputs, random=call.random, random_of_device=call.random_of_device, device=self._device,
                           about={"rank": _rank(), "event": event, "options": {
                               name: str(value) for name, value in self._described.items()}})
@@ -304,7 +273,7 @@ class Recorder:
         running = contextlib.nullcontext() if not communicates else self._agreement.running(
             "recorded", "graph that is recorded", [self._state.num_calls])
         with running:
-            run.compute(communicates=communicates, may_raise=False)
+            run.compute(communicates=communicates)
         # Of what is not finite, the event says where it began; Inductor's kernels round otherwise, and have other random numbers.
         if run.event is not None and self._skipped.norm.isfinite() and not self._fuses:
             run.check_norm(self._skipped.norm)

@@ -130,7 +130,7 @@ class TrainStep:
                                  "pass loss_scale='dynamic'")
             self._skipped.start_call(batch, named)
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
-            with self._recorder.recording_errors(), call.explained():
+            with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, gathers=gathers)
             if gathers:
                 self._state.note_gathered(*ran)
