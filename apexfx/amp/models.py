@@ -74,6 +74,9 @@ def check_parameters(model: nn.Module) -> None:
     """Raise RuntimeError where a parameter or buffer is float16 already, unless `_amp_state` allows it."""
     if _amp_state.allow_incoming_model_not_fp32:
         return
+    if _PATCH in model.__dict__ and any(p.dtype == torch.float16 for p in model.parameters()):
+        raise RuntimeError("apexfx: the model has been through amp.initialize before, and its parameters are float16 since "
+                           "then: call amp.initialize once, with all optimizers of the model in a list, or give a new model")
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
             if tensor.dtype == torch.float16:

@@ -36,7 +36,7 @@ from ..precision.rules import HALVES
 from ..report.data import Report
 from .compile_graph import WeakBackend
 from .dynamo_batch_norm import EagerBatchNorms
-from .forward_errors import LENGTHS, DataDependentError, as_in_eager
+from .forward_errors import LENGTHS, DataDependentError, as_in_eager, name_precision
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
@@ -157,6 +157,9 @@ class CompiledModel:
             if self._in_step:  # which says more
                 raise
             raise as_in_eager(error) from None
+        except NotImplementedError as error:
+            name_precision(error, self.report)
+            raise
         except FailOnRecompileLimitHit as error:
             message = (
                 f"apexfx: {self._name} was compiled {dynamo_config.recompile_limit} times, each for other values of something "

@@ -120,7 +120,7 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
-        call = Call(self._objective, batch, named)
+        call = Call(self._objective, batch, named, self.report)
         self._recorder.record_where_skipped()
         with self._state.all_or_nothing():
             self._state.prepare(cached=True)
@@ -203,7 +203,7 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as a call. The step cannot be captured as one graph, whatever `fallback` is.
         """
-        call = Call(self._objective, batch, named)
+        call = Call(self._objective, batch, named, self.report)
         with self._state.all_or_nothing():
             self._state.prepare()
             with call.explained():

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from .._torch import tree_leaves
+from ..compiler.forward_errors import name_precision
+from ..report.data import Report
 from .function import SupervisedObjective
 
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
@@ -20,10 +22,12 @@ class Call:
     Args:
         objective: the step's.
         batch, named: what the step was called with, by position and by keyword.
+        report: of the step, for the op that an error names; None for no such note.
     """
 
-    def __init__(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self._objective, self.batch, self.named = objective, batch, named
+    def __init__(self, objective: Callable[..., Any], batch: tuple[Any, ...], named: dict[str, Any],
+                 report: Report | None = None) -> None:
+        self._objective, self.batch, self.named, self._report = objective, batch, named, report
 
     @contextlib.contextmanager
     def explained(self) -> Iterator[None]:
@@ -36,7 +40,8 @@ class Call:
         try:
             yield
         except Exception as error:
-            error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
+            if self._report is None or not name_precision(error, self._report):
+                error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
             raise
 
     def check(self) -> None:

@@ -170,6 +170,12 @@ def test_an_optimizer_goes_through_once():
         initialize(model, optimizer)
 
 
+def test_a_model_that_is_float16_by_amp_is_told_from_one_that_is_by_half():
+    model = initialize(nn.Linear(2, 2), opt_level="O2", cast_model_type=torch.float16)
+    with pytest.raises(RuntimeError, match="has been through amp.initialize before"):
+        initialize(model, sgd(model), opt_level="O2")
+
+
 @pytest.mark.parametrize("level, dtype", [("O2", torch.float32), ("O3", torch.bfloat16)])
 def test_optimizer_state_made_before_follows_the_cast(level, dtype):
     model = nn.Linear(2, 2)

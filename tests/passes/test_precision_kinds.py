@@ -169,3 +169,24 @@ def test_every_form_at_every_level(forward, entry):
         assert_close(of_level[0], loss, dtype=dtype, scale=4)
         for gradient, expected in zip(of_level[1], gradients):
             assert_close(gradient.float(), expected, dtype=dtype, scale=8)
+
+
+# Ops of which the CPU has no kernel of low precision, by the names that precision= takes.
+WITHOUT_KERNEL = {"cdist": lambda net, x: torch.cdist(net.a(x), net.a(x)), "pdist": lambda net, x: F.pdist(net.a(x)),
+                  "linalg_svdvals": lambda net, x: torch.linalg.svdvals(net.a(x))}
+
+
+@pytest.mark.parametrize("entry", ["transform", "train_step"])
+@pytest.mark.parametrize("name", WITHOUT_KERNEL)
+def test_an_op_without_a_kernel_is_named_with_the_option_that_is_for_it(name, entry):
+    def loss(**options):
+        model, options = Model(WITHOUT_KERNEL[name], a=nn.Linear(4, 4)), {"opt_level": "O2", "inner": "eager", **options}
+        if entry == "transform":
+            return apexfx.transform(model, **options)(torch.randn(ROWS, 4)).float().sum()
+        return apexfx.train_step(model, lambda out: out.float().sum(), torch.optim.SGD(model.parameters(), lr=0.1),
+                                 **options)(torch.randn(ROWS, 4))
+
+    with pytest.raises(NotImplementedError, match="not implemented for 'BFloat16'") as raised:
+        loss()
+    assert len(raised.value.__notes__) == 1 and f"precision={{{name!r}: 'float32'}} computes it" in raised.value.__notes__[0]
+    assert loss(precision={name: "float32"}).isfinite()
