@@ -52,7 +52,6 @@ class Row:
         rule, reason: by which it has its dtype; "" where no rule was applied.
         module, source: dotted path, and line of the user's program.
         num_calls: how many calls are folded into this row: those of one line and module.
-        wrong_backward: whether it is a custom op whose registered backward is not the derivative of its forward.
         is_measured: False where the op does not run in the reference's dtype.
     """
 
@@ -72,7 +71,6 @@ class Row:
     source: str
     num_calls: int
     is_measured: bool = True
-    wrong_backward: bool = False
     consequence: str = ""
 
     @property
@@ -83,7 +81,7 @@ class Row:
     @property
     def stands_out(self) -> bool:
         """Whether the error is more than the rounding of the dtype."""
-        if self.is_lost or self.wrong_backward or self.consequence:
+        if self.is_lost or self.consequence:
             return True
         return self.error > _ROUNDING.get(self.dtype, _ROUNDING_OF_OTHERS) and self.matters
 
@@ -160,7 +158,7 @@ class NumericsReport(Sequence[Row]):
         finding, lost = self.first_non_finite, next((row for row in self.rows if row.is_lost), None)
         if lost is None and finding is not None:
             return f"not a matter of dtypes: {finding}, in {self.reference} too"
-        if lost is None and not any(self.errors.values()) and not any(row.wrong_backward for row in self.rows):
+        if lost is None and not any(self.errors.values()):
             return f"no error: outputs and gradients are those of {self.reference}"
         first = self.rows[0]
         text = self._of(first) if first.stands_out or first.is_source and self.shares_hold else ""
@@ -174,8 +172,6 @@ class NumericsReport(Sequence[Row]):
         dtype = f" in {row.dtype}" if row.dtype != "-" else ""
         if row.is_lost:
             return f"{_where(row)} gives nan or an infinity{dtype}, and is finite in {self.reference}"
-        if row.wrong_backward:
-            return f"the backward that {_where(row)} has registered is not the derivative of its forward, in {self.reference} too"
         if row.is_magnifier and not row.consequence:
             return f"{_where(row)} makes {row.magnifies:.0f} times as much of the error of its inputs: {row.inherited:.2g}{dtype}"
         consequence = f", of which {row.consequence}" if row.consequence else ""
@@ -233,8 +229,7 @@ def rows_of(graph: fx.Graph, ops: Mapping[str, OpRow | None], reference: Referen
         rows.append((Row(
             **group.described(worst), share=share, passed=passed, introduced=introduced, inherited=inherited, magnifies=magnifies,
             is_lost=any(errors[node].is_lost for node in group.nodes),
-            is_measured=all(errors[node].is_measured for node in group.nodes),
-            wrong_backward=any(node in reference.wrong_backward for node in group.nodes)), group, worst))
+            is_measured=all(errors[node].is_measured for node in group.nodes)), group, worst))
     consequences = _consequences(rows, reference)
     return sorted((replace(row, consequence=consequences.get(index, "")) for index, (row, *_) in enumerate(rows)), key=_rank)
 
@@ -346,7 +341,7 @@ def _rank(row: Row) -> tuple[Any, ...]:
     """Sort what destroys a tensor first, and that whose error a later op makes that of; then what makes more error than its dtype
     does, by share; then the others, by share. What is equal stays in order.
     """
-    if row.is_lost or row.wrong_backward or row.consequence or row.error > _DESTROYED and row.matters:
+    if row.is_lost or row.consequence or row.error > _DESTROYED and row.matters:
         return 0, 0.0
     size = -row.error if row.share is None else -max(abs(row.share), abs(row.passed))
     return (1 if row.stands_out else 2), size

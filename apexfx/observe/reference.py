@@ -15,7 +15,6 @@ from torch import Tensor, fx
 from .._torch import TorchDispatchMode, custom_op_function, is_without_derivative, tree_flatten, tree_leaves, tree_map
 from ..graph.mutation import written
 from .interpreter import evaluate
-from .non_finite import is_of_backward
 
 _NARROW = (torch.float16, torch.bfloat16, torch.float32)
 _DROPOUT = (torch.ops.aten.native_dropout.default,)
@@ -72,7 +71,6 @@ class Reference:
 
     Attributes:
         errors: of each node that calls something, in order.
-        wrong_backward: custom ops whose registered backward is not the derivative of their forward.
         outputs: of the graph, those of the run.
         wide_outputs: the reference's.
     """
@@ -92,9 +90,7 @@ class Reference:
         self._bodies: dict[fx.GraphModule, fx.GraphModule] = {}
         self._roots: list[Tensor] = []
         self._deltas: dict[fx.Node, list[tuple[Tensor, Tensor, Tensor]]] = {}
-        self._trains = any(map(is_of_backward, graph.nodes))
         self.errors: dict[fx.Node, NodeErrors] = {}
-        self.wrong_backward: set[fx.Node] = set()
         self.outputs: Sequence[Any] = ()
         self.wide_outputs: Sequence[Any] = ()
 
@@ -123,8 +119,6 @@ class Reference:
             return _Values(got, tree_map(lambda x: self._lift(x).detach() if isinstance(x, Tensor) else x, got))
         with torch.set_grad_enabled(self._differentiable):
             wide, measured = self._wide(node, wide_call, call, got)
-        if self._differentiable and self._trains and not is_of_backward(node) and self._has_wrong_backward(node, wide_call):
-            self.wrong_backward.add(node)
         exact = not inputs.error and not inputs.lost
         with torch.no_grad():
             local = wide if exact or not measured else self._wide(node, self._lifted(call), call, got)[0]
@@ -183,33 +177,6 @@ class Reference:
         x, p, train = args
         kept = got[1]
         return (x * kept / (1 - p) if p < 1 else x * 0) if train or train is None else x, kept
-
-    def _has_wrong_backward(self, node: fx.Node, call: Call) -> bool:
-        """Compare the derivative that a custom op has registered with that of its forward by differences, along one direction.
-
-        An op that is constant there, as one that rounds, has whatever backward it was given.
-        """
-        if custom_op_function(node.target) is None:
-            return False
-        args, kwargs = tree_map(self._dtype, call)
-        own = {id(x): x.detach().clone().requires_grad_() for x in _floating_leaves((args, kwargs))}
-        step = 1e-6 * max([1.0, *(float(x.detach().abs().max()) for x in own.values() if x.numel())])
-
-        def at(place: float) -> float:
-            moved = {key: x.detach() + place * _weights(x) for key, x in own.items()}
-            with torch.no_grad(), self._inside(node) as function:
-                return float(_weighted(function(*(moved.get(id(x), x) for x in args),
-                                                **{name: moved.get(id(x), x) for name, x in kwargs.items()})))
-
-        try:
-            with torch.enable_grad():
-                total = _weighted(evaluate(node, *tree_map(lambda x: own.get(id(x), x), (args, kwargs))))
-                gradients = torch.autograd.grad(total, list(own.values()), allow_unused=True)
-            by_differences = (at(step) - at(-step)) / (2 * step)
-        except (RuntimeError, TypeError, ValueError, NotImplementedError):  # there is no backward
-            return False
-        registered = sum(float((g * _weights(x)).sum()) for g, x in zip(gradients, own.values()) if g is not None)
-        return by_differences != 0 and abs(registered - by_differences) > 1e-2 * max(abs(registered), abs(by_differences))
 
     def _measured(self, node: fx.Node, values: _Values, local: Any, wide_call: Call, call: Call, measured: bool) -> _Values:
         inputs_error, inputs_lost = values.error, values.lost
@@ -356,14 +323,6 @@ class _Wide(TorchDispatchMode):
 def relative(error: float, scale: float) -> float:
     """Return an error over the scale of what it is of; 0 where there is none."""
     return error / scale if error and scale else 0.0
-
-
-def _weights(x: Tensor) -> Tensor:
-    return torch.arange(x.numel(), dtype=x.dtype, device=x.device).cos().reshape(x.shape)
-
-
-def _weighted(outputs: Any) -> Tensor:
-    return sum((x * _weights(x)).sum() for x in _floating_leaves(outputs))
 
 
 def _without_derivative(result: Any, call: Call) -> set[int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from ..graph.printing import comparable
 from . import records
 from .cast_ledger import Cast, CastLedger, remove_cast
 from .compare import ReportDiff, compare
-from .diff import coloured, unified
+from .diff import unified
 from .html import report_page
 from .measure import measure
 from .memory import MemoryTimeline
@@ -104,12 +102,11 @@ class Report:
             return record.passes[-1].code
         return _find(record.passes, after, f" on the {stage} graph", "; after='captured' is the graph before them").code
 
-    def diff(self, pass_name: str, *, graph: int = 0, colour: bool | None = None) -> Text:
+    def diff(self, pass_name: str, *, graph: int = 0) -> Text:
         """Return what a pass changed in a graph, as a unified diff of the graph's Python.
 
         Args:
             pass_name: as the table names it.
-            colour: None colours when standard output is a terminal and NO_COLOR is not set.
 
         Raises:
             RuntimeError: before the graph exists.
@@ -126,8 +123,6 @@ class Report:
         lines = unified(comparable(before), comparable(entry.code), f"{where} before {pass_name}", f"{where} after {pass_name}")
         if not lines:
             return Text(f"{pass_name} left the {where} as it was")
-        if colour if colour is not None else sys.stdout.isatty() and "NO_COLOR" not in os.environ:
-            lines = [coloured(line) for line in lines]
         return Text("\n".join(lines))
 
     def matches(self, pass_name: str) -> Text:

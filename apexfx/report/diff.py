@@ -33,17 +33,6 @@ def unified(a: Sequence[str], b: Sequence[str], name_a: str, name_b: str, contex
     return lines
 
 
-_COLOURS = {"+": "\x1b[32m", "-": "\x1b[31m", "@": "\x1b[36m"}
-
-
-def coloured(line: str) -> str:
-    """Return a line of a unified diff with the terminal's escapes for its colour."""
-    if line.startswith(("+++ ", "--- ")):
-        return f"\x1b[1m{line}\x1b[0m"
-    start = _COLOURS.get(line[:1])
-    return f"{start}{line}\x1b[0m" if start else line
-
-
 def _span(start: int, end: int) -> str:
     return f"{start + 1 if end > start else start},{end - start}"
 
