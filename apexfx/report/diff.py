@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 Opcode = tuple[str, int, int, int, int]
 
+_SMALL = 40_000  # product of lengths up to which all lines of a stretch between anchors are compared
+
 
 def opcodes(a: Sequence[str], b: Sequence[str]) -> list[Opcode]:
     """Return how to turn `a` into `b`, as `difflib.SequenceMatcher.get_opcodes` does.
@@ -39,4 +41,17 @@ def _span(start: int, end: int) -> str:
 
 def _matcher(a: Sequence[str], b: Sequence[str]) -> difflib.SequenceMatcher[str]:
     occurs = Counter(b)
-    return difflib.SequenceMatcher(lambda line: occurs[line] > 1, a, b, autojunk=False)
+    matcher = difflib.SequenceMatcher(lambda line: occurs[line] > 1, a, b, autojunk=False)
+    codes: list[Opcode] = []
+    for kind, i, i_end, j, j_end in matcher.get_opcodes():
+        inner = [(kind, 0, i_end - i, 0, j_end - j)]
+        if kind == "replace" and (i_end - i) * (j_end - j) <= _SMALL:  # of what repeats, too
+            inner = difflib.SequenceMatcher(None, a[i:i_end], b[j:j_end], autojunk=False).get_opcodes()
+        for own, at, end, at_b, end_b in inner:
+            if own == "equal" and codes and codes[-1][0] == "equal":
+                _, at, _, at_b, _ = codes.pop()
+                codes.append((own, at, i + end, at_b, j + end_b))
+            else:
+                codes.append((own, i + at, i + end, j + at_b, j + end_b))
+    matcher.opcodes = codes
+    return matcher
