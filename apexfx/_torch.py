@@ -65,7 +65,6 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.cuda import _get_nvml_device_index as nvml_index
-from torch.distributed.distributed_c10d import _get_process_group_store as process_group_store
 from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.distributed_c10d import _unregister_process_group as unregister_process_group
@@ -491,6 +490,14 @@ def keep_saved_tensors() -> None:
 def in_backward() -> bool:
     """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
+
+
+def device_of_group(group: torch.distributed.ProcessGroup) -> torch.device:
+    """Return where a group had best sum small numbers: on the host if it can, or else on the current device of its kind."""
+    kinds = {device.type for device in group._device_types}
+    if "cpu" in kinds or not kinds:
+        return torch.device("cpu")
+    return torch.device(kinds.pop(), torch.accelerator.current_device_index())
 
 
 def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:

@@ -14,7 +14,6 @@ from .compiler.graph_compiler import GraphCompiler, make_compiler
 from .compiler.pipeline import warn_unmatched
 from .compiler.process_groups import Groups
 from .config import TransformConfig
-from .distributed.agreement import Label
 from .report.data import Report
 
 log = logging.getLogger(__name__)
@@ -87,8 +86,7 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     """
     global _last_report
     groups = Groups(config)
-    label = Label(groups.user, origin) if groups.user is not None else ""
-    compiler = make_compiler(config, groups, label, standalone=origin == "compile")
+    compiler = make_compiler(config, groups, standalone=origin == "compile")
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
         compiler.report.note(message)

@@ -114,7 +114,7 @@ class BucketConfig:
         comm_dtype: reduce in this dtype, whatever the gradient's.
         plan: a `BucketPlan`, or the path of one saved as JSON, replayed instead of being computed. It decides what the
             options above would, so none of them may be given with it.
-        timeout_s: seconds to wait for the other ranks to agree before raising.
+        timeout_s: seconds to wait for the other ranks before raising, where that is less than the process group's timeout.
     """
 
     message_size: int | None = None
@@ -127,7 +127,7 @@ class BucketConfig:
     gradient_predivide_factor: float = 1.0
     comm_dtype: torch.dtype | None = None
     plan: Any = None
-    timeout_s: float = 300.0
+    timeout_s: float | None = None
 
     def __post_init__(self) -> None:
         _expect("message_size", self.message_size,
@@ -136,7 +136,7 @@ class BucketConfig:
         _one_of("layout", self.layout, LAYOUTS)
         for name in ("bucket_cap_mb", "gradient_predivide_factor", "timeout_s"):
             number = getattr(self, name)
-            _expect(name, number, is_number(number) and number > 0, "a positive number")
+            _expect(name, number, is_number(number) and number > 0 or number is None and name == "timeout_s", "a positive number")
         for name in ("delay_allreduce", "allreduce_always_fp32", "gradient_average"):
             _expect(name, getattr(self, name), isinstance(getattr(self, name), bool), "True or False")
         _expect("trigger_params", self.trigger_params, isinstance(self.trigger_params, (list, tuple))

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import update_loss_scale
-from ..distributed.watchdog import watched
 from ..host_copy import HostCopy
 from ..ops.multi_tensor import by_device, multi_tensor_scale
 from ._amp_state import maybe_print
@@ -124,7 +123,7 @@ class LossScaler:
         shared = found_inf.clone().reshape(1)
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
-        watched(self.group, "loss scale").allreduce([shared], options).wait()
+        self.group.allreduce([shared], options).wait()
         return shared.reshape(())
 
     def clear_overflow_state(self) -> None:

@@ -30,6 +30,7 @@ from .._torch import (
     run_cached_graphs,
 )
 from ..config import TransformConfig
+from ..distributed.agreement import check_alive
 from ..graph.printing import count_text
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
@@ -124,6 +125,7 @@ class CompiledModel:
     @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_call(model, self._submodules)
+        check_alive(self.compiler.groups.user)
         if self._first_graph < 0:
             self._first_graph = len(self.report.graphs)
         self._look_for_hooks()

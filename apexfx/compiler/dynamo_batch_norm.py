@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._torch import BatchNorm, tensor_version
-from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import sync_batch_norm
 from ..report.data import Report
 from ..subclassing import source_class, subclass
@@ -53,8 +52,7 @@ def is_untraceable(module: nn.Module, group: dist.ProcessGroup | None) -> bool:
 
 def _configure(module: nn.Module, cls: type[nn.Module], path: str, group: dist.ProcessGroup | None, report: Report) -> None:
     if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
-        group = watched(module.process_group, "batch_norm") if module.process_group is not None else group
-        group = group or watched(dist.group.WORLD, "batch_norm")
+        group = module.process_group or group or dist.group.WORLD
     module.__dict__.update(_apexfx_class=cls, _apexfx_path=path, _apexfx_report=report,
                            _apexfx_group=group.group_name if group is not None else "")
 

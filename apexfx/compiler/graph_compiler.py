@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import weakref
-import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor, fx, nn
 from .. import passes
 from .._torch import dynamo_source, ends_in_graph_break, global_module_hooks
 from ..config import TransformConfig
-from ..distributed.agreement import Agreement, Label
+from ..distributed.agreement import Agreement, Communication, explained
 from ..distributed.gradient_sync import GradientSync
 from ..distributed.lazy_broadcast import LazyBroadcast
 from ..errors import UnsynchronizedGradientError
@@ -94,9 +92,15 @@ class GraphCompiler:
                         mode=self.index.mode())
         trainable = [p.index for p in placeholders if p.kind == "param" and p.requires_grad]
         uneven = averages and (dependencies.differ(trainable) or ends_in_graph_break(gm))
-        collectives = self._collectives(gm, graph.pipeline.stage("backward") if trains else (), averages=averages, uneven=uneven)
+        in_forward = issued(gm, self.groups.names())
+        collectives = [*in_forward, *(row for pass_ in (graph.pipeline.stage("backward") if trains else ())
+                                      for row in pass_.collectives()), *(["which parameters have a gradient"] if uneven else [])]
+        communication = Communication(f"collectives of graph {graph.record.index}",
+                                      [numeric_options(self.config), *collectives], self.index.mode)
         compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
-        return self._guarded(compiled, graph.record, placeholders, collectives, dependencies, written, uneven=uneven)
+        if in_forward and self.agreement is not None:
+            compiled = _compared(compiled, self.agreement, communication)
+        return self._guarded(compiled, graph.record, placeholders, communication, dependencies, written, uneven=uneven)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -119,40 +123,25 @@ class GraphCompiler:
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
-    def _collectives(self, gm: fx.GraphModule, backward: Sequence[passes.Pass], *, averages: bool,
-                     uneven: bool) -> list[Any]:
-        """Describe, in order, everything this graph and its backward will communicate, from what every rank can derive alone.
-
-        Args:
-            averages: it is to average gradients, so that a rank whose passes communicate nothing has something to say, too.
-            uneven: the ranks tell each other which gradients they have.
-        """
-        rows = [*issued(gm, self.groups.names()), *(row for pass_ in backward for row in pass_.collectives())]
-        if uneven:
-            rows.append("which parameters have a gradient")
-        return [numeric_options(self.config), *rows] if rows or averages else []
-
     def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 collectives: list[Any], dependencies: Dependencies | None, written: Sequence[int], *,
+                 communication: Communication, dependencies: Dependencies | None, written: Sequence[int], *,
                  uneven: bool) -> Callable[..., Any]:
-        """Wrap what runs on every call: agreement before the first, provenance of gradients after each.
+        """Wrap what runs on every call: checks before it, provenance of gradients after it.
 
         Args:
+            communication: of forward and backward.
             dependencies: of the graph's outputs on its inputs; None where autograd records nothing of it.
             written: the inputs that the graph writes; what shares their memory may not change.
             uneven: a backward may give some parameters a gradient and others none.
         """
-        sync, agreement, index = self.gradient_sync, self.agreement, self.index
+        sync, index = self.gradient_sync, self.index
         held = [p.index for p in placeholders if p.kind in ("param", "buffer")]
         kept = [place for place in written if placeholders[place].stride is not None and not placeholders[place].in_a_local]
         check_memory = MemoryCheck(placeholders, (), kept) if kept else None
         trainable = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
-        agreed = not collectives or agreement is None
         before_run, hooks = self._broadcast_and_count(record, placeholders), global_module_hooks()
-        hashed = zlib.crc32(json.dumps(collectives, sort_keys=True).encode())
 
         def run(*args: Any) -> Any:
-            nonlocal agreed
             if global_module_hooks() != hooks:
                 raise RuntimeError(HOOKS_CHANGED)
             index.note_run([args[place] for place in held])  # Dynamo may run one graph with several layers of one class
@@ -160,9 +149,6 @@ class GraphCompiler:
                 check_memory(args)
             if sync is not None:
                 check_not_in_ddp()
-            if not agreed:
-                agreement.ensure(f"collectives of graph {record.index}", collectives)
-                agreed = True
             if dependencies is None:
                 return compiled(*args)
             edges = dependencies.edges(args)
@@ -180,7 +166,7 @@ class GraphCompiler:
                 sync.watch(name, parameter)
             outputs = compiled(*args)
             if (ran := dependencies.after_run(_listed(outputs), args, edges)) is not None:
-                sync.on_forward(parameters, ran, reduces=self.reduce_gradients, graph=hashed,
+                sync.on_forward(parameters, ran, reduces=self.reduce_gradients, communication=communication,
                                 inputs=[place for place, _ in trainable] if uneven else None)
             return outputs
 
@@ -206,24 +192,32 @@ class GraphCompiler:
         return before_run
 
 
+def _compared(compiled: Callable[..., Any], agreement: Agreement, communication: Communication) -> Callable[..., Any]:
+    """Return what runs a graph whose forward communicates, after the ranks have compared what they run."""
+    def run(*args: Any) -> Any:
+        agreement.before_run(communication)
+        with explained(agreement.group, f"the {communication.what}"):
+            return compiled(*args)
+
+    return run
+
+
 def _listed(outputs: Any) -> Sequence[Any]:
     return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
 def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
     """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
-    label = Label(source.agreement.group, "copy", of=source.agreement.label) if source.agreement is not None else ""
-    return make_compiler(source.config, source.groups, label)
+    return make_compiler(source.config, source.groups)
 
 
-def make_compiler(config: TransformConfig, groups: Groups, label: str | Label, *, standalone: bool = False) -> GraphCompiler:
+def make_compiler(config: TransformConfig, groups: Groups, *, standalone: bool = False) -> GraphCompiler:
     """Return a compiler with an empty report.
 
     Args:
-        label: tells the agreements of this model from those of others.
         standalone: the model is known by its graphs alone, so that they broadcast its parameters and count its forwards.
     """
-    agreement = groups.agreement(label, config.buckets)
+    agreement = groups.agreement(config.buckets)
     sync = lazy_broadcast = None
     report = Report(config.describe())
     if groups.gradients is not None:

@@ -8,8 +8,7 @@ import torch.distributed as dist
 
 from .._torch import process_group_timeout
 from ..config import BucketConfig, TransformConfig
-from ..distributed.agreement import Agreement, Label
-from ..distributed.watchdog import watched
+from ..distributed.agreement import Agreement
 
 
 def averaged_over_none(config: TransformConfig) -> str:
@@ -35,27 +34,24 @@ class Groups:
         if not (dist.is_available() and dist.is_initialized() and (config.ddp or config.sync_bn)):
             return
         self.user = config.process_group or dist.group.WORLD
-        timeout_s = (config.buckets or BucketConfig()).timeout_s
-        if config.ddp:
-            self.gradients = watched(self.user, "gradients", timeout_s)
-        if config.sync_bn:
-            self.batch_norm = watched(self.user, "batch_norm", timeout_s)
+        self.gradients = self.user if config.ddp else None
+        self.batch_norm = self.user if config.sync_bn else None
 
     def separate_batch_norm(self) -> None:
         """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
 
         Every rank of the group must call this at once.
         """
-        if self.batch_norm is not None and self.batch_norm is self.gradients:
+        if self.batch_norm is not None and self.batch_norm is self.gradients and self.gradients.size() > 1 \
+                and dist.get_backend(self.user) != "fake":
             ranks = dist.get_process_group_ranks(self.gradients)
             self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)
 
-    def agreement(self, label: str | Label, buckets: BucketConfig | None) -> Agreement | None:
+    def agreement(self, buckets: BucketConfig | None) -> Agreement | None:
         """Return what the ranks compare by; None on one rank, and in the fake group, which has no peers to ask."""
         if self.user is None or dist.get_world_size(self.user) == 1 or dist.get_backend(self.user) == "fake":
             return None
-        return Agreement(self.user, label, (buckets or BucketConfig()).timeout_s,
-                         getattr(self.gradients or self.batch_norm, "watchdog", None))
+        return Agreement(self.user, (buckets or BucketConfig()).timeout_s)
 
     def names(self) -> set[str]:
         """Return the names of these groups, which are the same on every rank."""

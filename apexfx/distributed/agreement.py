@@ -1,189 +1,177 @@
-"""Ranks agree on what they are about to communicate, through the process group's store, before anything can hang.
+"""Ranks compare what they are about to communicate before they do: a difference is an error on every rank, and averages nothing.
 
-No collective is issued: each rank writes a description and reads the others'. A difference raises the same error on
-every rank; a rank that never arrives is named after the timeout.
+One sum of a few numbers over the process group goes before all that a graph communicates, and before what ranks do at once when a
+model is made: which model it belongs to, a hash of what will be communicated, and how many forwards, or calls of a step, the rank
+has begun. So ranks that run other graphs, or the same in another order, or of which one has skipped or failed in a step, meet
+there. On NCCL alone the host would wait for the device: the sum before what was compared before is read at the next run.
+
+Steps that differ in their data alone are not noticed. A rank that does not come is an error of the process group, within its
+timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
-import time
-from collections.abc import Iterable, Iterator, Sequence
+import traceback
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._torch import device_of_group, process_group_timeout
 from ..errors import RankFailureError, RankMismatchError
-from .store import SILENT, RankStore
-from .watchdog import Watchdog
+from ..host_copy import HostCopy
 
 _NOTHING = "nothing"
-_POLL_S = 0.5  # between two looks for ranks that have failed
-_ALL_CAME = "all came"
-_FAILED = "failed"  # what a rank posts in the place of its items
 
 
-class Label:
-    """The prefix of one model's keys in a group's store: "group name/origin/n", as `str(label)`.
+@dataclass
+class Communication:
+    """What is about to be communicated.
 
-    It is numbered when it is first read, which is at the model's first training forward at the latest. Every rank trains its
-    models in the same order, so the n-th is the same model everywhere. A model that one rank makes alone, such as an average
-    of the weights to evaluate, is never read and does not shift the numbers of the others.
-
-    Args:
-        group: whose store also holds the counters, one for each rank.
-        origin: how the model was made: "transform", "ddp", "copy", ...
-        of: the label of the model that this one is a copy of, or "".
+    Attributes:
+        what: names it in errors: "collectives of graph 0".
+        items: JSON-able descriptions, in order, the same on every rank.
+        mode: returns "train" or "eval", the mode of the model, or "" where none is known; for errors.
+        agreed: whether all ranks have compared it before.
     """
 
-    def __init__(self, group: dist.ProcessGroup, origin: str, of: str | Label = "") -> None:
-        self._group, self._origin, self._of = group, origin, of
-        self._text = ""
+    what: str
+    items: Sequence[Any]
+    mode: Callable[[], str] = str
+    agreed: bool = False
 
-    def __str__(self) -> str:
-        if not self._text:
-            kind = f"{self._of or self._group.group_name}/{self._origin}"
-            number = RankStore(self._group).add(f"apexfx/labels/{kind}/{dist.get_rank(self._group)}")
-            if number is None:
-                raise RankFailureError(f"apexfx: {SILENT}")
-            self._text = f"{kind}/{number}"
-        return self._text
+    @cached_property
+    def hash(self) -> int:
+        """A number that tells the items from others, the same on every rank."""
+        return int(hashlib.sha256(json.dumps(list(self.items), sort_keys=True).encode()).hexdigest()[:12], 16)
+
+
+@dataclass
+class _GroupState:
+    """What the ranks of one process group have done together, of all its models.
+
+    Attributes:
+        num_models: how many have compared something.
+        num_begun: how many forwards, or calls of a step, that are to communicate this rank has begun.
+        unread: the last sum, where it is read at the next run.
+    """
+
+    num_models: int = 0
+    num_begun: int = 0
+    unread: Callable[[], None] | None = field(default=None, repr=False)
+
+
+_states: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupState] = weakref.WeakKeyDictionary()
 
 
 class Agreement:
-    """A sequence of agreements among the ranks of one group.
-
-    Every description is agreed once; a description agreed before is not exchanged again, so a rank that compiles
-    alone (another batch size, a cold cache) does not wait for peers that have nothing new to say.
+    """Compares over the ranks of a group what one model does.
 
     Args:
         group: whose ranks agree.
-        label: tells apart the agreements of different models; the same on every rank. Read at the first agreement.
-        timeout_s: seconds to wait for the others.
-        watchdog: of the ranks; what it hears of while this rank waits is raised at once.
+        timeout_s: seconds to wait for the others, where that is not the group's own timeout.
     """
 
-    def __init__(self, group: dist.ProcessGroup, label: str | Label, timeout_s: float, watchdog: Watchdog | None = None) -> None:
-        self.group = group
-        self._watchdog = watchdog
-        self.label = label
-        self.timeout_s = timeout_s
-        self._agreed: set[str] = set()
-        self._ordinal = 0  # of what the ranks do together next: they compare, or run what they have compared
-        self._last_run: dict[str, Sequence[Any]] = {}
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
+        self.group, self._timeout_s = group, timeout_s
+        self._number = -1  # of the model among those of the group, in the order of their first comparisons
+        self._state = _states.setdefault(group, _GroupState())
+
+    def begin(self) -> None:
+        """Count a forward, or a call of a step, that every rank is to make."""
+        self._state.num_begun += 1
 
     def ensure(self, what: str, items: Sequence[Any]) -> None:
-        """Return when every rank has given the same `items`.
-
-        Args:
-            what: names the subject in errors: "parameters", "collectives of graph 0".
-            items: JSON-able descriptions, in order; the first that differs is named.
-
-        Raises:
-            RankMismatchError: on every rank alike, when items differ or a rank does not arrive in time.
-        """
-        digest = _digest(json.dumps(list(items), sort_keys=True))
-        if digest not in self._agreed:
-            self.compare(what, items)
-            self._agreed.add(digest)
-
-    def compare(self, what: str, items: Sequence[Any]) -> None:
-        """Exchange `items` in any case, and return or raise as `ensure` does."""
-        key, store = self._post(what, json.dumps(list(items), sort_keys=True))
-        posts = self._collect(store, key, what)
-        if any(other[1] != posts[0][1] for other in posts):
-            self._part()
-            raise RankMismatchError(_explain(posts))
-
-    @contextlib.contextmanager
-    def running(self, variant: str, what: str, items: Sequence[Any]) -> Iterator[None]:
-        """Run what issues the collectives `items`, which the ranks compare wherever they are not those of the last run.
-
-        A rank whose items are those of its last run does not ask. Where it waits for a rank that does, it answers: both raise. A
-        rank that fails before it has communicated says so, and those that wait for it raise.
-
-        Args:
-            variant: of what runs in turns, each on every rank at once.
-            what, items: as for `ensure`.
-        """
-        if items != self._last_run.get(variant):
-            self.compare(what, items)
-            self._last_run[variant] = items
-        if self._watchdog is None:
-            yield
-        else:
-            num_started = self._watchdog.num_started
-            try:
-                with self._watchdog.looking(functools.partial(self._answer, what, items)):
-                    yield
-            except RankMismatchError:  # which every rank raises
-                raise
-            except Exception as error:
-                if self._watchdog.num_started == num_started:
-                    self._post(_FAILED, f"{type(error).__name__}: {error}")
-                    self._part()
-                raise
-        self._ordinal += 1
-
-    def _post(self, what: str, payload: str) -> tuple[str, RankStore]:
-        """Write what this rank does next where those that wait for it look; return the key, and the store."""
-        key, store = self._key(), RankStore(self.group)
-        self._ordinal += 1
-        store.post(key, [what, _digest(payload), payload])
-        store.set(f"{key}/asked", "")
-        return key, store
-
-    def _part(self) -> None:
-        """Forget what the ranks were about to do together."""
-        self._last_run.clear()
-        if self._watchdog is not None:
-            self._watchdog.disconnect()
-
-    def _answer(self, what: str, items: Sequence[Any]) -> None:
-        """Compare what runs here with what another rank is about to run in its place."""
-        if RankStore(self.group).get(f"{self._key()}/asked") is not None:
-            self.compare(what, items)
-
-    def _key(self) -> str:
-        return f"apexfx/{self.label}/{self._ordinal}"
+        """Return when every rank has given the same `items`; `Communication` has the arguments, `before_run` the errors."""
+        self.before_run(Communication(what, items))
 
     def ensure_model(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Return when every rank has given tensors of the same names, shapes and dtypes, as `ensure` does."""
         self.ensure("parameters and buffers of the model", [[name, list(t.shape), str(t.dtype)] for name, t in named])
 
-    def _collect(self, store: RankStore, key: str, what: str) -> list[list[str]]:
-        """Return what every rank has posted under `key`; or raise, on a rank that comes after the first gave up too."""
-        outcome = f"{key}/outcome"  # decided once for all ranks: all came, or what to raise
-        deadline = time.monotonic() + self.timeout_s
-        while not store.wait(store.keys(key), max(0.0, min(_POLL_S, deadline - time.monotonic()))):
-            if self._watchdog is not None:
-                self._watchdog.look_for_failure()
-            if store.get(outcome) or time.monotonic() >= deadline:
-                break
-        posts = store.gather(key)
-        decided = store.set_once(outcome, self._absence(store, posts, what) if None in posts else _ALL_CAME)
-        if decided != _ALL_CAME:
-            raise RankMismatchError(decided)
-        if None in posts and None in (posts := store.gather(key)):  # the last one came just now
-            raise RankFailureError(f"apexfx: {SILENT}")
-        return posts
+    def before_run(self, run: Communication, *, flushes: bool = False) -> None:
+        """Return when every rank is about to do the same.
 
-    def _absence(self, store: RankStore, posts: Sequence[Any], what: str) -> str:
-        """Describe which ranks did not come."""
-        if store.silent:
-            return f"apexfx: after {self.timeout_s:g} s there is no agreement on the {what}: {SILENT}."
-        absent = ", ".join(str(rank) for rank, value in enumerate(posts) if value is None)
-        return (f"apexfx: after {self.timeout_s:g} s, rank {absent} of {len(posts)} has not arrived to agree on the {what}. It "
-                "failed, is still compiling, or runs another graph (a copy of a model trains on every rank or on none). Look at "
-                "its log; if it is only slow, raise BucketConfig(timeout_s=...).")
+        Args:
+            flushes: it averages what was accumulated inside of `no_sync()`.
+
+        Raises:
+            RankMismatchError: ranks are about to communicate something else; on every rank.
+            RankFailureError: a rank has made more steps, or accumulates by itself; on every rank. One did not come.
+        """
+        state, rank = self._state, self.group.rank()
+        if (read := state.unread) is not None:
+            state.unread = None
+            read()
+        if self._number < 0:
+            self._number, state.num_models = state.num_models, state.num_models + 1
+        device, options = device_of_group(self.group), dist.AllreduceOptions()
+        if self._timeout_s is not None:
+            options.timeout = min(timedelta(seconds=self._timeout_s), process_group_timeout(self.group))
+        sums = torch.zeros(self.group.size(), 4, dtype=torch.int64, device="cpu")
+        sums[rank] = torch.tensor([self._number, run.hash, state.num_begun, flushes], device="cpu")
+        sums = sums.to(device, non_blocking=True)
+        with explained(self.group, f"the comparison of the {run.what}", options.timeout):
+            self.group.allreduce([sums], options).wait()  # on CUDA the stream waits
+        if run.agreed and device.type == "cuda":
+            copy = HostCopy(sums)
+            state.unread = lambda: self._check(copy.get().tolist(), run, late=True)
+        else:
+            self._check(sums.tolist(), run, late=False)
+            run.agreed = True
+
+    def _check(self, rows: Sequence[Sequence[int]], run: Communication, *, late: bool) -> None:
+        """Raise where the ranks differ; after it they are in step again."""
+        if all(row == rows[0] for row in rows):
+            return
+        self._state.num_begun = max(row[2] for row in rows)
+        posts: list[Any] = [None] * len(rows)
+        with explained(self.group, "the explanation of an error"):
+            items = [{"model, in the order they were made": self._number}, *run.items]
+            dist.all_gather_object(posts, [run.what, items, run.mode()], self.group)
+        after = ("\nIt happened in the step before, whose gradients are the same on every rank, and may be averages over "
+                 "different steps: go back to a checkpoint.") if late else ""
+        if len({row[3] for row in rows}) == 1 and len({tuple(row[:2]) for row in rows}) > 1:
+            raise RankMismatchError(_different(posts, rows) + after)
+        raise RankFailureError(_out_of_step(posts, rows) + after)
 
 
-def _digest(payload: str) -> str:
-    return hashlib.sha256(payload.encode()).hexdigest()
+@contextlib.contextmanager
+def explained(group: dist.ProcessGroup | None, what: str, timeout: timedelta | None = None) -> Iterator[None]:
+    """Say which rank waited for what, where a collective fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        if group is None or isinstance(error, RankFailureError) or not isinstance(error, dist.DistError) \
+                and not any(word in str(error) for word in ("gloo", "Application timeout")):
+            raise
+        lines = [frame.line for frame in traceback.extract_tb(error.__traceback__) if frame.line]
+        line = next((line for line in reversed(lines) if "_c10d_functional" in line), "")
+        limit = timeout if timeout is not None and timeout > timedelta(0) else process_group_timeout(group)
+        raise RankFailureError(
+            f"apexfx: rank {group.rank()} of {group.size()} gave up {what}{f', at `{line}`' if line else ''}: another rank "
+            f"failed, died, is stuck, or is slower than the limit of {limit.total_seconds():g} s, the process group's timeout "
+            "unless BucketConfig(timeout_s=...) is less; look at its log. A group of which one collective has failed stays "
+            f"unusable: make a new one, and the step or model anew, or start the ranks again. ({error})") from error
+
+
+def check_alive(group: dist.ProcessGroup | None) -> None:
+    """Raise where a group was destroyed."""
+    try:
+        if group is not None:
+            dist.get_backend(group)
+    except ValueError:
+        raise RankFailureError("apexfx: the process group that this model or step was made with is destroyed "
+                               "(destroy_process_group()); make it anew over another group, or leave it out") from None
 
 
 def _narrowed(a: Any, b: Any) -> tuple[Any, Any]:
@@ -204,23 +192,50 @@ def _differing_keys(a: Any, b: Any, rank: int) -> str:
     return "; ".join(f"{key}: rank 0 has {a.get(key, _NOTHING)}, rank {rank} has {b.get(key, _NOTHING)}" for key in keys)
 
 
-def _explain(posts: list[list[str]]) -> str:
+def _modes(posts: Sequence[Any]) -> str:
+    """Say that ranks are in different modes, or nothing."""
+    modes = [mode for _, _, mode in posts]
+    if len({*modes} - {""}) < 2:
+        return ""
+    first, *others = [f"rank {rank} is in {mode} mode" for rank, mode in enumerate(modes)]
+    other = next(text for text, mode in zip(others, modes[1:]) if mode != modes[0]).replace(" is", "")
+    return f"{first}, {other}: call model.train(), or model.eval(), on every rank."
+
+
+def _counts(rows: Sequence[Sequence[int]]) -> list[str]:
+    return [f"  rank {rank}: {row[2]} training forwards or calls of a step so far"
+            + ("; holds gradients from inside no_sync()" if row[3] else "") for rank, row in enumerate(rows)]
+
+
+def _out_of_step(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
+    """Say that one rank has begun more steps, or accumulates by itself."""
+    if len({row[3] for row in rows}) > 1:
+        reason = ("no_sync() was entered on some ranks and not on others, so their gradients are sums over different "
+                  "micro-batches. Enter it on every rank or on none.")
+    else:
+        reason = _modes(posts) or (
+            "A rank skipped a backward, failed before it, or ran a training forward that the others did not. Every rank must run "
+            "the same steps; to skip one, skip it on all ranks, or use no_sync().")
+    return "\n".join(["apexfx: the ranks disagree about this step, so its gradients must not be used.", *_counts(rows), reason])
+
+
+def _different(posts: Sequence[Any], rows: Sequence[Sequence[int]]) -> str:
     """Say where the ranks part, in the same words on every rank."""
-    for rank, (what, _, payload) in enumerate(posts):
-        if what == _FAILED:
-            return f"apexfx: rank {rank} failed before it communicated, and the others gave up what they ran with it: {payload}"
-    reference = json.loads(posts[0][2])
-    lines = [f"apexfx: the ranks do not agree on the {posts[0][0]}."]
-    for rank, (what, digest, payload) in enumerate(posts):
-        if digest == posts[0][1]:
+    what, reference, _ = posts[0]
+    lines = [f"apexfx: the ranks do not agree on the {what}."]
+    if modes := _modes(posts):
+        return f"{lines[0]} {modes[0].upper()}{modes[1:]}"
+    for rank, (what_there, items, _) in enumerate(posts):
+        if items == reference:
             continue
-        items = json.loads(payload)
         place = next((i for i, (a, b) in enumerate(zip(reference, items)) if a != b), min(len(reference), len(items)))
         there = [x[place] if place < len(x) else _NOTHING for x in (reference, items)]
         if keys := _differing_keys(*there, rank):
             lines.append(f"  {keys}")
         first = [x if x is _NOTHING else json.dumps(x) for x in _narrowed(*there)]
         lines.append(f"  first difference, at position {place}: rank 0 has {first[0]}, rank {rank} has {first[1]}"
-                     + (f" (there: the {what})" if what != posts[0][0] else ""))
+                     + (f" (there: the {what_there})" if what_there != what else ""))
+    if len({row[2] for row in rows}) > 1:
+        lines += [*_counts(rows), "One of them may have failed in a step, and gone on to the next."]
     lines.append("Every rank must build the same model with the same options and run the same graph.")
     return "\n".join(lines)

@@ -4,14 +4,13 @@ The allreduce itself is nodes in the backward graph. What a graph cannot see is 
 forward that bypassed the transformed model, by a frame that Dynamo left to eager, by a loss that uses a parameter itself. So
 each parameter compares the gradient that autograd is about to accumulate with those that graphs have averaged in this
 backward: the same tensor, untouched, is an average. Nor can a graph see that its collectives meet those of another step on a
-rank that skipped a backward: each backward sends ahead how many forwards its rank has run.
+rank that skipped a backward: before the graph's, the ranks compare how many forwards they have run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -29,12 +28,10 @@ from ..buckets.plan import given_plan
 from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
 from ..graph.unused_gradients import GraphRun
-from .agreement import Agreement
+from .agreement import Agreement, Communication
 from .backward_callback import BackwardCallback
-from .step_check import GraphStepCheck
 from .synchronizer import SET_ASIDE, Synchronizer, local_gradients
 from .used_anywhere import UsedAnywhere
-from .watchdog import WatchedGroup
 
 log = logging.getLogger(__name__)
 
@@ -153,10 +150,8 @@ class GradientSync(Synchronizer):
 
     Inside `no_sync()` gradients stay local, and are averaged whole by the first backward after it. A forward inside of it leaves
     its gradients local wherever its backward runs, as torch DDP does. Every rank enters it, or none: the flush and the allreduce
-    nodes of a graph do not match each other, so `step_check.py` compares which of them follows. `torch.autograd.grad` returns
+    nodes of a graph do not match each other, so the ranks compare which of them follows. `torch.autograd.grad` returns
     averages where the graphs made them; it raises where a part would have to be averaged at the end of the backward.
-
-    An error that this rank alone has found raises on the others, as `RankFailureError`, where they next wait for it.
 
     Args:
         group: over which gradients are reduced.
@@ -174,19 +169,12 @@ class GradientSync(Synchronizer):
         self.config = dataclasses.replace(config, plan=given_plan(config))  # a file is read once
         self.backward = _Backward()
         self._agreement = agreement
-        self._watchdog = group.watchdog if isinstance(group, WatchedGroup) else None
         self._note = note
         self._names: dict[int, str] = {}  # of the parameters, by id
         self._watched: dict[int, _Watched] = {}  # likewise
         self._registered: dict[str, ParameterHook] = {}  # of the parameter that last ran forward under each name
         self._pending: dict[int, Tensor] = {}  # those whose .grad holds local, not yet averaged micro-batches
         self._backward_callback = BackwardCallback()
-
-    @functools.cached_property
-    def _step_check(self) -> Any:
-        if self._agreement is None:
-            return None
-        return GraphStepCheck(self.group, str(self._agreement.label), self.config.timeout_s, self._names.values())
 
     def watch(self, name: str, parameter: Tensor) -> None:
         """Look at the gradients of `parameter` from now on, under the name that errors use; to be called for each forward."""
@@ -223,7 +211,7 @@ class GradientSync(Synchronizer):
         """
         return self.enabled and not self._pending
 
-    def on_forward(self, parameters: Sequence[nn.Parameter], run: GraphRun, *, reduces: bool, graph: int,
+    def on_forward(self, parameters: Sequence[nn.Parameter], run: GraphRun, *, reduces: bool, communication: Communication,
                    inputs: Sequence[int] | None) -> None:
         """Prepare for the backward of a graph that has just run forward.
 
@@ -231,7 +219,7 @@ class GradientSync(Synchronizer):
             parameters: those in the graph that have a gradient.
             run: the graph's, in autograd's graph.
             reduces: whether the graph's backward holds the allreduce nodes.
-            graph: a hash of what it communicates, the same on every rank that runs this graph.
+            communication: what it communicates.
             inputs: the parameters' positions among its inputs; None for a graph that gives all of them a gradient or none.
         """
         keys = {id(p): None for p in parameters}
@@ -255,22 +243,22 @@ class GradientSync(Synchronizer):
             flush = ends_accumulation or (reduces and self.enabled and bool(self._pending))
             if not self._averages and (flush and reduces or not reduces and not self._pending):
                 self._refuse_to_sum_twice(parameters, flushes=flush)
-            if self._step_check is not None and (reduces or flush):
+            if self._agreement is not None and (reduces or flush):
                 with self._local_unless_failed():
-                    self._step_check.send(device, flushes=flush, graph=graph, parameters=[self._names[key] for key in keys])
+                    self._agreement.before_run(communication, flushes=flush)
             if not reduces:
                 self.backward.local.update(keys)
             self.backward.graphs_average |= reduces
             self.backward.flush_due |= flush
-            if reduces and inputs is not None and self._step_check is not None:
-                used_anywhere = UsedAnywhere(self._step_check, inputs, run.used(tangents), device)
+            if reduces and inputs is not None and self._agreement is not None:
+                used_anywhere = UsedAnywhere(self.group, inputs, run.used(tangents), device)
 
         def after(gradients: Sequence[Tensor | None], tangents: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
             if (used := run.used(tangents)) != -1:
                 if used_anywhere is not None:
                     used |= used_anywhere.get()
-                elif used == 0 and self._step_check is not None:
-                    raise self._error(self._explain_unused(keys))
+                elif used == 0 and self._agreement is not None:
+                    raise _error(self._explain_unused(keys))
                 gradients = run.without_unused(gradients, used)
             self.note_averages(places, gradients)
             return gradients
@@ -289,15 +277,15 @@ class GradientSync(Synchronizer):
         """Raise where `.grad` would hold sums over the ranks, not averages, and local gradients: what follows sums both."""
         names = [self._names[id(p)] for p in parameters if flushes or p.grad is not None and bool(p.grad.any())]
         if names:
-            raise self._error(
+            raise _error(
                 f"the gradient of {_shown(names)} would be made of sums over the ranks and of local gradients from "
                 "no_sync(), and without gradient_average those sums would be summed once more. Call zero_grad() before "
                 "no_sync(), run the forward of each backward on the same side of it, or leave gradient_average=True.")
 
     def on_training_forward(self) -> None:
         """Count a forward of the whole model: a backward is to follow on every rank."""
-        if self._step_check is not None and self.enabled and not in_backward():
-            self._step_check.forwards += 1
+        if self._agreement is not None and self.enabled and not in_backward():
+            self._agreement.begin()
 
     def on_accumulated(self, key: int, parameter: Tensor, *, has_average: bool) -> None:
         """Take note of a gradient that is not what graphs have averaged.
@@ -308,8 +296,6 @@ class GradientSync(Synchronizer):
         """
         self.backward.unaccumulated.discard(key)
         if key in self.backward.local or not self.enabled:
-            if self._step_check is not None and not self._pending:
-                self._step_check.accumulate()
             self._pending[key] = parameter
             local_gradients.setdefault(parameter, False)
         elif has_average:
@@ -321,26 +307,21 @@ class GradientSync(Synchronizer):
     def _end_of_backward(self) -> None:
         backward = self.backward
         returned = self._shown_keys(backward.unaccumulated)
-        try:
-            if self._step_check is not None:
-                with self._local_unless_failed():
-                    self._step_check.compare()
-        finally:
-            self._forget_backward()
+        self._forget_backward()
         if backward.outside:
-            raise self._error(self._explain(backward.outside))
+            raise _error(self._explain(backward.outside))
         if returned and backward.flush_due:
-            raise self._error(
+            raise _error(
                 f"torch.autograd.grad() would return this rank's own gradient of {returned}: after no_sync() a backward stays "
                 "local until .grad is averaged as a whole. Call backward().")
         if returned and backward.graphs_average and self.enabled:
-            raise self._error(
+            raise _error(
                 f"torch.autograd.grad() would return a gradient of {returned} with a share that is this rank's own, from "
                 "outside of the transformed model's graphs (the loss uses the parameter itself, or a graph break left a part of "
                 "the model to eager). Call backward(), which averages it, or compute that share inside of the model's forward.")
         if backward.graphs_average and self.enabled and self._pending and not backward.flush_due:
             self._forget_local()
-            raise self._error(
+            raise _error(
                 "this backward went through a forward from inside no_sync() and one from outside of it, so .grad holds "
                 "averages and local gradients. Run them in backwards of their own, or both forwards on the same side.")
         if backward.flush_due:
@@ -349,12 +330,6 @@ class GradientSync(Synchronizer):
             again = {key for key, watched in self._watched.items() if watched.is_averaged_again or key in backward.partly_outside}
             if again:
                 self._average_again(again)
-
-    def _error(self, text: str) -> UnsynchronizedGradientError:
-        """Return the error to raise, and have ranks that do not raise one too be told where they wait for this one."""
-        if self._watchdog is not None:
-            self._watchdog.report(f"rank {dist.get_rank(self._watchdog.group)} raised UnsynchronizedGradientError: {text}")
-        return UnsynchronizedGradientError(f"apexfx: {text}")
 
     def _shown_keys(self, keys: Iterable[int]) -> str:
         return _shown([name for key, name in self._names.items() if key in keys])
@@ -390,7 +365,7 @@ class GradientSync(Synchronizer):
         parameters = {key: p for key, watched in self._watched.items()
                       if key in keys and (p := watched.hook.parameter()) is not None}
         if not self._averages:
-            raise self._error(
+            raise _error(
                 f"the gradient of {self._shown_keys(parameters)} has a share from outside of the transformed model's "
                 "graphs (the loss uses the parameter itself, or a graph break left a part of the model to eager), which without "
                 "gradient_average cannot be summed over the ranks alone. Compute that share inside of the model's forward.")
@@ -399,16 +374,13 @@ class GradientSync(Synchronizer):
             share = (f"the gradient of {shown} has a share from outside of the graphs (the loss uses the parameter itself, or a "
                      "graph break left a part of the model to eager)")
             if self._agreement is not None:
-                if self._watchdog is not None:
-                    self._watchdog.report(f"{share} on rank {dist.get_rank(self._watchdog.group)} and not on every rank, so the "
-                                          "ranks cannot average it")
                 self._agreement.ensure("parameters whose gradient has a share from outside of the graphs",
                                        [name for key, name in self._names.items() if key in fresh])
             message = f"apexfx: {share}; it is averaged once more at the end of each backward"
             self._note(message)
             log.info(message)
             if used_up := [key for key in fresh if parameters[key].grad is None]:
-                raise self._error(
+                raise _error(
                     f"the gradient of {self._shown_keys(used_up)} has a share from outside of the transformed model's graphs, "
                     "which is averaged at the end of the backward, and a hook has used and reset it before. Step the optimizer "
                     "after backward(), or compute that share inside of the model's forward.")
@@ -429,8 +401,6 @@ class GradientSync(Synchronizer):
     def _forget_backward(self) -> None:
         self.backward = _Backward()
         self._backward_callback.clear()
-        if self._step_check is not None:
-            self._step_check.forget()
 
     @contextlib.contextmanager
     def _local_unless_failed(self) -> Iterator[None]:
@@ -445,8 +415,6 @@ class GradientSync(Synchronizer):
         for p in self._pending.values():
             local_gradients.pop(p, None)
         self._pending.clear()
-        if self._step_check is not None:
-            self._step_check.forget_local()
 
     def flush(self) -> None:
         """Average the accumulated `.grad` of every parameter over the ranks, in the plan's buckets."""
@@ -456,10 +424,10 @@ class GradientSync(Synchronizer):
         replaced = [(self._names[key], p) for key, p in self._pending.items() if key not in known]
         try:
             if set_aside := [self._names[key] for key, p in self._pending.items() if local_gradients[p]]:
-                raise self._error(SET_ASIDE.format(_shown(set_aside)))
+                raise _error(SET_ASIDE.format(_shown(set_aside)))
             self._reduce([*registered, *sorted(replaced, key=lambda named: named[0])])
         finally:
-            self._forget_local()  # not before: who waits for this rank reads that it held local gradients
+            self._forget_local()
 
     def _reduce(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """Average `.grad` of parameters, of which several may go by one name: their buckets know them by it."""
@@ -472,6 +440,10 @@ class GradientSync(Synchronizer):
                 first[name] = p
         for parameters in rounds:
             reduce_gradients(parameters, self.config, self.group)
+
+
+def _error(text: str) -> UnsynchronizedGradientError:
+    return UnsynchronizedGradientError(f"apexfx: {text}")
 
 
 def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..host_copy import HostCopy
-from .step_check import GraphStepCheck
+from .agreement import explained
 
 
 class UsedAnywhere:
@@ -18,32 +18,29 @@ class UsedAnywhere:
     it, when it has issued the graph's backward; on CUDA that is for what the device had to do before that backward.
 
     Args:
-        step_check: of the model, through whose watchdog the ranks wait.
+        group: the ranks.
         inputs: the parameters, by their positions among the graph's inputs.
         used: the inputs that this rank uses, as bits.
         device: on which the graph communicates.
     """
 
-    def __init__(self, step_check: GraphStepCheck, inputs: Sequence[int], used: int, device: torch.device) -> None:
-        self._watchdog, self._inputs = step_check.watchdog, inputs
+    def __init__(self, group: dist.ProcessGroup, inputs: Sequence[int], used: int, device: torch.device) -> None:
+        self._group, self._inputs = group, inputs
         numbers = torch.tensor([used >> i & 1 for i in inputs], dtype=torch.int32, pin_memory=device.type == "cuda")
         self._numbers = numbers.to(device, non_blocking=True)
         options = dist.AllreduceOptions()
         options.asyncOp = True
-        self._work = step_check.group.allreduce([self._numbers], options)
+        self._work = group.allreduce([self._numbers], options)
         self._copy: HostCopy | None = None
-        if used != -1 and step_check.defers(device):
-            self._copy = self._host_copy()  # behind the backward, it would wait for that
+        if used != -1 and device.type == "cuda":
+            self._copy = self._host_copy()  # after the backward, it would wait for that
 
     def get(self) -> int:
-        """Return the bits of the parameters that any rank uses.
-
-        Raises:
-            RankFailureError: a peer is gone, or does not answer.
-        """
+        """Return the bits of the parameters that any rank uses."""
         counts = (self._copy or self._host_copy()).get().tolist()
         return sum(1 << i for i, count in zip(self._inputs, counts) if count)
 
     def _host_copy(self) -> HostCopy:
-        self._watchdog.wait(self._work, self._numbers, "which parameters the ranks have gradients for")
+        with explained(self._group, "the question which parameters the ranks have gradients for"):
+            self._work.wait()
         return HostCopy(self._numbers)

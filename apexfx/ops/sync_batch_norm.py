@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import statically_known_true  # which also registers the functional collectives
-from ..errors import RankFailureError
 from ._arguments import check_tensor
 from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
 from ._define import LIBRARY
@@ -144,8 +143,6 @@ def _check(
 def _all_reduce(sums: Tensor, group: str) -> Tensor:
     try:
         reduced = torch.ops._c10d_functional.all_reduce(sums, "sum", group)
-    except RankFailureError:
-        raise
     except RuntimeError as error:
         raise RuntimeError(f"apexfx::sync_batch_norm: group_name={group!r}: {error}") from error
     return torch.ops._c10d_functional.wait_tensor(reduced)

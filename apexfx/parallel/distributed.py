@@ -16,9 +16,8 @@ from ..backend import compiler_for
 from ..compiler import compiled_model
 from ..compiler.model_setup import set_up
 from ..config import BucketConfig
-from ..distributed.agreement import Agreement, Label
+from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
-from ..distributed.watchdog import watched
 from ..transform import TransformedModule, make_transformed, source_class
 from .arguments import check_arguments, communicators, names_of
 from .averaging import AveragingOptions, CommHook, EagerAveraging
@@ -108,7 +107,7 @@ class DistributedDataParallel(nn.Module):
         layout: str = "reverse",
         bucket_cap_mb: float = 25.0,
         plan: Any = None,
-        timeout_s: float = 300.0,
+        timeout_s: float | None = None,
         check_parameters_every: int = 0,
     ) -> None:
         super().__init__()
@@ -142,15 +141,13 @@ class DistributedDataParallel(nn.Module):
         self._agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
         self.communicators = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
         self._averaging.options.groups = self.communicators
-        broadcast_from_first(module.parameters(), self._state_group)
+        broadcast_from_first(module.parameters(), self.process_group)
         if broadcast_buffers:
-            broadcast_from_first(module.buffers(), self._state_group)
+            broadcast_from_first(module.buffers(), self.process_group)
 
     def _start(self) -> None:
         """Make what lives on this process: what averages, and its agreement with the other ranks."""
-        copied = self.__dict__.get("_label", "")
-        label = self._label = str(Label(self.process_group, "copy" if copied else "ddp", of=copied))
-        self._agreement = Agreement(self.process_group, label, self.config.timeout_s)
+        self._agreement = Agreement(self.process_group, self.config.timeout_s)
         options = AveragingOptions(self.communicators, self.retain_allreduce_buffers, self.find_unused_parameters,
                                    self.static_graph)
         self._averaging = EagerAveraging(self.module, self.process_group, self.config, options)
@@ -174,17 +171,12 @@ class DistributedDataParallel(nn.Module):
             return self.module(*inputs, **kwargs)
         return self._live_averaging().forward(inputs, kwargs)
 
-    @property
-    def _state_group(self) -> dist.ProcessGroup:
-        """What parameters and buffers are broadcast over."""
-        return watched(self.process_group, "module state", self.config.timeout_s)
-
     def _synchronize_state(self) -> None:
         if self.broadcast_buffers is True:
-            broadcast_from_first(self.module.buffers(), self._state_group)
+            broadcast_from_first(self.module.buffers(), self.process_group)
         self._num_forwards += 1
         if self.check_parameters_every and self._num_forwards % self.check_parameters_every == 0:
-            check_parameters(self.module, self._state_group)
+            check_parameters(self.module, self.process_group)
 
     @property
     def _synchronizer(self) -> Any:

@@ -12,7 +12,6 @@ from ..compiler.compiled_model import check_not_averaged
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.broadcast import broadcast_from_first
-from ..distributed.watchdog import watched
 from .flat import extract_tensors
 
 
@@ -35,13 +34,12 @@ class Reducer:
         if not (dist.is_available() and dist.is_initialized()):
             raise ValueError("apexfx: Reducer needs a process group; call torch.distributed.init_process_group() first")
         self.process_group = process_group or dist.group.WORLD
-        self._watched = watched(self.process_group, "gradients", BucketConfig().timeout_s)
         self.module = module_or_grads_list if isinstance(module_or_grads_list, nn.Module) else None
         self.grads: list[Tensor] = []
         if self.module is not None:
             check_not_averaged(self.module, "give Reducer the inner module")
             check_whole(self.module)
-            broadcast_from_first(self.module.parameters(), self._watched)
+            broadcast_from_first(self.module.parameters(), self.process_group)
         else:
             extract_tensors(module_or_grads_list, self.grads)
 
@@ -49,6 +47,6 @@ class Reducer:
         """Average, in place. A parameter without gradient here counts as zero where another rank has one."""
         if self.module is not None:
             parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-            reduce_gradients(parameters, BucketConfig(delay_allreduce=True), self._watched)
+            reduce_gradients(parameters, BucketConfig(delay_allreduce=True), self.process_group)
         else:
-            average_tensors(self.grads, self._watched)
+            average_tensors(self.grads, self.process_group)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from .._torch import BatchNorm, resolve_process_group
 from ..config import num_ranks_to_come
-from ..distributed.watchdog import watched
 from ..ops.sync_batch_norm import group_name, sync_batch_norm
 
 
@@ -102,14 +101,14 @@ class SyncBatchNorm(BatchNorm):
 
     @torch.compiler.assume_constant_result
     def _group_name(self) -> str:
-        """Return the name of the group to synchronize over: on gloo a communicator that says which rank is gone."""
-        if not group_name(self.process_group):
+        """Return the name of the group to synchronize over."""
+        if not (name := group_name(self.process_group)):
             if num_ranks_to_come() > 1:
                 raise RuntimeError("apexfx: SyncBatchNorm ran in training mode before torch.distributed.init_process_group(), "
                                    f"and WORLD_SIZE={num_ranks_to_come()} says that there are other ranks, whose statistics "
                                    "would be left out; call that first")
             return ""
-        return watched(self.process_group or dist.group.WORLD, "batch_norm").group_name
+        return name
 
     def _local(self, x: Tensor, z: Tensor | None) -> Tensor:
         vectors = (self.running_mean, self.running_var, self.weight, self.bias)

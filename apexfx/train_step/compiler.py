@@ -25,7 +25,7 @@ from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
 from ..compiler.refusals import check_plain
 from ..config import TransformConfig
-from ..distributed.agreement import Agreement
+from ..distributed.agreement import Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
 from ..graph.mutation import storages, written, written_storages
@@ -139,14 +139,24 @@ class StepCompiler:
             collectives.insert(0, numeric_options(self.config))
             if self.reduce_gradients and node is not None:
                 collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(params, present) if here)])
-        other_stages = StepPasses(graph, present, self.on_run, self.on_communication)
+        agreement = self.agreement if collectives else None
+        communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode)
+
+        def before_communicating() -> None:
+            if agreement is not None:
+                agreement.before_run(communication)
+            self.on_communication()
+
+        other_stages = StepPasses(graph, present, self.on_run, before_communicating)
         if self.traces:
             return _trace(graph, other_stages)
         gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _numbered_gradients
         compiled = graph.compile(other_stages, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
-        return self._guarded(compiled, graph.record, collectives, placeholders, places, by_forward, leaves)
+        waits = functools.partial(explained, agreement.group, f"the {communication.what}") if agreement is not None \
+            else contextlib.nullcontext
+        return self._guarded(compiled, before_communicating, waits, placeholders, places, by_forward, leaves)
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -171,22 +181,22 @@ class StepCompiler:
             log.warning(message)
         self.report.note(message)
 
-    def _guarded(self, compiled: Callable[..., Any], record: GraphReport, collectives: list[Any],
-                 placeholders: Sequence[Placeholder], updated: Sequence[int], by_forward: Sequence[int],
-                 leaves: Sequence[Placeholder]) -> Callable[..., Any]:
-        """Have the ranks compare what they will communicate wherever that is not what they communicated last.
+    def _guarded(self, compiled: Callable[..., Any], before_communicating: Callable[[], None],
+                 waits: Callable[[], contextlib.AbstractContextManager[None]], placeholders: Sequence[Placeholder],
+                 updated: Sequence[int], by_forward: Sequence[int], leaves: Sequence[Placeholder]) -> Callable[..., Any]:
+        """Check the inputs of each run, and have the ranks compare what it communicates.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
 
         Args:
+            before_communicating: compares; a graph under inner="eager" calls it itself.
+            waits: explains errors of collectives.
             updated: the inputs that the end of the step writes; no other input may share their memory.
             by_forward: those that the forward writes; what shares their memory may not change.
             leaves: those of the batch that require a gradient.
         """
-        agreement = self.agreement if collectives else None
         check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
-        variant, what = "last" if self.reduce_gradients else "earlier", f"collectives of training step {record.index}"
-        nothing, has_run = contextlib.nullcontext(), False
+        has_run = False
 
         def run(*args: Any) -> Any:
             nonlocal has_run
@@ -198,8 +208,9 @@ class StepCompiler:
                 check_memory(args)
             if self._captures_only:
                 raise _Captured
-            with nothing if agreement is None else agreement.running(variant, what, collectives):
+            with waits():
                 if self.config.inner != "eager":
+                    before_communicating()
                     self.on_run()
                 outputs = compiled(*args)
                 self.on_run()

@@ -20,6 +20,7 @@ from .._torch import not_traced, tensor_version, tree_leaves
 from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF
+from ..distributed.agreement import explained
 from .averages import averaged_copies
 from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient, untrainable_loss
 from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
@@ -46,8 +47,7 @@ class StepInPieces(StepGraphs):
         except NotOneGraph as error:
             reason = error.reason
         if self._agreement is not None:
-            self._agreement.compare("way in which the training step runs",
-                                    ["in pieces, since it cannot be captured as one graph"])
+            self._agreement.ensure("way in which the training step runs", ["in pieces, since it cannot be captured as one graph"])
         pieces = _CompiledForward(self)
         outputs = self._run_in_pieces(pieces, batch, named, gathers=gathers)
         self._pieces = pieces  # not before: where the call fails in pieces as well, it was the call
@@ -63,20 +63,20 @@ class StepInPieces(StepGraphs):
                        gathers: bool) -> tuple[Any, ...]:
         self.warn_of_eval_mode()
         self._state.prepare()
-        running = contextlib.nullcontext() if self._agreement is None or gathers else self._agreement.running(
-            "last", "training step in pieces", ["forward, backward and the average of the gradients"])
         with torch.no_grad(), capture_errors(), self._model.traceable(casts_inputs=False) as model:
             inputs = StepInputs(model, self._objective, **self._state.inputs())
-            with running:  # a rank that fails before it communicates tells those that wait for its gradients
-                loss, rest, grads = self._gradients(pieces, inputs, batch, named)
-                has_any = any(g is not None for g in grads) or any(inputs.gathered)
-                if gathers:
-                    self._state.note_change()
-                    return loss, rest, gather(inputs.buffers, grads)
-                if inputs.calls > 1:
-                    grads = add_gathered(inputs, grads)
-                if has_any:  # otherwise the step is refused
-                    self._state.note_communication()
+            loss, rest, grads = self._gradients(pieces, inputs, batch, named)
+            has_any = any(g is not None for g in grads) or any(inputs.gathered)
+            if gathers:
+                self._state.note_change()
+                return loss, rest, gather(inputs.buffers, grads)
+            if inputs.calls > 1:
+                grads = add_gathered(inputs, grads)
+            if self._agreement is not None:
+                self._agreement.ensure("training step in pieces", ["the average of the gradients"])
+            if has_any:  # otherwise the step is refused
+                self._state.note_communication()
+            with explained(self._groups.gradients, "the average of the gradients"):
                 grads = averaged_copies(self._state.names, inputs.params, grads, self._options.config.buckets,
                                         self._groups.gradients)
             if any(g is not None for g in grads):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from .._torch import has_gradient_hooks
 from ..compiler.model_setup import set_up
 from ..compiler.process_groups import Groups
-from ..distributed.agreement import Agreement, Label
+from ..distributed.agreement import Agreement
 from ..graph.shared_memory import overlapping
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
@@ -90,8 +90,7 @@ def check_state(named: Sequence[tuple[str, Tensor]]) -> None:
 def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,
                    options: StepOptions) -> Agreement | None:
     """Compare what is trained, and how, over the ranks; copy what model and objective hold from rank 0, and cast the model."""
-    label = Label(groups.user, "train_step") if groups.user is not None else ""
-    agreement = groups.agreement(label, options.config.buckets)
+    agreement = groups.agreement(options.config.buckets)
     if agreement is not None and groups.gradients is not None:
         agreement.ensure("options of the training step and its optimizer", _update_rows(optimizers, options))
     parameters, buffers = objective_modules.named_tensors()

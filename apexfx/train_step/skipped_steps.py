@@ -221,7 +221,7 @@ class Recorder:
     def record(self, path: Path) -> None:
         """Write a bundle of the last call; errors as of `TrainStep.record`."""
         if self._agreement is not None:
-            self._agreement.compare("call that record() writes a bundle of", [self._state.num_calls])
+            self._agreement.ensure("call that record() writes a bundle of", [self._state.num_calls])
         try:
             bundle.check_new(path)
             run = self._run_of_last_call()
@@ -269,11 +269,8 @@ class Recorder:
                               name: str(value) for name, value in self._described.items()}})
 
     def _compute(self, run: bundle.Run, *, communicates: bool) -> None:
-        """Compute what is recorded; a rank that fails while others wait for it tells them."""
-        running = contextlib.nullcontext() if not communicates else self._agreement.running(
-            "recorded", "graph that is recorded", [self._state.num_calls])
-        with running:
-            run.compute(communicates=communicates)
+        """Compute what is recorded."""
+        run.compute(communicates=communicates)
         # Of what is not finite, the event says where it began; Inductor's kernels round otherwise, and have other random numbers.
         if run.event is not None and self._skipped.norm.isfinite() and not self._fuses:
             run.check_norm(self._skipped.norm)

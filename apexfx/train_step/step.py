@@ -20,6 +20,7 @@ from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
 from ..config import TransformConfig
+from ..distributed.agreement import check_alive
 from ..errors import NonFiniteError
 from ..graph.printing import count_text
 from ..ops.apply_gradients import StepPlan
@@ -120,6 +121,7 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
+        check_alive(self._groups.user)
         call = Call(self._objective, batch, named, self.report)
         self._recorder.record_where_skipped()
         with self._state.all_or_nothing():
@@ -130,6 +132,8 @@ class TrainStep:
                                  "pass loss_scale='dynamic'")
             self._skipped.start_call(batch, named)
             gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
+            if self._agreement is not None and not gathers:
+                self._agreement.begin()
             with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, gathers=gathers)
             if gathers:

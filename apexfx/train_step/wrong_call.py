@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._torch import tree_leaves
 from ..compiler.forward_errors import name_precision
+from ..errors import RankFailureError, RankMismatchError
 from ..report.data import Report
 from .function import SupervisedObjective
 
@@ -39,6 +40,8 @@ class Call:
         self.check()
         try:
             yield
+        except (RankMismatchError, RankFailureError):
+            raise
         except Exception as error:
             if self._report is None or not name_precision(error, self._report):
                 error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")

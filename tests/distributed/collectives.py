@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from apexfx.distributed.watchdog import WatchedGroup
-
 
 @dataclass
 class Call:
@@ -45,7 +43,7 @@ def recorded() -> Iterator[Recording]:
     """Record the collectives issued in the block, in order; they still run."""
     calls = Recording()
     originals = [(cls, name, cls.__dict__[name])  # as they bind
-                 for cls in (dist.ProcessGroup, WatchedGroup) for name in ("allreduce", "broadcast")]
+                 for cls in (dist.ProcessGroup,) for name in ("allreduce", "broadcast")]
 
     def wrapper(name, original):
         def call(group, tensors, opts=None, *args, **kwargs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -14,8 +14,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import apexfx
-from apexfx.distributed.agreement import Agreement
-from apexfx.distributed.watchdog import watched
 from apexfx.errors import RankFailureError, RankMismatchError
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.parallel import convert_syncbn_model
@@ -101,28 +99,89 @@ def test_a_flush_where_one_rank_or_none_has_gathered_gradients(rank, world_size)
     assert same_on_all(world_size, list(model.parameters()))
 
 
-def fails_alone(rank, world_size, model, **options):
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
-                             opt_level="O0", **options)
-    data = batches(rank, 3)
-    step(*data[0])
-    for failing, batch in enumerate(data[1:]):
-        before = copy.deepcopy(model.state_dict())
-        for _ in range(2):  # one behind the other, when nothing is connected
-            begin, told = time.monotonic(), f"rank {failing} failed before .*IndexError: .*Target 9"
-            with pytest.raises(IndexError if rank == failing else apexfx.RankMismatchError,
-                               match="Target 9 is" if rank == failing else told):
-                step(batch[0], torch.full_like(batch[1], 9) if rank == failing else batch[1])
-            assert time.monotonic() - begin < 20
-        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-        step(*batch)
-        assert same_on_all(world_size, list(model.parameters()))
-    return step
+class Broken(nn.Module):
+    """A graph break between two layers; which head follows is up to the data."""
+
+    def __init__(self, sync_bn=False, breaks=True):
+        super().__init__()
+        layers = net(sync_bn)
+        self.body, self.heads, self.breaks = layers[:-1], nn.ModuleList([layers[-1], copy.deepcopy(layers[-1])]), breaks
+
+    def forward(self, x):
+        x = self.body(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+            return self.heads[int(x[0, 0] > 0)](x)
+        return self.heads[0](x)
+
+
+FAILURES = {"label": lambda x, y: (x, torch.full_like(y, 9)), "shape": lambda x, y: (x[:, :1], y),
+            "dtype": lambda x, y: (x, y.bool()), "exception": lambda x, y: (x, None)}
 
 
 @on_ranks(2)
 def test_a_rank_that_fails_alone_is_told_to_the_one_that_waits_for_it(rank, world_size):
-    fails_alone(rank, world_size, net())
+    """It fails before it communicates; the other waits until it comes again, and both raise."""
+    for make, options in ((net, {}), (lambda: net(True), {"sync_bn": True}), (Broken, {"fallback": "transform"})):
+        model = make()
+        step = apexfx.train_step(model, objective=lambda m, x, y: F.cross_entropy(m(x), y), inner="eager", opt_level="O0",
+                                 optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, **options)
+        for number, (kind, spoiled) in enumerate(FAILURES.items()):
+            if kind in ("label", "dtype") and options.get("sync_bn"):  # found after batch norm has communicated
+                continue
+            [(x, y)] = batches(rank, 1)
+            step(x, y)
+            before = copy.deepcopy(dict(model.named_parameters()))
+            if rank == number % 2:
+                with pytest.raises((IndexError, RuntimeError, TypeError, ValueError)):
+                    step(*spoiled(x, y))
+            with pytest.raises(RankFailureError, match=rf"rank {number % 2}: \d+ training forwards or calls of a step so far"):
+                step(x, y)
+            torch.testing.assert_close(dict(model.named_parameters()), before, rtol=0, atol=0, msg=kind)
+            step(x, y)
+            assert same_on_all(world_size, list(model.parameters()))
+
+
+@on_ranks(2)
+def test_two_steps_in_another_order_are_told(rank, world_size):
+    """Also of models that are alike, whose gradients would fit each other, and of a step that is made meanwhile."""
+    models = [nn.Linear(3, 2), nn.Linear(3, 2), nn.Linear(3, 4)]
+    steps, batch = [step_of(model) for model in models], (torch.ones(4, 3), torch.ones(4, 2))
+    for others in ((0, 1), (1, 2), (2, 0), (0, None)):
+        for step in steps:
+            step(batch[0], torch.ones(4, step.model.out_features))
+        before = copy.deepcopy([model.state_dict() for model in models])
+        with pytest.raises(RankMismatchError, match="model, in the order they were made: rank 0 has"):
+            if (mine := others[rank]) is None:
+                step_of(nn.Linear(3, 2))
+            else:
+                steps[mine](batch[0], torch.ones(4, models[mine].out_features))
+        torch.testing.assert_close([model.state_dict() for model in models], before, rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_size):
+    """A rank that steps, or makes a step, alone gives up within the timeout; then the group is of no use, and another one is."""
+    alone = {"collectives of training step 0": lambda: step(torch.ones(4, 3), torch.ones(4, 2)),
+             "options of the training step": lambda: step_of(nn.Linear(3, 2), process_group=group),
+             "parameters": lambda: apexfx.transform(nn.Linear(3, 2), ddp=True, process_group=group)}
+    for what, does in alone.items():
+        group = dist.new_group(timeout=timedelta(seconds=1))
+        step = step_of(nn.Linear(3, 2), process_group=group)
+        step(torch.ones(4, 3), torch.ones(4, 2))
+        if rank == 0:
+            for _ in range(2):
+                with pytest.raises(RankFailureError, match=rf"rank 0 of 2 gave up the comparison of the {what}(.|\n)*limit of 1 s"
+                                                           r"(.|\n)*make a new one"):
+                    does()
+    group = dist.new_group()
+    step = step_of(nn.Linear(3, 2), process_group=group)
+    step(torch.ones(4, 3), torch.ones(4, 2))
+    assert same_on_all(world_size, list(step.model.parameters()))
+    dist.destroy_process_group(group)
+    with pytest.raises(RankFailureError, match="is destroyed") as caught:
+        step(torch.ones(4, 3), torch.ones(4, 2))
+    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.long
@@ -214,9 +273,9 @@ class Heads(nn.Module):
         return self.heads[head](self.body(x))
 
 
-def step_of(model):
+def step_of(model, **options):
     return apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager",
-                             ddp=True)
+                             **{"ddp": True, **options})
 
 
 def refuses_other_heads(rank, world_size, heads, message):
@@ -248,20 +307,6 @@ def test_ranks_that_change_to_different_parts_of_a_model_are_told(rank, world_si
 @on_ranks(3)
 def test_a_rank_that_changes_to_another_part_of_a_model_alone_is_told_and_so_are_the_others(rank, world_size):
     refuses_other_heads(rank, world_size, (0, 1, 1), r"heads\.0\.weight.*heads\.1\.weight")
-
-
-@on_ranks(2)
-def test_a_rank_that_is_ahead_and_asks_is_not_answered_by_one_that_still_waits(rank, world_size):
-    watchdog = watched(dist.group.WORLD, "gradients", 20.0).watchdog
-    agreement = Agreement(dist.group.WORLD, "model", 20.0, watchdog)
-    with agreement.running("last", "collectives of graph 0", [0]):
-        pass
-    with agreement.running("last", "collectives of graph 0", [0]):
-        if rank == 0:
-            assert watchdog.store.wait(["apexfx/model/3/asked"], 20.0)  # by rank 1, below
-            watchdog.look_for_failure()
-    with agreement.running("last", "collectives of graph 1", [1]):
-        pass
 
 
 @on_ranks(2)
@@ -412,36 +457,6 @@ def test_parameters_of_a_loss_are_those_of_rank_0_and_stay_equal(rank, world_siz
 # ---- fallback="transform" ---------------------------------------------------------------------------------------------------
 
 
-class Broken(nn.Module):
-    """A graph break between two layers; which head follows is up to the data."""
-
-    def __init__(self, sync_bn=False, breaks=True):
-        super().__init__()
-        layers = net(sync_bn)
-        self.body, self.heads, self.breaks = layers[:-1], nn.ModuleList([layers[-1], copy.deepcopy(layers[-1])]), breaks
-
-    def forward(self, x):
-        x = self.body(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
-            return self.heads[int(x[0, 0] > 0)](x)
-        return self.heads[0](x)
-
-
-class Late(nn.Module):
-    """Fails, where it does, behind a graph break and in front of what communicates."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers, self.fails = net(sync_bn=True), False
-
-    def forward(self, x):
-        torch._dynamo.graph_break()
-        if self.fails:
-            raise KeyError("no key")
-        return self.layers(x)
-
-
 def compare_in_pieces(rank, world_size, **options):
     step = compare(rank, Broken, fallback="transform", **options)
     assert "in pieces" in str(step.report) and same_on_all(world_size, list(step.model.parameters()))
@@ -512,36 +527,6 @@ def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, worl
 
 
 @on_ranks(2)
-def test_a_rank_that_fails_alone_in_pieces_is_told_to_the_one_that_waits_for_it(rank, world_size):
-    assert "in pieces" in str(fails_alone(rank, world_size, Broken(), fallback="transform").report)
-    model = Late()  # and to one that waits to agree on the collectives of its forward
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), ddp=True, inner="eager",
-                             opt_level="O0", sync_bn=True, fallback="transform")
-    batch, = batches(rank, 1)
-    model.fails = rank == 0
-    with pytest.raises(KeyError if rank == 0 else apexfx.RankMismatchError,
-                       match="no key" if rank == 0 else "rank 0 failed before"):
-        step(*batch)
-    model.fails = False
-    step(*batch)
-    assert same_on_all(world_size, list(model.parameters()))
-
-
-@on_ranks(2)
-def test_a_rank_that_stays_away_from_a_step_in_pieces_is_missed(rank, world_size):
-    model = Broken()
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
-                             inner="eager", ddp=apexfx.BucketConfig(timeout_s=3), fallback="transform")
-    data = batches(rank, 2)
-    step(*data[0])
-    if rank == 0:
-        with pytest.raises(RankFailureError, match="rank 0 waited .* s for the allreduce"):
-            step(*data[1])
-        with pytest.raises(RuntimeError, match="earlier step failed"):
-            step(*data[1])
-
-
-@on_ranks(2)
 def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other(rank, world_size):
     model = Broken(breaks=False)
     step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
@@ -549,7 +534,7 @@ def test_a_rank_that_goes_over_to_pieces_alone_later_is_told_and_so_is_the_other
     data = batches(rank, 2)
     step(*data[0])
     model.breaks = rank == 1
-    with pytest.raises(apexfx.RankMismatchError, match="in pieces, since it cannot be captured as one graph"):
+    with pytest.raises(RankMismatchError, match="collectives of training step 1.*\n.*in pieces"):
         step(*data[1])
 
 

@@ -7,7 +7,6 @@ import dataclasses
 import gc
 import os
 import sys
-import time
 
 import pytest
 import torch
@@ -187,15 +186,6 @@ def test_different_models(rank, world_size):
 
 
 @on_ranks(2)
-def test_absent_rank(rank, world_size):
-    if rank == 0:
-        start = time.monotonic()
-        with pytest.raises(apexfx.RankMismatchError, match="after 2 s, rank 1 of 2 has not arrived"):
-            apexfx.transform(Net(), sync_bn=True, ddp=apexfx.BucketConfig(timeout_s=2))
-        assert time.monotonic() - start < 10
-
-
-@on_ranks(2)
 def test_different_graphs(rank, world_size):
     class Branches(Net):
         def forward(self, x):
@@ -204,7 +194,7 @@ def test_different_graphs(rank, world_size):
     model = apexfx.transform(Branches(), opt_level="O0", ddp=SMALL, inner="eager")
     [x] = batches(rank, 1)
     with pytest.raises(apexfx.RankMismatchError, match="do not agree on the collectives of graph 0"):
-        model(x)
+        model(x).sum().backward()
 
 
 @on_ranks(2)
@@ -212,7 +202,7 @@ def test_different_buckets(rank, world_size):
     config = apexfx.BucketConfig(message_size=200 + rank, timeout_s=20)
     model = apexfx.transform(Net(), opt_level="O0", ddp=config, inner="eager")
     with pytest.raises(apexfx.RankMismatchError, match='"message_size": 200.*"message_size": 201'):
-        model(batches(rank, 1)[0])
+        model(batches(rank, 1)[0]).sum().backward()
 
 
 @on_ranks(2)
