@@ -492,6 +492,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_remapped_collective(node: torch.fx.Node) -> bool:
+    """Return whether Dynamo put a functional collective, which is differentiated, in the place of one that is not (2.13)."""
+    return "_c10d_functional" in str(node.target) and ", in _remapped_" in (node.meta.get("stack_trace") or "")
+
+
 def device_of_group(group: torch.distributed.ProcessGroup) -> torch.device:
     """Return where a group had best sum small numbers: on the host if it can, or else on the current device of its kind."""
     kinds = {device.type for device in group._device_types}

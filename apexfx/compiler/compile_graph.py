@@ -18,11 +18,19 @@ import torch
 from torch import fx
 
 from .. import ops, passes
-from .._torch import data_of, free_unbacked_symbols, graph_breaks_around, recompile_reason, tree_leaves, without_tensorify
+from .._torch import (
+    data_of,
+    free_unbacked_symbols,
+    graph_breaks_around,
+    is_remapped_collective,
+    recompile_reason,
+    tree_leaves,
+    without_tensorify,
+)
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, writes_first, written_storages
-from ..graph.nodes import source_line, value
+from ..graph.nodes import graphs, source_line, value
 from ..graph.printing import short_dtype
 from ..report.data import Report
 from ..report.records import GraphReport
@@ -122,6 +130,7 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
         trains: whether a backward follows.
         mode: of the model, "train" or "eval".
     """
+    _check_collectives(gm)
     placeholders, reduces = context.placeholders, context.reduce_gradients
     pipeline = Pipeline(passes.schedule(config, context), verify=config.verify, strict=config.fullgraph)
     forward = pipeline.run("forward", gm, inputs=real_inputs(example_inputs))
@@ -136,6 +145,16 @@ def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.C
     if key is not None:
         record.load_backward = functools.partial(cache.load_stage, key)
     return RewrittenGraph(gm, example_inputs, placeholders, config, pipeline, record, uuid, key)
+
+
+def _check_collectives(gm: fx.GraphModule) -> None:
+    """Refuse what eager differentiates otherwise than the graph would."""
+    for node in (node for graph in graphs(gm) for node in graph.graph.nodes if is_remapped_collective(node)):
+        if getattr(value(node), "requires_grad", False):
+            raise ValueError(
+                f"apexfx: {source_line(node)} calls a function of torch.distributed on a tensor that requires a gradient: eager "
+                "sends none back to the other ranks, and a graph would. Give it x.detach(); or, where the gradient is wanted, "
+                "use torch.distributed._functional_collectives: all_gather_single(x, 0, group), or all_reduce(x, 'sum', group)")
 
 
 def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None]:

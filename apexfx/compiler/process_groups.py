@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from .._torch import process_group_timeout
@@ -38,11 +39,11 @@ class Groups:
         self.batch_norm = self.user if config.sync_bn else None
 
     def separate_batch_norm(self) -> None:
-        """Give batch norm a communicator of its own: on a shared one its small sum queues behind a bucket of megabytes.
+        """Give batch norm a communicator of its own on CUDA, where on a shared one its small sum queues after whole buckets.
 
         Every rank of the group must call this at once.
         """
-        if self.batch_norm is not None and self.batch_norm is self.gradients and self.gradients.size() > 1 \
+        if self.batch_norm is not None and self.batch_norm is self.gradients and torch.cuda.is_available() \
                 and dist.get_backend(self.user) != "fake":
             ranks = dist.get_process_group_ranks(self.gradients)
             self.batch_norm = dist.new_group(ranks, process_group_timeout(self.gradients), use_local_synchronization=True)

@@ -154,8 +154,7 @@ class StepCompiler:
         compiled = graph.compile(other_stages, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
-        waits = functools.partial(explained, agreement.group, f"the {communication.what}") if agreement is not None \
-            else contextlib.nullcontext
+        waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
         return self._guarded(compiled, before_communicating, waits, placeholders, places, by_forward, leaves)
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],

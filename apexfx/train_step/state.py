@@ -381,11 +381,11 @@ def report_peak_gradient_memory(params: Sequence[Tensor], options: StepOptions, 
 
 
 def note_ranks_apart(none: str, outside: str, options: StepOptions, report: Report) -> None:
-    """Say that the ranks train apart, where `none` says that no gradient is averaged.
+    """Say once that the ranks train apart, where `none` says that no gradient is averaged.
 
     It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
     """
-    if none:
+    if none and not any(note.startswith(none) for note in report.notes):
         message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to train "
                    "apart, or something else averages")
         report.note(message)

@@ -81,6 +81,7 @@ class TrainStep:
         note_what_is_outside(optimizers, outside, self.report, averages=options.ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
         report_peak_gradient_memory(trained, options, self.report)
+        self._outside = outside
         note_ranks_apart(averaged_over_none(config), outside, options, self.report)
         # From here on, things change.
         self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
@@ -122,6 +123,7 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
         check_alive(self._groups.user)
+        note_ranks_apart(averaged_over_none(self.config), self._outside, self._options, self.report)
         call = Call(self._objective, batch, named, self.report)
         self._recorder.record_where_skipped()
         with self._state.all_or_nothing():

@@ -12,7 +12,7 @@ from torch import nn
 
 import apexfx
 from apexfx._torch import fake_store
-from tests.distributed.launch import on_ranks
+from tests.distributed.launch import on_ranks, run_ranks
 from tests.own_optimizers import RMSprop
 
 APART = "gradients are averaged over none of them"
@@ -58,6 +58,21 @@ def test_ranks_that_train_apart_are_told_so(rank, world_size):
         notes, warnings = told_by(may_average)
         assert len(notes) == 1 and not warnings
     assert told_by(lambda: transformed(ddp=True)) == told_by(lambda: transformed(frozen=True)) == [[], []]
+
+
+def begins_later(rank, world_size, path):
+    dist.barrier()
+    dist.destroy_process_group()
+    made = step()
+    assert told_by(lambda: made) == [[], []]
+    dist.init_process_group("gloo", store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
+    for _ in range(2):
+        notes, warnings = told_by(lambda: made(torch.ones(4, 3), torch.zeros(4, dtype=torch.long)) is None or made)
+    assert len(notes) == 1 and not warnings  # once
+
+
+def test_ranks_that_come_together_later_are_told_so(tmp_path):
+    run_ranks(begins_later, 2, str(tmp_path / "store"))
 
 
 @pytest.mark.parametrize("backend, world_size", [("gloo", 1), ("fake", 2)])

@@ -162,18 +162,19 @@ def test_two_steps_in_another_order_are_told(rank, world_size):
 @on_ranks(2)
 def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_size):
     """A rank that steps, or makes a step, alone gives up within the timeout; then the group is of no use, and another one is."""
-    alone = {"collectives of training step 0": lambda: step(torch.ones(4, 3), torch.ones(4, 2)),
-             "options of the training step": lambda: step_of(nn.Linear(3, 2), process_group=group),
-             "parameters": lambda: apexfx.transform(nn.Linear(3, 2), ddp=True, process_group=group)}
+    step = step_of(nn.Linear(3, 2), process_group=dist.new_group())
+    step(torch.ones(4, 3), torch.ones(4, 2))
+    step._agreement._timeout_s = 1.0
+    alone = {"collectives of training step 0": lambda group: step(torch.ones(4, 3), torch.ones(4, 2)),
+             "options of the training step": lambda group: step_of(nn.Linear(3, 2), process_group=group),
+             "parameters": lambda group: apexfx.transform(nn.Linear(3, 2), ddp=True, process_group=group)}
     for what, does in alone.items():
         group = dist.new_group(timeout=timedelta(seconds=1))
-        step = step_of(nn.Linear(3, 2), process_group=group)
-        step(torch.ones(4, 3), torch.ones(4, 2))
         if rank == 0:
             for _ in range(2):
                 with pytest.raises(RankFailureError, match=rf"rank 0 of 2 gave up the comparison of the {what}(.|\n)*limit of 1 s"
                                                            r"(.|\n)*make a new one"):
-                    does()
+                    does(group)
     group = dist.new_group()
     step = step_of(nn.Linear(3, 2), process_group=group)
     step(torch.ones(4, 3), torch.ones(4, 2))

@@ -1,0 +1,110 @@
+"""Collectives in a model or its loss, as contrastive losses have them: right, or refused with what to call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.distributed.nn.functional as differentiable
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from tests.distributed.launch import on_ranks
+
+
+def listed(x):
+    return [torch.zeros_like(x) for _ in range(dist.get_world_size())]
+
+
+class Gathered(torch.autograd.Function):
+    """As SimCLR and VICReg have it."""
+
+    @staticmethod
+    def forward(ctx, x):
+        gathered = listed(x)
+        dist.all_gather(gathered, x)
+        return tuple(gathered)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        every = torch.stack(grads)
+        dist.all_reduce(every)
+        return every[dist.get_rank()]
+
+
+@torch.no_grad()
+def without_gradient(x):
+    gathered = listed(x)
+    dist.all_gather(gathered, x)
+    return torch.cat(gathered)
+
+
+def with_own(x):
+    gathered = listed(x)
+    dist.all_gather(gathered, x.detach())
+    gathered[dist.get_rank()] = x
+    return torch.cat(gathered)
+
+
+def undetached(x):
+    gathered = listed(x)
+    dist.all_gather(gathered, x)
+    gathered[dist.get_rank()] = x
+    return torch.cat(gathered)
+
+
+GATHER = {"functional": lambda x: functional.all_gather_single(x, 0, dist.group.WORLD), "own function": lambda x: torch.cat(
+    Gathered.apply(x)), "without gradient": without_gradient, "with its own": with_own}
+REFUSED = {undetached: r"test_gathered_losses.py:\d+ calls a function of torch.distributed .*x.detach\(\).*all_gather_single",
+           lambda x: torch.cat(differentiable.all_gather(x)): "all_gather_single instead"}
+
+
+class Clip(nn.Module):
+    def __init__(self, gather):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.scale, self.gather = nn.Linear(6, 4), nn.Linear(5, 4), nn.Parameter(torch.tensor(1.0)), gather
+
+    def forward(self, x, y):
+        size = 0.1 * (self.a(x).square().mean() + self.b(y).square().mean())  # which every gather leaves with a gradient
+        a, b = (self.gather(F.normalize(h, dim=-1)) for h in (self.a(x), self.b(y)))
+        logits = self.scale.exp() * a @ b.t()
+        labels = torch.arange(len(logits))
+        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2 + size
+
+
+def batches(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [(torch.randn(3, 6, generator=generator), torch.randn(3, 5, generator=generator)) for _ in range(3)]
+
+
+def trained(rank, gather, style):
+    """Return the parameters after three steps."""
+    model, options = Clip(gather), {"opt_level": "O0", "inner": "eager", "ddp": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if style == "step":
+        step = apexfx.train_step(model, objective=lambda m, x, y: m(x, y), optimizer=optimizer, **options)
+    else:
+        run = apexfx.transform(model, **options) if style == "transform" else nn.parallel.DistributedDataParallel(model)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            run(x, y).backward()
+            optimizer.step()
+
+    for batch in batches(rank):
+        step(*batch)
+    return list(model.parameters())
+
+
+@on_ranks(2)
+def test_losses_that_gather_over_ranks(rank, world_size):
+    for gather in GATHER.values():
+        expected = trained(rank, gather, "eager")
+        for style in ("step", "transform")[:1 + (gather is GATHER["own function"])]:
+            torch.testing.assert_close(trained(rank, gather, style), expected, rtol=1e-5, atol=1e-6)
+    for gather, message in REFUSED.items():
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            trained(rank, gather, "transform" if gather is undetached else "step")
