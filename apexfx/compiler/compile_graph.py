@@ -177,10 +177,14 @@ def _scalar_writes(gm: fx.GraphModule) -> contextlib.AbstractContextManager[None
 
 @contextlib.contextmanager
 def _explained(gm: fx.GraphModule) -> Iterator[None]:
-    """Say what AOTAutograd cannot do for `self.buffer.data = ...`, and an inner compiler for sizes that are read from data."""
+    """Say what AOTAutograd cannot do about memory, and an inner compiler with sizes that are read from data."""
     try:
         yield
     except AssertionError as error:
+        if "are not differentiable views" in str(error):
+            write = next((node for node in gm.graph.nodes if writes_first(node)), gm.graph.output_node())
+            raise ValueError(f"apexfx: {source_line(write)} writes memory that another tensor lies in, too, of which autograd "
+                             "does not know, as of nn.Parameter(h) for an h of the forward; use h.detach().clone()") from None
         replaced = gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
         if not replaced or "set_" not in str(error):
             raise

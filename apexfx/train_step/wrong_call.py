@@ -43,7 +43,9 @@ class Call:
         except (RankMismatchError, RankFailureError):
             raise
         except Exception as error:
-            if self._report is None or not name_precision(error, self._report):
+            if "needed for gradient computation has been modified" in str(error):
+                error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
+            elif self._report is None or not name_precision(error, self._report):
                 error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
             raise
 

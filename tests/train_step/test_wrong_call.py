@@ -262,6 +262,17 @@ def test_errors_of_the_users_own_classes_stay_what_they_are():
     assert str(raised.value) == "enough"
 
 
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_write_to_what_the_backward_reads_is_told_as_such(branches):
+    def loss_fn(out, labels):
+        saved = out.tanh()
+        return F.cross_entropy(saved * 2, labels) + 0 * saved.add_(1).sum()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as raised:
+        make(branches, loss_fn)(X, Y)
+    assert raised.value.__notes__ == ["  model or loss writes in place what the backward reads; write it out of place: x = x + 1"]
+
+
 def test_an_error_of_a_kernel_says_how_the_step_was_called():
     step = make(inner="inductor", opt_level="O2", dtype="bfloat16")
     step(X, Y)

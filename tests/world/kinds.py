@@ -176,7 +176,7 @@ def a_detached_alias_before_a_write():
     return script(between)
 
 
-@program(train_step="Parameter.*fallback='transform'", transform="share storage but are not differentiable views")
+@program(train_step="Parameter.*fallback='transform'", transform=r"writes memory that another tensor lies in")
 def a_parameter_made_of_an_activation():
     def between(net, h):
         made = nn.Parameter(h)
