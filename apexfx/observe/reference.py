@@ -16,7 +16,7 @@ from .._torch import TorchDispatchMode, custom_op_function, is_without_derivativ
 from ..graph.mutation import written
 from .interpreter import evaluate
 
-_NARROW = (torch.float16, torch.bfloat16, torch.float32)
+_NARROW = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2)
 _DROPOUT = (torch.ops.aten.native_dropout.default,)
 _SOFTMAX = (torch.ops.aten._softmax.default, torch.ops.aten._log_softmax.default)
 _WRONG = 0.5  # relative: an element that is so far off is wrong, and not rounded
@@ -366,7 +366,7 @@ def _lost(got: Tensor, wide: Tensor) -> bool:
 
 
 def _lost_elements(got: Tensor, wide: Tensor) -> Tensor:
-    return wide.isfinite() & ~got.isfinite()
+    return wide.isfinite() & ~got.to(wide.dtype).isfinite()  # no float8 has isfinite
 
 
 def _as_one(values: Any) -> Tensor:

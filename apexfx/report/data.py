@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._torch import inductor_config
+from .._torch import inductor_config, tree_map
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
@@ -240,6 +241,7 @@ class Report:
             "version": FORMAT_VERSION, "config": self.config, "notes": list(self.notes),
             "graphs": [graph.to_json() for graph in self.graphs],
         }
+        data = tree_map(lambda x: str(x) if isinstance(x, float) and not math.isfinite(x) else x, data)  # JSON has no infinity
         if path is not None:
             Path(path).write_text(json.dumps(data, indent=1, default=str) + "\n")
         return data
@@ -268,7 +270,9 @@ class Report:
             report = cls(dict(data["config"]))
             report.notes = list(data["notes"])
             report.graphs = [GraphReport.from_json(row) for row in data["graphs"]]
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            if str(report) and report.graphs:
+                report_page(report)  # which reads all of it
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
             raise ValueError(f"apexfx: {path} holds a malformed report ({type(error).__name__}: {error}); {advice}") from error
         return report
 

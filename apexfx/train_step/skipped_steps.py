@@ -242,6 +242,9 @@ class Recorder:
         run = path = None
         try:
             path = self._free_path(int(self._safeguard.tensors[STATE][0]))
+            if path is not None:
+                log.warning("apexfx: the last step was skipped; its graph is traced once more and written to %s, which may take "
+                            "as long as its capture", path)
             run = self._run_of_last_call() if path is not None else None
         except Exception as error:
             self._warn(error)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._torch import tree_leaves
@@ -14,6 +16,7 @@ from ..errors import RankFailureError, RankMismatchError
 from ..report.data import Report
 from .function import SupervisedObjective
 
+_NARROW = (torch.int32, torch.int16, torch.int8, torch.uint8)
 _MOST_SHOWN, _LONGEST = 6, 60  # elements of a container, characters of one
 
 
@@ -47,6 +50,9 @@ class Call:
                 error.add_note("  model or loss writes in place what the backward reads; write it out of place: x = x + 1")
             elif self._report is None or not name_precision(error, self._report):
                 error.add_note(f"  called: {self.call}, which computes {self.computes}\n  expected: {self.expected}")
+            narrow = [str(x.dtype) for x in tree_leaves((self.batch, self.named)) if isinstance(x, Tensor) and x.dtype in _NARROW]
+            if narrow and re.search(r"(?i)dtype|scalar type", str(error)):
+                error.add_note(f"  class labels and indices are int64 in torch: call .long() on what is {narrow[0]}")
             raise
 
     def check(self) -> None:

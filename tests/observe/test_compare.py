@@ -12,6 +12,7 @@ from torch import nn
 
 import apexfx
 from apexfx.__main__ import main
+from tests.small_models import Model
 
 X = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1))
 
@@ -394,3 +395,11 @@ def test_the_command(tmp_path, capsys):
     (tmp_path / "own.py").write_text("open('no such data')")
     assert main(["compare", str(tmp_path / "own.py")]) == 2
     assert "no such data" in capsys.readouterr().err  # with the program's own line
+
+
+def test_a_float8_result_is_compared():
+    def forward(net, x):
+        h = net.a(x)
+        return h + h.detach().to(torch.float8_e4m3fn).float()
+
+    assert "to" in str(apexfx.compare(Model(forward, a=nn.Linear(4, 4)), (torch.randn(3, 4),)))

@@ -254,3 +254,15 @@ def test_a_report_says_where_compiled_ops_are_missing(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(ops, "LIBRARIES", (ops.Library("cpu", "", True, ""), ops.Library("cuda", "", False, "not built")))
     assert not notes()  # nothing of it is on such a device
+
+
+def test_a_report_with_infinity_or_of_wrong_types_in_a_file(tmp_path):
+    model, path = nn.Linear(4, 4), tmp_path / "report.json"
+    step = apexfx.train_step(model, lambda out: out.sum(), torch.optim.SGD(model.parameters(), lr=0.1), inner="eager",
+                             max_grad_norm=float("inf"))
+    data = step.capture(torch.randn(2, 4)).to_json(path)
+    assert json.loads(path.read_text(), parse_constant=pytest.fail) == json.loads(json.dumps(data, default=str))
+    data["graphs"][0]["stages"][0]["ops"][0]["dtype"] = {}
+    path.write_text(json.dumps(data, default=str))
+    with pytest.raises(ValueError, match="holds a malformed report"):
+        type(step.report).load(path)

@@ -262,6 +262,13 @@ def test_errors_of_the_users_own_classes_stay_what_they_are():
     assert str(raised.value) == "enough"
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_class_labels_of_few_bits_are_led_to_long(dtype):
+    with pytest.raises(RuntimeError) as raised:
+        make()(X, Y.to(dtype))
+    assert raised.value.__notes__[-1].endswith(f"call .long() on what is {dtype}")
+
+
 @pytest.mark.parametrize("branches", [False, True])
 def test_a_write_to_what_the_backward_reads_is_told_as_such(branches):
     def loss_fn(out, labels):
