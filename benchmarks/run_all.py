@@ -52,7 +52,7 @@ SHORT = (  # in order of worth
     "page.py --layers 2 --rounds 2",
     "leaks.py --makes 8 --json results/leaks.json",
     "simulate.py --launches 1 --turns 5 --models mlp",
-    "diagnose.py --programs molecules.py moving_average.py --blocks 10 --rounds 1 --json results/diagnose.json",
+    "diagnose.py --programs detector_groups.py moving_average.py --blocks 10 --rounds 1 --json results/diagnose.json",
     "coverage.py --models vit --programs distillation --levels O1 --json results/coverage.json --page results/coverage.md",
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
 )

@@ -52,11 +52,6 @@ class Artifacts:
     schedule: list[Window] | None = None
     own: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def bytes_saved(self) -> int:
-        """Bytes a step that removed casts no longer write."""
-        return sum(row.bytes for row in self.removed_casts or ())
-
     def to_json(self) -> dict[str, Any]:
         """Return the artifacts as JSON-able values; `from_json` is the inverse."""
         kept = {name: artifact for name, artifact in vars(self).items() if artifact is not None and name != "own"}
@@ -64,8 +59,6 @@ class Artifacts:
             kept[name] = [asdict(row) for row in kept[name]]
         if self.plan is not None:
             kept["plan"] = self.plan.to_json()
-        if self.removed_casts is not None:
-            kept["bytes_saved"] = self.bytes_saved
         return kept | self.own
 
     @classmethod
@@ -79,8 +72,6 @@ class Artifacts:
                 kept[name] = [row_type(**row) for row in kept[name]]
         if "plan" in kept:
             kept["plan"] = BucketPlan.from_json(kept["plan"])
-        if "removed_casts" in kept:
-            own.pop("bytes_saved", None)
         return cls(**kept, own=own)
 
 

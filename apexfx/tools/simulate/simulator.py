@@ -18,7 +18,7 @@ from ...config import BucketConfig
 from .devices import Device
 from .network import Network
 from .profile import Profile
-from .timeline import Start, Task, Timeline, Wait, Work, run
+from .timeline import Event, Start, Task, Timeline, Wait, Work, run
 
 _BUCKETS, _STATISTICS = 0, 1  # channels: buckets follow each other, statistics of batch norms have a communicator of their own
 
@@ -62,29 +62,6 @@ class Costs:
 
 
 @dataclass(frozen=True)
-class BucketRow:
-    """When one bucket is communicated, in seconds from the start of the step.
-
-    Attributes:
-        index: in the plan.
-        first, last: names of its first and last parameter.
-        num_bytes: of the bucket.
-        start_s: when it is filled and handed to its channel.
-        begin_s, end_s: of its allreduce, which earlier ones may hold up.
-        alone_s: seconds that the allreduce takes with the network to itself.
-    """
-
-    index: int
-    first: str
-    last: str
-    num_bytes: int
-    start_s: float
-    begin_s: float
-    end_s: float
-    alone_s: float
-
-
-@dataclass(frozen=True)
 class Prediction:
     """A predicted step.
 
@@ -97,7 +74,6 @@ class Prediction:
         exposed_s: what communication adds to the step: waiting, and compute that it slows down.
         sync_tax_s: what synchronized batch norms add to the step; where computing and communicating slow one another down, what
             they delay may save more than they cost.
-        buckets: one row an allreduce.
         plan: the buckets.
         timeline: what happened when.
     """
@@ -109,9 +85,13 @@ class Prediction:
     communication_s: float
     exposed_s: float
     sync_tax_s: float
-    buckets: tuple[BucketRow, ...]
     plan: BucketPlan
     timeline: Timeline
+
+    @property
+    def buckets(self) -> list[Event]:
+        """The allreduces of gradients: when each was started, began and ended, and its bytes."""
+        return [event for event in self.timeline.track("communication") if event.channel == _BUCKETS]
 
     @property
     def efficiency(self) -> float:
@@ -172,9 +152,8 @@ def simulate(profile: Profile, network: Network, num_ranks: int, config: BucketC
     if local != profile:
         tax = step_s - run(_program(local, network, num_ranks, plan, costs), **rates).seconds
     work = sum(task.seconds for task in program if isinstance(task, Work))
-    alone = {task.name: task.seconds for task in program if isinstance(task, Start)}
-    return Prediction(num_ranks, step_s, profile.compute_s, work - profile.compute_s, sum(alone.values()), step_s - work, tax,
-                      tuple(_rows(plan, timeline, alone)), plan, timeline)
+    alone = sum(task.seconds for task in program if isinstance(task, Start))
+    return Prediction(num_ranks, step_s, profile.compute_s, work - profile.compute_s, alone, step_s - work, tax, plan, timeline)
 
 
 def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPlan, costs: Costs) -> list[Task]:
@@ -210,16 +189,6 @@ def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPla
     program += [Work(f"write back bucket {index}", costs.write.seconds(bucket), "write")
                 for index, bucket in enumerate(plan.buckets)]
     return [*program, Work("optimizer", profile.optimizer_s, "optimizer")]
-
-
-def _rows(plan: BucketPlan, timeline: Timeline, alone: dict[str, float]) -> list[BucketRow]:
-    sent = {event.name: event for event in timeline.track("communication")}
-    rows = []
-    for index, bucket in enumerate(plan.buckets):
-        allreduce = sent[f"bucket {index}"]
-        rows.append(BucketRow(index, bucket.parameters[0], bucket.parameters[-1], bucket.total_bytes, allreduce.started,
-                              allreduce.begin, allreduce.end, alone[allreduce.name]))
-    return rows
 
 
 def best_bucket(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None,

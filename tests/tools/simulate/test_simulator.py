@@ -47,20 +47,20 @@ def world_of():
 def test_a_step_by_hand():
     made = simulate(profile_of([2, 5, 1], optimizer=0.5), NETWORK, 2, BucketConfig(message_size=4))
     # Forward 0-1. p0 is ready at 3 and sent 3-7; p1 at 8, 8-12; p2 at 9, 12-16. The optimizer runs 16-16.5.
-    assert [(b.start_s, b.begin_s, b.end_s) for b in made.buckets] == [(3, 3, 7), (8, 8, 12), (9, 12, 16)]
+    assert [(b.started, b.begin, b.end) for b in made.buckets] == [(3, 3, 7), (8, 8, 12), (9, 12, 16)]
     assert (made.step_s, made.compute_s, made.communication_s, made.exposed_s) == (16.5, 9.5, 12.0, 7.0)
     assert made.efficiency == 9.5 / 16.5
 
 
 def test_one_bucket_starts_with_the_last_gradient():
     made = simulate(profile_of([2, 5, 1]), NETWORK, 2, BucketConfig(message_size=100))
-    assert [(b.begin_s, b.end_s, b.num_bytes) for b in made.buckets] == [(9, 21, 48)]
+    assert [(b.begin, b.end, b.num_bytes) for b in made.buckets] == [(9, 21, 48)]
 
 
 def test_delayed_buckets_start_after_backward():
     profile = profile_of([2, 5, 1])
     made = simulate(profile, NETWORK, 2, BucketConfig(delay_allreduce=True))
-    assert made.buckets[0].begin_s == profile.compute_s
+    assert made.buckets[0].begin == profile.compute_s
 
 
 def test_copies_and_hooks_take_their_time():
@@ -118,7 +118,7 @@ def test_every_prediction_adds_up(profile, costs, num_ranks, message_size):
     undisturbed = dataclasses.replace(costs, compute_rate=1.0, network_rate=1.0)
     assert simulate(profile, PRESETS["ethernet-25g"], num_ranks, config, costs=undisturbed).sync_tax_s >= -1e-9
     assert made.step_s == pytest.approx(made.compute_s + made.bookkeeping_s + made.exposed_s, **CLOSE)
-    begins = [bucket.begin_s for bucket in made.buckets]
+    begins = [bucket.begin for bucket in made.buckets]
     assert begins == sorted(begins)
     free = Network((Level(Link(0.0, float("inf"))),))
     alone = simulate(profile, free, num_ranks, config, costs=dataclasses.replace(costs, compute_rate=1.0))
