@@ -1,19 +1,23 @@
-"""Measure the programs of tests/world under Inductor: eager torch's step under autocast against ours at O1.
+"""Measure the programs of tests/world under Inductor: steps of eager torch and torch.compile under autocast, and ours at O1.
 
     python benchmarks/programs.py --programs attention_with_masks diffusion --rounds 20
 
-Both train on the last of the batches, and take turns. Medians and quartiles go to benchmarks/results/programs.json, which
-`coverage.py` puts into its table; a program that is refused is left out.
+All train on the last of the batches, and take turns, on one thread; times are the processor's. Medians and quartiles go to
+benchmarks/results/programs.json, which `coverage.py` puts into its table, with the seconds of the first step, compiled without
+caches; a program that is refused is left out.
 """  # fmt: skip
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 import harness
 import torch
+import torch._inductor.config
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -23,19 +27,34 @@ from tests.world.script import PROGRAMS, STEPS, Run  # noqa: E402
 
 
 def measure(name: str, rounds: int) -> dict[str, str]:
-    """Return, by entry, how many times as long eager torch takes for a step: the median, and its quartiles."""
-    runs = {}
-    for entry in ("eager", "transform", "train_step"):
-        if entry not in PROGRAMS[name].refused:
-            runs[entry] = Run(name, entry, "O1", **({} if entry == "eager" else {"inner": "inductor"}))
-            for number in range(STEPS):
-                runs[entry].step(number)
-    times = harness.interleave({entry: run.again for entry, run in runs.items()}, rounds=rounds)
-    found = {}
+    """Return, by entry, how many times as long eager torch takes for a step, with quartiles, and seconds of the first step."""
+    runs, first, found = {}, {}, {}
+    for entry in ("eager", "compile", "transform", "train_step"):
+        if entry in PROGRAMS[name].refused:
+            continue
+        run = Run(name, entry, "O1", **({"inner": "inductor"} if entry in ("transform", "train_step") else {}))
+        start = processor_seconds()
+        try:
+            run.step(0)
+        except Exception:
+            if entry != "compile":
+                raise
+            found[entry] = "fails"  # which is torch's own
+            continue
+        first[entry], runs[entry] = processor_seconds() - start, run
+        for number in range(1, STEPS):
+            run.step(number)
+    times = harness.interleave({entry: run.again for entry, run in runs.items()}, rounds=rounds, clock=time.process_time)
     for entry in list(runs)[1:]:
         low, median, high = harness.ratios(times["eager"], times[entry])
-        found[entry] = f"{median:.2f} ({low:.2f}-{high:.2f})"
+        found[entry] = f"{median:.2f} ({low:.2f}-{high:.2f}), {first[entry]:.0f} s"
     return found
+
+
+def processor_seconds() -> float:
+    """Return the seconds of this process and of those that it has waited for: the compilers'."""
+    times = os.times()
+    return sum(times[:4])
 
 
 def main() -> None:
@@ -45,6 +64,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "programs.json")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    torch.compiler.config.force_disable_caches, torch._inductor.config.compile_threads = True, 1
     results = json.loads(args.json.read_text()) if args.json.exists() else {}
     for name in args.programs:
         torch._dynamo.reset()

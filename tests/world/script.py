@@ -94,7 +94,7 @@ def program(needs: str = "", **refused: str) -> Callable[[Callable[[], Script]],
 
 
 class Run:
-    """A script at work through an entry: "eager" (under torch.autocast but at O0), "transform" or "train_step".
+    """A script at work through an entry: "eager", "compile" (both under torch.autocast but at O0), "transform", "train_step".
 
     Attributes:
         script: a new one.
@@ -110,9 +110,12 @@ class Run:
         self._carried: Any = None
         options = {"opt_level": level, **({"dtype": torch.bfloat16} if level != "O0" else {}), **options}
         updates, self.model, self._owners = self.script.updates, self.script.model, []
-        self._updates = [functools.partial(update.run, autocast=entry == "eager" and level != "O0") for update in updates]
+        autocast = entry in ("eager", "compile") and level != "O0"
+        self._updates = [functools.partial(update.run, autocast=autocast) for update in updates]
+        if entry == "compile":
+            self.model, _ = _wrapped(self.script, torch.compile)
         if entry == "transform":
-            self.model, self._owners = _transformed(self.script, options)
+            self.model, self._owners = _wrapped(self.script, functools.partial(apexfx.transform, **options))
         if entry == "train_step":
             self._owners = [apexfx.train_step(self.model, objective=each.in_a_step or each.objective, optimizer=each.optimizer,
                                               max_grad_norm=each.clip, **options) for each in updates]
@@ -181,10 +184,10 @@ def _call(step: Any, around: Callable[[], Any], model: nn.Module, *batch: Any, *
         return step(*batch, **named)
 
 
-def _transformed(script: Script, options: dict[str, Any]) -> tuple[nn.Module, list[Any]]:
+def _wrapped(script: Script, wrap: Callable[[nn.Module], Any]) -> tuple[nn.Module, list[Any]]:
     if not script.nets:
-        model = apexfx.transform(script.model, **options)
+        model = wrap(script.model)
         return model, [model]
-    model, nets = copy.copy(script.model), [apexfx.transform(getattr(script.model, name), **options) for name in script.nets]
+    model, nets = copy.copy(script.model), [wrap(getattr(script.model, name)) for name in script.nets]
     model._modules = {**model._modules, **dict(zip(script.nets, nets))}
     return model, nets
