@@ -9,7 +9,7 @@ import torch
 
 import apexfx
 from apexfx.testing import tolerance
-from tests.zoo import QUICK, ZOO, train
+from tests.zoo import ZOO, train
 
 LEVELS = ("O0", "O1", "O2", "O3")
 BREAKS_GRAPHS = ("gpt2",)  # docs/coverage.md says why
@@ -42,9 +42,8 @@ def check(name, level, half, inner, **options):
     assert (len(model.report.graphs) > 2) == (name in BREAKS_GRAPHS)
 
 
-@pytest.mark.parametrize("name, level", QUICK)
-def test_trains_as_eager_does(name, level):
-    check(name, level, torch.bfloat16, "eager", fullgraph=True)
+def test_trains_as_eager_does_in_low_precision_alone():  # the programs of tests/world have the other levels
+    check("residual_cnn", "O3", torch.bfloat16, "eager", fullgraph=True)
 
 
 @pytest.mark.long

@@ -229,9 +229,6 @@ ZOO: dict[str, Entry] = {
                       _images(32, "pixel_values"), _classes(), "transformers"),
 }  # fmt: skip
 
-# What `make test` runs, each level at least once; `make test-long` runs all of it, under Inductor too.
-QUICK = (("residual_cnn", "O2"), ("residual_cnn", "O3"), ("unet", "O0"), ("lstm", "O1"), ("vit", "O1"), ("llama", "O2"))
-
 
 @dataclass
 class Run:

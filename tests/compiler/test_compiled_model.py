@@ -270,6 +270,7 @@ def test_activation_checkpoint():
         torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
+@pytest.mark.long
 def test_hugging_face_generate_goes_through_the_graphs():
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -127,6 +127,7 @@ def test_a_step_is_given_packed_sequences(cls):
     assert all(torch.equal(p, q) for p, q in params)
 
 
+@pytest.mark.long
 def test_too_many_lengths_of_a_loop_run_in_pieces():
     def lengths(count):
         return [(torch.randn(2, n, 4), torch.tensor([0, 2])) for n in range(2, 2 + count)]

@@ -88,7 +88,7 @@ def test_a_parameter_without_a_gradient_shifts_no_other(optimizer, inner):
             assert_same(p.grad, q.grad, **ROUNDING)
 
 
-@pytest.mark.parametrize("optimizer", [Adam, pytest.param(RMSprop, marks=pytest.mark.long), FusedAdam])
+@pytest.mark.parametrize("optimizer", [Adam, *(pytest.param(each, marks=pytest.mark.long) for each in (RMSprop, FusedAdam))])
 def test_accumulated_gradients_of_parameters_that_few_calls_use(optimizer):
     """AdamW would decay, and count, a parameter whose gradient is zero and not None."""
     step, reference = heads(optimizer, accumulate=2), Eager(Heads(), optimizer, accumulate=2)
@@ -135,7 +135,7 @@ class WritesHeld(nn.Module):
         return loss
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_gradient_that_is_a_buffer_which_is_written_is_taken_as_it_was(inner):
     model, reference = WritesHeld(), WritesHeld()
     step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: m(x), opt_level="O0",
@@ -150,7 +150,7 @@ def test_a_gradient_that_is_a_buffer_which_is_written_is_taken_as_it_was(inner):
 
 
 @pytest.mark.parametrize(("optimizer", "inner"), [
-    (RMSprop, "eager"), (SGD, "eager"), (SGD, "inductor"), pytest.param(RMSprop, "inductor", marks=pytest.mark.long)])
+    (RMSprop, "eager"), (SGD, "eager"), *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (SGD, RMSprop))])
 def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):
     step = heads(optimizer, accumulate=2, keep_grads=True, inner=inner)
     reference = Eager(Heads(), optimizer, accumulate=2)
@@ -162,7 +162,7 @@ def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):
             assert_same(p.grad, q.grad, **ROUNDING)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
+@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_each_parameter_has_a_gradient_of_its_own(inner):
     model = nn.ParameterList([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))])
     step = apexfx.train_step(model, optimizer=SGD(model.parameters(), lr=0.1), objective=lambda m, x: ((m[0] + m[1]) * x).sum(),

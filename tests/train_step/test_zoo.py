@@ -9,7 +9,7 @@ import torch
 
 import apexfx
 from apexfx.testing import tolerance
-from tests.zoo import QUICK, ZOO, Run, train
+from tests.zoo import ZOO, Run, train
 
 HALVES = {"O0": [None], "O1": [torch.bfloat16, torch.float16], "O2": [torch.bfloat16, torch.float16]}
 
@@ -45,11 +45,6 @@ def check(name, level, half, inner, **options):
     assert found.losses == pytest.approx(expected.losses, rel=rtol)
     assert (found.logits - expected.logits).norm() <= rtol * expected.logits.norm()
     assert len(step.report.graphs) == 1 and step.skipped == 0
-
-
-@pytest.mark.parametrize("name, level", [(name, level) for name, level in QUICK if level != "O3"])
-def test_a_step_trains_as_eager_does(name, level):
-    check(name, level, torch.bfloat16 if level != "O0" else None, "eager")
 
 
 @pytest.mark.long
