@@ -16,7 +16,7 @@ from .fuse_norm import is_faster
 
 
 class FuseBatchnorm(Pass):
-    """Replace training-mode batch norms, with the [add and] ReLU behind them, by the op where it measured faster.
+    """Replace training-mode batch norms, with the [add and] ReLU after them, by the op where it measured faster.
 
     It is the op of `sync_batchnorm` over no group: it issues no collective. What was not measured to be faster
     (measured_speedups.py) for the device and dtype is left to Inductor. So are small images, where the kernel wins nothing:

@@ -23,7 +23,7 @@ _NEVER = math.inf  # the urgency of a node that no collective needs
 
 
 class ScheduleComm(Pass):
-    """Put every collective right behind the work it needs, and every wait behind all work that does not need it.
+    """Put every collective right after the work it needs, and every wait after all work that does not need it.
 
     Before:  dx2 = mm; dw2 = mm; all_reduce_(dw2); wait_tensor; dx1 = mm; dw1 = mm; all_reduce_(dw1); wait_tensor
     After:   dw2 = mm; all_reduce_(dw2); dx2 = mm; dw1 = mm; all_reduce_(dw1); dx1 = mm; wait_tensor; wait_tensor

@@ -21,8 +21,8 @@ aten = torch.ops.aten
 class SkipWrites(Pass):
     """Have a step that is skipped keep what its forward would write in place: running statistics, counters.
 
-    AOTAutograd puts that at the end of the graph, as one copy to each input. Those copies go behind the decision, and copy the
-    old values where the step is skipped. The update behind it writes nothing in such a step by itself.
+    AOTAutograd puts that at the end of the graph, as one copy to each input. Those copies go after the decision, and copy the
+    old values where the step is skipped. The update after it writes nothing in such a step by itself.
 
     Before:  copy_(running_mean, new); ...; skip = ...
     After:   ...; skip = ...; copy_(running_mean, where(skip > 0, running_mean, new))

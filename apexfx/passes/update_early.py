@@ -29,8 +29,8 @@ _Places = dict[fx.Node, int]  # node -> its place in the graph
 class UpdateEarly(Pass):
     """Split the update of an optimizer's group, and put each part where the last of its gradients is there.
 
-    A part holds the parameters of one bucket; without buckets, about as many as a bucket would. It goes behind the last node
-    that reads one of its parameters. Where its gradients come from an allreduce, their wait comes along, and goes right behind
+    A part holds the parameters of one bucket; without buckets, about as many as a bucket would. It goes after the last node
+    that reads one of its parameters. Where its gradients come from an allreduce, their wait comes along, and goes right after
     the start of the next one: two buckets at a time are alive. An update that waits for all gradients, for their norm or for
     whether they are finite, stays where it is.
 
