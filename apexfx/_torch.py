@@ -1,4 +1,4 @@
-"""Every private name of torch that the package uses, but those of `_inductor`: imports, and attributes of torch's objects.
+"""Every private name of torch that the package uses: imports, and attributes of torch's objects.
 
 All were run on torch 2.11, 2.13 and 2.15 (docs/torch_versions.md), but for those that say otherwise. `tests/test_torch_names.py`
 fails, naming the line, where another file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
@@ -53,9 +53,16 @@ from torch._functorch._aot_autograd.descriptors import (
 )
 from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
 from torch._inductor import config as inductor_config
+from torch._inductor import ir as inductor_ir
+from torch._inductor import lowering as inductor_lowering
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
+from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+from torch._inductor.virtualized import V as inductor_state
+from torch._inductor.virtualized import ops as inductor_ops
 from torch._library.custom_ops import OPDEFS
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -474,6 +481,11 @@ def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
 def has_kernel(op: str, key: str) -> bool:
     """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
+def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
+    """Return whether Inductor computes the convolutions of a graph without a backward channels_last, whatever its strides."""
+    return GraphLowering.decide_layout_opt(gm, is_inference=True)
 
 
 def keep_saved_tensors() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,21 +14,18 @@ from .._torch import (
     aot_autograd,
     boxed,
     cache_entry,
+    compile_fx,
+    compile_fx_inner,
     count_calls,
     inductor_config,
+    keep_kernels,
     keep_saved_tensors,
 )
 from ..graph.nodes import graphs
 from ..precision.op_rows import OpRow
+from . import lowerings
 
-
-def _code_generator() -> types.ModuleType:
-    """Return Inductor's compilers, which know this package's ops: not imported for a program that compiles nothing with them."""
-    from .. import _inductor
-    from . import lowerings
-
-    lowerings.register()
-    return _inductor
+lowerings.register()
 
 
 def traceable_rnn(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
@@ -43,8 +39,7 @@ def _inductor(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, 
     if patches.get("cpp_wrapper", inductor_config.cpp_wrapper):
         for node in gm.graph.find_nodes(op="placeholder"):
             node.meta.pop("val", None)  # in place of the inputs it would be read, and None where it is a number or a size
-    return _code_generator().compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward),
-                                        config_patches=patches)
+    return compile_fx(gm, list(example_inputs), functools.partial(_inner_compile, backward), config_patches=patches)
 
 
 def _cudagraphs(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any, **patches: Any) -> Callable[..., Any]:
@@ -62,8 +57,8 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         return _boxed(gm)
     if not options.get("is_backward"):
         keep_saved_tensors()
-    with _code_generator().keep_kernels() if options.get("is_backward") else contextlib.nullcontext():
-        compiled = _code_generator().compile_fx_inner(gm, example_inputs, **options)
+    with keep_kernels() if options.get("is_backward") else contextlib.nullcontext():
+        compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:
         backward.keep(cache_entry(compiled))
     return compiled

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from .._inductor import ir, lowering
-from .._inductor import ops as inductor_ops
-from .._inductor import state as inductor_state
-from .._torch import free_unbacked_symbols, registered_ops
+from .._torch import free_unbacked_symbols, inductor_ops, inductor_state, registered_ops
+from .._torch import inductor_ir as ir
+from .._torch import inductor_lowering as lowering
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import HigherOrderOperator, OpOverload, statically_known_true, tree_leaves
+from .._torch import HigherOrderOperator, OpOverload, computes_channels_last, statically_known_true, tree_leaves
 from ..graph.inputs import gradient_list, replace_gradients
 from ..graph.nodes import before_upcast, call, evaluate, fake_mode, insert_after, set_value, value
 from ..graph.order import draws_random_numbers
@@ -49,11 +49,7 @@ class ChannelsLast(Pass):
     numeric = "reassociates"
 
     def call(self, gm: fx.GraphModule) -> PassResult:
-        if not gm.graph.find_nodes(op="call_function", target=aten.convolution.default):
-            return PassResult(gm, False)
-        from .._inductor import computes_channels_last  # a second of importing
-
-        if not computes_channels_last(gm) or not all(map(_takes_any_strides, gm.graph.nodes)):
+        if not computes_channels_last(gm) or not all(_takes_any_strides(node) for node in gm.graph.nodes):
             return PassResult(gm, False)
         mode = fake_mode(gm.graph)
         copies: dict[fx.Node, fx.Node] = {}
