@@ -17,7 +17,7 @@ import json
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -123,8 +123,8 @@ class Agreement:
         with explained(self.group, f"the comparison of the {run.what}", options.timeout):
             self.group.allreduce([sums], options).wait()  # on CUDA the stream waits
         if run.agreed and device.type == "cuda":
-            copy = HostCopy(sums)
-            state.unread = lambda: self._check(copy.get().tolist(), run, late=True)
+            copy, ran = HostCopy(sums), replace(run, mode=str)  # which does not hold the model until the next run
+            state.unread = lambda: self._check(copy.get().tolist(), ran, late=True)
         else:
             self._check(sums.tolist(), run, late=False)
             run.agreed = True
@@ -134,10 +134,11 @@ class Agreement:
         if all(row == rows[0] for row in rows):
             return
         self._state.num_begun = max(row[2] for row in rows)
-        posts: list[Any] = [None] * len(rows)
-        with explained(self.group, "the explanation of an error"):
-            items = [{"model, in the order they were made": self._number}, *run.items]
-            dist.all_gather_object(posts, [run.what, items, run.mode()], self.group)
+        posts = [["next communication", [{"model, in the order they were made": row[0], "hash": row[1]}], ""] for row in rows]
+        if device_of_group(self.group).type == "cpu":  # otherwise a rank may have gone on, and would not come
+            with explained(self.group, "the explanation of an error"):
+                items = [{"model, in the order they were made": self._number}, *run.items]
+                dist.all_gather_object(posts, [run.what, items, run.mode()], self.group)
         after = ("\nIt happened in the step before, whose gradients are the same on every rank, and may be averages over "
                  "different steps: go back to a checkpoint.") if late else ""
         if len({row[3] for row in rows}) == 1 and len({tuple(row[:2]) for row in rows}) > 1:

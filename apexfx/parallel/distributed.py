@@ -18,10 +18,10 @@ from ..compiler.model_setup import set_up
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
+from ..train_step.replicas import check_parameters
 from ..transform import TransformedModule, make_transformed, source_class
 from .arguments import check_arguments, communicators, names_of
 from .averaging import AveragingOptions, CommHook, EagerAveraging
-from .checksum import check_parameters
 from .flat import apply_flat_dist_call as apply_flat_dist_call
 from .flat import extract_tensors as extract_tensors
 from .flat import flat_dist_call as flat_dist_call

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compiler.process_groups import Groups
 from ..errors import ReplicaMismatchError
@@ -84,6 +84,18 @@ class ReplicaCheck:
             self._found = ReplicaMismatchError(_message(differing, len(names), self._num_updates), _alone(differing.values()),
                                                tuple(differing))
             raise self._found
+
+
+def check_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Compare the parameters of a module over the ranks; every rank must call it.
+
+    Raises:
+        ReplicaMismatchError: they differ; on every rank.
+    """
+    check = ReplicaCheck(1, group)
+    if params := list(module.parameters()):
+        check.note_update({id(p): name for name, p in module.named_parameters()}, params, (), None)
+    check.finish()
 
 
 def replica_check(options: Safeguard | None, groups: Groups, report: Report) -> ReplicaCheck | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -66,6 +67,7 @@ def parity(rank, world_size, name, config, *, warm_up=0, replay=False):
     return recorder.passes[0].plan, plan_from_ddp(ddp)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_bitwise_ddp_on_two_ranks(rank, world_size):
     for name in ("mlp", "cnn", "transformer"):
@@ -79,7 +81,7 @@ def test_bitwise_ddp_on_two_ranks(rank, world_size):
 @on_ranks(3)
 def test_bitwise_ddp_on_three_ranks(rank, world_size):
     # DDP's buckets are final after its second step; from three ranks on, a ring's sums depend on them.
-    for name, replay in (("mlp", False), ("cnn", True), ("transformer", False)):
+    for name, replay in (("cnn", True), ("transformer", False)):
         torch._dynamo.reset()
         parity(rank, world_size, name, BucketConfig(layout="ddp", bucket_cap_mb=CAP_MB[name]), warm_up=3, replay=replay)
 

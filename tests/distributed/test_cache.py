@@ -94,10 +94,6 @@ def _run(rows, tmp_path):
         run_ranks(_train, world_size, str(tmp_path), opt_level, factor, hit, timeout=240)
 
 
-def test_second_process(tmp_path):
-    _run(ROWS[:2], tmp_path)
-
-
 @pytest.mark.long
 def test_every_change_misses(tmp_path):
     _run(ROWS, tmp_path)

@@ -312,7 +312,7 @@ EVERY_DAY = [name for name in EXECUTORS if name != "transform inductor"]  # whic
 def test_model_styles(executor, tmp_path):
     small = of_every_trait(range(100))
     seeds = small[EVERY_DAY.index(executor)::len(EVERY_DAY)] if executor in EVERY_DAY else small[:2]
-    levels = itertools.cycle(("O0", "O0", "O2"))  # O2 compiles its reference too
+    levels = itertools.repeat("O0")  # O2 compiles its reference too
     cases = [Case(seed, executor, level) for seed, level in zip(seeds, levels)]
     check(outcomes(cases, tmp_path / "journal"), equal_at_least=0.7)
 

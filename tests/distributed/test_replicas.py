@@ -52,7 +52,7 @@ def differs(model, step, world_size):
     return any(each != everywhere[0] for each in everywhere)
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_each_flipped_bit_is_found_at_the_next_check(rank, world_size):
     model, step = make(2)
     [batch] = batches(rank, 1)
@@ -111,7 +111,7 @@ def test_a_checkpoint_is_not_saved_of_different_replicas(rank, world_size):
             call()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_a_checkpoint_that_one_rank_alone_loads_is_found_at_the_next_check(rank, world_size):
     _, step = make(3)
     saved, numbers = copy.deepcopy(step.state_dict()), []

@@ -47,7 +47,7 @@ def train(rank, world_size, style, count):
     assert all(torch.equal(parameters, other) for other in others)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", ["float16", "accumulating"])  # the others are among the many
 def test_one_poisoned_rank_has_all_skip(style):
     run_ranks(train, 2, style, 10)
 

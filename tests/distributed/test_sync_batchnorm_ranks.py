@@ -86,7 +86,7 @@ def largest(value, want):
     return float((value.double() - want.double()).detach().abs().max()) if value.numel() else 0.0
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_ranks_equal_full_batch(rank, world_size):
     worst = {}
     for shape, rows, dtype, (residual, relu) in itertools.product(

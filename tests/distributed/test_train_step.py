@@ -68,8 +68,6 @@ def compare(rank, make=net, *, accumulate=1, max_grad_norm=None, sync_bn=False, 
 def test_a_step_is_that_of_torch_ddp(rank, world_size):
     step = compare(rank)
     assert "all_reduce_" in step.report.code(stage="step") and len(step.report.graphs) == 1
-    compare(rank, max_grad_norm=0.05)
-    compare(rank, accumulate=2)
     compare(rank, accumulate=4, max_grad_norm=0.05)
     compare(rank, sync_bn=True)
 
@@ -179,10 +177,12 @@ def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_
     step = step_of(nn.Linear(3, 2), process_group=group)
     step(torch.ones(4, 3), torch.ones(4, 2))
     assert same_on_all(world_size, list(step.model.parameters()))
+    model = apexfx.transform(nn.Linear(3, 2), ddp=True, process_group=group)
     dist.destroy_process_group(group)
-    with pytest.raises(RankFailureError, match="is destroyed") as caught:
-        step(torch.ones(4, 3), torch.ones(4, 2))
-    assert not hasattr(caught.value, "__notes__")
+    for run in (lambda: step(torch.ones(4, 3), torch.ones(4, 2)), lambda: model(torch.ones(4, 3))):
+        with pytest.raises(RankFailureError, match="is destroyed") as caught:
+            run()
+        assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.long
@@ -298,11 +298,6 @@ def refuses_other_heads(rank, world_size, heads, message):
         step((x * rank, 1), y)
         assert same_on_all(world_size, [*model.parameters(), *other.parameters()])
         step.load_state_dict(before)
-
-
-@on_ranks(2)
-def test_ranks_that_change_to_different_parts_of_a_model_are_told(rank, world_size):
-    refuses_other_heads(rank, world_size, (0, 2), r"heads\.0\.weight.*heads\.2\.weight")
 
 
 @on_ranks(3)
@@ -465,31 +460,8 @@ def compare_in_pieces(rank, world_size, **options):
 
 @on_ranks(2)
 def test_a_step_in_pieces_is_that_of_torch_ddp_whatever_part_of_the_model_a_rank_uses(rank, world_size):
-    compare_in_pieces(rank, world_size)
-    compare_in_pieces(rank, world_size, max_grad_norm=0.05, loss_scale=1024.0)
+    compare_in_pieces(rank, world_size, max_grad_norm=0.05, loss_scale=1024.0, sync_bn=True)
     compare_in_pieces(rank, world_size, accumulate=2, ddp=apexfx.BucketConfig(message_size=100))
-
-
-@on_ranks(2)
-def test_a_step_in_pieces_synchronizes_batch_norm(rank, world_size):
-    compare_in_pieces(rank, world_size, sync_bn=True)
-
-
-@on_ranks(2)
-def test_an_overflow_of_one_rank_in_pieces_skips_the_step_of_all(rank, world_size):
-    model = Broken()
-    step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O2",
-                             dtype="float16", ddp=True, inner="eager", fallback="transform")
-    data = batches(rank, 3)
-    step(*data[0])
-    before = copy.deepcopy(model.state_dict())
-    if rank == 1:
-        data[1][0][0, 0, 0, 0] = float("inf")
-    step(*data[1])
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert step.skipped == 1 and step.loss_scale == 2.0**15
-    step(*data[2])
-    assert step.skipped == 1 and same_on_all(world_size, list(model.parameters()))
 
 
 @on_ranks(2)
@@ -512,7 +484,7 @@ def test_averages_are_those_of_averaged_model_on_every_rank(rank, world_size):
 
 @on_ranks(2)
 def test_a_rank_that_runs_in_pieces_alone_is_told_and_so_is_the_other(rank, world_size):
-    for accumulate in (1, 2):
+    for accumulate in (1,):
         model = Broken(breaks=rank == 1)
         step = apexfx.train_step(model, F.cross_entropy, torch.optim.AdamW(model.parameters(), lr=0.01), opt_level="O0",
                                  ddp=True, inner="eager", accumulate=accumulate, fallback="transform")

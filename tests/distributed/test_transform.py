@@ -69,7 +69,7 @@ def batches(rank, n):
     return [torch.randn(6, 8, generator=generator) for _ in range(n)]
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_averages(rank, world_size):
     model, reference = model_and_reference(rank)
     flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
@@ -83,7 +83,7 @@ def test_averages(rank, world_size):
     assert len(model.report.buckets().buckets) > 1
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_accumulates(rank, world_size):
     model, reference = model_and_reference(rank)
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_eager_frame(rank, world_size):
         model(x).square().mean().backward()
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_different_models(rank, world_size):
     source = Net(width=16 + rank)
     before = {name: p.detach().clone() for name, p in source.named_parameters()}

@@ -63,7 +63,6 @@ def one_rank_makes_more_with_batch_norm(rank, world_size, make):
     assert made[1].running_mean.abs().sum() > 0
 
 
-@pytest.mark.parametrize("make", [copy.deepcopy, again])
-@pytest.mark.parametrize("case", [one_rank_makes_more, one_rank_makes_more_with_batch_norm])
+@pytest.mark.parametrize("case, make", [(one_rank_makes_more, copy.deepcopy), (one_rank_makes_more_with_batch_norm, again)])
 def test_copies_that_one_rank_makes_alone(case, make):
     run_ranks(case, 2, make)

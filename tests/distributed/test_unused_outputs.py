@@ -73,7 +73,7 @@ def test_the_wrapper_averages_what_any_rank_uses_of_a_compiled_model(rank, world
 
 
 @pytest.mark.long
-@on_ranks(2, 3)
+@on_ranks(2)
 def test_more_models_average_what_any_rank_uses(rank, world_size):
     for cls in [cls for cls in MODELS if cls not in (BrokenView, Through, Rows)]:  # of which a rank may leave out a whole graph
         source, wrapped = _twins(cls, 1 + rank)
