@@ -69,11 +69,12 @@ def _of_backward(node: fx.Node, forward: Mapping[int, tuple[str, str]],
                  backward: Mapping[fx.Node, tuple[str, str]]) -> tuple[str, str] | None:
     """Return path and line of what a node is the backward of, or computes once more; None for another node.
 
-    Ops of a backward have the number of the op of the forward. A sum of gradients goes with the first of them.
+    Ops of a backward have the number of the op of the forward. A sum of gradients goes with the last of them, which Inductor may
+    have fused with it.
     """
     if stack := node.meta.get("fwd_nn_module_stack"):
         return next(reversed(stack.values()))[0], ""
-    summed = next((backward[source] for source in node.all_input_nodes if source in backward), None)
+    summed = next((backward[source] for source in reversed(node.all_input_nodes) if source in backward), None)
     if summed is not None and _op(node) == "aten.add" and PASS not in node.meta:
         return summed
     if node.meta.get("autograd_backward") or node.meta.get(PASS) == "recompute":
