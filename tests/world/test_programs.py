@@ -13,9 +13,8 @@ from tests.world import generative, hugging_face, kinds, language, others, visio
 from tests.world.script import ENTRIES, PROGRAMS, distance, train
 
 NO_HALF_IN_EAGER = ("word_lstm",)  # oneDNN has no such LSTM in bfloat16; torch.autocast calls it all the same
-IN_FLOAT32 = ("a_gradient_of_writes_to_one_slice",)  # torch.func.grad over half values dies
 # What `make test` runs: each program through one entry at one level, in turns.
-QUICK = [(name, (ENTRIES[i % 2 * 3] if name in IN_FLOAT32 else ENTRIES[i % len(ENTRIES)])) for i, name in enumerate(PROGRAMS)]
+QUICK = [(name, ENTRIES[i % len(ENTRIES)]) for i, name in enumerate(PROGRAMS)]
 eager = functools.cache(lambda name, level: train(name, "eager", level))
 
 
