@@ -82,7 +82,14 @@ function moduleTree() {
   };
   for (const [g, stage] of stages()) for (const [path] of stage.modules) visit(path);
   for (const op of ops) if (op.computes && op.graph === graphOf(op.where) && op.where !== "loss" && op.where !== "model") visit(op.where, op.dtype);
+  inOrder(root);
   return root;
+}
+/** Order numbered modules, which come as the graph reads them, by number. */
+function inOrder(at) {
+  const below = [...at.children.values()];
+  if (below.every(child => /^\d+$/.test(child.name))) at.children = new Map(below.sort((a, b) => a.name - b.name).map(child => [child.name, child]));
+  below.forEach(inOrder);
 }
 const signatures = new Map(); // of a module, with what is below it -> a number
 function signature(module) {
