@@ -239,6 +239,7 @@ def drawing(draw):
             super().__init__()
             self.head, self.numbers = nn.Linear(4, 4), random.Random(0)
             np.random.seed(0)
+            random.seed(0)
 
         def forward(self, x):
             return self.head(x) * draw(self)
@@ -258,10 +259,14 @@ def test_a_generator_of_the_program_s_is_refused(draw, way):
 
 
 @pytest.mark.parametrize("way", ["transform", "step"])
-def test_numpy_draws_by_its_own_seed(way):
-    make = drawing(lambda model: torch.from_numpy(np.random.rand(4)).float())
+@pytest.mark.parametrize("draw, said", [
+    (lambda model: torch.from_numpy(np.random.rand(4)).float(), "np.random of NumPy"),
+    (lambda model: random.random(), r"random.random\(\) of Python"),
+], ids=["numpy", "random"])  # fmt: skip
+def test_numpy_and_python_draw_by_seeds_of_their_own(draw, said, way):
+    make = drawing(draw)
     if way == "step":
-        with pytest.raises(RuntimeError, match=r"np.random of NumPy is called.*\n  at .*test_python_forwards.py"):
+        with pytest.raises(RuntimeError, match=rf"{said} is called.*\n  at .*test_python_forwards.py"):
             trained("step", make, squares, X)
     check(way, make, squares, X, "O0", **{"fallback": "transform"} if way == "step" else {})
 

@@ -308,7 +308,11 @@ class CastInserter:
     def _higher_order(self, node: fx.Node) -> None:
         pair = body_of(node)
         if pair is None:
-            self._as_captured(node, "its body is not rewritten: it gets " + _CAPTURED)
+            if self._as_captured(node, "its body is not rewritten: it gets " + _CAPTURED):
+                given = frozenset().union(*(storages(value(source)) for source in node.all_input_nodes))
+                with self.mode:  # what was a view of an argument is one of the cast, of which nothing else may be a view
+                    set_value(node, tree_map(lambda leaf: leaf.clone() if storages(leaf) - given else leaf, value(node)))
+                self.changed.add(node)
             self._record_casts()
             return
         body, operands = pair

@@ -35,7 +35,7 @@ _UNBOUND = re.compile(r"failed to bind arguments.*func='(\w+)' \S+; args = \[(.*
 _REFUSED = re.compile(r"Developer debug context: (\w+Error) <.*?>: (.+)")  # by a function of torch
 _CLASS = re.compile(r"<class '(?:[\w<>]+\.)*(\w+)'>")
 _RAISED_AGAIN = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError, RuntimeError)
-_BUILTIN = re.compile(r"how to trace builtin operator `(\w+)`")
+_BUILTIN = re.compile(r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)")
 _EXPLAINED = re.compile(r"^  Explanation: (.+)$", re.MULTILINE)
 # What the names of files begin with that have no lines of the user's; torchvision has.
 LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
@@ -109,6 +109,10 @@ def capture_errors() -> Iterator[None]:
         if isinstance(error.inner_exception, DataDependentError):
             reason = str(error.inner_exception).removeprefix("apexfx: ")
             raise NotOneGraph(f"apexfx: {reason}. Give it from outside, or {_IN_PIECES}", reason) from error
+        if "The differentiated Tensor at index" in str(error.inner_exception):
+            raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, by "
+                             "which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in float32 "
+                             "(precision=)") from error
         if _DATA_DEPENDENT.search(said := str(error.inner_exception)):
             raise _not_one_graph(said, said) from error
         raise error.inner_exception from None
@@ -192,7 +196,9 @@ def _not_one_graph(text: str, said: str) -> NotOneGraph:
     if "use_numpy_random_stream" in text:
         reason, explained = "np.random of NumPy is called, whose numbers are in no graph (torch.rand is)", None
     if (builtin := _BUILTIN.search(text)) is not None:
-        reason, explained = f"{builtin[1]}() of Python is called, which is in no graph", None
+        name = builtin[1].replace("Random.", "random.")
+        instead = ": draw by torch.rand(())" if name.startswith("random.") else ""
+        reason, explained = f"{name}() of Python is called, which is in no graph{instead}", None
     lines = [f"{reason}. {explained[1]}" if explained else reason]
     if frames := _frames_of_user(said):
         file, number, function = frames[-1]

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrizations import orthogonal
 
 from tests.world.script import Script, Update, program
 
@@ -125,6 +126,21 @@ def a_function_with_its_own_backward():
     return script(lambda net, h: Product.apply(h, net.rest.weight), rest=nn.Linear(WIDTH, WIDTH, bias=False))
 
 
+class Reversal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+@program()
+def a_function_that_views_what_was_written():
+    return script(lambda net, h: Reversal.apply(F.relu_(h)))
+
+
 @program(train_step="has a backward hook")
 def a_backward_hook_put_on_later():
     def put(model, step):
@@ -224,6 +240,11 @@ def a_gradient_of_writes_to_one_slice():
         return out.sum()
 
     return script(lambda net, h: h + torch.func.grad(energy)(h))
+
+
+@program()
+def orthogonal_weights():
+    return script(lambda net, h: net.rest(h), rest=orthogonal(nn.Linear(WIDTH, WIDTH)))
 
 
 @program()
