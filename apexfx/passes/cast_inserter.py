@@ -163,6 +163,11 @@ class CastInserter:
             self._as_captured(node, "not torch's own op: it gets " + _CAPTURED)
         elif stale and _data_dependent(node):
             self._as_captured(node, "its shape depends on data: it gets " + _CAPTURED)
+        elif stale and rule.family == "autograd":  # which fake values, without a history, cannot run
+            with self.mode:
+                set_value(node, tuple(old if old is None else torch.empty_like(value(leaf))
+                                      for old, leaf in zip(value(node), tree_leaves(node.args[1]))))
+            self.changed.add(node)
         elif _in_functorch(node):  # which cannot be evaluated outside of the transform
             self._as_captured(node, "inside of a transform of torch.func it gets " + _CAPTURED)
         else:

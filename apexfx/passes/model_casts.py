@@ -57,6 +57,8 @@ def _target(policy: Policy, dtype: torch.dtype | None) -> torch.dtype | None:
 
 def _desired_by_users(tensor: fx.Node, policy: Policy) -> set[str]:
     """Return whether the users of `tensor` want it cast, kept, or both."""
+    if any(user.target == "requires_grad_" for user in tensor.users):  # what is differentiated by: a cast would be another leaf
+        return {KEEP}
     desired: set[str] = set()
     for user in tensor.users:
         desired |= _desired_by(tensor, user, policy)

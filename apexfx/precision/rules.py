@@ -258,13 +258,14 @@ def _decide_batch_norm(dtypes: Sequence[torch.dtype | None]) -> tuple[torch.dtyp
 def consistent(rule: Rule, *, to_half: bool = True) -> Rule:
     """Return what is left of `rule` where everything was cast already (O0, O2, O3): no two dtypes meet in one op.
 
-    Losses stay in float32, as their result is the graph's own output, and so does linalg: matrix_exp has a half kernel, which is wrong.
+    Losses stay in float32, as their result is the graph's own output, and so do linalg and what makes complex numbers: matrix_exp
+    in half is wrong, and complex() of bfloat16 raises when it runs alone.
 
     Args:
         to_half: where mixed matrix products go: to half (O2, O3) or to the widest dtype (O0).
     """
     if rule.kind == "half" and to_half:
         return Rule("half_if_mixed", rule.reason, rule.family)
-    if rule.kind == "half" or (rule.kind == "float" and rule.family not in ("loss", "linalg")):
+    if rule.kind == "half" or (rule.kind == "float" and rule.family not in ("loss", "linalg", "spectral")):
         return Rule("promote", MIXED, rule.family)
     return rule

@@ -110,9 +110,9 @@ def capture_errors() -> Iterator[None]:
             reason = str(error.inner_exception).removeprefix("apexfx: ")
             raise NotOneGraph(f"apexfx: {reason}. Give it from outside, or {_IN_PIECES}", reason) from error
         if "The differentiated Tensor at index" in str(error.inner_exception):
-            raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, by "
-                             "which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in float32 "
-                             "(precision=)") from error
+            raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, "
+                             "by which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in "
+                             "float32 (precision=)") from error
         if _DATA_DEPENDENT.search(said := str(error.inner_exception)):
             raise _not_one_graph(said, said) from error
         raise error.inner_exception from None

@@ -227,8 +227,27 @@ def a_layer_without_autocast():
 
 
 @program()
+def a_complex_layer():
+    return script(lambda net, h: torch.fft.fft(torch.complex(h, h.flip(1)), norm="ortho").abs())
+
+
+@program()
 def a_cumulative_batch_norm():
     return script(lambda net, h: net.rest(h), rest=nn.BatchNorm1d(WIDTH, momentum=None))
+
+
+@program(transform="does not currently support double backward")
+def a_gradient_by_an_activation():
+    def between(net, h):
+        h = h.detach().requires_grad_()
+        return torch.autograd.grad(net.rest(h).tanh().sum(), h, create_graph=True)[0] + h
+
+    return script(between, rest=nn.Linear(WIDTH, WIDTH))
+
+
+@program()
+def orthogonal_weights():
+    return script(lambda net, h: net.rest(h), rest=orthogonal(nn.Linear(WIDTH, WIDTH)))
 
 
 @program()
@@ -240,11 +259,6 @@ def a_gradient_of_writes_to_one_slice():
         return out.sum()
 
     return script(lambda net, h: h + torch.func.grad(energy)(h))
-
-
-@program()
-def orthogonal_weights():
-    return script(lambda net, h: net.rest(h), rest=orthogonal(nn.Linear(WIDTH, WIDTH)))
 
 
 @program()
