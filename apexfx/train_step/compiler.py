@@ -39,7 +39,7 @@ from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .errors import calls_backward, sparse_gradient
-from .function import GATHERED, NotCompiled
+from .function import ACCUMULATED, NotCompiled
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
 
 log = logging.getLogger(__name__)
@@ -111,34 +111,22 @@ class StepCompiler:
             self._repeats_only = False
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
+        # What was captured: its inputs by name, and what is refused of it.
         _switch_gradients_on(gm)
         placeholders = read_inputs(gm, example_inputs, self.config, self.index, is_train_step=True)
         check_plain(placeholders, example_inputs)
-        for node in gm.graph.find_nodes(op="call_function", target=check_unwritten):
-            gm.graph.erase_node(node)
         _check_no_backward(gm)
-        memory = written_storages(gm)
-        by_forward = [place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
-                      if placeholders[place].stride is not None and storages(value(node)) & memory]
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
+        by_forward = _written_by_forward(gm, placeholders)
+        # The forward passes.
         context = passes.Context(placeholders, self.groups.gradients, self.groups.batch_norm, self.reduce_gradients,
                                  is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode())
-        node = apply_node(gm)
-        params, grads, updated = ((), (), ()) if node is None else (node.args[0], node.args[1],
-                                                                    {p.name for place in (0, 2, 3) for p in node.args[place]})
-        for p, gradient in zip(params, grads):
-            if gradient is not None and value(gradient).layout != torch.strided:
-                raise sparse_gradient(p.meta["apexfx_name"])
-        places = [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p.name in updated]
+        # What the end of the step applies.
+        params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]
-        collectives = [*issued(gm, self.groups.names()),
-                       *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives())]
-        if collectives:
-            collectives.insert(0, numeric_options(self.config))
-            if self.reduce_gradients and node is not None:
-                collectives.append(["gradients of", *(p.meta["apexfx_name"] for p, here in zip(params, present) if here)])
+        collectives = self._collectives(graph, [p.meta["apexfx_name"] for p, here in zip(params, present) if here])
         agreement = self.agreement if collectives else None
         communication = Communication(f"collectives of training step {graph.record.index}", collectives, self.index.mode)
 
@@ -147,15 +135,18 @@ class StepCompiler:
                 agreement.before_run(communication)
             self.on_communication()
 
-        other_stages = StepPasses(graph, present, self.on_run, before_communicating)
+        # AOTAutograd, the passes of backward and step, and code.
+        step_passes = StepPasses(graph, present, self.on_run, before_communicating)
         if self.traces:
-            return _trace(graph, other_stages)
+            return _trace(graph, step_passes)
         gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _numbered_gradients
-        compiled = graph.compile(other_stages, self.report)
+        compiled = graph.compile(step_passes, self.report)
         self._check_budget(graph.record)
         warn_unmatched(self.report)
+        # What each call looks at before it runs.
+        check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         waits = functools.partial(explained, agreement and agreement.group, f"the {communication.what}")
-        return self._guarded(compiled, before_communicating, waits, placeholders, places, by_forward, leaves)
+        return self._guarded(compiled, before_communicating, waits, check_memory, leaves)
 
     def _leaves_of_batch(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                          example_inputs: Sequence[Any]) -> list[Placeholder]:
@@ -170,6 +161,14 @@ class StepCompiler:
                              "computes none of it: its .grad stays as it is")
         return of_batch
 
+    def _collectives(self, graph: RewrittenGraph, applied: Sequence[str]) -> list[Any]:
+        """Describe, in order, what the graph will communicate; `applied` are the parameters that have a gradient."""
+        rows = [*issued(graph.gm, self.groups.names()),
+                *(row for pass_ in graph.pipeline.stage("step") for row in pass_.collectives())]
+        if not rows:
+            return []
+        return [numeric_options(self.config), *rows, *([["gradients of", *applied]] if self.reduce_gradients and applied else [])]
+
     def _check_budget(self, record: GraphReport) -> None:
         memory = record.stages[-1].memory
         if not self.memory_budget or memory is None or memory.peak <= self.memory_budget:
@@ -181,8 +180,8 @@ class StepCompiler:
         self.report.note(message)
 
     def _guarded(self, compiled: Callable[..., Any], before_communicating: Callable[[], None],
-                 waits: Callable[[], contextlib.AbstractContextManager[None]], placeholders: Sequence[Placeholder],
-                 updated: Sequence[int], by_forward: Sequence[int], leaves: Sequence[Placeholder]) -> Callable[..., Any]:
+                 waits: Callable[[], contextlib.AbstractContextManager[None]], check_memory: MemoryCheck | None,
+                 leaves: Sequence[Placeholder]) -> Callable[..., Any]:
         """Check the inputs of each run, and have the ranks compare what it communicates.
 
         A rank whose batch uses another part of the model would average the gradients of one parameter with those of another.
@@ -190,11 +189,8 @@ class StepCompiler:
         Args:
             before_communicating: compares; a graph under inner="eager" calls it itself.
             waits: explains errors of collectives.
-            updated: the inputs that the end of the step writes; no other input may share their memory.
-            by_forward: those that the forward writes; what shares their memory may not change.
             leaves: those of the batch that require a gradient.
         """
-        check_memory = MemoryCheck(placeholders, updated, by_forward) if updated or by_forward else None
         has_run = False
 
         def run(*args: Any) -> Any:
@@ -217,6 +213,31 @@ class StepCompiler:
                 return outputs
 
         return run
+
+
+def _written_by_forward(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[int]:
+    """Return the places of the inputs that the forward writes: what shares their memory may not change."""
+    for node in gm.graph.find_nodes(op="call_function", target=check_unwritten):  # which would be a reader of all arguments
+        gm.graph.erase_node(node)
+    memory = written_storages(gm)
+    return [place for place, node in enumerate(gm.graph.find_nodes(op="placeholder"))
+            if placeholders[place].stride is not None and storages(value(node)) & memory]
+
+
+def _applied(gm: fx.GraphModule) -> tuple[Sequence[fx.Node], Sequence[fx.Node | None], list[int]]:
+    """Return the parameters that a step updates, their gradients, and the places of all inputs that it writes at its end.
+
+    Raises:
+        ValueError: a gradient is sparse.
+    """
+    if (node := apply_node(gm)) is None:
+        return (), (), []
+    params, grads, states, scalars = node.args[:4]
+    for p, gradient in zip(params, grads):
+        if gradient is not None and value(gradient).layout != torch.strided:
+            raise sparse_gradient(p.meta["apexfx_name"])
+    updated = {*params, *states, *scalars}
+    return params, grads, [place for place, p in enumerate(gm.graph.find_nodes(op="placeholder")) if p in updated]
 
 
 class StepPasses(BackwardPasses):
@@ -272,8 +293,8 @@ class StepPasses(BackwardPasses):
 
 def _mark_sums(gm: fx.GraphModule) -> None:
     """Note on sums of a parameter's gradients of earlier calls and this one that the step has put them in."""
-    for gathered in gm.graph.find_nodes(op="placeholder"):
-        for add in gathered.users if str(gathered.meta.get("apexfx_name")).endswith(GATHERED) else ():
+    for accumulated in gm.graph.find_nodes(op="placeholder"):
+        for add in accumulated.users if str(accumulated.meta.get("apexfx_name")).endswith(ACCUMULATED) else ():
             if add.target is torch.ops.aten.add.Tensor:
                 add.meta[PASS] = "train_step"
 

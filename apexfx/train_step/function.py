@@ -1,4 +1,4 @@
-"""The function of a training step that Dynamo traces, op by op: gradients, what earlier calls gathered, the update."""
+"""The function of a training step that Dynamo traces, op by op: gradients, what earlier calls accumulated, the update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from .._torch import tree_leaves, tree_map
 from ..compiler.compiled_model import with_private_code
 
-GATHERED = ".accumulated"  # ends the name of what gathers the gradients of a parameter
+ACCUMULATED = ".accumulated"  # ends the name of what accumulates the gradients of a parameter
 
 _numbers = itertools.count()
 
@@ -29,7 +29,7 @@ class StepInputs:
         objective: `objective(model, *batch, **named)` -> the loss, or (loss, the rest).
         params: what is trained.
         buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
-        gathered: for each of `buffers` whether it has a gradient.
+        accumulated: for each of `buffers` whether it has a gradient.
         states: the optimizer's state, masters included.
         scalars: learning rates, counts of updates, the loss scale.
         scale: of these, what the loss is multiplied with; None where nothing is.
@@ -41,7 +41,7 @@ class StepInputs:
     objective: Callable[..., Any]
     params: list[Tensor]
     buffers: list[Tensor]
-    gathered: list[bool]
+    accumulated: list[bool]
     states: list[Tensor]
     scalars: list[Tensor]
     scale: Tensor | None
@@ -109,7 +109,7 @@ class WeightedOutputs:
 
 
 def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """Compute gradients, add those that earlier calls have gathered, and apply them.
+    """Compute gradients, add those that earlier calls have accumulated, and apply them.
 
     Returns:
         The loss, what else the objective returned (a tuple of one, or of none), skip, the norm of the gradients, for each
@@ -118,17 +118,17 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     _check_traced()
     loss, rest, grads = compute_gradients(inputs, batch, named_inputs)
     if inputs.calls > 1:
-        grads = add_gathered(inputs, grads)
+        grads = add_accumulated(inputs, grads)
         for buffer in inputs.buffers:
             buffer.zero_()
     return loss, rest, *apply_gradients(inputs, grads)
 
 
 def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """Compute gradients and gather them; return the loss, what else there was, and which parameters have one."""
+    """Compute gradients and accumulate them; return the loss, what else there was, and which parameters have one."""
     _check_traced()
     loss, rest, grads = compute_gradients(inputs, batch, named_inputs)
-    return loss, rest, gather(inputs.buffers, grads)
+    return loss, rest, accumulate_gradients(inputs.buffers, grads)
 
 
 def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict
     return compute_gradients(inputs, batch, named_inputs)
 
 
-def gather(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[bool]:
+def accumulate_gradients(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[bool]:
     """Add gradients to `buffers`; return which of them there are."""
     for buffer, gradient in zip(buffers, grads):
         if gradient is not None:
@@ -145,9 +145,9 @@ def gather(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[bo
     return [g is not None for g in grads]
 
 
-def add_gathered(inputs: StepInputs, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the sums of these gradients, the last ones, and those that were gathered."""
-    return [_sum(buffer, held, g) for buffer, held, g in zip(inputs.buffers, inputs.gathered, grads)]
+def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return the sums of these gradients, the last ones, and those that were accumulated."""
+    return [_sum(buffer, held, g) for buffer, held, g in zip(inputs.buffers, inputs.accumulated, grads)]
 
 
 def apply_gradients(inputs: StepInputs, grads: list[Tensor | None]) -> tuple[Tensor, Tensor, list[bool], list[Tensor]]:

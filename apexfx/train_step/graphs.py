@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch import dynamo_config, patched_dynamo, run_cached_graphs, saves_by_hooks, tensor_version
 from ..compiler.compile_graph import WeakBackend
@@ -23,13 +23,12 @@ from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
 from ..config import TransformConfig
-from ..distributed.agreement import Agreement
 from ..report.data import Report
 from .compiler import StepCompiler
 from .errors import NotOneGraph, calls_backward, capture_errors
 from .function import NotCompiled, StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
 from .model import StepModel
-from .options import StepOptions
+from .parts import StepParts
 from .state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -58,25 +57,17 @@ class StepGraphs:
     """Runs the function of a step.
 
     Args:
-        model: what the function is called with.
-        objective: `objective(model, *batch, **named)`.
+        parts: of the step.
         state: what the step reads and writes besides its batch.
-        options: of the step.
-        report: where the graphs' reports go.
-        groups: the process groups.
-        agreement: among the ranks; None on one rank.
-        index: of the names of the model's tensors.
     """
 
-    def __init__(self, model: StepModel, objective: Callable[..., Any], state: TrainingState, options: StepOptions, *,
-                 report: Report, groups: Groups, agreement: Agreement | None, index: ModelIndex) -> None:
-        self._model, self._objective, self._state, self._options = model, objective, state, options
-        self._report, self._groups, self._agreement = report, groups, agreement
+    def __init__(self, parts: StepParts, state: TrainingState) -> None:
+        self._parts, self._state = parts, state
         self._calls_backward = False  # whether the objective was seen to; the graph that does stays compiled
         self._make_compiler = functools.partial(
-            StepCompiler, options.config, report=report, groups=groups, agreement=agreement, index=index,
-            on_run=state.note_change, on_communication=state.note_communication, memory_budget=options.memory_budget,
-            safeguard=options.safeguard is not None)
+            StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
+            index=parts.index, on_run=state.note_change, on_communication=state.note_communication,
+            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
         self._last, self._earlier = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._settings = _dynamo_settings()
         self._patch = patched_dynamo(self._settings)  # making one costs more than entering it
@@ -84,13 +75,13 @@ class StepGraphs:
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = self._make_compiler(**options)
         compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True,
-                                  dynamic=self._options.config.dynamic)
+                                  dynamic=self._parts.options.config.dynamic)
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
 
-    def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, gathers: bool) -> tuple[Any, ...]:
-        """Run a call: `run_accumulate` where it gathers gradients alone, else `run_step`; return what that does."""
+    def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
+        """Run a call: `run_accumulate` where it accumulates gradients alone, else `run_step`; return what that does."""
         _check_contexts()
-        variant = self._earlier if gathers else self._last
+        variant = self._earlier if accumulates else self._last
         if not self._calls_backward:
             with contextlib.suppress(NotCompiled):
                 return self._run_cached(variant, batch, named)
@@ -110,9 +101,11 @@ class StepGraphs:
         Raises:
             As a call.
         """
-        compiler = self._make_compiler(report=Report(self._report.config), agreement=None, traces=True)
-        return trace(run_step, compiler, self._model, StepInputs(self._model.model, self._objective, **self._state.inputs()),
-                     batch, named)
+        compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True)
+        return trace(run_step, compiler, self._parts.step_model, self._inputs(self._parts.model), batch, named)
+
+    def _inputs(self, model: nn.Module) -> StepInputs:
+        return StepInputs(model, self._parts.objective, **self._state.inputs())
 
     def _run_cached(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.
@@ -121,19 +114,19 @@ class StepGraphs:
             NotCompiled: there is none; nothing has run.
         """
         self._state.keep_buffers(cached=True)
-        with torch.no_grad(), self._model.traceable(cached=True) as model, variant.compiler.repeating():
-            return variant.cached(StepInputs(model, self._objective, **self._state.inputs()), batch, named)
+        with torch.no_grad(), self._parts.step_model.traceable(cached=True) as model, variant.compiler.repeating():
+            return variant.cached(self._inputs(model), batch, named)
 
     def _compile_and_run(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
         self.warn_of_eval_mode()
         self._state.prepare()
-        gradients = grad_versions(self._state.params)
+        gradients = grad_versions(self._state.lists.params)
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with contextlib.nullcontext() if is_set else self._patch, torch.no_grad(), capture_errors(), \
-                self._model.traceable() as model:
-            outputs = variant.compiling(StepInputs(model, self._objective, **self._state.inputs()), batch, named)
-        if grad_versions(self._state.params) != gradients:  # by what the compiler does not know for a backward
+                self._parts.step_model.traceable() as model:
+            outputs = variant.compiling(self._inputs(model), batch, named)
+        if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
             self._calls_backward = True
             raise calls_backward()
         return outputs
@@ -143,13 +136,13 @@ class StepGraphs:
         message = ("apexfx: the step trains a model in eval mode, as from_pretrained() returns one: dropout is off, and batch "
                    "norms use their running statistics and leave them as they are. Call model.train() before the step, and "
                    "behind each evaluation, unless this is meant")
-        if not any(module.training for module in self._model.model.modules()):
+        if not any(module.training for module in self._parts.model.modules()):
             self.warn(message)
 
     def warn(self, message: str) -> None:
         """Log a message, and have the report say it; once."""
-        if message not in self._report.notes:
-            self._report.note(message)
+        if message not in self._parts.report.notes:
+            self._parts.report.note(message)
             log.warning(message)
 
 
@@ -209,8 +202,8 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     index.add_parameters(model.objective_modules.named_tensors()[0])
     compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
                             on_run=_nothing, on_communication=_nothing, reduce_gradients=False, traces=True)
-    inputs = StepInputs(model.model, objective, params, buffers=[], gathered=[], states=[], scalars=[], scale=scale, calls=calls,
-                        plan="")
+    inputs = StepInputs(model.model, objective, params, buffers=[], accumulated=[], states=[], scalars=[], scale=scale,
+                        calls=calls, plan="")
     return trace(run_gradients, compiler, model, inputs, batch, named)
 
 

@@ -23,9 +23,10 @@ from ..compiler.refusals import COMPILES_ITSELF
 from ..distributed.agreement import explained
 from .averages import averaged_copies
 from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient, untrainable_loss
-from .function import StepInputs, add_gathered, apply_gradients, compute_gradients, gather
+from .function import StepInputs, accumulate_gradients, add_accumulated, apply_gradients, compute_gradients
 from .graphs import StepGraphs, grad_versions
 from .leaves import check_leaves, leaves_of
+from .parts import StepParts
 
 log = logging.getLogger(__name__)
 
@@ -39,17 +40,18 @@ class StepInPieces(StepGraphs):
 
     _pieces: _CompiledForward | None = None
 
-    def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, gathers: bool) -> tuple[Any, ...]:
+    def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
         if self._pieces is not None:
-            return self._run_in_pieces(self._pieces, batch, named, gathers=gathers)
+            return self._run_in_pieces(self._pieces, batch, named, accumulates=accumulates)
         try:
-            return super().run(batch, named, gathers=gathers)
+            return super().run(batch, named, accumulates=accumulates)
         except NotOneGraph as error:
             reason = error.reason
-        if self._agreement is not None:
-            self._agreement.ensure("way in which the training step runs", ["in pieces, since it cannot be captured as one graph"])
-        pieces = _CompiledForward(self)
-        outputs = self._run_in_pieces(pieces, batch, named, gathers=gathers)
+        if self._parts.agreement is not None:
+            self._parts.agreement.ensure("way in which the training step runs",
+                                         ["in pieces, since it cannot be captured as one graph"])
+        pieces = _CompiledForward(self._parts)
+        outputs = self._run_in_pieces(pieces, batch, named, accumulates=accumulates)
         self._pieces = pieces  # not before: where the call fails in pieces as well, it was the call
         self.warn("apexfx: the training step cannot be captured as one graph and runs in pieces, as fallback='transform' asks "
                   f"for: {reason}. Forward and backward of the model are graphs; the loss, the average over the ranks and the "
@@ -60,25 +62,25 @@ class StepInPieces(StepGraphs):
         return outputs
 
     def _run_in_pieces(self, pieces: _CompiledForward, batch: tuple[Any, ...], named: dict[str, Any], *,
-                       gathers: bool) -> tuple[Any, ...]:
+                       accumulates: bool) -> tuple[Any, ...]:
         self.warn_of_eval_mode()
         self._state.prepare()
-        with torch.no_grad(), capture_errors(), self._model.traceable(casts_inputs=False) as model:
-            inputs = StepInputs(model, self._objective, **self._state.inputs())
+        agreement, group = self._parts.agreement, self._parts.groups.gradients
+        with torch.no_grad(), capture_errors(), self._parts.step_model.traceable(casts_inputs=False) as model:
+            inputs = self._inputs(model)
             loss, rest, grads = self._gradients(pieces, inputs, batch, named)
-            has_any = any(g is not None for g in grads) or any(inputs.gathered)
-            if gathers:
+            has_any = any(g is not None for g in grads) or any(inputs.accumulated)
+            if accumulates:
                 self._state.note_change()
-                return loss, rest, gather(inputs.buffers, grads)
+                return loss, rest, accumulate_gradients(inputs.buffers, grads)
             if inputs.calls > 1:
-                grads = add_gathered(inputs, grads)
-            if self._agreement is not None:
-                self._agreement.ensure("training step in pieces", ["the average of the gradients"])
+                grads = add_accumulated(inputs, grads)
+            if agreement is not None:
+                agreement.ensure("training step in pieces", ["the average of the gradients"])
             if has_any:  # otherwise the step is refused
                 self._state.note_communication()
-            with explained(self._groups.gradients, "the average of the gradients"):
-                grads = averaged_copies(self._state.names, inputs.params, grads, self._options.config.buckets,
-                                        self._groups.gradients)
+            with explained(group, "the average of the gradients"):
+                grads = averaged_copies(self._state.lists.names, inputs.params, grads, self._parts.options.config.buckets, group)
             if any(g is not None for g in grads):
                 self._state.note_change()
             for buffer in inputs.buffers:
@@ -99,7 +101,7 @@ class StepInPieces(StepGraphs):
             if not loss.requires_grad:
                 raise untrainable_loss()
             others = [leaf for leaf in leaves_of(loss) if id(leaf) not in trained | of_batch]
-            check_leaves([self._state.names.get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
+            check_leaves([self._state.lists.names.get(id(leaf), f"a leaf of shape {list(leaf.shape)}") for leaf in others])
             held = [p.grad for p in params]
             try:
                 for p in params:
@@ -118,23 +120,23 @@ class StepInPieces(StepGraphs):
                 self._state.note_change()
         for p, gradient in zip(inputs.params, grads):
             if gradient is not None and gradient.layout != torch.strided:
-                raise sparse_gradient(self._state.names[id(p)])
+                raise sparse_gradient(self._state.lists.names[id(p)])
         return loss, rest, grads
 
     def _versions(self) -> list[tuple[int, int]]:
-        return [(id(t), tensor_version(t)) for each in (self._model.model, self._model.objective_modules)
+        return [(id(t), tensor_version(t)) for each in (self._parts.model, self._parts.objective_modules)
                 for t in (*each.parameters(), *each.buffers())]
 
 
 class _CompiledForward:
     """The forward of the model as `transform()` compiles it, in the model's place of it during a step alone."""
 
-    def __init__(self, graphs: StepGraphs) -> None:
-        self._model, self._stand_ins = graphs._model.model, graphs._model.stand_ins
-        config, groups = graphs._options.config, copy.copy(graphs._groups)
+    def __init__(self, parts: StepParts) -> None:
+        self._model, self._stand_ins = parts.model, parts.step_model.stand_ins
+        config, groups = parts.options.config, copy.copy(parts.groups)
         groups.gradients = None  # they are averaged behind the backward
         self._config = dataclasses.replace(config, ddp=False, process_group=config.process_group if config.sync_bn else None)
-        self._compiler = GraphCompiler(self._config, report=graphs._report, groups=groups, agreement=graphs._agreement)
+        self._compiler = GraphCompiler(self._config, report=parts.report, groups=groups, agreement=parts.agreement)
         self._compiled: CompiledModel | None = None
         self._own_forward: Callable[..., Any] | None = None  # what a user has put in the place of the class's
         self.was_called = False

@@ -51,7 +51,7 @@ class LossScale:
 
     def skips_to_tell(self) -> int:
         """Return how many steps in a row were skipped where it is time to say so, else 0; does not wait for the device."""
-        if self.mode is None or self._copy is not None and not self._copy.ready():
+        if self._copy is not None and not self._copy.ready():
             return 0
         in_a_row = int(self._copy.get()[1]) if self._copy is not None else 0
         self._copy = HostCopy(self.tensors[SKIPS])

@@ -79,7 +79,7 @@ class Event:
         parameter: the first whose gradient is not finite; None for a spike.
         where: the first op that made something that is not finite, and the line of the program it comes from, or why no op was
             searched: the last step alone can be looked into. "" for a spike.
-        batches: the first and the last call that gathered its gradients, counted from 1, of all; None in an older checkpoint.
+        batches: the first and the last call that accumulated its gradients, counted from 1, of all; None in an older checkpoint.
         average, limit: of a spike, the running average of the norm, and the norm that it allows; else None, and in an older
             checkpoint.
     """
@@ -181,7 +181,7 @@ class SafeguardState:
         """Return copies of the tensors."""
         return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
-    def count_gathered(self, num_calls: int) -> None:
+    def count_accumulated(self, num_calls: int) -> None:
         """Count calls whose gradients no update applies: the loss of none depended on what is trained."""
         self.tensors[STATE][3] += num_calls
 
@@ -209,15 +209,15 @@ class KeptBuffers:
     """Registered buffers as they were before the first call of an update; one that is skipped puts them back on the device.
 
     One graph keeps what it writes in place (the pass skip_writes). Left are buffers that a forward replaces, and what calls that
-    gather gradients write before anything is known of these.
+    accumulate gradients write before anything is known of these.
 
     Args:
         modules: returns those of model and objective, each once.
-        gathers: whether calls gather gradients.
+        accumulates: whether calls accumulate gradients.
     """
 
-    def __init__(self, modules: Callable[[], Iterator[nn.Module]], *, gathers: bool) -> None:
-        self._modules, self._gathers, self._replaces = modules, gathers, False
+    def __init__(self, modules: Callable[[], Iterator[nn.Module]], *, accumulates: bool) -> None:
+        self._modules, self._accumulates, self._replaces = modules, accumulates, False
         self._kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] | None = None
 
     def keep(self, *, cached: bool) -> None:
@@ -226,10 +226,10 @@ class KeptBuffers:
         Args:
             cached: for graphs that have run before alone: whether they replace buffers is known.
         """
-        if self._kept is None and (self._gathers or self._replaces or not cached):
+        if self._kept is None and (self._accumulates or self._replaces or not cached):
             held = [(buffers, name, buffer) for module in self._modules() for buffers in [registries(module).buffers]
                     for name, buffer in buffers.items() if buffer is not None]
-            self._kept = [(*each, each[2].clone() if self._gathers else each[2]) for each in held]
+            self._kept = [(*each, each[2].clone() if self._accumulates else each[2]) for each in held]
 
     def forget(self) -> None:
         """Keep nothing: the update is over."""

@@ -18,15 +18,14 @@ from torch import Tensor
 
 from .._torch import tensor_version, tree_leaves, tree_map
 from ..compiler.inner_compilers import Traced
-from ..distributed.agreement import Agreement
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
 from ..ops.apply_gradients import StepPlan
 from .graphs import StepGraphs
-from .loss_scale import SCALE, SKIPS, LossScale
-from .options import StepOptions
-from .safeguard import NOT_SEARCHED, STATE, Event, SafeguardState
+from .loss_scale import SCALE, SKIPS
+from .parts import StepParts
+from .safeguard import NOT_SEARCHED, STATE, Event
 from .state import TrainingState
 
 log = logging.getLogger(__name__)
@@ -97,14 +96,14 @@ def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tupl
     return traced, inputs
 
 
-def first_non_finite(graphs: StepGraphs, call: LastCall, *, scale_factor: float, gathers: bool) -> str:
+def first_non_finite(graphs: StepGraphs, call: LastCall, *, scale_factor: float, accumulates: bool) -> str:
     """Run the graph of a call once more, op by op, and say in a sentence where what is not finite begins.
 
     Every rank does so alone, with its own values in the place of what the others would send.
 
     Args:
         graphs, call, scale_factor: as of `graph_of`.
-        gathers: whether earlier calls have gathered gradients for this one.
+        accumulates: whether earlier calls have accumulated gradients for this one.
     """
     if call.batch_has_changed():
         return "the batch was written since, and nobody looked for the op"
@@ -117,8 +116,8 @@ def first_non_finite(graphs: StepGraphs, call: LastCall, *, scale_factor: float,
         return f"the step could not be run op by op to find where: {bundle.error_text(error)}"
     if (finding := observer.first()) is not None:
         return str(finding)
-    if gathers:
-        return "the last batch is finite; it was that of a call before, which gathered its gradients"
+    if accumulates:
+        return "the last batch is finite; it was that of a call before, which accumulated its gradients"
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return "all is finite on this rank; it was the batch of another, which says more"
     return "all is finite op by op: it was a kernel that fuses several, or the model has changed since"
@@ -128,23 +127,19 @@ class SkippedSteps:
     """What a step knows of its skips, and of its last call.
 
     Args:
-        graphs: the step's.
-        scale, safeguard: what may skip.
+        parts, graphs: of the step.
         name_of: a parameter, by its place.
-        accumulates: whether earlier calls gather gradients.
-        device: of what is trained.
 
     Attributes:
         begun: the call under way, or the last; None where none may be skipped.
         call: the last one, where it applied gradients and may have been skipped.
-        skip: whether that is skipped, on the device; None where it gathered, or failed.
+        skip: whether that is skipped, on the device; None where it accumulated, or failed.
         norm: of the gradients that were applied last; None before.
     """
 
-    def __init__(self, graphs: StepGraphs, *, scale: LossScale, safeguard: SafeguardState | None,
-                 name_of: Callable[[int], str | None], accumulates: bool, device: torch.device) -> None:
-        self._graphs, self._scale, self._safeguard, self._name_of = graphs, scale, safeguard, name_of
-        self._accumulates, self._device = accumulates, device
+    def __init__(self, parts: StepParts, graphs: StepGraphs, name_of: Callable[[int], str | None]) -> None:
+        self._graphs, self._scale, self._safeguard, self._name_of = graphs, parts.scale, parts.safeguard, name_of
+        self._accumulates, self._device = parts.options.accumulate > 1, parts.device
         self.norm: Tensor | None = None
         self.forget_call()
 
@@ -180,18 +175,14 @@ class SkippedSteps:
     def where(self) -> str:
         """Say where the last call first computed something that is not finite."""
         if self.call is None:
-            return "That call gathered gradients" if self.skip is None \
-                else "flush() applied what calls had gathered, op not searched"
-        return first_non_finite(self._graphs, self.call, gathers=self._accumulates, scale_factor=self.scale_factor())
+            return "That call accumulated gradients" if self.skip is None \
+                else "flush() applied what calls had accumulated, op not searched"
+        return first_non_finite(self._graphs, self.call, accumulates=self._accumulates, scale_factor=self.scale_factor())
 
     def scale_factor(self) -> float:
         """Return what the loss scale was in the last call, divided by what it is now, if that was skipped."""
         overflowed = self._scale.mode == "dynamic" and self.skip > 0 and not self.norm.isfinite()
         return 1 / StepPlan.backoff_factor if overflowed else 1.0
-
-    def too_many(self) -> int:
-        """Return how many steps in a row were skipped where a safeguard takes those for too many, else 0."""
-        return self._safeguard.too_many() if self._safeguard is not None else 0
 
 
 class Recorder:
@@ -201,22 +192,16 @@ class Recorder:
     is recorded as if all held what it holds.
 
     Args:
-        graphs, state, skipped, safeguard: the step's.
-        options: of the step.
-        agreement, group: of the ranks that record at once, or None.
-        described: the options, by name.
-        device: of what is trained.
+        parts, graphs, state, skipped: of the step.
     """
 
-    def __init__(self, graphs: StepGraphs, state: TrainingState, skipped: SkippedSteps, safeguard: SafeguardState | None,
-                 options: StepOptions, agreement: Agreement | None, group: dist.ProcessGroup | None,
-                 described: Mapping[str, Any], device: torch.device) -> None:
-        self._graphs, self._state, self._skipped, self._safeguard, self._device = graphs, state, skipped, safeguard, device
-        self._agreement, self._group = (agreement, group) if group is not None else (None, None)
-        self._fuses = options.config.inner != "eager"
-        self._folder = options.safeguard.record_dir if options.safeguard is not None else None
-        self._max_records = options.safeguard.max_records if options.safeguard is not None else 0
-        self._described = described
+    def __init__(self, parts: StepParts, graphs: StepGraphs, state: TrainingState, skipped: SkippedSteps) -> None:
+        self._graphs, self._state, self._skipped, self._safeguard = graphs, state, skipped, parts.safeguard
+        self._device, self._described, self._group = parts.device, parts.report.config, parts.groups.gradients
+        self._agreement = parts.agreement if self._group is not None else None
+        self._fuses = parts.options.config.inner != "eager"
+        safeguard = parts.options.safeguard
+        self._folder, self._max_records = (safeguard.record_dir, safeguard.max_records) if safeguard is not None else (None, 0)
 
     def record(self, path: Path) -> None:
         """Write a bundle of the last call; errors as of `TrainStep.record`."""

@@ -1,4 +1,4 @@
-"""What a training step reads and writes besides its batch, brought up to date before each call."""
+"""What a training step reads and writes besides its batch: `read`, before a call, and `TrainingState`, which writes behind it."""
 
 from __future__ import annotations
 
@@ -6,79 +6,158 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
-from ..compiler.model_index import ModelIndex
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
 from ..optimizers.update import Update
 from ..report.data import Report
-from .ema import COUNTS, EmaState
-from .function import GATHERED
-from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS, LossScale
-from .objective import ObjectiveModules
+from .ema import COUNTS
+from .function import ACCUMULATED
+from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS
 from .optimizer_list import OptimizerList
 from .optimizer_state import OptimizerState, Option, Structure, cycled, schedulable_options
 from .options import StepOptions
 from .parameters import check_state, trained_parameters
-from .safeguard import KeptBuffers, SafeguardState
+from .parts import StepParts
+from .safeguard import KeptBuffers
 
 log = logging.getLogger(__name__)
 
 
-class TrainingState:
-    """Parameters, the optimizer's state, the loss scale and gathered gradients, as the lists that a step's function takes.
-
-    Args:
-        model, optimizers: the user's.
-        objective_modules: what is trained of the objective.
-        options: of the step.
-        scale: the loss scale.
-        safeguard, ema: of the step, or None.
-        buffers: puts back the buffers that a skipped step has replaced; None without a safeguard.
-        report: where what the graph does not update is noted.
-        index: is told the names of all that is here.
-        device: of what is trained, when the step was made.
+@dataclass
+class StepLists:
+    """Parameters, the optimizer's state, the loss scale and accumulated gradients, as the lists that a step's function takes.
 
     Attributes:
         params: what is trained, in the order of the updates.
         names: of parameters, by id.
-        buffers: the gathered gradients of `params`; [] where no calls accumulate.
-        gathered: ids of the parameters that have a gradient there.
+        buffers: the accumulated gradients of `params`; [] where no calls accumulate.
+        optimizer: the optimizer's state; None where it updates outside of the graph.
+        averaged: those of `params` that have an average, where there are averages.
+        scalars: learning rates, counts of updates, the loss scale.
+        plan: what happens to the gradients, a `StepPlan` as JSON.
+        schedulable: what a schedule may change, learning rates aside.
+        scheduled: what has changed of it, or a scheduler says that it will change.
+    """
+
+    params: list[Tensor] = field(default_factory=list)
+    names: dict[int, str] = field(default_factory=dict)
+    buffers: list[Tensor] = field(default_factory=list)
+    optimizer: OptimizerState | None = None
+    averaged: list[Tensor] = field(default_factory=list)
+    scalars: list[Tensor] = field(default_factory=list)
+    plan: str = ""
+    schedulable: dict[Option, Any] = field(default_factory=dict)
+    scheduled: set[Option] = field(default_factory=set)
+
+
+def read(parts: StepParts, before: StepLists, labels: dict[int, int]) -> StepLists:
+    """Make the lists, and write down for the graph what happens to the gradients.
+
+    Args:
+        before: the lists up to now.
+        labels: as of `OptimizerState`.
+
+    Raises:
+        ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
+    """
+    optimizers, options, ema = parts.optimizers, parts.options, parts.ema
+    trained = trained_parameters(parts.model, parts.objective_modules, optimizers)
+    if trained[0].device != parts.device:
+        raise ValueError(f"apexfx: the model was on {parts.device} when the step was made, and is now on {trained[0].device}; "
+                         "make a new step")
+    schedulable = schedulable_options(optimizers)
+    scheduled = before.scheduled | {option for option, now in schedulable.items() if before.schedulable.get(option, now) != now}
+    scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
+    outside = check_optimizer(optimizers, trained, options, parts.scale.mode, scheduled=scheduled)
+    note_what_is_outside(optimizers, outside, parts.report, averages=ema is not None, skips=parts.may_skip)
+    of_objective, _ = parts.objective_modules.named_tensors()
+    names = {id(p): name for name, p in (*parts.model.named_parameters(), *of_objective.items())}
+    state = None
+    if not outside:
+        # Before numbers that parameters share are taken apart.
+        check_state([*((names[id(p)], p) for p in trained), *optimizers.named_state(trained, names)])
+        state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled)
+        note_what_is_scheduled(state.updates, parts.report)
+    params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
+    buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
+               for p in params] if options.accumulate > 1 else []
+    of_model = set(map(id, parts.model.parameters()))
+    averaged = [p for p in params if id(p) in of_model]
+    if ema is not None:
+        ema.hold(averaged)
+    of_step = {**parts.scale.tensors, **(parts.safeguard.tensors if parts.safeguard is not None else {})}
+    if ema is not None and state is not None:
+        of_step[COUNTS] = ema.counts
+    scalars = {**of_step, **(state.scalars if state is not None else {})}
+    left_out = [place for place, p in enumerate(params) if id(p) not in of_model]
+    parts.index.add_parameters(of_objective)
+    parts.index.add_states({
+        **(dict(state.named(names)) if state is not None else {}), **of_step,
+        **{f"{names[id(p)]}{ACCUMULATED}": buffer for p, buffer in zip(params, buffers)},
+        **{f"{names[id(p)]}.average": average for p, average in zip(averaged, ema.averages if ema is not None else ())}})
+    return StepLists(params, names, buffers, state, averaged, list(scalars.values()),
+                     _plan(parts, state, list(scalars), left_out), schedulable, scheduled)
+
+
+def _plan(parts: StepParts, state: OptimizerState | None, scalars: list[str], left_out: Sequence[int]) -> str:
+    """Return what a step does with its gradients, as JSON.
+
+    Args:
+        state: the optimizer's, or None.
+        scalars: the names of all.
+        left_out: places of parameters without an average.
+    """
+    is_dynamic = parts.scale.mode == "dynamic"
+    max_grad_norm, clip_epsilon = clipping(parts.optimizers, parts.options)
+    return StepPlan(
+        groups=state.rows(scalars) if state is not None else (),
+        scale=scalars.index(SCALE) if SCALE in scalars else None,
+        growth_tracker=scalars.index(GROWTH) if is_dynamic else None,
+        max_scale=MAX_SCALE if is_dynamic else None,
+        max_grad_norm=max_grad_norm,
+        clip_epsilon=clip_epsilon,
+        skips=scalars.index(SKIPS) if SKIPS in scalars else None,
+        safeguard=parts.safeguard.row(scalars) if parts.safeguard is not None else None,
+        ema=parts.ema.row(scalars, left_out) if parts.ema is not None and state is not None else None,
+        keeps_gradients=parts.options.keep_grads or state is None,
+    ).to_json()
+
+
+class TrainingState:
+    """What a step has read and what it writes, and whether it is whole.
+
+    Args:
+        parts: of the step.
+        kept_buffers: puts back the buffers that a skipped step has replaced; None without a safeguard.
+
+    Attributes:
+        lists: as they were read last.
+        accumulated: ids of the parameters that have a gradient in `lists.buffers`.
         num_calls: how many calls there were since the step was made or loaded a state.
         changed: whether the call under way has changed something.
         communicated: whether it has begun to communicate.
     """
 
-    def __init__(self, model: nn.Module, optimizers: OptimizerList, objective_modules: ObjectiveModules,
-                 options: StepOptions, scale: LossScale, safeguard: SafeguardState | None, ema: EmaState | None,
-                 buffers: KeptBuffers | None, report: Report, index: ModelIndex, device: torch.device) -> None:
-        self._model, self._optimizers, self._objective_modules = model, optimizers, objective_modules
-        self._safeguard, self._ema, self._kept_buffers = safeguard, ema, buffers
-        self._options, self._scale, self._report, self._index, self._device = options, scale, report, index, device
+    def __init__(self, parts: StepParts, kept_buffers: KeptBuffers | None) -> None:
+        self._parts, self._kept_buffers = parts, kept_buffers
+        self.lists = StepLists()
         self._structure: Structure | None = None  # of the optimizers, which the lists follow from
-        self._num_hooks = num_hooks()
         self._of_guards: list[Any] = []  # what they follow from as well, and guards of graphs see
+        self._num_hooks = num_hooks()
+        self._labels: dict[int, int] = {}  # of parameters that are counted apart
         self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
-        self._optimizer_state: OptimizerState | None = None  # None where the optimizer updates outside of the graph
-        self._labels: dict[int, int] = {}
-        self._schedulable: dict[Option, Any] = {}  # what a schedule may change, learning rates aside
-        self._scheduled: set[Option] = set()  # what has changed of it, or a scheduler says that it will change
-        self._scalars: list[Tensor] = []
-        self._plan = ""
-        self._not_averaged: list[int] = []  # places of parameters, those of the objective
-        self.params: list[Tensor] = []
-        self.names: dict[int, str] = {}
-        self.buffers: list[Tensor] = []
-        self.gathered: set[int] = set()
+        self.accumulated: set[int] = set()
         self.num_calls = 0
         self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
-        weakref.finalize(self, _warn_of_gathered, self.gathered)
+        weakref.finalize(self, _warn_of_accumulated, self.accumulated)
 
     # ---- before a call ----------------------------------------------------------------------------------------------------
 
@@ -88,108 +167,53 @@ class TrainingState:
         Args:
             cached: for graphs that were compiled before alone, whose guards see the rest.
         """
-        if self._structure is None or self._structure.has_changed() \
-                or self._optimizer_state is not None and self._optimizer_state.was_counted_by_others() \
+        state = self.lists.optimizer
+        if self._structure is None or self._structure.has_changed() or state is not None and state.was_counted_by_others() \
                 or self._has_new_hooks() or not cached and self._structure.of_guards() != self._of_guards:
-            self._read_optimizer()
-        if self._optimizer_state is not None:
-            self._optimizer_state.set_hyperparameters()
+            self._read()
+        if self.lists.optimizer is not None:
+            self.lists.optimizer.set_hyperparameters()
 
     def inputs(self) -> dict[str, Any]:
         """Return what `StepInputs` has of this."""
-        state, averages = self._optimizer_state, self._ema.averages if self._ema is not None else []
-        return {"params": self.params, "buffers": self.buffers,
-                "gathered": [id(p) in self.gathered for p in self.params] if self.buffers else [],
-                "states": [*state.states, *averages] if state is not None else [], "scalars": self._scalars,
-                "scale": self._scale.tensors.get(SCALE), "calls": self._options.accumulate, "plan": self._plan}
+        lists, averages = self.lists, self._parts.ema.averages if self._parts.ema is not None else []
+        return {"params": lists.params, "buffers": lists.buffers,
+                "accumulated": [id(p) in self.accumulated for p in lists.params] if lists.buffers else [],
+                "states": [*lists.optimizer.states, *averages] if lists.optimizer is not None else [], "scalars": lists.scalars,
+                "scale": self._parts.scale.tensors.get(SCALE), "calls": self._parts.options.accumulate, "plan": lists.plan}
 
-    def num_gathered_calls(self) -> int:
-        """Return how many calls have gathered gradients that are not applied."""
-        return self.num_calls % self._options.accumulate
+    def num_accumulated_calls(self) -> int:
+        """Return how many calls have accumulated gradients that are not applied."""
+        return self.num_calls % self._parts.options.accumulate
 
-    def _read_optimizer(self) -> None:
-        """Make the lists, and write down for the graph what happens to the gradients."""
+    def name_of(self, place: int) -> str | None:
+        """Return the name of one of the parameters."""
+        return self.lists.names.get(id(self.lists.params[place])) if place < len(self.lists.params) else None
+
+    def _read(self) -> None:
         self._structure = None
-        if self._safeguard is not None and self.params:  # events have the places of parameters in the lists of then
-            self._safeguard.read(self.name_of)
+        if self._parts.safeguard is not None and self.lists.params:  # events have the places of parameters in the lists of then
+            self._parts.safeguard.read(self.name_of)
         if self._before is None:
-            self._before = [{p: dict(held) for p, held in optimizer.state.items()} for optimizer in self._optimizers]
-        trained = trained_parameters(self._model, self._objective_modules, self._optimizers)
-        if trained[0].device != self._device:
-            raise ValueError(f"apexfx: the model was on {self._device} when the step was made, and is now on "
-                             f"{trained[0].device}; make a new step")
-        if self.num_gathered_calls() and set(map(id, trained)) != set(map(id, self.params)):
-            raise RuntimeError(f"apexfx: other parameters are to be trained after {self.num_gathered_calls()} of "
-                               f"{self._options.accumulate} calls that accumulate; change them after the call that applies the "
-                               "gradients")
-        before, self._schedulable = self._schedulable, schedulable_options(self._optimizers)
-        self._scheduled |= {option for option, now in self._schedulable.items() if before.get(option, now) != now}
-        self._scheduled = (self._scheduled | cycled(self._optimizers)) & self._schedulable.keys()
-        outside = check_optimizer(self._optimizers, trained, self._options, self._scale.mode, scheduled=self._scheduled)
-        note_what_is_outside(self._optimizers, outside, self._report, averages=self._ema is not None,
-                             skips=self._scale.mode is not None or self._safeguard is not None)
-        of_objective, _ = self._objective_modules.named_tensors()
-        self.names = {id(p): name for name, p in (*self._model.named_parameters(), *of_objective.items())}
-        if not outside:  # before numbers that parameters share are taken apart
-            check_state([*((self.names[id(p)], p) for p in trained), *self._optimizers.named_state(trained, self.names)])
-        state = None if outside else OptimizerState(list(self._optimizers), set(map(id, trained)), self._labels, self._scheduled)
-        if state is not None:
-            note_what_is_scheduled(state.updates, self._report)
-        known = dict(zip(map(id, self.params), self.buffers))
-        self._optimizer_state, self.params = state, trained if state is None else state.params
-        if self._options.accumulate > 1:
-            self.buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
-                            for p in self.params]
-        of_model = set(map(id, self._model.parameters()))
-        self._not_averaged = [place for place, p in enumerate(self.params) if id(p) not in of_model]
-        if self._ema is not None:
-            self._ema.hold(self._averaged())
-        of_step = {**self._scale.tensors, **(self._safeguard.tensors if self._safeguard is not None else {})}
-        if self._ema is not None and state is not None:
-            of_step[COUNTS] = self._ema.counts
-        scalars = {**of_step, **(state.scalars if state is not None else {})}
-        self._scalars, self._plan = list(scalars.values()), self._make_plan(list(scalars))
-        self._index.add_parameters(of_objective)
-        self._index.add_states({**(dict(state.named(self.names)) if state is not None else {}), **of_step,
-                                **{f"{self.names[id(p)]}{GATHERED}": b for p, b in zip(self.params, self.buffers)},
-                                **({f"{self.names[id(p)]}.average": average for p, average in zip(self._averaged(),
-                                                                                                  self._ema.averages)}
-                                   if self._ema is not None else {})})
-        self._structure = Structure(list(self._optimizers), self._scheduled)
+            self._before = [{p: dict(held) for p, held in each.state.items()} for each in self._parts.optimizers]
+        lists = read(self._parts, self.lists, self._labels)
+        if (num_calls := self.num_accumulated_calls()) and set(map(id, lists.params)) != set(map(id, self.lists.params)):
+            raise RuntimeError("apexfx: other parameters are to be trained after "
+                               f"{num_calls} of {self._parts.options.accumulate} calls that accumulate; change them after the "
+                               "call that applies the gradients")
+        self.lists = lists
+        self._structure = Structure(list(self._parts.optimizers), lists.scheduled)
         self._of_guards = self._structure.of_guards()
-
-    def _averaged(self) -> list[Tensor]:
-        return [p for place, p in enumerate(self.params) if place not in self._not_averaged]
 
     def _has_new_hooks(self) -> bool:
         """Return whether a hook is on a parameter that was not there when the lists were made."""
         before, self._num_hooks = self._num_hooks, num_hooks()
-        return self._num_hooks != before and any(map(has_gradient_hooks, self.params))
-
-    def _make_plan(self, scalars: list[str]) -> str:
-        state, dynamic = self._optimizer_state, self._scale.mode == "dynamic"
-        max_grad_norm, clip_epsilon = clipping(self._optimizers, self._options)
-        return StepPlan(
-            groups=state.rows(scalars) if state is not None else (),
-            scale=scalars.index(SCALE) if SCALE in scalars else None,
-            growth_tracker=scalars.index(GROWTH) if dynamic else None,
-            max_scale=MAX_SCALE if dynamic else None,
-            max_grad_norm=max_grad_norm,
-            clip_epsilon=clip_epsilon,
-            skips=scalars.index(SKIPS) if SKIPS in scalars else None,
-            safeguard=self._safeguard.row(scalars) if self._safeguard is not None else None,
-            ema=self._ema.row(scalars, self._not_averaged) if self._ema is not None and state is not None else None,
-            keeps_gradients=self._options.keep_grads or state is None,
-        ).to_json()
-
-    def name_of(self, place: int) -> str | None:
-        """Return the name of one of `params`."""
-        return self.names.get(id(self.params[place])) if place < len(self.params) else None
+        return self._num_hooks != before and any(map(has_gradient_hooks, self.lists.params))
 
     # ---- around a call ----------------------------------------------------------------------------------------------------
 
     def note_change(self) -> None:
-        """Note that parameters, buffers, state or gathered gradients change from now on."""
+        """Note that parameters, buffers, state or accumulated gradients change from now on."""
         self.changed = True
 
     def note_communication(self) -> None:
@@ -197,7 +221,7 @@ class TrainingState:
         self.communicated = True
 
     def check_whole(self) -> None:
-        """Raise where an earlier call failed half-way."""
+        """Raise where a previous step failed after it had modified state."""
         if self._broken:
             raise RuntimeError(f"apexfx: an earlier step failed after it had begun to change parameters, buffers or optimizer "
                                f"({self._broken}), and may have left them half changed; load a checkpoint by the step's own "
@@ -218,7 +242,7 @@ class TrainingState:
             if self.changed or self.communicated and not isinstance(error, RankMismatchError):
                 self._broken = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             elif self._before is not None:
-                for optimizer, state in zip(self._optimizers, self._before):
+                for optimizer, state in zip(self._parts.optimizers, self._before):
                     optimizer.state.clear()
                     optimizer.state.update(state)
                 self._structure = None
@@ -231,14 +255,14 @@ class TrainingState:
     def keep_buffers(self, *, cached: bool = False) -> None:
         """Keep the buffers that a skipped step is to have; `cached` for graphs that were compiled before alone."""
         if self._kept_buffers is not None:
-            if not self.num_gathered_calls():
+            if not self.num_accumulated_calls():
                 self._kept_buffers.forget()  # of a call that failed, or was captured alone
             self._kept_buffers.keep(cached=cached)
 
-    def note_gathered(self, present: Sequence[bool]) -> None:
-        """Note which parameters a call has gathered gradients of."""
+    def note_accumulated(self, present: Sequence[bool]) -> None:
+        """Note which parameters a call has accumulated gradients of."""
         self.num_calls += 1
-        self.gathered.update(id(p) for p, here in zip(self.params, present) if here)
+        self.accumulated.update(id(p) for p, here in zip(self.lists.params, present) if here)
 
     def note_applied(self, skip: Tensor, present: Sequence[bool], gradients: Sequence[Tensor]) -> None:
         """Hand gradients out of the graph, and let an optimizer that is not in it do its step.
@@ -248,51 +272,53 @@ class TrainingState:
             present: for each parameter whether it had a gradient.
             gradients: those that left the graph.
         """
+        options, optimizers, lists = self._parts.options, self._parts.optimizers, self.lists
         self.end_accumulation()
         if self._kept_buffers is not None:
             self._kept_buffers.undo(skip)
-        if self._options.keep_grads or self._optimizer_state is None:
-            self._drop_gradients()  # what nobody computed now is not to be applied
+        if options.keep_grads or lists.optimizer is None:
+            self._drop_gradients()  # what no graph computed now is not to be applied
             left = iter(_unshared(gradients))
-            for p, here in zip(self.params, present):
+            for p, here in zip(lists.params, present):
                 p.grad = next(left) if here else None
-        if self._optimizer_state is not None:
-            self._note_updated(self.params if all(present) else [p for p, here in zip(self.params, present) if here])
+        if lists.optimizer is not None:
+            self._note_updated(lists.params if all(present) else [p for p, here in zip(lists.params, present) if here])
             return
-        if self._scale.mode is None and self._safeguard is None or not skip.item():
-            self._optimizers.step()
-            if self._ema is not None:
-                masters = {id(p): held["master_param"] for each in self._optimizers for p, held in each.state.items()
+        if not self._parts.may_skip or not skip.item():
+            optimizers.step()
+            if (ema := self._parts.ema) is not None:
+                masters = {id(p): held["master_param"] for each in optimizers for p, held in each.state.items()
                            if "master_param" in held}
-                self._ema.follow([masters.get(id(p), p) for p in self._averaged()])
-        if not self._options.keep_grads:
+                ema.follow([masters.get(id(p), p) for p in lists.averaged])
+        if not options.keep_grads:
             self._drop_gradients()
 
     def end_accumulation(self) -> None:
-        """Count what was gathered as done."""
-        self.num_calls += self._options.accumulate - self.num_gathered_calls()
-        self.gathered.clear()
+        """Count what was accumulated as done."""
+        self.num_calls += self._parts.options.accumulate - self.num_accumulated_calls()
+        self.accumulated.clear()
 
     def _note_updated(self, updated: Sequence[Tensor]) -> None:
+        state = self.lists.optimizer
         torch.autograd.graph.increment_version(updated)
-        for optimizer in self._optimizers:
+        for optimizer in self._parts.optimizers:
             note_optimizer_ran(optimizer)
-        self._optimizer_state.note_run()
-        labels = self._optimizer_state.split(set(map(id, updated))) if len(updated) < len(self.params) else None
+        state.note_run()
+        labels = state.split(set(map(id, updated))) if len(updated) < len(self.lists.params) else None
         if labels is not None:
             self._labels = labels
-            self._read_optimizer()
+            self._read()
 
     def _drop_gradients(self) -> None:
-        for group in self._optimizers.param_groups:
+        for group in self._parts.optimizers.param_groups:
             for p in group["params"]:
                 p.grad = None
 
-    def drop_gathered(self) -> None:
-        """Forget gathered gradients, and that a call failed: a state was loaded."""
-        for buffer in self.buffers:
+    def drop_accumulated(self) -> None:
+        """Forget accumulated gradients, and that a call failed: a state was loaded."""
+        for buffer in self.lists.buffers:
             buffer.zero_()
-        self.gathered.clear()
+        self.accumulated.clear()
         if self._kept_buffers is not None:
             self._kept_buffers.forget()
         self.num_calls, self._broken = 0, ""
@@ -393,7 +419,7 @@ def note_ranks_apart(none: str, outside: str, options: StepOptions, report: Repo
             log.warning(message)
 
 
-def _warn_of_gathered(gathered: set[int]) -> None:
-    if gathered:
-        log.warning("apexfx: a training step is dropped that has gathered gradients of %d parameters and not applied them: the "
-                    "number of calls was no multiple of accumulate=. Call step.flush() after the last", len(gathered))
+def _warn_of_accumulated(accumulated: set[int]) -> None:
+    if accumulated:
+        log.warning("apexfx: a training step is dropped that has accumulated gradients of %d parameters and not applied them: "
+                    "the number of calls was no multiple of accumulate=. Call step.flush() after the last", len(accumulated))

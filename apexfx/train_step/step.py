@@ -37,6 +37,7 @@ from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
 from .parameters import set_up_step, trained_parameters
+from .parts import StepParts
 from .replicas import replica_check
 from .safeguard import Event, KeptBuffers, SafeguardState
 from .skipped_steps import Recorder, SkippedSteps
@@ -62,44 +63,42 @@ class TrainStep:
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
         passes.check_names(config, is_train_step=True)
         self.model, self.optimizer, self._objective, self._options = model, optimizer, objective, options
-        self.report = Report(options.describe())
-        self._groups = Groups(config)
-        check_modules(model, self._groups.batch_norm)
-        self._objective_modules = ObjectiveModules(objective, model, modules)
+        self.report = report = Report(options.describe())
+        self._groups = groups = Groups(config)
+        check_modules(model, groups.batch_norm)
+        self._objective_modules = objective_modules = ObjectiveModules(objective, model, modules)
         self._optimizers = optimizers = OptimizerList(optimizer)
-        trained = trained_parameters(model, self._objective_modules, optimizers)
-        self._device = trained[0].device
+        trained = trained_parameters(model, objective_modules, optimizers)
+        self._device = device = trained[0].device
         half = config.half_dtype(p.device for p in model.parameters())
         casts_to = half if config.level.half_parameters else None
         in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
-        self._scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None,
-                                self._device)
+        scale = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
+        self._scale = LossScale(scale, device)
         self._safeguard = None if options.safeguard is None else SafeguardState(
-            options.safeguard, self._device, self._scale.tensors.get(SKIPS), options.accumulate)
+            options.safeguard, device, self._scale.tensors.get(SKIPS), options.accumulate)
         self._ema = EmaState(options.ema) if options.ema is not None else None
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
-        note_what_is_outside(optimizers, outside, self.report, averages=options.ema is not None,
+        note_what_is_outside(optimizers, outside, report, averages=options.ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
-        report_peak_gradient_memory(trained, options, self.report)
+        report_peak_gradient_memory(trained, options, report)
         self._outside = outside
-        note_ranks_apart(averaged_over_none(config), outside, options, self.report)
+        note_ranks_apart(averaged_over_none(config), outside, options, report)
         # From here on, things change.
-        self._agreement = set_up_step(model, self._objective_modules, optimizers, self._groups, options)
-        self._step_model = StepModel(model, self._objective_modules, self._groups.batch_norm, casts_to, self.report)
-        index = ModelIndex(lambda: model, self._step_model.stand_ins.of)
+        self._agreement = set_up_step(model, objective_modules, optimizers, groups, options)
+        step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
+        parts = self._parts = StepParts(
+            model, step_model, objective, objective_modules, optimizers, options, self._scale, self._safeguard, self._ema, report,
+            ModelIndex(lambda: model, step_model.stand_ins.of), groups, self._agreement, device)
         buffers = None if options.safeguard is None else KeptBuffers(
-            lambda: itertools.chain(*(each.modules() for each in (model, *self._objective_modules.given))),
-            gathers=options.accumulate > 1)
-        self._state = TrainingState(model, optimizers, self._objective_modules, options, self._scale, self._safeguard,
-                                    self._ema, buffers, self.report, index, self._device)
-        runner = StepGraphs if options.fallback is None else StepInPieces
-        self._graphs = runner(self._step_model, objective, self._state, options, report=self.report, groups=self._groups,
-                              agreement=self._agreement, index=index)
-        self._replicas = replica_check(options.safeguard, self._groups, self.report)
-        self._skipped = SkippedSteps(self._graphs, scale=self._scale, safeguard=self._safeguard, name_of=self._state.name_of,
-                                     accumulates=options.accumulate > 1, device=self._device)
-        self._recorder = Recorder(self._graphs, self._state, self._skipped, self._safeguard, options, self._agreement,
-                                  self._groups.gradients, self.report.config, self._device)
+            lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
+            accumulates=options.accumulate > 1)
+        self._state = TrainingState(parts, buffers)
+        self._graphs = (StepGraphs if options.fallback is None else StepInPieces)(parts, self._state)
+        self._replicas = replica_check(options.safeguard, groups, report)
+        self._skipped = SkippedSteps(parts, self._graphs, self._state.name_of)
+        self._recorder = Recorder(parts, self._graphs, self._state, self._skipped)
+        self._records = options.safeguard is not None and options.safeguard.record_dir is not None
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -111,8 +110,8 @@ class TrainStep:
         Raises:
             ValueError, TypeError: a loss that is not a scalar, or depends on no parameter; a change of model or optimizer that
                 does not fit.
-            RuntimeError: something that cannot be captured, without `fallback`; the message has the place. A step before has
-                failed half-way.
+            RuntimeError: something that cannot be captured, without `fallback`; the message has the place. A previous
+                step failed after it had modified state.
             TypeError, ValueError, RuntimeError, ...: what the model or the loss raises in eager for such a batch; a note says how
                 the step was called.
             RankMismatchError: the ranks run different graphs, or it could be captured on some of them only.
@@ -124,47 +123,48 @@ class TrainStep:
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
         check_alive(self._groups.user)
         note_ranks_apart(averaged_over_none(self.config), self._outside, self._options, self.report)
-        call = Call(self._objective, batch, named, self.report)
-        self._recorder.record_where_skipped()
-        with self._state.all_or_nothing():
-            self._state.prepare(cached=True)
-            if self._scale.mode is None and _autocast_dtype(self._device) == torch.float16:
-                raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
-                                 "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
-                                 "pass loss_scale='dynamic'")
+        if self._records:
+            self._recorder.record_where_skipped()
+        state, call = self._state, Call(self._objective, batch, named, self.report)
+        with state.all_or_nothing():
+            state.prepare(cached=True)
+            self._check_autocast()
             self._skipped.start_call(batch, named)
-            gathers = self._state.num_gathered_calls() + 1 < self._options.accumulate
-            if self._agreement is not None and not gathers:
+            accumulates = state.num_accumulated_calls() + 1 < self._options.accumulate
+            if self._agreement is not None and not accumulates:
                 self._agreement.begin()
             with call.explained():
-                loss, rest, *ran = self._graphs.run(batch, named, gathers=gathers)
-            if gathers:
-                self._state.note_gathered(*ran)
+                loss, rest, *ran = self._graphs.run(batch, named, accumulates=accumulates)
+            if accumulates:
+                state.note_accumulated(*ran)
             else:
                 self._note_applied(*ran)
-        self._check_replicas(updated=not gathers)
-        if not gathers:
-            self._check_skips()
-        if skips := self._scale.skips_to_tell():
-            log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
-                        skips, self.loss_scale, self._skipped.where())
+        self._look_behind(updated=not accumulates)
         return (loss, *rest) if rest else loss
+
+    def _check_autocast(self) -> None:
+        if self._scale.mode is None and torch.is_autocast_enabled(self._device.type) \
+                and torch.get_autocast_dtype(self._device.type) == torch.float16:
+            raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
+                             "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
+                             "pass loss_scale='dynamic'")
 
     def _note_applied(self, skip: Tensor, norm: Tensor, present: list[bool], gradients: list[Tensor]) -> None:
         self._state.note_applied(skip, present, gradients)
         self._skipped.finish_call(skip, norm)
 
     def flush(self) -> None:
-        """Apply the average of what calls have gathered since the last update, where they are fewer than `accumulate`.
+        """Apply the average of what calls have accumulated since the last update, where they are fewer than `accumulate`.
 
-        It runs op by op. Nothing is updated where no gradient is gathered. Over ranks, all have to call it at once.
+        It runs op by op. Nothing is updated where no gradient is accumulated. Over ranks, all have to call it at once.
 
         Raises:
-            RankMismatchError: the ranks have not gathered from as many calls.
+            RankMismatchError: the ranks have not accumulated from as many calls.
             Others: as a call.
         """
-        self._recorder.record_where_skipped()
-        state, num_calls = self._state, self._state.num_gathered_calls()
+        if self._records:
+            self._recorder.record_where_skipped()
+        state, num_calls = self._state, self._state.num_accumulated_calls()
         with state.all_or_nothing(), torch.no_grad():
             self._skipped.forget_call()
             if self._agreement is not None and self._groups.gradients is not None:
@@ -173,35 +173,37 @@ class TrainStep:
                 return
             state.prepare()
             factor = self._options.accumulate / num_calls
-            grads = [b * factor if id(p) in state.gathered else None for p, b in zip(state.params, state.buffers)]
+            lists = state.lists
+            grads = [b * factor if id(p) in state.accumulated else None for p, b in zip(lists.params, lists.buffers)]
             state.note_communication()
-            grads = averaged_copies(state.names, state.params, grads, self._options.config.buckets, self._groups.gradients)
+            grads = averaged_copies(lists.names, lists.params, grads, self._options.config.buckets, self._groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.end_accumulation()
                 if self._safeguard is not None:
-                    self._safeguard.count_gathered(num_calls)
+                    self._safeguard.count_accumulated(num_calls)
                 return
             state.note_change()
             inputs = StepInputs(self.model, self._objective, **state.inputs())
             inputs.plan = StepPlan.from_json(inputs.plan).of_calls(num_calls).to_json()
             applied = apply_gradients(inputs, grads)
-            for buffer in state.buffers:
+            for buffer in lists.buffers:
                 buffer.zero_()
             self._note_applied(*applied)
-        self._check_replicas(updated=True)
-        self._check_skips()
+        self._look_behind(updated=True)
 
-    def _check_skips(self) -> None:
-        if skips := self._skipped.too_many():
-            self._recorder.record_where_skipped()
-            raise NonFiniteError(f"apexfx: {count_text(skips, 'step')} in a row skipped, and nothing is trained any more. The "
-                                 f"last: {self.events[-1]}")
-
-    def _check_replicas(self, *, updated: bool) -> None:
+    def _look_behind(self, *, updated: bool) -> None:
+        """Compare replicas, count skips and tell of them, where that was asked for."""
         if self._replicas is not None:
             self._replicas.finish()
             if updated:
-                self._replicas.note_update(self._state.names, self._state.params, self._optimizers, self._ema)
+                self._replicas.note_update(self._state.lists.names, self._state.lists.params, self._optimizers, self._ema)
+        if updated and self._safeguard is not None and (skips := self._safeguard.too_many()):
+            self._recorder.record_where_skipped()
+            raise NonFiniteError(f"apexfx: {count_text(skips, 'step')} in a row skipped, and nothing is trained any more. The "
+                                 f"last: {self.events[-1]}")
+        if self._scale.mode is not None and (skips := self._scale.skips_to_tell()):
+            log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
+                        skips, self.loss_scale, self._skipped.where())
 
     def capture(self, /, *batch: Any, **named: Any) -> Report:
         """Compile the graph that a batch like this one needs, and run nothing: for its report, memory included.
@@ -231,7 +233,7 @@ class TrainStep:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
-        return trace_gradients(self._step_model, self._objective, config, self._groups, params, batch, named,
+        return trace_gradients(self._parts.step_model, self._objective, config, self._groups, params, batch, named,
                                scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 
     def __repr__(self) -> str:
@@ -303,7 +305,7 @@ class TrainStep:
 
     @property
     def updated(self) -> Tensor:
-        """Whether the last call, or `flush()`, updated the parameters, and neither gathered alone nor was skipped: 0-d, bool."""
+        """Whether the last call, or `flush()`, updated the parameters, neither accumulated nor skipped: 0-d, bool."""
         skip = self._skipped.skip
         return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._device)
 
@@ -315,7 +317,7 @@ class TrainStep:
         more stays what its average was. Parameters of the objective are not averaged.
 
         Raises:
-            RuntimeError: the step averages nothing, or an earlier one has failed half-way.
+            RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied.
         """
         if self._ema is None:
@@ -337,13 +339,13 @@ class TrainStep:
         """Return the state of model, optimizer, loss scale, safeguard and averages, and what is trained of the objective.
 
         Raises:
-            RuntimeError: between the calls that accumulate: what they have gathered belongs to no checkpoint.
+            RuntimeError: between the calls that accumulate: what they have accumulated belongs to no checkpoint.
             ReplicaMismatchError: as a call.
         """
         self._state.check_whole()
         if self._replicas is not None:
             self._replicas.finish()
-        if num_calls := self._state.num_gathered_calls():
+        if num_calls := self._state.num_accumulated_calls():
             raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {self._options.accumulate} calls that "
                                "accumulate gradients; save after the call that applies them, or call flush() before")
         of_objective = self._objective_modules.state_dict()
@@ -395,13 +397,9 @@ class TrainStep:
             self._ema.load_state_dict(state.get("ema", {"averages": {}, "counts": {}}), self.model)
         if self._replicas is not None:
             self._replicas.forget()
-        self._state.drop_gathered()
+        self._state.drop_accumulated()
         self._skipped.forget_call()
         self._skipped.norm = None
 
     def _num_ranks(self) -> int:
         return dist.get_world_size(self._groups.user) if self._groups.user is not None else 1
-
-
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None

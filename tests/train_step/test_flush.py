@@ -162,7 +162,7 @@ def test_a_step_that_is_dropped_with_gathered_gradients_warns(caplog, calls, war
                 step.state_dict()
         del step
         gc.collect()
-    assert ("has gathered gradients of 4 parameters and not applied them" in caplog.text) == warns
+    assert ("has accumulated gradients of 4 parameters and not applied them" in caplog.text) == warns
 
 
 def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():

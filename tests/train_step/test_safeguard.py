@@ -275,7 +275,7 @@ def test_flush_of_a_bad_batch_takes_everything_back():
     with pytest.raises(apexfx.NonFiniteError, match=r"1 step in a row skipped.*call 2 \(batches 4 to 5\): not finite"):
         step.flush()
     assert not bool(step.updated) and step.events[-1].call == 2
-    assert step.events[-1].where == "flush() applied what calls had gathered, op not searched"
+    assert step.events[-1].where == "flush() applied what calls had accumulated, op not searched"
     assert_equal(everything(step), before)
     with pytest.raises(apexfx.NonFiniteError, match=r"call 3 \(batches 6 to 8\): not finite"):
         for kind in (GOOD, NAN_INPUT, GOOD):
