@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import registries
@@ -79,7 +78,7 @@ class Event:
         parameter: the first whose gradient is not finite; None for a spike.
         where: the first op that made something that is not finite, and the line of the program it comes from, or why no op was
             searched: the last step alone can be looked into. "" for a spike.
-        batches: the first and the last call that accumulated its gradients, counted from 1, of all; None in an older checkpoint.
+        batches: the first and the last call that accumulated its gradients, counted from 1, of all.
         average, limit: of a spike, the running average of the norm, and the norm that it allows; else None, and in an older
             checkpoint.
     """
@@ -186,22 +185,20 @@ class SafeguardState:
         self.tensors[STATE][3] += num_calls
 
     def check(self, state: Mapping[str, Tensor]) -> None:
-        """Refuse what no safeguard has saved, of an older release either.
+        """Refuse what no safeguard has saved.
 
         Raises:
             ValueError: names and shapes.
         """
         for name, own in self.tensors.items():
             saved = list(state[name].shape) if name in state else list(own.shape)
-            if len(saved) != own.dim() or saved[:-1] != list(own.shape[:-1]) or saved[-1] > own.shape[-1]:
+            if saved != list(own.shape):
                 raise ValueError(f"apexfx: the state of the safeguard has {name!r} of shape {saved}, expected {list(own.shape)}")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load what `state_dict` returned and `check` let through, behind the state of the loss scale."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(_widened(state[name], tensor)) if name in state else tensor.zero_()
-        if STATE in state and len(state[STATE]) < len(self.tensors[STATE]):  # older: nobody counted calls
-            self.tensors[STATE][3] = self.tensors[STATE][0] * self._calls_an_update
+            tensor.copy_(state[name]) if name in state else tensor.zero_()
         self._forget(int(self.skips[0]))
 
 
@@ -250,14 +247,9 @@ class KeptBuffers:
         self.forget()
 
 
-def _widened(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return what an older release has saved with fewer columns, the others zero."""
-    return F.pad(tensor, (0, max(0, like.shape[-1] - tensor.shape[-1])))
-
-
 def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
     call, reason, norm, place, average, limit, first, last = row
-    batches, known = ((int(first), int(last)), (average, limit)) if last else (None, (None, None))
+    batches = int(first), int(last)
     if reason != NOT_FINITE:
-        return Event(int(call), "spike", norm, None, "", batches, *known)
+        return Event(int(call), "spike", norm, None, "", batches, average, limit)
     return Event(int(call), "not finite", norm, name_of(int(place)) if place != NOBODY else None, NOT_SEARCHED, batches)

@@ -323,26 +323,6 @@ def test_calls_that_reach_nothing_trained_are_counted_among_the_batches():
     assert step.events[-1].batches == (2, 3)
 
 
-def test_a_state_of_an_older_release_loads():
-    """It has neither limits nor the numbers of calls."""
-    step, other = (make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=2)) for _ in range(2))
-    generator = torch.Generator().manual_seed(0)
-    for kind in (GOOD, GOOD, SPIKE, NAN_INPUT):
-        step(*batch(kind, generator))
-    spike = step.events[0]
-    assert str(spike) == f"call 3: spike, norm {spike.norm:g} above {spike.limit:g}, average {spike.average:g}"
-    state = copy.deepcopy(step.state_dict())
-    held = state["safeguard"]
-    held.update(safeguard=held["safeguard"][:3], skipped_steps=held["skipped_steps"][:, :4])
-    other.load_state_dict(state)
-    assert [str(event).partition(":")[0] for event in other.events] == ["call 3", "call 4"]
-    assert told(other.events[0]) == (3, "spike", None, None, None)
-    for each in (step, other):
-        torch.manual_seed(3)
-        each(*batch(SPIKE, torch.Generator().manual_seed(1)))
-    assert other.events[-1] == step.events[-1] and other.events[-1].batches == (5, 5)
-
-
 def test_skips_from_before_there_was_a_safeguard_are_no_events():
     generator = torch.Generator().manual_seed(0)
     before, step = (make(safeguard=guarded, loss_scale="dynamic") for guarded in (None, True))
