@@ -1,12 +1,12 @@
 """The whole training step as one graph: forward, loss, backward, allreduce, clipping, update and loss scale.
 
-Read `options`, `step` (what a user calls), `state` (what a step reads and writes besides its batch), `function` (what Dynamo
-traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what cannot be captured).
-Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides), `averages`,
-`optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a call),
-`loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps`
-(where that began, and bundles that run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the
-parameters); `errors` and `wrong_call` (what a user is told).
+Read `options`, `step` (what a user calls), `parts` (what it is made of), `state` (what it reads and writes besides its batch),
+`function` (what Dynamo traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what
+cannot be captured). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides),
+`averages`, `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a
+call), `loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that
+began, and bundles that run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the parameters);
+`errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         memory_budget: bytes: where more are alive at once along the graph (`report.memory()`), elementwise values of the forward
             are computed again in the backward. None: under Inductor wherever that lowers the peak, and never under "eager".
         fallback: "transform" runs a step that cannot be captured as one graph in pieces: the model as `apexfx.transform` would,
-            the rest op by op; a warning and the report say so. None, the default, raises.
+            the rest op by op; a warning and the report say so. It goes with no part of the step's graph: safeguard, ema,
+            memory_budget, passes of the stage "step". None, the default, raises.
         safeguard: True or an `apexfx.Safeguard`: skip a step whose gradients are not finite, or are a spike, at every dtype, and
             leave nothing of it behind; `step.events` says which. Without it only a loss scale skips steps, and what the forward
             wrote stays.

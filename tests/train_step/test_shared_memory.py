@@ -197,9 +197,9 @@ def write(state, key):
     state[key].fill_(0.5)
 
 
-@pytest.mark.parametrize("change", [move, move_and_write, write])
-@pytest.mark.parametrize(("optimizer", "key"), [(Adam, "step"), (NAdam, "mu_product")])
-@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(("optimizer", "key", "change", "name"), [
+    (Adam, "step", move, "weight"), (Adam, "step", write, "bias"), (NAdam, "mu_product", move_and_write, "weight"),
+    (NAdam, "mu_product", write, "bias")])
 def test_a_number_of_the_state_that_is_moved_or_written_is_read_again(change, optimizer, key, name):
     step, reference = heads(optimizer), Eager(Heads(), optimizer)
     for number, batch in enumerate(samples(6)):
