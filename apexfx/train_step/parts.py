@@ -24,26 +24,11 @@ from .safeguard import SafeguardState
 
 @dataclass(frozen=True)
 class StepParts:
-    """What a training step is made of.
-
-    Attributes:
-        model: the user's.
-        step_model: the same, with stand-ins in their places during a call.
-        objective: `objective(model, *batch, **named)`.
-        objective_modules: what is trained of it.
-        optimizers, options: of the step.
-        scale: the loss scale.
-        safeguard, ema: their state, or None.
-        report: where the graphs' reports go.
-        index: of the names of the tensors of all these.
-        groups: the process groups.
-        agreement: among the ranks; None on one rank.
-        device: of what was trained when the step was made.
-    """
+    """What a training step is made of; None where it has no such part."""
 
     model: nn.Module
-    step_model: StepModel
-    objective: Callable[..., Any]
+    step_model: StepModel  # the same, with stand-ins in their places during a call
+    objective: Callable[..., Any]  # of the model and the batch
     objective_modules: ObjectiveModules
     optimizers: OptimizerList
     options: StepOptions
@@ -54,7 +39,7 @@ class StepParts:
     index: ModelIndex
     groups: Groups
     agreement: Agreement | None
-    device: torch.device
+    device: torch.device  # of what was trained when the step was made
 
     @property
     def may_skip(self) -> bool:

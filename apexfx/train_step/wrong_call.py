@@ -99,12 +99,11 @@ def shown(value: Any) -> str:
         return f"{kind}{str(value.dtype).removeprefix('torch.')}{list(value.shape)}{device}"
     if isinstance(value, Mapping):
         return f"{{{_joined([f'{name!r}: {shown(x)}' for name, x in value.items()])}}}"
-    if isinstance(value, (list, tuple)) and value and not any(isinstance(x, Tensor) for x in tree_leaves(value)):
-        return f"{type(value).__name__} of {len(value)} {type(value[0]).__name__}s"
-    if isinstance(value, list):
-        return f"[{_joined([shown(x) for x in value])}]"
-    if isinstance(value, tuple):
-        return f"({_joined([shown(x) for x in value])}{',' if len(value) == 1 else ''})"
+    if isinstance(value, (list, tuple)):
+        if value and not any(isinstance(x, Tensor) for x in tree_leaves(value)):
+            return f"{type(value).__name__} of {len(value)} {type(value[0]).__name__}s"
+        items = _joined(list(map(shown, value)))
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if len(value) == 1 else ''})"
     return repr(value)[:40] if isinstance(value, (bool, int, float, str, type(None))) else type(value).__name__
 
 
