@@ -88,10 +88,11 @@ class OptimizerList:
             kind = f"those of {len(state)} optimizers" if isinstance(state, list) else "that of one optimizer"
             raise ValueError(f"apexfx: the state holds {kind}, and this step has {self.name}; make the step with the same ones")
         for each, own in zip(self._each, [state] if self._is_one else state):
-            own_names = [each.defaults.keys() & group.keys() for group in each.param_groups]
+            own_names = [[name for name in each.defaults if name in group] for group in each.param_groups]
             try:
                 each.load_state_dict(own)
-                lacks = next((name for names, group in zip(own_names, each.param_groups) for name in names - group.keys()), None)
+                lacks = next((name for names, group in zip(own_names, each.param_groups)
+                              for name in names if name not in group), None)
             except KeyError as error:
                 lacks = error.args[0]
             if lacks is not None:
