@@ -40,7 +40,7 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[[int, int]
     return decorate
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0, lost: Collection[int] = (),
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0, lost: Collection[int] = (),
               method: str = "forkserver") -> None:
     """Call `fn(rank, world_size, *args)` in `world_size` processes that share a gloo process group.
 

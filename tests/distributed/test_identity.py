@@ -412,14 +412,15 @@ def test_every_gradient_is_the_mean(executors, losses, inner):
 
 def test_what_is_not_averaged_is_said():
     run_ranks(functools.partial(_each, (
-        errors, local_shares, shares_that_come_late, gradients_switched_on_inside, left_to_eager_in_a_compiled_model,
-        unfrozen_in_eager, sums_and_local_gradients, an_argument_that_holds_tensors, an_optimizer_in_backward)), 2)
+        errors, local_shares, left_to_eager_in_a_compiled_model, unfrozen_in_eager, an_argument_that_holds_tensors,
+        an_optimizer_in_backward)), 2)
 
 
 @pytest.mark.long
 def test_what_reaches_a_parameter_another_way():
     run_ranks(functools.partial(_each, (
-        written_in_place, asked_for_with_autograd_grad, others_in_the_place_of_parameters, the_source_after_the_model,
+        shares_that_come_late, gradients_switched_on_inside, sums_and_local_gradients, written_in_place,
+        asked_for_with_autograd_grad, others_in_the_place_of_parameters, the_source_after_the_model,
         a_leaf_in_a_local, found_by_one_rank)), 2)
 
 
