@@ -52,7 +52,7 @@ class OptLevel:
 OPT_LEVELS: dict[str, OptLevel] = {
     "O0": OptLevel("float32 throughout", False, False, True, False),
     "O1": OptLevel("casts per op by the rule table; float32 parameters", True, False, True, False),
-    "O2": OptLevel("half everywhere except batch norm; float32 parameters are the masters", False, True, True, False),
+    "O2": OptLevel("half but for batch norm, linalg, complex; float32 parameters are the masters", False, True, True, False),
     "O3": OptLevel("half everywhere, parameters included", False, True, False, True),
 }
 
