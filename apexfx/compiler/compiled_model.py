@@ -19,6 +19,7 @@ from torch import nn
 from .._torch import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
     TorchRuntimeError,
     backend_of,
     dynamo_config,
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 _DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
+_COMPILING = ("output_graph.py", "convert_frame.py")  # of Dynamo's, in a traceback: nothing below has run
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 
 
@@ -147,14 +149,16 @@ class CompiledModel:
         try:
             with self._dynamo_settings(), self.stand_ins.in_place(model):
                 result = run(*args, **kwargs)
-        except BackendCompilerFailed as error:
-            if isinstance(error.inner_exception, DataDependentError) and not (self._settings is _BREAKS_AT_DATA
-                                                                              or self.config.fullgraph or _has_begun(error)):
-                self._warn(f"{error.inner_exception}; the graph breaks there")
+        except (BackendCompilerFailed, InternalTorchDynamoError) as error:
+            inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
+            of_data = isinstance(inner, DataDependentError) or "unbacked symbol" in str(inner)
+            if of_data and not (self._settings is _BREAKS_AT_DATA or self.config.fullgraph or _has_begun(error)):
+                what = inner if inner is not error else "apexfx: Dynamo captures no number that is read from data here"
+                self._warn(f"{what}; the graph breaks there")
                 self._settings = _BREAKS_AT_DATA
                 self._compile_anew()
                 return self.call(model, *given)
-            raise error.inner_exception from None  # ours, said once and with its own type
+            raise inner from (None if inner is not error else error.__cause__)
         except TorchRuntimeError as error:
             if self._in_step:  # which says more
                 raise
@@ -335,7 +339,7 @@ def check_not_averaged(model: nn.Module, advice: str) -> None:
 def _has_begun(error: Exception) -> bool:
     """Whether a part of the forward ran before Dynamo raised `error`, so that running it again would do that part twice."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    before = itertools.takewhile(lambda name: not name.endswith("output_graph.py"), frames[1:])  # the first is the call
+    before = itertools.takewhile(lambda name: not name.endswith(_COMPILING), frames[1:])  # the first is the call
     return not all("_dynamo" in Path(name).parts for name in before)
 
 
