@@ -113,7 +113,8 @@ class CompiledModel:
         self._in_step, self._first_graph = in_step, -1
         self._num_graphs = 0  # when that was last looked at
         self._hooks: list[tuple[object, ...]] = []
-        self._settings, self._patch = _DYNAMO, dynamo_config.patch(_DYNAMO)
+        self._settings = _BREAKS_AT_DATA if in_step else _DYNAMO  # in pieces, nothing is one graph
+        self._patch = dynamo_config.patch(_DYNAMO)
         self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters
