@@ -72,9 +72,7 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.cuda import _get_nvml_device_index as nvml_index
-from torch.distributed.distributed_c10d import _register_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
-from torch.distributed.distributed_c10d import _unregister_process_group as unregister_process_group
 from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import (
@@ -527,12 +525,6 @@ def process_group_timeout(group: torch.distributed.ProcessGroup) -> timedelta:
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Have autograd call `callback` at the end of the backward pass under way in this thread."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def register_process_group(name: str, group: torch.distributed.ProcessGroup) -> None:
-    """Have functional collectives find `group` by `name`, in place of an earlier one."""
-    unregister_process_group(name)
-    _register_process_group(name, group)
 
 
 def torch_ddp(module: torch.nn.Module, ignored: set[int], **options: object) -> torch.nn.parallel.DistributedDataParallel:

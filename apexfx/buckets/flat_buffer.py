@@ -25,54 +25,36 @@ class BucketBuffer:
     Args:
         bucket: the layout, dtypes and divisors.
         device: of the gradients.
-        num_status: elements behind the gradients, summed with them.
 
     Attributes:
-        flat: what is summed; empty before the first use.
-        gradients: `flat` without what is behind them: `bucket.numel` elements of `bucket.reduce_dtype`.
-        status: what is summed with the gradients, behind them.
-        casts: the sum has another dtype than the gradients. Then each `copy_in` makes another `flat`.
+        gradients: what is summed, `bucket.numel` elements of `bucket.reduce_dtype`; empty before the first use.
+        casts: the sum has another dtype than the gradients. Then each `copy_in` makes other `gradients`.
         results: after `finish`, the averages in slot order, with the gradients' shapes, dtype and strides.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device, num_status: int = 0) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
         self.bucket = bucket
         self.casts = not bucket.dtype == bucket.reduce_dtype == bucket.output_dtype
-        self._device, self._num_status = device, num_status
         self._gaps = bucket.padding()
         self._zeros = torch.zeros(max(self._gaps, default=0), dtype=bucket.dtype, device=device)
-        self.reset()
-
-    def reset(self) -> None:
-        """Leave the memory to whoever holds a part of it, such as an allreduce under way; the next `copy_in` takes other."""
-        self.flat = self.gradients = self.status = torch.empty(0, dtype=self.bucket.reduce_dtype, device=self._device)
+        self.gradients = torch.empty(0, dtype=bucket.reduce_dtype, device=device)
         self.results: list[Tensor] = []
 
-    def copy_in(self, gradients: Sequence[Tensor | None], *, divide: bool = True) -> None:
-        """Copy one gradient to each slot, None as zeros, and divide by the predivisor; without autograd."""
-        divisor = self.bucket.predivide if divide else 1.0
+    def copy_in(self, gradients: Sequence[Tensor]) -> None:
+        """Copy one gradient to each slot, and divide by the predivisor; without autograd."""
         if self.casts:
-            self.flat = self.gradients = _scaled(torch.cat(self._pieces(gradients)), divisor, self.bucket.reduce_dtype)
+            self.gradients = _scaled(torch.cat(self._pieces(gradients)), self.bucket.predivide, self.bucket.reduce_dtype)
             return
         if not self.results:
-            numel = self.bucket.numel
-            self.flat = torch.zeros(numel + self._num_status, dtype=self.bucket.reduce_dtype, device=self._device)
-            self.gradients, self.status = self.flat[:numel], self.flat[numel:]
+            self.gradients = self.gradients.new_zeros(self.bucket.numel)
             self.results = self._views(self.gradients)
-        for gradient, slot in zip(gradients, self.results):
-            if gradient is None:
-                slot.zero_()
-        pairs = [(slot, gradient) for slot, gradient in zip(self.results, gradients) if gradient is not None]
-        if pairs:
-            foreach_copy_([slot for slot, _ in pairs], [gradient for _, gradient in pairs])
-        _scaled(self.gradients, divisor, self.gradients.dtype)
+        foreach_copy_(self.results, list(gradients))
+        _scaled(self.gradients, self.bucket.predivide, self.gradients.dtype)
 
-    def _pieces(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    def _pieces(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         pieces = []
         for slot, gap, grad in zip(self.bucket.slots, self._gaps, gradients):
-            if grad is None:
-                pieces.append(self._zeros.new_zeros(slot.numel))
-            elif slot.dim_order:
+            if slot.dim_order:
                 pieces.append(grad.permute(slot.dim_order).reshape(-1))
             else:
                 pieces.append(grad.reshape(-1))
@@ -82,23 +64,18 @@ class BucketBuffer:
 
     def all_reduce(self, group: dist.ProcessGroup, options: dist.AllreduceOptions = _ASYNC) -> dist.Work:
         """Start the sum over `group`."""
-        flat = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        flat = torch.view_as_real(self.gradients) if self.gradients.is_complex() else self.gradients
         return group.allreduce([flat], options)  # dist.all_reduce without the layers of checks
 
-    def finish(self, reduced: Tensor | None = None, *, divide: bool = True) -> None:
-        """Make `results` of the reduced buffer (or of `reduced`), divided by the postdivisor."""
-        divisor = self.bucket.postdivide if divide else 1.0
+    def finish(self) -> None:
+        """Make `results` of the reduced buffer, divided by the postdivisor."""
+        averages = _scaled(self.gradients, self.bucket.postdivide, self.bucket.output_dtype)
         if self.casts:
-            self.results = self._views(_scaled(self.gradients if reduced is None else reduced, divisor, self.bucket.output_dtype))
-            return
-        if reduced is not None and reduced.data_ptr() != self.gradients.data_ptr():
-            self.gradients.copy_(reduced)
-        _scaled(self.gradients, divisor, self.gradients.dtype)
+            self.results = self._views(averages)
 
-    def copy_out(self, targets: Sequence[Tensor], slots: Sequence[int] | None = None) -> None:
-        """Copy the `results` of `slots`, or all, into `targets`."""
-        if targets:
-            foreach_copy_(targets, self.results if slots is None else [self.results[slot] for slot in slots])
+    def copy_out(self, targets: Sequence[Tensor]) -> None:
+        """Copy the `results` into `targets`."""
+        foreach_copy_(targets, self.results)
 
     def _views(self, flat: Tensor) -> list[Tensor]:
         itemsize = self.bucket.reduce_dtype.itemsize

@@ -77,11 +77,6 @@ class BucketPlan:
         """Whether every gradient is divided by the number of ranks."""
         return all(math.isclose(bucket.predivide * bucket.postdivide, self.world_size) for bucket in self.buckets)
 
-    @property
-    def averages_exactly(self) -> bool:
-        """Whether every gradient is divided by the number of ranks and reduced in its own dtype."""
-        return self.averages and all(bucket.reduce_dtype == bucket.dtype for bucket in self.buckets)
-
     def check(self, specs: Sequence[GradientSpec], *, world_size: int | None = None, others: Container[str] = ()) -> None:
         """Raise `ValueError` naming the first parameter for which this plan was not made.
 

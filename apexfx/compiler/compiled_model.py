@@ -125,7 +125,7 @@ class CompiledModel:
     def _compiled(self, forward: Callable[..., Any], compiler: GraphCompiler) -> Callable[..., Any]:
         return torch.compile(forward, backend=WeakBackend(compiler), fullgraph=self.config.fullgraph, dynamic=self.config.dynamic)
 
-    @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
+    @dynamo_skip  # under an outer torch.compile
     def call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         check_call(model, self._submodules)
         check_alive(self.compiler.groups.user)
@@ -138,6 +138,24 @@ class CompiledModel:
                 sync.watch(name, parameter)
             if trains:
                 sync.on_training_forward()
+        before = graph_breaks_so_far()
+        result = self._run(model, args, kwargs)
+        if self._output_cast is not None:
+            result = _cast_result(self._output_cast, result)
+        if self._may_lose_gradients and trains and torch.is_grad_enabled():
+            self._may_lose_gradients = False  # once is enough
+            warn_where_unscaled(result, self._warn)
+        if not self._checked:
+            self._check_captured(model, graph_breaks(before))
+        if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
+            self._num_graphs = len(self.report.graphs)
+            self._check_batch_norms()
+        return result
+
+    @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
+    def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the graphs; once more, broken at what is read from data, where the inner compiler fails at that."""
+        sync = self.compiler.gradient_sync
         run = self._averaging if sync is None or sync.in_graph else self._local
         if self._cached_only is not None and not self._asks_for_passes(model):
             run = self._cached_only
@@ -145,7 +163,6 @@ class CompiledModel:
         outer, (args, kwargs) = self._index.arguments, (call.args, call.kwargs)
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
-        before = graph_breaks_so_far() if not self._checked else None
         result = None
         try:
             with self._dynamo_settings(), self.stand_ins.in_place(model):
@@ -158,7 +175,7 @@ class CompiledModel:
                 self._warn(f"{what}; the graph breaks there")
                 self._settings = _BREAKS_AT_DATA
                 self._compile_anew()
-                return self.call(model, *given)
+                return self._run(model, *given)
             raise inner from (None if inner is not error else error.__cause__)
         except TorchRuntimeError as error:
             if self._in_step:  # which says more
@@ -183,16 +200,6 @@ class CompiledModel:
         finally:
             self._index.arguments = outer
         _check_call(call)
-        if self._output_cast is not None:
-            result = _cast_result(self._output_cast, result)
-        if self._may_lose_gradients and trains and torch.is_grad_enabled():
-            self._may_lose_gradients = False  # once is enough
-            warn_where_unscaled(result, self._warn)
-        if before is not None:
-            self._check_captured(model, graph_breaks(before))
-        if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
-            self._num_graphs = len(self.report.graphs)
-            self._check_batch_norms()
         return result
 
     def watch_first_backward(self, model: nn.Module, methods: Sequence[str]) -> None:
