@@ -12,8 +12,10 @@ from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
 from apexfx.compiler import compile_graph
+from apexfx.distributed.gradient_sync import GradientSync
 from apexfx.testing import assert_close
 from tests.backward_graphs import TwoGraphs
+from tests.fake_group import fake_process_group
 from tests.small_models import Model
 from tests.transform_models import transformed
 
@@ -119,13 +121,18 @@ def test_the_graph_breaks_where_the_inner_compiler_fails_at_data(monkeypatch):
 
     eager = compile_graph.INNER["eager"]
     monkeypatch.setitem(compile_graph.INNER, "eager", fails_at_data)
-    read, x = (lambda net, x: (net.a(x) * net.a(x).sum().item(),)), torch.randn(6, 4)
+    read, x, forwards = (lambda net, x: (net.a(x) * net.a(x).sum().item(),)), torch.randn(6, 4), []
     model = transformed(Reads(read))
     for _ in range(2):
         torch.testing.assert_close(model(x), Reads(read)(x))
     assert len(model.report.graphs) > 1 and "reads a number or a size from data" in model.report.notes[0]
     with pytest.raises(RuntimeError, match=r"test_compiled_model.py:\d+ reads a number or a size from data.*: View"):
         transformed(Reads(read), fullgraph=True)(x)
+    with fake_process_group(1):
+        model = transformed(Reads(read), ddp=True)
+        monkeypatch.setattr(GradientSync, "on_training_forward", lambda sync: forwards.append(sync))
+        model(x)
+    assert len(model.report.graphs) > 1 and len(forwards) == 1, "a forward that is begun again is one"
     source = Reads(read)
     step = apexfx.train_step(source, lambda loss: loss, torch.optim.SGD(source.parameters(), lr=0.1), inner="eager")
     with pytest.raises(RuntimeError, match=r"reads a number or a size from data.*fallback='transform'"):
