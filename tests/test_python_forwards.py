@@ -85,6 +85,7 @@ def test_a_loss_cuts_by_a_length_that_it_reads(cut, level):
     check("step", Words, loss_of(LENGTHS[cut]), IDS, level)
 
 
+@pytest.mark.long
 def test_inductor_cuts_by_a_length_too():
     def cuts(out, ids):
         return torch.cat([LENGTHS[name](out, ids).flatten() for name in ("end", "begin", "from the end", "each row")])

@@ -1,5 +1,6 @@
 """The network of unfamiliar_model.py runs, and is what its questions take it to be. Nothing here asks a report for an answer."""
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ def test_changed_line_changes_nothing_in_float32():
     torch.testing.assert_close(make_model(2)(*make_inputs())[0], logits(), rtol=0, atol=0)
 
 
+@pytest.mark.long
 def test_frequencies_alone_spoil_bfloat16():
     assert relative_error(logits(opt_level="O1"), logits()) > 0.1
     assert relative_error(logits(opt_level="O1", precision={"phase.frequencies": "float32"}), logits()) < 0.02

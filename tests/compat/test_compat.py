@@ -275,6 +275,7 @@ def test_an_unmodified_finetuning_script(tmp_path):
     assert "resumed at the same loss" in out
 
 
+@pytest.mark.long
 def test_an_unmodified_distributed_script():
     out = run_script(SCRIPTS / "distributed.py", "--world-size", 2)
     assert "ranks agree" in out

@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Softmax(-1))
@@ -14,6 +16,7 @@ compiled(torch.randn(2, 4)).sum().backward()
 """
 
 
+@pytest.mark.long
 def test_torch_logs_and_torch_trace(tmp_path):
     environment = {**os.environ, "TORCH_LOGS": "+apexfx", "TORCH_TRACE": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=environment, capture_output=True, text=True, timeout=300)

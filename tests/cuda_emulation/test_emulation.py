@@ -26,6 +26,7 @@ def run(folder, sources, *arguments):
     return int(passed[1])
 
 
+@pytest.mark.long
 def test_the_multi_tensor_kernels_pass_the_tests_of_the_cpu(tmp_path):
     assert run(tmp_path, "multi_tensor", "tests/ops/test_multi_tensor.py") >= 110
 

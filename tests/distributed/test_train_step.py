@@ -192,6 +192,7 @@ def test_a_step_of_four_ranks_is_that_of_torch_ddp(rank, world_size):
         compare(rank, **options)
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_under_inductor(rank, world_size):
     compare(rank, inner="inductor", max_grad_norm=0.05, sync_bn=True, loss_scale=1024.0)

@@ -278,6 +278,7 @@ def test_shared_with_another_model(rank, world_size):
     check_accumulation(model, reference, rank, world_size)
 
 
+@pytest.mark.long
 @on_ranks(2, method="spawn")  # with other hash seeds: no set decides what the ranks send
 def test_tied_across_a_graph_break(rank, world_size):
     class Broken(Net):

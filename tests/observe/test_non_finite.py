@@ -115,7 +115,8 @@ def make(**options):
     ("trap", "aten.div.Tensor", "backward", "a gradient of zero, divided by zero"),
     ("row", "aten._softmax.default", "forward", "row"), ("loss", "aten.log.default", "forward", "the loss"),
 ])  # fmt: skip
-@pytest.mark.parametrize("options", [{}, {"opt_level": "O2", "dtype": torch.float16}], ids=["O0", "O2"])
+@pytest.mark.parametrize("options", [
+    {}, pytest.param({"opt_level": "O2", "dtype": torch.float16}, marks=pytest.mark.long)], ids=["O0", "O2"])
 def test_an_event_names_op_and_line(what, op, phase, comment, options):
     step = make(**options)
     step(X[:, :4], what)

@@ -89,6 +89,7 @@ def test_every_op_with_sizes_that_are_symbols(names):
         assert [s[1:] for s in signature(value(node)) if isinstance(s, tuple)] == [s[1:] for s in sizes if isinstance(s, tuple)]
 
 
+@pytest.mark.long
 def test_every_name_in_the_ledger_is_a_key_of_precision():
     refused = set()
     for name, (function, args, kwargs) in SAMPLES.items():

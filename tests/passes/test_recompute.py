@@ -56,6 +56,7 @@ def test_the_bits_are_the_same_from_less_memory(options):
     assert saving.report.memory().peak <= plain.report.memory().peak - (2 if "opt_level" not in options else 1) * hidden
 
 
+@pytest.mark.long
 def test_under_inductor_it_runs_by_itself():
     saving, plain = trained(inner="inductor"), trained(inner="inductor", skip=["recompute"])
     assert saving.report.matched("recompute")

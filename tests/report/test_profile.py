@@ -68,7 +68,7 @@ def of_module(profile, path):
 
 
 @pytest.mark.parametrize(("is_train_step", "inner"), [
-    (True, "eager"), (False, "eager"), (True, "inductor"), pytest.param(False, "inductor", marks=pytest.mark.long)])
+    (True, "eager"), (False, "eager"), *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (True, False))])
 def test_a_module_that_takes_most_of_the_time_is_named(is_train_step, inner):
     profile, _ = profiled(is_train_step, inner)
     products = [t for t in profile.times if set(t.ops) & {"aten.mm", "aten.addmm", "torch.linear"}]
@@ -123,6 +123,7 @@ def test_what_is_of_no_submodule_is_named_by_its_op():
     assert {t.modules for t in profile.times if t.ops == ("aten.ones_like",)} == {("the loss",)}, "which it begins with"
 
 
+@pytest.mark.long
 def test_passes_are_told_apart():
     profile, _ = profiled(True, "eager", opt_level="O1", dtype=torch.bfloat16, max_grad_norm=1.0)
     by_pass = {row.name: row.ms for row in profile.by_pass()}
@@ -279,6 +280,7 @@ def test_a_product_of_the_backward_that_reads_a_parameter_is_of_its_module(level
         "0.left": ["aten.convolution_backward"], "0.right": ["aten.convolution_backward"]}
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_collectives_are_measured_in_their_windows(rank, world_size):
     torch.manual_seed(0)
