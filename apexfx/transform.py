@@ -36,7 +36,8 @@ def transform(model: nn.Module, **options: Any) -> nn.Module:
 
     The result is of a subclass of the model's class and shares its parameters, buffers and submodules: names,
     `state_dict()` keys, `isinstance`, attributes, optimizers already built, `.to()`, `.train()`, `deepcopy` and
-    `torch.save` behave as before. Graphs are captured at the first call, or by `.capture(*inputs)`.
+    `torch.save` behave as before. Any other attribute that is set later, on the source or the result, is that one's alone.
+    Graphs are captured at the first call, or by `.capture(*inputs)`.
 
     Args:
         model: any module that is not transformed already. It is left usable; under O3 its parameters become half
