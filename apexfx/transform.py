@@ -25,6 +25,7 @@ from .compiler.process_groups import averaged_over_none
 from .compiler.refusals import COMPILES_ITSELF
 from .compiler.stand_ins import TraceableReplacements, traced_forward
 from .config import TransformConfig
+from .graph.printing import first_names
 from .report.data import Report
 from .subclassing import subclass
 
@@ -102,13 +103,15 @@ def _check_methods(cls: type[nn.Module], names: tuple[str, ...]) -> None:
     for name in names:
         if name not in _own_methods(cls):
             raise ValueError(f"apexfx: methods={names!r} was given, and {name!r} is no method of {cls.__name__}'s own beside its "
-                             f"forward; it has {', '.join(_own_methods(cls)) or 'none'}")
+                             f"forward; it has {first_names(_own_methods(cls)) or 'none'}")
 
 
 def _own_methods(cls: type[nn.Module]) -> list[str]:
-    """Return the names of the public methods that a model's class adds to those of nn.Module."""
-    return [name for name in dir(cls) if name[0] != "_" and not hasattr(nn.Module, name) and name not in _INSPECTION
-            and inspect.isfunction(inspect.getattr_static(cls, name))]
+    """Return the names of the public methods that a model's class adds to those of torch's modules."""
+    methods = {name: inspect.getattr_static(cls, name) for name in dir(cls)
+               if name[0] != "_" and not hasattr(nn.Module, name) and name not in _INSPECTION}
+    return [name for name, method in methods.items()
+            if inspect.isfunction(method) and not method.__module__.startswith("torch.")]
 
 
 class TransformedModule:

@@ -97,6 +97,13 @@ def test_what_is_no_method_is_refused(name):
         made(methods=(name,))
 
 
+def test_methods_of_torchs_own_modules_are_no_advice():
+    model = apexfx.transform(nn.Sequential(nn.Linear(4, 1)), opt_level="O0", inner="eager")
+    model[0](torch.randn(5, 4)).sum().backward()
+    assert "a method other than forward, or a submodule by itself" in model.report.notes[0]
+    assert "methods=" not in model.report.notes[0]
+
+
 @pytest.mark.parametrize("make", [
     lambda model: torch.compile(model, backend="apex", options={"methods": ("act",)})(torch.randn(5, 4)),
     lambda model: apexfx.train_step(model, Agent.loss, torch.optim.SGD(model.parameters(), lr=0.1), methods=("act",)),

@@ -32,7 +32,7 @@ from .._torch import (
 )
 from ..config import TransformConfig
 from ..distributed.agreement import check_alive
-from ..graph.printing import count_text
+from ..graph.printing import count_text, first_names
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
@@ -208,7 +208,7 @@ class CompiledModel:
         Args:
             methods: names of those that it may have been.
         """
-        named = f" ({', '.join(methods)})" if methods else ""
+        named = f" ({first_names(methods)})" if methods else ""
         advice = f". Give methods=({methods[0]!r},), those that are called" if methods else ""
         message = (f"apexfx: a backward has reached parameters of {type(model).__name__}, and none of its graphs has run: a "
                    f"method other than forward{named}, or a submodule by itself, was called, which runs as it is written, with "
@@ -297,9 +297,8 @@ class CompiledModel:
             return
         missing = [name for name, p in model.named_parameters() if p.requires_grad and not self._index.has_run(p)]
         if missing and (breaks or self._name == "forward"):  # another method is for a part of the model
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            message = (f"apexfx: no captured graph holds {shown}: unused by this forward, or left to eager by a graph "
-                       "break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
+            message = (f"apexfx: no captured graph holds {first_names(missing)}: unused by this forward, or left to eager by a "
+                       "graph break (TORCH_LOGS=graph_breaks says where); passes do not reach what eager runs")
             message = "; ".join([message, *obstacles])
             self._warn(message)
         warn_unmatched(self.report)

@@ -27,6 +27,7 @@ from ..buckets.eager_reduce import reduce_gradients
 from ..buckets.plan import given_plan
 from ..config import BucketConfig
 from ..errors import UnsynchronizedGradientError
+from ..graph.printing import first_names
 from ..graph.unused_gradients import GraphRun
 from .agreement import Agreement, Communication
 from .backward_callback import BackwardCallback
@@ -462,4 +463,4 @@ def _is_sum(gradient: Tensor, averages: Sequence[_Average]) -> bool:
 
 
 def _shown(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return first_names([*map(repr, names)])

@@ -7,6 +7,7 @@ import operator
 import re
 import textwrap
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -53,6 +54,11 @@ def size_text(number: int) -> str:
 def count_text(number: int, noun: str) -> str:
     """Return "1 cast", "2 casts"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def first_names(names: Sequence[str], most: int = 5, separator: str = ", ") -> str:
+    """Return the first of some names, and how many there are besides: "a, b and 3 more"."""
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def describe_value(val: Any) -> str:

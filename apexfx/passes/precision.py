@@ -16,6 +16,7 @@ from ..config import OptLevel
 from ..graph.mutation import bodies
 from ..graph.nodes import fake_mode, module_paths, op_name, source_line, value
 from ..graph.op_names import canonical_name
+from ..graph.printing import first_names
 from ..precision.casts import CastRow, dtype_of
 from ..precision.policy import Policy
 from ..precision.rules import HALVES
@@ -159,9 +160,9 @@ def _left_alone(gm: fx.GraphModule, level: OptLevel) -> str:
     total, texts = sum(map(len, held.values())), []
     for dtype, names in held.items():
         if dtype == torch.float64 and level.casts or dtype.is_complex and level.cast_model:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             advice = "; call .float() on the model first to have it cast" if dtype == torch.float64 else ""
-            texts.append(f"{len(names)} of {total} parameters and buffers are {dtype}, which is left alone ({shown}){advice}")
+            texts.append(f"{len(names)} of {total} parameters and buffers are {dtype}, which is left alone "
+                         f"({first_names(names, 3)}){advice}")
     return "; ".join(texts)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..graph.printing import count_text, size_text
+from ..graph.printing import count_text, first_names, size_text
 from ..precision.casts import RemovedCast
 from .fold_repeats import fold, group
 
@@ -112,5 +112,4 @@ class CastLedger(Sequence[Cast]):
 
 
 def _where(members: Sequence[Cast], most: int = 2) -> str:
-    kinds = [text for _, text in fold(member.tensor for member in members)]
-    return ", ".join(kinds[:most]) + (f" and {len(kinds) - most} more" if len(kinds) > most else "")
+    return first_names([text for _, text in fold(member.tensor for member in members)], most)

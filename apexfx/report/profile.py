@@ -11,7 +11,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..graph.printing import count_text, size_text
+from ..graph.printing import count_text, first_names, size_text
 from .fold_repeats import fold, group, pieces
 
 COMPUTE, COMMUNICATION, UNATTRIBUTED = "compute", "communication", "unattributed"
@@ -221,9 +221,7 @@ def _cut(rows: Sequence[Any], always: Sequence[Any]) -> tuple[list[Any], list[An
 
 
 def _names(names: Iterable[str], instead: str) -> str:
-    names = list(names)
-    rest = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return " + ".join(names[:_MAX_NAMES]) + rest if names else instead
+    return first_names(list(names), _MAX_NAMES, " + ") or instead
 
 
 def _paths(modules: Sequence[str]) -> str:
