@@ -28,7 +28,6 @@ from .._torch import (
     graph_breaks,
     graph_breaks_so_far,
     module_hooks,
-    run_cached_graphs,
 )
 from ..config import TransformConfig
 from ..distributed.agreement import check_alive
@@ -97,7 +96,6 @@ class CompiledModel:
         self.methods: dict[str, CompiledModel] = {}
         self._forward, self._of_inputs, self.stand_ins, self._name = forward, of_inputs, stand_ins, name
         self.own_forward = {"forward": forward} if of_inputs else {}
-        self._cached_only: Callable[..., Any] | None = None  # compiles nothing: once the recompile limit was met
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging
         sync = compiler.gradient_sync
@@ -157,13 +155,10 @@ class CompiledModel:
         """Run the graphs; once more, broken at what is read from data, where the inner compiler fails at that."""
         sync = self.compiler.gradient_sync
         run = self._averaging if sync is None or sync.in_graph else self._local
-        if self._cached_only is not None and not self._asks_for_passes(model):
-            run = self._cached_only
         given, call = (args, kwargs), self._in_dtype_of_parameters(model, args, kwargs)
         outer, (args, kwargs) = self._index.arguments, (call.args, call.kwargs)
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
-        result = None
         try:
             with self._dynamo_settings(), self.stand_ins.in_place(model):
                 result = run(*args, **kwargs)
@@ -184,19 +179,13 @@ class CompiledModel:
         except NotImplementedError as error:
             name_precision(error, self.report)
             raise
-        except FailOnRecompileLimitHit as error:
-            message = (
+        except FailOnRecompileLimitHit:
+            raise FailOnRecompileLimitHit(
                 f"apexfx: {self._name} was compiled {dynamo_config.recompile_limit} times, each for other values of something "
-                f"that keeps changing, and {{}}. The warning above, or TORCH_LOGS=recompiles, says what it is: {LENGTHS}, "
-                "another size (pass dynamic=True), or a number or a text that it is called with or the model holds (give it as a "
-                "tensor, hold it in a buffer, keep it fixed). Or raise torch._dynamo.config.recompile_limit"
-            )
-            if self._asks_for_passes(model) or _has_begun(error):
-                raise FailOnRecompileLimitHit(message.format("would now run in eager, without the passes")) from None
-            self._warn(message.format("now runs in eager wherever no graph fits: nothing that was asked for is lost"))
-            self._cached_only = run_cached_graphs(self._forward)
-            with self.stand_ins.in_place(model):
-                result = self._cached_only(*args, **kwargs)
+                "that keeps changing, and would now run in eager, without the passes. The warning above, or "
+                f"TORCH_LOGS=recompiles, says what it is: {LENGTHS}, another size (pass dynamic=True), or a number or a text "
+                "that it is called with or the model holds (give it as a tensor, hold it in a buffer, keep it fixed). Or raise "
+                "torch._dynamo.config.recompile_limit") from None
         finally:
             self._index.arguments = outer
         _check_call(call)
@@ -239,7 +228,7 @@ class CompiledModel:
         self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
         if self.compiler.gradient_sync is not None:
             self._local = self._compiled(_again(self._forward), self._local_compiler)
-        self._cached_only, self._checked, self._first_graph = None, False, len(self.report.graphs)
+        self._checked, self._first_graph = False, len(self.report.graphs)
 
     def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""

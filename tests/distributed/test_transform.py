@@ -297,22 +297,6 @@ def test_tied_across_a_graph_break(rank, world_size):
         model(x, tied=False).square().mean().backward()
 
 
-@on_ranks(2)
-def test_recompile_limit(rank, world_size):
-    source = Net()
-    model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager", dynamic=False)
-    [x] = batches(rank, 1)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        with torch.no_grad():
-            for n in range(2, 6):
-                many = x[:1].expand(n, *x.shape[1:])
-                assert torch.equal(model.eval()(many), source.eval()(many))  # from the third size on, in eager
-        assert sum("now runs in eager wherever no graph fits" in note for note in model.report.notes) == 1
-        for trains in (False, True):  # either may be followed by a backward
-            with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit, match="would now run in eager"):
-                model.train(trains)(x)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @on_ranks(2)
 def test_a_destroyed_group_leaves_no_threads(rank, world_size):
