@@ -43,13 +43,13 @@ class BucketBuffer:
     def copy_in(self, gradients: Sequence[Tensor]) -> None:
         """Copy one gradient to each slot, and divide by the predivisor; without autograd."""
         if self.casts:
-            self.gradients = _scaled(torch.cat(self._pieces(gradients)), self.bucket.predivide, self.bucket.reduce_dtype)
+            self.gradients = scaled(torch.cat(self._pieces(gradients)), self.bucket.predivide, self.bucket.reduce_dtype)
             return
         if not self.results:
             self.gradients = self.gradients.new_zeros(self.bucket.numel)
             self.results = self._views(self.gradients)
         foreach_copy_(self.results, list(gradients))
-        _scaled(self.gradients, self.bucket.predivide, self.gradients.dtype)
+        scaled(self.gradients, self.bucket.predivide, self.gradients.dtype)
 
     def _pieces(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         pieces = []
@@ -69,7 +69,7 @@ class BucketBuffer:
 
     def finish(self) -> None:
         """Make `results` of the reduced buffer, divided by the postdivisor."""
-        averages = _scaled(self.gradients, self.bucket.postdivide, self.bucket.output_dtype)
+        averages = scaled(self.gradients, self.bucket.postdivide, self.bucket.output_dtype)
         if self.casts:
             self.results = self._views(averages)
 
@@ -91,7 +91,7 @@ class BucketBuffer:
         return parts
 
 
-def _scaled(flat: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
+def scaled(flat: Tensor, divisor: float, dtype: torch.dtype) -> Tensor:
     """Return `flat` divided and cast, in place where the dtype stays."""
     # In the wider of the two dtypes, and by the reciprocal, as torch DDP, Apex and the pass do.
     if dtype.itemsize > flat.dtype.itemsize:

@@ -279,12 +279,7 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
         groups = ddp_layout.group(specs, config.bucket_cap_mb)
     else:
         groups = _group_in_reverse(specs, config)
-    averaging = world_size if config.gradient_average else 1.0
-    if config.layout == "ddp" and config.gradient_predivide_factor == 1.0:
-        predivide, postdivide = float(averaging), 1.0  # DDP divides while it fills the buffer
-    else:
-        predivide = float(config.gradient_predivide_factor)
-        postdivide = world_size / predivide if config.gradient_average else 1.0
+    predivide, postdivide = divisors(config, world_size)
     buckets = []
     for members in groups:
         first = members[0]
@@ -293,6 +288,14 @@ def plan_buckets(specs: Sequence[GradientSpec], config: BucketConfig, world_size
         slots = [Slot(s.name, s.shape, 0, s.dim_order, s.shared_with) for s in members]
         buckets.append(bucket.with_slots(slots, packed=config.layout == "ddp"))
     return BucketPlan(tuple(buckets), world_size, config.layout, group_name)
+
+
+def divisors(config: BucketConfig, world_size: int) -> tuple[float, float]:
+    """Return what gradients are divided by before and after the sum over the ranks."""
+    predivide = float(config.gradient_predivide_factor)
+    if config.layout == "ddp" and predivide == 1.0 and config.gradient_average:
+        return float(world_size), 1.0  # DDP divides while it fills the buffer
+    return predivide, world_size / predivide if config.gradient_average else 1.0
 
 
 def default_message_size(numel: int) -> int:

@@ -123,15 +123,16 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
     counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place
     updated: list[Any] = []  # the parameters, or their masters
-    start = 0
+    start, factors = 0, _Factors(scale, inverse, clip, skip)
     for group in plan.groups:
-        members = [i for i in range(group.num_params) if grads[start + i] is not None]
-        if members:
+        places = [i for i in range(group.num_params) if grads[start + i] is not None]
+        if places:
+            lists = [_of(tensors, places) for tensors in (params[start:], grads[start:], *(
+                states[place * group.num_params:] for place in range(group.num_states + group.masters)))]
             update = _composed if group.op in compositions.COMPOSITIONS else _update
-            update(group, members, params[start:], grads[start:], states, scalars, call,
-                   {"grad_scale": scale, "found_inf": skip, "clip_coefficient": clip}, inverse)
+            update(group, places, lists, scalars, factors, call)
             if group.step is not None:
-                counted.setdefault(group.step, members)
+                counted.setdefault(group.step, places)
         num_states, end = group.num_params * group.num_states, start + group.num_params
         updated += states[num_states:num_states + group.num_params] if group.masters else params[start:end]
         states, start = states[num_states + group.num_params * group.masters:], end
@@ -197,36 +198,48 @@ def _measured(grads: Sequence[Any], inverse: Any, of_each: bool, call: Callable[
     return norm if inverse is None else call(aten.mul.Tensor, norm, inverse), norms, found_inf
 
 
-def _update(group: UpdateRow, members: Sequence[int], params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any],
-            scalars: Sequence[Any], call: Callable[..., Any], shared: Mapping[str, Any], inverse: Any) -> None:
-    """Call the op of one group on the members that have a gradient."""
-    lists = _lists(group, members, states)
-    updated, models = (lists.pop(), _of(params, members)) if group.masters else (_of(params, members), [])
+@dataclass(frozen=True)
+class _Factors:
+    """Device scalars that all updates of a step share, or the nodes that stand for them; None where there is none."""
+
+    scale: Any
+    inverse: Any  # of the scale
+    clip: Any
+    skip: Any
+
+
+def _update(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]], scalars: Sequence[Any], factors: _Factors,
+            call: Callable[..., Any]) -> None:
+    """Call the op of one group.
+
+    Args:
+        places: in the group, of the parameters that have a gradient.
+        lists: these parameters, their gradients, each state, and the masters.
+    """
+    params, grads, *states = lists
+    updated, models = (states.pop(), params) if group.masters else (params, [])
     step = None
     if counts_updates(group.op):  # in a copy, since groups may share a count
-        step = call(aten.clone.default, _counts(scalars[group.step], members[:1], call)[0])
-    present = {name: scalar for name, scalar in shared.items() if scalar is not None}
-    if (clip := present.get("clip_coefficient")) is not None and _value(clip).dtype == torch.float64:
-        present["clip_coefficient"] = call(prims.convert_element_type.default, clip, torch.float32)
-    call_op(group.op, updated, _of(grads, members), lists, models, step, 0.0, group.numbers,
-            {"lr_tensor": scalars[group.lr], **present}, call)
+        step = call(aten.clone.default, _counts(scalars[group.step], places[:1], call)[0])
+    clip = factors.clip
+    if clip is not None and _value(clip).dtype == torch.float64:
+        clip = call(prims.convert_element_type.default, clip, torch.float32)
+    shared = {"lr_tensor": scalars[group.lr], "grad_scale": factors.scale, "found_inf": factors.skip, "clip_coefficient": clip}
+    call_op(group.op, updated, grads, states, models, step, 0.0, group.numbers,
+            {name: scalar for name, scalar in shared.items() if scalar is not None}, call)
 
 
-def _composed(group: UpdateRow, members: Sequence[int], params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any],
-              scalars: Sequence[Any], call: Callable[..., Any], shared: Mapping[str, Any], inverse: Any) -> None:
+def _composed(group: UpdateRow, places: Sequence[int], lists: Sequence[list[Any]], scalars: Sequence[Any], factors: _Factors,
+              call: Callable[..., Any]) -> None:
     """The same, where the op is composed of others."""
-    step = None if group.step is None else _counts(scalars[group.step], members[:1], call)[0]
-    vectors = [_counts(scalars[index], members, call) for index in group.vectors]
+    params, grads, *states = lists
+    step = None if group.step is None else _counts(scalars[group.step], places[:1], call)[0]
+    vectors = [_counts(scalars[index], places, call) for index in group.vectors]
     numbers = list(group.numbers)
     for place, index in group.scheduled:
         numbers[place] = scalars[index]
-    call(compositions.update, group.op, _of(params, members), _of(grads, members), _lists(group, members, states), step, vectors,
-         scalars[group.lr], numbers, inverse, shared["clip_coefficient"], shared["found_inf"])
-
-
-def _lists(group: UpdateRow, members: Sequence[int], states: Sequence[Any]) -> list[list[Any]]:
-    """Return each state of the members, and their masters."""
-    return [_of(states[place * group.num_params:], members) for place in range(group.num_states + group.masters)]
+    call(compositions.update, group.op, params, grads, states, step, vectors, scalars[group.lr], numbers, factors.inverse,
+         factors.clip, factors.skip)
 
 
 def _of(tensors: Sequence[Any], members: Sequence[int]) -> list[Any]:

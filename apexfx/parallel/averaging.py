@@ -21,6 +21,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from .._torch import torch_ddp
 from ..buckets.eager_reduce import reduce_gradients
+from ..buckets.flat_buffer import scaled
+from ..buckets.plan import divisors
 from ..compiler.refusals import check_whole
 from ..config import BucketConfig
 from ..distributed.backward_callback import BackwardCallback
@@ -228,19 +230,15 @@ def _reduce_bucket(state: _BucketReduction, bucket: dist.GradBucket) -> torch.fu
     always_fp32 = config.allreduce_always_fp32 and flat.dtype in HALVES
     dtype = torch.float32 if always_fp32 else config.comm_dtype or flat.dtype
     group = state.options.groups[bucket.index() % len(state.options.groups)]
-    wide = flat.to(dtype)
-    if config.gradient_predivide_factor != 1.0:
-        wide.mul_(1.0 / config.gradient_predivide_factor)
+    predivide, postdivide = divisors(config, group.size())
+    wide = scaled(flat, predivide, dtype)
     if state.options.retain_buffers:
         if not bucket.index():
             state.buffers.clear()
         state.buffers[bucket.index()] = flat
-    postdivide = config.gradient_predivide_factor / group.size() if config.gradient_average else 1.0
 
     def finish(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        [reduced] = future.value()
-        if postdivide != 1.0:
-            reduced.mul_(postdivide)
-        return flat if reduced is flat else flat.copy_(reduced)
+        averages = scaled(*future.value(), postdivide, flat.dtype)
+        return flat if averages is flat else flat.copy_(averages)
 
     return dist.all_reduce(wide, group=group, async_op=True).get_future().then(finish)
