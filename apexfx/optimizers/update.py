@@ -36,7 +36,6 @@ class Update:
         step: how many updates were made, float32: 0-d, or one element a parameter; None where nobody counts.
         vectors: name -> one element a parameter, the same in all.
         scheduled: name -> place in `numbers`, of those that a schedule changes and that are read from the group before each step.
-        replaces: the op that would update if none of them were scheduled; "" where that is `op`, or none.
     """
 
     op: str
@@ -48,7 +47,6 @@ class Update:
     step: Tensor | None = None
     vectors: dict[str, Tensor] = field(default_factory=dict)
     scheduled: Mapping[str, int] = field(default_factory=dict)
-    replaces: str = ""
 
     @property
     def lr_dtype(self) -> torch.dtype:

@@ -33,7 +33,7 @@ class UpdateSpec:
         counts: whether updates are counted.
         first: what a state holds at first.
         vectors: the names of numbers of the state, and what they are at first.
-        scheduled, replaces: as of `Update`.
+        scheduled: as of `Update`.
     """
 
     op: str
@@ -43,7 +43,6 @@ class UpdateSpec:
     first: float = 0.0
     vectors: Mapping[str, float] = field(default_factory=dict)
     scheduled: Mapping[str, int] = field(default_factory=dict)
-    replaces: str = ""
 
 
 _Maker = Callable[[torch.optim.Optimizer, dict[str, Any], torch.dtype, Collection[str]], UpdateSpec]
@@ -137,7 +136,7 @@ def _updates(optimizer: torch.optim.Optimizer, group: dict[str, Any], trained: C
         names = (*(("step",) if rule.counts else ()), *rule.vectors)
         vectors = {name: _one_vector(optimizer, members, name, number) for name, number in zip(names, numbers)}
         yield Update(rule.op, group, rule.numbers, members, states, step=vectors.pop("step", None), vectors=vectors,
-                     scheduled=rule.scheduled, replaces=rule.replaces)
+                     scheduled=rule.scheduled)
 
 
 def _as_number(option: Any) -> Any:
@@ -182,22 +181,19 @@ def _sgd(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, ch
     momentum, weight_decay, nesterov = (group[name] for name in ("momentum", "weight_decay", "nesterov"))
     states = ("momentum_buffer",) if momentum else ()
     dampens = bool(momentum and (group["dampening"] or "dampening" in changed))
-    has_op = dtype == torch.float32 and not group["maximize"] and not dampens
-    if has_op and not changed:
+    if dtype == torch.float32 and not group["maximize"] and not dampens and not changed:
         # Not as a first run: without dampening, a first buffer of zeros gives what torch's first step does.
         return UpdateSpec("sgd_", (momentum, 0.0, weight_decay, bool(nesterov), False, False), states, counts=False)
-    return _composition("sgd", group, ("momentum", "dampening", "weight_decay", "nesterov"), states, changed, counts=dampens,
-                        replaces="sgd_" if has_op else "")
+    return _composition("sgd", group, ("momentum", "dampening", "weight_decay", "nesterov"), states, changed, counts=dampens)
 
 
 def _adam(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:
     moments, options = ("exp_avg", "exp_avg_sq"), ("betas", "eps", "weight_decay", "decoupled_weight_decay")
-    has_op = dtype == torch.float32 and not group["maximize"] and not group["amsgrad"]
-    if has_op and not changed:
+    if dtype == torch.float32 and not group["maximize"] and not group["amsgrad"] and not changed:
         decoupled = bool(group["decoupled_weight_decay"])
         return UpdateSpec("adam_", (*group["betas"], group["eps"], group["weight_decay"], decoupled, True), moments)
     states = (*moments, *(("max_exp_avg_sq",) if group["amsgrad"] else ()))
-    return _composition("adam", group, options, states, changed, replaces="adam_" if has_op else "")
+    return _composition("adam", group, options, states, changed)
 
 
 def _muon(_: torch.optim.Optimizer, group: dict[str, Any], dtype: torch.dtype, changed: Collection[str]) -> UpdateSpec:

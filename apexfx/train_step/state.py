@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from torch import Tensor
 from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
-from ..optimizers.update import Update
 from ..report.data import Report
 from .ema import COUNTS
 from .function import ACCUMULATED
@@ -84,7 +82,6 @@ def read(parts: StepParts, before: StepLists, labels: dict[int, int]) -> StepLis
         # Before numbers that parameters share are taken apart.
         check_state([*((names[id(p)], p) for p in trained), *optimizers.named_state(trained, names)])
         state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled)
-        note_what_is_scheduled(state.updates, parts.report)
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
     buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
                for p in params] if options.accumulate > 1 else []
@@ -157,7 +154,6 @@ class TrainingState:
         self.num_calls = 0
         self.changed = self.communicated = False
         self._broken = ""  # why nothing can be trained on
-        weakref.finalize(self, _warn_of_accumulated, self.accumulated)
 
     # ---- before a call ----------------------------------------------------------------------------------------------------
 
@@ -390,22 +386,6 @@ def note_what_is_outside(optimizers: OptimizerList, outside: str, report: Report
         report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
 
 
-def note_what_is_scheduled(updates: Sequence[Update], report: Report) -> None:
-    """Say in the report which ops do not update, since a schedule changes what they take as constants."""
-    for op in sorted({update.replaces for update in updates} - {""}):
-        changed = ", ".join(sorted({name for update in updates if update.replaces == op for name in update.scheduled}))
-        report.note(f"apexfx: the update is composed of single ops in the place of {op}, which takes {changed} as constants: a "
-                    "schedule changes them here. OneCycleLR and CyclicLR do, unless cycle_momentum=False is given")
-
-
-def report_peak_gradient_memory(params: Sequence[Tensor], options: StepOptions, report: Report) -> None:
-    """Say in the report what a safeguard keeps alive where nothing else needs all gradients before the first update."""
-    if options.safeguard is not None and options.max_grad_norm is None and options.loss_scale is None:
-        mib = sum(p.numel() * p.element_size() for p in params) / 2**20
-        report.note(f"apexfx: safeguard= needs all gradients before the first update, {mib:.1f} MiB at once: update_early does "
-                    "not update the first while the backward goes on")
-
-
 def note_ranks_apart(none: str, outside: str, options: StepOptions, report: Report) -> None:
     """Say once that the ranks train apart, where `none` says that no gradient is averaged.
 
@@ -417,9 +397,3 @@ def note_ranks_apart(none: str, outside: str, options: StepOptions, report: Repo
         report.note(message)
         if not outside and not options.keep_grads:
             log.warning(message)
-
-
-def _warn_of_accumulated(accumulated: set[int]) -> None:
-    if accumulated:
-        log.warning("apexfx: a training step is dropped that has accumulated gradients of %d parameters and not applied them: "
-                    "the number of calls was no multiple of accumulate=. Call step.flush() after the last", len(accumulated))

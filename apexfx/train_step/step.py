@@ -41,7 +41,7 @@ from .parts import StepParts
 from .replicas import replica_check
 from .safeguard import Event, KeptBuffers, SafeguardState
 from .skipped_steps import Recorder, SkippedSteps
-from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside, report_peak_gradient_memory
+from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside
 from .wrong_call import Call
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,6 @@ class TrainStep:
         outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
         note_what_is_outside(optimizers, outside, report, averages=options.ema is not None,
                              skips=self._scale.mode is not None or self._safeguard is not None)
-        report_peak_gradient_memory(trained, options, report)
         self._outside = outside
         note_ranks_apart(averaged_over_none(config), outside, options, report)
         # From here on, things change.

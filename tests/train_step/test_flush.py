@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
-import logging
 import math
 
 import pytest
@@ -149,20 +147,6 @@ def test_a_flush_that_overflows_is_skipped():
     step.flush()
     assert not step.updated and step.skipped == 1 and step.loss_scale == 2.0**15
     assert_same(step.model.state_dict(), before)
-
-
-@pytest.mark.parametrize("calls, warns", [(1, True), (2, False)])
-def test_a_step_that_is_dropped_with_gathered_gradients_warns(caplog, calls, warns):
-    step = make(accumulate=2)
-    for batch in batches(calls):
-        step(*batch)
-    with caplog.at_level(logging.WARNING, logger="apexfx"):
-        if warns:
-            with pytest.raises(RuntimeError, match=r"or call flush\(\) before"):
-                step.state_dict()
-        del step
-        gc.collect()
-    assert ("has accumulated gradients of 4 parameters and not applied them" in caplog.text) == warns
 
 
 def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():

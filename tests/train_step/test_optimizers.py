@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 
 import pytest
 import torch
@@ -276,9 +275,6 @@ def test_a_schedule_compiles_nothing_after_the_second_step(case, schedule):
             scheduler.step(*([float(loss.detach())] if schedule == "ReduceLROnPlateau" else []))
         num_graphs.append(len(step.report.graphs))
     assert num_graphs[-1] == num_graphs[1] == (2 if schedule == "by hand" else 1)
-    replaced = {re.search(r"the place of (\w+),", note)[1] for note in step.report.notes}
-    has_op = schedule in ("by hand", "OneCycleLR") and "maximize" not in case[1]
-    assert replaced == ({"sgd_" if "momentum" in case[1] else "adam_"} if has_op else set())
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)  # there is an op for the first of them
 
 
