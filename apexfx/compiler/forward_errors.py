@@ -54,4 +54,4 @@ def as_in_eager(error: Exception) -> Exception:
               if not place[0].startswith(_NOT_THE_USERS)]
     where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
     kind = type(original) if type(original) in _TYPES else RuntimeError
-    return kind(f"apexfx: the forward fails as it does in eager torch{where}: {text}")
+    return kind(f"apexfx: an op of the forward fails, as it does in eager torch{where}: {text}")

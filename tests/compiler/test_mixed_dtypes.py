@@ -84,7 +84,7 @@ def test_eager_refuses(name):
 
 @pytest.mark.parametrize(("name", "level"), [*((name, "O0") for name in REFUSED), *(("linear", level) for level in LEVELS[1:])])
 def test_transform_refuses_what_eager_refuses(name, level):
-    said = r"apexfx: .*(inputs.* came in float64, .*: call \.float\(\) on it|fails as it does in eager torch \()"
+    said = r"apexfx: .*(inputs.* came in float64, .*: call \.float\(\) on it|fails, as it does in eager torch \()"
     with pytest.raises(RuntimeError, match=said):
         WAYS["transform"](REFUSED[name](), level)(wide_input())
 
