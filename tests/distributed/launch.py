@@ -68,22 +68,6 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
                 process.join()
 
 
-def join_over_store_of_rank_0(rank: int, world_size: int, folder: str, **options: Any) -> None:
-    """Form the gloo group anew over a store that rank 0's process serves, so that it is lost with it."""
-    dist.barrier()  # a rank that leaves at once breaks the connections that others are still making
-    dist.destroy_process_group()
-    port = Path(folder, "port")
-    if rank == 0:
-        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
-        port.with_suffix(".new").write_text(str(store.port))
-        port.with_suffix(".new").rename(port)
-    else:
-        while not port.exists():
-            time.sleep(0.01)
-        store = dist.TCPStore("127.0.0.1", int(port.read_text()), world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, **options)
-
-
 def _await(ranks: dict[int, Any], folder: str, deadline: float, timeout: float) -> None:
     while late := [rank for rank, process in ranks.items() if process.is_alive()]:
         if any(process.exitcode not in (None, 0) for process in ranks.values()):

@@ -16,6 +16,7 @@ from apexfx._torch import make_fx
 from apexfx.observe.interpreter import Interpreter
 from apexfx.observe.non_finite import NonFinite
 from apexfx.train_step.safeguard import NOT_SEARCHED
+from tests.tables import table
 
 X = torch.linspace(-2, 2, 12).reshape(3, 4)
 MASK = torch.eye(3, 4, dtype=torch.bool)
@@ -108,7 +109,7 @@ def make(**options):
                              **{"inner": "eager", "opt_level": "O0", "safeguard": True, **options})
 
 
-@pytest.mark.parametrize("what, op, phase, comment", [
+@table(3, "what, op, phase, comment", [
     ("root of zero", "aten.div.Tensor", "backward", "root of zero"), ("overflow", "aten.mul.Tensor", "forward", "overflow"),
     ("function", "aten.mul.Tensor", "backward", "the backward of a function"),
     ("masked", "aten.mul.Tensor", "forward", "behind what is masked"),
@@ -214,3 +215,17 @@ def test_gathered_calls():
         if step._state.num_calls == 2:
             assert "a call before" in step.events[-1].where
     assert "aten.mul.Tensor in the forward" in step.events[-1].where
+
+
+def test_a_model_in_another_mode_is_not_blamed_on_a_kernel():
+    class InTraining(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            return (y * math.inf if self.training else y).square().mean()
+
+    model = InTraining(4, 2)
+    step = apexfx.train_step(model, objective=lambda model, x: model(x), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                             opt_level="O0", inner="eager", safeguard=True)
+    step(torch.randn(3, 4))
+    model.eval()
+    assert step.events[-1].where.endswith("or the model has changed since")
