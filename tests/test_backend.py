@@ -11,6 +11,7 @@ from torch import nn
 
 import apexfx
 from tests.backward_graphs import TwoGraphs
+from tests.tables import table
 from tests.test_transform import gradients_of_leaves
 
 OPTIONS = {"opt_level": "O0", "inner": "eager"}
@@ -72,7 +73,7 @@ class Inner(nn.Module):
         return self.layer(x)[0]
 
 
-@pytest.mark.parametrize("first", [True, False])
+@table(1, "first", [True, False])
 @pytest.mark.parametrize(("options", "warns"), [
     ({"opt_level": "O1"}, True), ({"precision": {"head": "bfloat16"}}, True), ({}, False),
 ])  # fmt: skip

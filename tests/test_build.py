@@ -22,6 +22,7 @@ from apexfx._torch import registered_overloads
 from apexfx.ops import _built_for
 from apexfx.ops._built_for import Machine, cuda_mismatch, mismatch
 from apexfx.tools import doctor
+from tests.tables import table
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOKE = """
@@ -235,6 +236,7 @@ def test_the_package_imports_no_module_of_unix():
         assert not names & of_unix, path
 
 
+@pytest.mark.long
 def test_apexfx_ext_0_loads_nothing():
     status, output = run([sys.executable, "-c", SMOKE], APEXFX_EXT="0")
     assert status == 0 and "False False APEXFX_EXT=0" in output, output
@@ -285,7 +287,8 @@ def test_an_index_shows_the_readme_without_links_that_lead_nowhere(tmp_path):
     assert re.findall(r"\]\((?!https?:)", description) == []
 
 
-@pytest.mark.parametrize("strict", ["0", "1"])
+@pytest.mark.long
+@table(1, "strict", ["0", "1"])
 def test_a_build_that_cannot_compile_says_so_and_fails_only_where_it_is_strict(tmp_path, strict):
     tree = source_tree(tmp_path)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", "built", "--build-temp", "temp"]

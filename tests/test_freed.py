@@ -112,9 +112,7 @@ def assert_freed(make):
     assert not graph_modules() - before
 
 
-EVERY_DAY = ("step in pieces", "step with a batch norm of ours", "transform, captured")
-
-
-@pytest.mark.parametrize("name", [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.long) for name in MAKES])
+@pytest.mark.parametrize("name", [
+    name if name == "step in pieces" else pytest.param(name, marks=pytest.mark.long) for name in MAKES])
 def test_what_is_dropped_is_freed(name):
     assert_freed(MAKES[name])

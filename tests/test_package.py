@@ -10,6 +10,7 @@ import pytest
 import apexfx
 
 
+@pytest.mark.long
 def test_what_is_reached_for_is_imported():
     """Apex's packages as attributes, and what is not shown by its full name."""
     code = ("import sys, apexfx; assert 'apexfx.amp' not in sys.modules; apexfx.amp.initialize; apexfx.parallel.Reducer\n"

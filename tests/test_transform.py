@@ -14,6 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 import apexfx
 from apexfx._torch import tree_leaves
 from apexfx.testing import assert_close
+from tests.tables import table
 from tests.transform_models import Net, images, transformed
 
 
@@ -42,7 +43,7 @@ def test_trains_bitwise_like_the_source(pair):
         assert torch.equal(ours, theirs), name
 
 
-@pytest.mark.parametrize("root", [True, False])
+@table(1, "root", [True, False])
 @pytest.mark.parametrize("track", [True, False])
 def test_batch_norm_with_cumulative_average(track, root):
     source = nn.BatchNorm1d(3 if root else 4, momentum=None, track_running_stats=track)
@@ -240,8 +241,8 @@ def test_o3_halves_the_parameters_in_place():
     assert weight.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("given", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2", "O3"])
+@table(1, "given", [torch.float16, torch.bfloat16], ids=str)
+@table(2, "opt_level", ["O0", "O1", "O2", "O3"])
 def test_half_inputs(opt_level, given):
     model, x = transformed(Net(), opt_level=opt_level), images().to(given)
     out = model(x)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import apexfx
+from tests.tables import table
 from tests.transform_models import Net, images, transformed
 
 
@@ -28,7 +29,7 @@ def test_deepcopy_is_independent():
     assert not torch.equal(other.eval()(x), model.eval()(x))
 
 
-@pytest.mark.parametrize("how", ["pickle", "torch.save"])
+@table(1, "how", ["pickle", "torch.save"])
 def test_pickles(how):
     model = transformed(Net())
     x = images()

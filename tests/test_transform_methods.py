@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import apexfx
+from tests.tables import table
 
 
 class Agent(nn.Module):
@@ -46,8 +47,8 @@ def trained(model):
     return [p.grad for p in model.parameters()] + list(model.buffers())
 
 
-@pytest.mark.parametrize("again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
-                         ids=["made", "copied", "pickled"])
+@table(2, "again", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))],
+          ids=["made", "copied", "pickled"])
 def test_named_methods_run_as_graphs(again):
     model = again(made())
     torch.testing.assert_close(trained(model), trained(Agent()))
@@ -56,7 +57,7 @@ def test_named_methods_run_as_graphs(again):
     assert len(model.report.graphs) == 3
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@table(1, "level", ["O1", "O2", "O3"])
 def test_named_methods_are_cast_as_the_forward(level):
     model = made(opt_level=level, fullgraph=True)
     trained(model)

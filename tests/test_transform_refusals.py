@@ -9,6 +9,7 @@ from torch import nn
 import apexfx
 from apexfx import amp
 from tests.small_models import Model
+from tests.tables import table
 from tests.transform_models import Net, images, transformed
 
 
@@ -67,7 +68,7 @@ def test_a_graph_without_anything_to_rewrite_is_no_warning_where_another_has_som
     assert not any("rewrote nothing" in text for text in (*warnings_of(caplog), str(model.report)))
 
 
-@pytest.mark.parametrize("options", [{"inner": "eager"}, None])
+@table(1, "options", [{"inner": "eager"}, None])
 def test_the_backend_knows_the_graphs_so_far(caplog, options):
     model = torch.compile(Broken(nn.Linear(3, 3)), backend="apex", options=options)
     for _ in range(2):
@@ -152,7 +153,7 @@ def test_a_failed_transform_leaves_the_model():
     assert {name: (p.dtype, id(p)) for name, p in source.named_parameters()} == before
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+@pytest.mark.parametrize("opt_level", [pytest.param("O0", marks=pytest.mark.long), "O1", "O2"])
 @pytest.mark.parametrize("inside", [False, True])
 def test_casts_of_amp_and_of_transform_are_not_stacked(opt_level, inside):
     def initialised(level):

@@ -54,7 +54,8 @@ def _step(model, inner, objective=objective, **options):
 
 
 WAYS = {"transform": _transform, "backend": _backend, "pieces": _pieces, "step": _step}
-ALWAYS = {"transform": (), "backend": (TwoHeads, Broken), "pieces": (TwoHeads, Nested, Broken), "step": (TwoHeads, Nested)}
+ALWAYS = {"transform": (Nested, Written, Broken, BrokenView, Through, Rows), "backend": (Broken,), "pieces": (TwoHeads, Broken),
+          "step": (TwoHeads,)}
 # What a graph of a whole step takes in, and that trains in it.
 WHOLE = [cls for cls in MODELS if cls not in (Broken, BrokenView, Through, Rows, Frozen, Checkpointed, Written)]
 
@@ -62,8 +63,8 @@ WHOLE = [cls for cls in MODELS if cls not in (Broken, BrokenView, Through, Rows,
 def _cases():
     for way, always in ALWAYS.items():
         for cls in WHOLE if way == "step" else MODELS:
-            yield pytest.param(way, cls, "eager", marks=[pytest.mark.long] if always and cls not in always else [])
-    yield from [("transform", cls, "inductor") for cls in (TwoHeads, Broken)]
+            yield pytest.param(way, cls, "eager", marks=[pytest.mark.long] if cls not in always else [])
+    yield from [pytest.param("transform", cls, "inductor", marks=pytest.mark.long) for cls in (TwoHeads, Broken)]
 
 
 @pytest.mark.parametrize(("way", "cls", "inner"), [*_cases()], ids=lambda value: getattr(value, "__name__", value))

@@ -42,6 +42,7 @@ def check(name, level, half, inner, **options):
     assert (len(model.report.graphs) > 2) == (name in BREAKS_GRAPHS)
 
 
+@pytest.mark.long
 def test_trains_as_eager_does_in_low_precision_alone():  # the programs of tests/world have the other levels
     check("residual_cnn", "O3", torch.bfloat16, "eager", fullgraph=True)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import apexfx
 from apexfx import amp
+from tests.tables import table
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -47,7 +48,7 @@ CASES += [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda options: " ".join(map(str, options.values())))
+@table(8, "options", CASES, ids=lambda options: " ".join(map(str, options.values())))
 def test_outputs_and_checkpoints(options):
     (eager_model, eager), (compiled_model, compiled) = both(**options)
     assert {name: value.dtype for name, value in compiled.items()} == {name: value.dtype for name, value in eager.items()}

@@ -12,6 +12,7 @@ from torch import nn
 
 from apexfx import amp
 from apexfx.amp.lists import functional_overrides, torch_overrides
+from tests.tables import table
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -44,7 +45,7 @@ def check(half, use, prepare, *, changes=True):
     assert torch.equal(plain, compiled) != changes
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@table(1, "half", HALVES, ids=str)
 @pytest.mark.parametrize("register, module, name", [
     (amp.register_float_function, F, "linear"), (amp.register_half_function, torch, "softmax"),
     (amp.register_float_function, torch, "sigmoid"), (amp.register_half_function, torch.Tensor, "exp"),
@@ -82,7 +83,7 @@ def scores(x, y, *, more=()):
     return (x.square() * y + sum(more)).square().mean(-1)
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@table(1, "half", HALVES, ids=str)
 @pytest.mark.parametrize("register, decorate", [
     (amp.register_half_function, amp.half_function), (amp.register_float_function, amp.float_function),
     (amp.register_promote_function, amp.promote_function),

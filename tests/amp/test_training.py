@@ -153,8 +153,8 @@ CASES = [
 
 
 def each(cases):
-    """Parametrize a test by all cases, of which `make test` runs every 29th."""
-    rows = [pytest.param(case, marks=[pytest.mark.long] if i % 29 else []) for i, case in enumerate(cases)]
+    """Parametrize a test by all cases, of which `make test` runs every 61st."""
+    rows = [pytest.param(case, marks=[pytest.mark.long] if i % 61 else []) for i, case in enumerate(cases)]
     return pytest.mark.parametrize("case", rows, ids=str)
 
 

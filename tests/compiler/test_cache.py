@@ -96,6 +96,7 @@ class Flat(nn.Module):
         return self.layer(x.flatten(0, self.end)).square().mean()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_train_step", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_programs_that_lower_to_one_graph_have_a_report_each(is_train_step, tmp_path, monkeypatch):
     """AOTAutograd's cache knows the second by another key than the first, and Inductor's has its code."""

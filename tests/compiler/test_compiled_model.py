@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import apexfx
@@ -16,6 +15,7 @@ from apexfx.testing import assert_close
 from tests.backward_graphs import TwoGraphs
 from tests.fake_group import fake_process_group
 from tests.small_models import Model
+from tests.tables import table
 from tests.transform_models import transformed
 
 
@@ -91,7 +91,7 @@ class Reads(nn.Module):
         return sum(each.float().pow(2).sum() for each in self.read(self, x))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
+@table(1, "level", ["O0", "O1"])
 @pytest.mark.parametrize("read", [read_from_data, by_rows])
 def test_numbers_and_sizes_that_are_read_from_data_are_in_one_graph(read, level):
     reference, model = Reads(read), transformed(Reads(read), opt_level=level, verify="off")
@@ -154,14 +154,6 @@ class Breaks(nn.Module):
         return x * 2
 
 
-def test_rnn_is_captured():
-    source = Model(lambda m, x: m.bn(m.rnn(x)[0][:, -1]), rnn=nn.LSTM(4, 4, batch_first=True), bn=nn.BatchNorm1d(4))
-    reference, x = copy.deepcopy(source), torch.randn(3, 5, 4)
-    model = transformed(source, fullgraph=True)
-    torch.testing.assert_close(model(x), reference(x))
-    assert len(model.report.graphs) == 1
-
-
 LIMIT = torch._dynamo.exc.FailOnRecompileLimitHit
 
 
@@ -179,7 +171,7 @@ def test_recompile_limit_raises(two_graphs_at_most, trains):
             model(torch.randn(n, 4))
 
 
-@pytest.mark.parametrize("opt_level", ["O0", "O1", "O2"])
+@table(1, "opt_level", ["O0", "O1", "O2"])
 def test_a_module_that_counts_its_calls(opt_level):
     class Counts(nn.Module):
         def __init__(self):
@@ -213,19 +205,6 @@ def test_a_half_layer_gets_the_half_inputs(opt_level):
                    stem=nn.Conv2d(3, 4, 1).bfloat16())
     model = transformed(source, opt_level=opt_level)
     assert model(torch.ones(2, 3, 4, 4, dtype=torch.bfloat16)).shape == (2, 2) and not model.report.notes
-
-
-def test_activation_checkpoint():
-    from torch.utils.checkpoint import checkpoint
-
-    source = Model(lambda m, x: m.b(checkpoint(lambda z: F.gelu(m.bn(m.a(z))), x, use_reentrant=False)),
-                   a=nn.Linear(4, 4), bn=nn.BatchNorm1d(4), b=nn.Linear(4, 4))
-    reference, x = copy.deepcopy(source), torch.randn(6, 4)
-    model = transformed(source)
-    model(x).sum().backward()
-    reference(x).sum().backward()
-    for (name, p), q in zip(model.named_parameters(), reference.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, msg=name)
 
 
 @pytest.mark.long

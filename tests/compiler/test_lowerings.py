@@ -10,6 +10,7 @@ import torch
 from torch._inductor.utils import run_and_get_code
 
 from apexfx.ops.bucket import flatten_bucket
+from tests.tables import table
 
 
 def compiled(function, *inputs):
@@ -33,7 +34,7 @@ def test_products_are_written_into_their_slots():
     assert code.count("empty_strided_cpu") == 1  # no product has memory of its own
 
 
-@pytest.mark.parametrize("reads_first", [False, True])
+@table(1, "reads_first", [False, True])
 def test_what_others_read_keeps_its_own_memory(reads_first):
     def gradients(a, b):
         product = a @ b
@@ -56,7 +57,7 @@ def _piece(kind, shape):
     return made[kind]
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
+@table(1, "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 12))])
 def test_random_buckets(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -79,7 +80,7 @@ def test_random_buckets(seed):
     assert torch.equal(compiled(gradients, *inputs)[0], gradients(*inputs))
 
 
-@pytest.mark.parametrize(("dtype", "memory_format"), [
+@table(1, ("dtype", "memory_format"), [
     (torch.float32, torch.channels_last), (torch.bfloat16, torch.contiguous_format), (torch.float64, torch.contiguous_format)])
 def test_relu_backward_is_bitwise_and_joins_its_neighbours(dtype, memory_format):
     def backward(a, b, y):

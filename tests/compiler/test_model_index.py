@@ -12,6 +12,7 @@ from torch import nn
 import apexfx
 from apexfx.compiler.model_index import ModelIndex, text_name
 from tests.fake_group import fake_process_group
+from tests.tables import table
 
 
 class Holder:
@@ -40,7 +41,7 @@ class Reached(nn.Module):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("name", ["a", "b", "c", "d", "again"])
+@table(3, "name", ["a", "b", "c", "d", "again"])
 def test_precision_reaches_the_module_of_that_name_and_no_other(name, broken):
     model = apexfx.transform(Reached(broken), opt_level="O1", inner="eager", precision={name: "float32"})
     model(torch.randn(2, 3))

@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx.passes.infra.pass_base import PassResult
 
 import apexfx
+from tests.tables import table
 from tests.transform_models import Net, images, transformed
 
 EXPORTS = {
@@ -35,7 +36,7 @@ def test_a_transformed_model_is_not_exported(export, ran):
     assert torch.equal(exported(x), model(x))  # and the source is, with the parameters of the transformed model
 
 
-@pytest.mark.parametrize("outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
+@table(1, "outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
 def test_an_outer_compile_goes_around_the_transformed_model(outer):
     model, x = transformed(Net(), opt_level="O1"), images()
     with warnings.catch_warnings():
@@ -47,7 +48,7 @@ def test_an_outer_compile_goes_around_the_transformed_model(outer):
     assert torch.equal(out, outer(model)(x)) and len(model.report.graphs) == 1 and model.report.casts()
 
 
-@pytest.mark.parametrize("outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
+@table(1, "outer", [lambda m: m, lambda m: nn.Sequential(m, nn.ReLU())])
 @pytest.mark.parametrize("ran", [False, True])
 def test_options_of_an_outer_compile_are_not_lost(outer, ran):
     model, x = transformed(Net()), images()

@@ -11,6 +11,7 @@ from torch import nn
 
 import apexfx
 from tests.small_models import Model
+from tests.tables import table
 
 WRITES = {
     "add_": lambda t, x: t.add_(len(x)), "iadd": lambda t, x: t.__iadd__(1.5), "mul_": lambda t, x: t.mul_(0.5),
@@ -35,7 +36,7 @@ def model():
     return Model(forward, layer=nn.Linear(4, 4), scale=scale, **buffers)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@table(1, "level", ["O1", "O0", "O2"])
 @pytest.mark.parametrize("entry", ["transform", "backend", "train_step"])
 def test_every_form_of_a_write_stays(entry, level):
     expected, x = model(), torch.randn(6, 4)

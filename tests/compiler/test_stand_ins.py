@@ -40,7 +40,7 @@ def model_of(kind):
     return nn.Sequential(nn.Linear(4, 4), nn.Sequential(Encoder(LAYERS[kind]())))
 
 
-@pytest.fixture(params=LAYERS)
+@pytest.fixture(params=["recurrent", pytest.param("cumulative", marks=pytest.mark.long)])
 def pair(request):
     """The source of a transformed model, the model, and an untouched copy of the source."""
     source = model_of(request.param)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from apexfx.graph import call
+from tests.tables import table
 
 aten = torch.ops.aten
 
@@ -84,15 +85,15 @@ LIES = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("lie", "way"), [(lie, way) for lie in LIES for way in WAYS
-                                          if not lie.startswith("step") or way in ("step", "step that accumulates")])
+@table(7, ("lie", "way"), [(lie, way) for lie in LIES for way in WAYS
+                            if not lie.startswith("step") or way in ("step", "step that accumulates")])
 def test_a_pass_that_lies_is_caught(lie, way):
     level = "O2" if "of the gradient" in lie or "reassociates" in lie else "O0"
     with pytest.raises(Exception, match="apexfx pass 'lies'.* its tier"):
         WAYS[way](torch.randn(8, 4), opt_level=level, inner="eager", verify="each", passes=(LIES[lie](),))
 
 
-@pytest.mark.parametrize(("way", "level", "dtype"), [
+@table(2, ("way", "level", "dtype"), [
     ("transform", "O2", None), ("step", "O0", None), ("step", "O1", torch.float16), ("step that accumulates", "O2", None),
     ("step in pieces", "O3", None)])
 def test_passes_that_keep_their_word_are_not(way, level, dtype):

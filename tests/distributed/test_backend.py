@@ -10,6 +10,7 @@ from torch import nn
 import apexfx
 from apexfx.parallel import RankFailureError
 from tests.distributed.launch import on_ranks, run_ranks
+from tests.tables import table
 
 # Each model takes a copy: torch.compile() calls with one options object share what they count.
 OPTIONS = {"opt_level": "O0", "inner": "eager", "ddp": apexfx.BucketConfig(timeout_s=20)}
@@ -163,7 +164,7 @@ def test_other_model(rank, world_size):
         train(torch.compile(model, backend="apex", options=dict(OPTIONS)), rank)
 
 
-@pytest.mark.parametrize("breaks", [False, True])
+@table(1, "breaks", [False, True])
 @pytest.mark.parametrize("case", [first_ranks_values, skipped_backward])
 def test_with_and_without_a_graph_break(case, breaks):
     run_ranks(case, 2, breaks)

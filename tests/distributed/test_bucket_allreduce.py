@@ -81,9 +81,7 @@ def test_bitwise_ddp_on_two_ranks(rank, world_size):
 @on_ranks(3)
 def test_bitwise_ddp_on_three_ranks(rank, world_size):
     # DDP's buckets are final after its second step; from three ranks on, a ring's sums depend on them.
-    for name, replay in (("cnn", True), ("transformer", False)):
-        torch._dynamo.reset()
-        parity(rank, world_size, name, BucketConfig(layout="ddp", bucket_cap_mb=CAP_MB[name]), warm_up=3, replay=replay)
+    parity(rank, world_size, "cnn", BucketConfig(layout="ddp", bucket_cap_mb=CAP_MB["cnn"]), warm_up=3, replay=True)
 
 
 class Odd(nn.Module):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import apexfx
 from tests.distributed.launch import on_ranks
-from tests.test_freed import assert_freed, batch, net, step_of, transform_of
+from tests.test_freed import assert_freed, batch, net, step_of
 
 
 def parallel_of(model, **options):
@@ -19,6 +19,5 @@ def parallel_of(model, **options):
 @on_ranks(2)
 def test_what_is_dropped_is_freed(rank, world_size):
     for make in (lambda: step_of(net(), ddp=True, sync_bn=True, accumulate=2, calls=2),
-                 lambda: transform_of(net(), ddp=True, sync_bn=True), lambda: parallel_of(net(), find_unused_parameters=True),
                  lambda: parallel_of(apexfx.transform(net(), inner="eager"))):
         assert_freed(make)

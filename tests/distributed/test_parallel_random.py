@@ -117,7 +117,7 @@ def campaign(rank, world_size, first, num):
 
 
 def test_random_models():
-    run_ranks(campaign, 2, 0, 40, timeout=180)
+    run_ranks(campaign, 2, 0, 15, timeout=180)
 
 
 @pytest.mark.long

@@ -163,10 +163,16 @@ def _reducer(rank, world_size):
     assert tensors[0].tolist() == [1.5] * 3 and tensors[1][0].tolist() == [3.0] * 2
 
 
-def everything(rank, world_size):
-    for case in (_whole_batch, _groups, _same_as_the_pass, _groups_in_graphs, _communication, _reducer):
+def in_eager(rank, world_size):
+    for case in (_whole_batch, _groups, _communication, _reducer):
         case(rank, world_size)
 
 
-def test_on_four_ranks():
-    run_ranks(everything, 4)
+def in_graphs(rank, world_size):
+    for case in (_same_as_the_pass, _groups_in_graphs):
+        case(rank, world_size)
+
+
+@pytest.mark.parametrize("cases", [in_eager, pytest.param(in_graphs, marks=pytest.mark.long)])
+def test_on_four_ranks(cases):
+    run_ranks(cases, 4)

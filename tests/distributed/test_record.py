@@ -66,6 +66,7 @@ def without_one(rank, world_size, folder):
     assert step.updated
 
 
+@pytest.mark.long
 def test_ranks_that_cannot_record_do_not_stop_the_others(tmp_path):
     run_ranks(without_one, 2, str(tmp_path))
     assert sorted(path.name for path in tmp_path.glob("*-rank-0")) == ["call-2-rank-0", "call-3-rank-0"]
@@ -86,6 +87,7 @@ def into_one_folder(rank, world_size, path):
     assert "each rank needs one of its own" in told
 
 
+@pytest.mark.long
 def test_ranks_that_record_into_one_folder_are_told(tmp_path):
     run_ranks(into_one_folder, 2, str(tmp_path / "bundle"))
     assert replay(str(tmp_path / "bundle"))[1]

@@ -60,7 +60,7 @@ def test_each_flipped_bit_is_found_at_the_next_check(rank, world_size):
     step(*batch)
     saved = copy.deepcopy(step.state_dict())
     rng, num_found, num_updates = random.Random(world_size), 0, 2
-    while num_found < 20:
+    while num_found < 8:
         step.load_state_dict(copy.deepcopy(saved))  # torch's optimizers keep what they are given
         step(*batch)
         target, (name, tensor), seed = rng.randrange(world_size), rng.choice(tensors(model, step)), rng.random()
@@ -83,6 +83,7 @@ def test_each_flipped_bit_is_found_at_the_next_check(rank, world_size):
     assert len(set(texts)) == 1
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_averages_are_compared(rank, world_size):
     _, step = make(1, ema=apexfx.EMA(decay=0.5))
@@ -126,12 +127,7 @@ def test_a_checkpoint_that_one_rank_alone_loads_is_found_at_the_next_check(rank,
 
 @on_ranks(2)
 def test_equal_replicas_agree(rank, world_size):
-    for options in (
-        {},  # running statistics differ
-        {"optimizer": RMSprop},
-        {"accumulate": 3, "opt_level": "O2"},
-        {"optimizer": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9)},
-    ):
+    for options in ({"accumulate": 3, "opt_level": "O2"}, {"optimizer": RMSprop}):  # running statistics differ
         _, step = make(1, **options)
         for batch in batches(rank, 8):
             step(*batch)
@@ -143,6 +139,7 @@ def test_equal_replicas_agree(rank, world_size):
         step.state_dict()
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_skipped_step_is_compared(rank, world_size):
     _, step = make(1)

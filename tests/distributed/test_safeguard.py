@@ -47,9 +47,8 @@ def train(rank, world_size, style, count):
     assert all(torch.equal(parameters, other) for other in others)
 
 
-@pytest.mark.parametrize("style", ["float16", "accumulating"])  # the others are among the many
-def test_one_poisoned_rank_has_all_skip(style):
-    run_ranks(train, 2, style, 10)
+def test_one_poisoned_rank_has_all_skip():
+    run_ranks(train, 2, "accumulating", 6)  # the other styles are among the many
 
 
 @pytest.mark.long
@@ -81,6 +80,7 @@ class Exchanged(torch.nn.Module):
         return self.head(functional_collectives.wait_tensor(exchanged))
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_a_rank_that_reads_events_alone_takes_part_in_no_collective(rank, world_size):
     model = Exchanged()

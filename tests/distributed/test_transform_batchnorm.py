@@ -81,7 +81,7 @@ def full_batch(model, x):
     return model, x, y
 
 
-@on_ranks(2, 3)
+@on_ranks(3)
 def test_matches_full_batch(rank, world_size):
     worst = 0.0
     for offset in (0.0, 1000.0):
@@ -115,6 +115,12 @@ def test_matches_full_batch(rank, world_size):
             expected = [3, 4] if name == "fused" else [2, 2]
             assert [text.count("_c10d_functional.all_reduce") for text in texts] == expected, (name, texts)
     print(f"rank {rank} of {world_size}: max |y - full batch in float64| = {worst:.1e}")
+
+
+@pytest.mark.long
+@on_ranks(2)
+def test_every_kind_matches_full_batch(rank, world_size):
+    test_matches_full_batch.case(rank, world_size)
 
 
 @on_ranks(2)

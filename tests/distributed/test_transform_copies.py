@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import pickle
 
-import pytest
 import torch
 
 import apexfx
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_transform import batches, check, expected_gradients, model_and_reference
+from tests.tables import table
 
 
 def evaluate(model, x):
@@ -63,6 +63,6 @@ def one_rank_makes_more_with_batch_norm(rank, world_size, make):
     assert made[1].running_mean.abs().sum() > 0
 
 
-@pytest.mark.parametrize("case, make", [(one_rank_makes_more, copy.deepcopy), (one_rank_makes_more_with_batch_norm, again)])
+@table(1, "case, make", [(one_rank_makes_more, copy.deepcopy), (one_rank_makes_more_with_batch_norm, again)])
 def test_copies_that_one_rank_makes_alone(case, make):
     run_ranks(case, 2, make)

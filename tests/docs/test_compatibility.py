@@ -1,17 +1,16 @@
 """What docs/compatibility.md says goes together, does; what it says is refused, is, and says what to do.
 
-Copies, exports and activation checkpoints are in test_transform_copies.py, compiler/test_refusals.py and
-compiler/test_compiled_model.py.
+Copies, exports and torch.func are in test_transform_copies.py and compiler/test_refusals.py, hooks and second derivatives in
+test_transform.py, activation checkpoints in world/, FSDP and torch's DDP in distributed/test_refusals.py.
 """
 
 from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DataParallel
 from torch.nn.utils import parametrizations, prune
 from torch.optim.swa_utils import AveragedModel, update_bn
 
@@ -31,13 +30,6 @@ def transformed(source=None, **options):
 def backward(model):
     F.cross_entropy(model(INPUTS), LABELS).backward()
     return [p.grad for p in model.parameters()]
-
-
-@pytest.fixture
-def one_rank():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_an_average_of_the_weights_runs():
@@ -74,25 +66,6 @@ def test_autocast_around_is_for_o0():
             backward(transformed())
 
 
-def test_torch_ddp_goes_around_a_model_without_ddp(one_rank):
-    backward(DistributedDataParallel(transformed()))
-    with pytest.raises(ValueError, match="averages the gradients itself"):
-        backward(DistributedDataParallel(transformed(ddp=True)))
-
-
-def test_fsdp_is_refused_before_and_after(one_rank):
-    from torch.distributed.fsdp import fully_shard
-
-    sharded = network()
-    fully_shard(sharded)
-    with pytest.raises(ValueError, match="sharded by FSDP"):
-        transformed(sharded)
-    model = transformed()
-    fully_shard(model)
-    with pytest.raises(ValueError, match="sharded by FSDP"):
-        model(INPUTS)
-
-
 def with_weight_norm():
     source = network()
     parametrizations.weight_norm(source[0])
@@ -120,16 +93,6 @@ def test_what_is_inside_is_captured(source):
     backward(model)
 
 
-def test_a_hook_on_a_submodule_counts_after_the_first_call_too():
-    seen = []
-    model = transformed()
-    model(INPUTS)
-    model[0].register_forward_hook(lambda *_: seen.append("submodule"))
-    model.register_forward_hook(lambda *_: seen.append("model"))
-    model(INPUTS)
-    assert seen == ["submodule", "model"]
-
-
 def test_hooks_on_parameters_run():
     seen = []
     model = transformed()
@@ -138,33 +101,11 @@ def test_hooks_on_parameters_run():
     assert seen == [True]
 
 
-def test_backward_twice_and_two_forwards():
-    model = transformed()
-    loss = model(INPUTS).sum() + model(2 * INPUTS).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def test_double_backward_is_not_supported():
-    inputs = INPUTS.clone().requires_grad_()
-    [grad] = torch.autograd.grad(transformed()(inputs).sum(), inputs, create_graph=True)
-    with pytest.raises(RuntimeError, match="double backward"):
-        grad.sum().backward()
-
-
 def test_a_hessian_is_of_the_source_alone():
     source = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
     hessian = torch.autograd.functional.hessian
     hessians = [hessian(lambda x: model(x).sum(), INPUTS[:1]) for model in (source, transformed(source))]
     assert [bool(each.any()) for each in hessians] == [True, False]
-
-
-def test_of_torch_func_only_functional_call():
-    model = transformed()
-    parameters = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-    assert not torch.func.functional_call(model, parameters, (INPUTS,)).any()
-    with pytest.raises(RuntimeError, match="apply them to the module that the transformed one was made from"):
-        torch.vmap(transformed())(INPUTS)
 
 
 def test_lbfgs_inference_mode_and_anomaly_detection():

@@ -16,7 +16,12 @@ def normalised(text):
     return re.sub(r"[ -]+", " ", re.sub(r"\d+\.\d+", "#", text))
 
 
-@pytest.mark.parametrize("page", pages.PAGES)
+SLOW = [f"docs/{name}.md" for name in (
+    "profile", "recompiles", "inspect", "recipes", "train_step", "guard", "float16", "compare")]
+
+
+@pytest.mark.parametrize("page", [
+    pytest.param(page, marks=pytest.mark.long) if page in SLOW else page for page in pages.PAGES])
 def test_the_page_shows_what_its_programs_print(page):
     text = (pages.ROOT / page).read_text()
     assert normalised(pages.made(page)) == normalised(text), f"run: python docs/pages.py {page}"

@@ -63,6 +63,7 @@ def train_classifier(folder, monkeypatch, *, stop_after=None):
     return torch.load(folder / "step_image_classifier.pt")
 
 
+@pytest.mark.long
 def test_a_classifier_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch, capsys):
     whole = train_classifier(tmp_path / "whole", monkeypatch)
     assert number(capsys.readouterr().out.splitlines()[-1], "accuracy") > 90
@@ -94,6 +95,7 @@ def test_bert_learns_the_rule(capsys):
     assert all((id(p) in no_decay) == (name.endswith("bias") or "LayerNorm" in name) for name, p in step.model.named_parameters())
 
 
+@pytest.mark.long
 def test_each_step_of_the_gan_trains_its_own_half(capsys):
     defined, printed = run_here("step_gan.py", capsys)
     differences = [number(line, "differ by") for line in printed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import pytest
 import torch
 
 TRAIN = Path(__file__).parents[2] / "examples" / "train.py"
@@ -34,6 +35,7 @@ def train(folder, monkeypatch, *, stop_after=None):
     return torch.load(folder / "checkpoint.pt")
 
 
+@pytest.mark.long
 def test_a_run_that_was_stopped_ends_as_one_that_was_not(tmp_path, monkeypatch, capsys):
     torch.set_num_threads(1)
     whole = train(tmp_path / "whole", monkeypatch)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import shutil
-import signal
 import sys
 import time
-import venv
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +14,9 @@ import pytest
 from apexfx import ops
 from tests.gpu import check, loaded
 
-MACHINE = """print('{"device": "H100"}')"""
-
 
 def step(name, code="print('done')", share_s=10.0, **options):
     return check.Step(name, (sys.executable, "-c", code), share_s, **options)
-
-
-def statuses(path):
-    return {record["step"]: record["status"] for record in json.loads(path.read_text())["steps"]}
 
 
 @pytest.fixture
@@ -114,43 +104,6 @@ def test_an_edited_file_repeats_the_steps_that_read_it(outcome, tmp_path):
     assert [json.loads((tmp_path / f"results/{name}.json").read_text()) for name in "ab"] == [["row"]] * 2
 
 
-def test_another_machine_starts_over(outcome, tmp_path):
-    load, a = step("load", MACHINE, required=True), noting("a", writes="a.json")
-    outcome(load, a)
-    outcome(load, a)
-    assert runs(tmp_path) == ["a"]
-    outcome(step("load", MACHINE.replace("100", "200"), required=True), a)
-    assert runs(tmp_path) == ["a"] and json.loads((tmp_path / "results/a.json").read_text()) == ["row"]
-
-
-def test_a_machine_without_a_device_leaves_what_is_committed(tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "COMMITTED", tmp_path / "committed")
-    monkeypatch.setattr(check, "BEGIN", time.monotonic())
-    planned = [step("load", "raise SystemExit('no CUDA device')", required=True), step("a", writes="a.json")]
-    (tmp_path / "committed").mkdir()
-    (tmp_path / "committed/a.json").write_text("rows")
-    results = check.Results(planned, tmp_path / "results", [tmp_path / "work", check.COMMITTED], "", fresh=True)
-    check.check(planned, False, results, 30.0, {})
-    assert [path.name for path in (tmp_path / "committed").iterdir()] == ["a.json"]
-    assert all((tmp_path / folder / check.RECORD).exists() for folder in ("results", "work"))
-
-
-def test_a_required_step_may_take_what_is_left_but_for_a_reserve(outcome, monkeypatch, capsys):
-    monkeypatch.setattr(check, "RESERVE_S", 100.0)
-    begin = time.monotonic()
-    outcome(step("build", required=True, share_s=20.0), step("a", share_s=50.0), step("b", share_s=90.0), budget_s=160.0)
-    took = time.monotonic() - begin
-    limits = [int(line.split(",")[1].split()[2]) for line in capsys.readouterr().out.splitlines() if ", at most" in line]
-    # 160 - 100; its share and what the build left; all there is. Less what the steps took, and rounded.
-    for limit, most in zip(limits, (60, 70, 160), strict=True):
-        assert most - took - 0.5 <= limit <= most
-
-
-def test_too_little_time_goes_to_the_first_steps(outcome):
-    endings = outcome(*(step(name, share_s=10.0) for name in "abc"), budget_s=14.0)
-    assert [status for status, _ in endings.values()] == ["ok"] * 3
-
-
 def alive(pid):
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"  # dead, if nobody asked for its status
@@ -171,15 +124,6 @@ def test_what_is_past_its_time_is_killed_with_its_children(tmp_path, monkeypatch
     assert not alive(pid)
 
 
-def test_what_cannot_be_killed_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "GRACE_S", 0.1)
-    killed = []
-    monkeypatch.setattr(os, "killpg", lambda pid, number: killed.append((pid, number)))
-    record = check.run(step("stuck", "import time; time.sleep(60)"), 0.5, {}, tmp_path / "log")
-    assert record["says"].startswith("it could not be killed") and [number for _, number in killed] == [2, 9]
-    os.kill(killed[0][0], signal.SIGKILL)
-
-
 @pytest.fixture
 def dry_run(tmp_path, monkeypatch):
     """Return a function that runs the command line in a folder of its own; it returns (status, the record)."""
@@ -192,57 +136,6 @@ def dry_run(tmp_path, monkeypatch):
         return status, json.loads((tmp_path / "results" / check.RECORD).read_text())["steps"]
 
     return call
-
-
-def test_a_step_that_hangs_and_one_that_crashes_leave_their_rows_and_a_line(dry_run, tmp_path, monkeypatch, capsys):
-    """The real tests of pytest, cut short in the second one."""
-    (tmp_path / "test_hang.py").write_text("import time\ndef test_a(): assert 1 == 2\ndef test_b(): time.sleep(60)\n")
-    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_hang.py")
-    hang = check.Step("hangs", command, 4.0, folder=tmp_path)
-    rows = f"open({str(tmp_path / 'results/a.json')!r}, 'w').write('[1]'); "
-    planned = [step("load", MACHINE, required=True), hang,
-               step("crashes", rows + "import os; print('row 1', flush=True); os.abort()", writes="a.json"),
-               step("last", rows, writes="b.json")]  # fmt: skip
-    monkeypatch.setattr(check, "steps", lambda *_: planned)
-    monkeypatch.setattr(check, "RESERVE_S", 0.0)
-    status, records = dry_run("--budget-s", "28")
-    assert status == 1
-    assert [(record["step"], record["status"]) for record in records] == [
-        ("load", "ok"), ("hangs", "timeout"), ("crashes", "failed"), ("last", "failed")]
-    assert "FAILED test_hang.py::test_a" in records[1]["output"] and "KeyboardInterrupt" in records[1]["output"]
-    assert records[2]["says"] == "SIGABRT; the last line was: row 1"
-    assert json.loads((tmp_path / "results/a.json").read_text()) == [1]
-    printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in printed[-5:-1]] == [
-        ["load", "ok"], ["hangs", "timeout"], ["crashes", "failed"], ["last", "failed"]]
-
-
-def planned(name, results, dry=False):
-    return next(one for one in check.steps(results, dry) if one.name == name)
-
-
-def test_what_a_machine_lacks_is_one_line(tmp_path, monkeypatch):
-    def ending(one, **environment):
-        record = check.run(one, 60.0, {"PATH": "/nowhere", **environment}, tmp_path / "log")
-        return record["status"], record["says"]
-
-    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
-    status, says = ending(replace(planned("norms", tmp_path), command=(str(tmp_path / "bare/bin/python"), "-m", "pytest")))
-    assert status == "failed" and says.endswith("No module named pytest")
-    monkeypatch.setattr(shutil, "which", lambda name: f"/nowhere/{name}")
-    assert ending(planned("memcheck", tmp_path)) == ("skipped", "this machine refuses it: not started")
-    build = planned("build", tmp_path)
-    without_arch = replace(build, command=build.command[:-2])
-    assert ending(without_arch, CXX="/nowhere/g++") == ("failed", "no C++ compiler was found (install g++, or set CXX)")
-
-
-def test_tabulate_is_not_needed(tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "WORK", tmp_path)
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tabulate" else find(name))
-    code = "import tabulate; print(tabulate.tabulate([[1, 2]], headers=['a', 'b']))"
-    record = check.run(step("table", code), 60.0, check.environment_of("cpu"), tmp_path / "log")
-    assert record["output"] == "a  b\n1  2\n"
 
 
 def test_the_plan_is_of_files_that_are_there_and_fits_the_budget(tmp_path):
@@ -260,31 +153,10 @@ def test_the_plan_is_of_files_that_are_there_and_fits_the_budget(tmp_path):
 
 
 @pytest.mark.long
-def test_a_dry_run_takes_the_real_steps(dry_run, tmp_path):
-    """With the CPU's own library in the place of the emulation, which takes a minute to build."""
-    if not (check.ROOT / "apexfx/_C_cpu.so").exists():
-        pytest.skip("the CPU library is not built")
-    sources = tmp_path / "work/dry_run/sources"
-    check.copy_sources(sources)
-    shutil.copy(check.ROOT / "apexfx/_C_cpu.so", sources / "apexfx")
-    status, records = dry_run("--only", "eager norm table")
-    assert status == 0 and {record["step"]: record["status"] for record in records} == {"load": "ok", "eager norm table": "ok"}
-    assert len(json.loads((tmp_path / "results/norms_eager_cpu.json").read_text())) == 3  # float32, float16, bfloat16
-
-
-@pytest.mark.long
 def test_a_dry_run_takes_every_step(dry_run, tmp_path):
     status, records = dry_run()
     assert status == 0 and all(record["status"] == "ok" for record in records), [(r["step"], r["says"]) for r in records]
     assert len(records) == len(check.steps(tmp_path))
-
-
-def test_without_the_library_the_first_step_fails_and_says_so(dry_run, tmp_path):
-    check.copy_sources(tmp_path / "work/dry_run/sources")
-    status, (first, *others) = dry_run("--skip-build")
-    assert status == 1 and first["step"] == "load" and first["status"] == "failed"
-    assert "_C_cpu.so is not loaded (not built)" in first["says"]
-    assert others and all(other["says"] == "not run: load failed" for other in others)
 
 
 def test_a_library_or_a_kernel_that_is_missing_is_named(monkeypatch):

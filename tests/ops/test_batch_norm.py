@@ -18,6 +18,7 @@ from apexfx.ops.batch_norm import (
     bn_running_stats,
 )
 from apexfx.testing import assert_close
+from tests.tables import table
 
 OPS = torch.ops.apexfx
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -135,7 +136,8 @@ def test_kernels_equal_references_and_repeat_exactly(dtype, layout):
     check_kernels((5, 67, 23, 29), dtype, layout, "cpu")
 
 
-opcheck_cases = pytest.mark.parametrize(
+opcheck_cases = table(
+    1,
     "shape, dtype, layout",
     [((3, 5, 7, 9), dtype, layout) for dtype, layout in zip(DTYPES, LAYOUTS, strict=True)]
     + [((0, 3, 4), torch.bfloat16, "contiguous")]

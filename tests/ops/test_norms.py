@@ -13,6 +13,7 @@ from apexfx._torch import has_kernel
 from apexfx.ops import layer_norm, rms_norm
 from apexfx.testing import assert_close
 from tests.ops.norm_cases import DTYPES, EPS, LAYOUTS, SIZES, arrange, compare, draw, fuzz, gradients
+from tests.tables import table
 
 
 class Norm(NamedTuple):
@@ -132,7 +133,7 @@ def test_kernel_equals_reference(norm, dtypes):
 
 @both
 @pytest.mark.parametrize("memory_efficient", [False, True])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@table(1, "dtypes", DTYPES, ids=str)
 def test_opcheck(norm, dtypes, memory_efficient):
     tensors = [None if t is None else t.requires_grad_() for t in norm.draw((6, 9), dtypes)[0]]
     half = torch.float16 in dtypes or torch.bfloat16 in dtypes
@@ -144,7 +145,7 @@ def test_opcheck(norm, dtypes, memory_efficient):
 
 
 @both
-@pytest.mark.parametrize("dtypes", [DTYPES[1], DTYPES[2], DTYPES[9]], ids=str)
+@table(1, "dtypes", [DTYPES[1], DTYPES[2], DTYPES[9]], ids=str)
 def test_opcheck_backward(norm, dtypes):
     (x, *parameters), grad = norm.draw((6, 9), dtypes)
     statistics = norm(x, *parameters, 1, EPS, dtype=dtypes[2])[1:]
@@ -285,7 +286,7 @@ def test_a_bad_residual_is_named(norm, residual, message):
 
 
 @both
-@pytest.mark.parametrize("kind", ["", "_backward_input", "_backward", "add_"])
+@table(1, "kind", ["", "_backward_input", "_backward", "add_"])
 def test_fuzz_raises_exactly_where_the_reference_does(norm, kind):
     n = norm.num_parameters
     kinds = ("tensor", *("parameter",) * n, "num_dims", "eps", "dtype")

@@ -10,11 +10,12 @@ import torch
 from apexfx._torch import has_kernel
 from apexfx.testing import assert_close
 from tests.ops.optimizer_cases import DTYPES, F32, LAYOUTS, OPS, SCALARS, check, make
+from tests.tables import table
 
 SMALL = [(), (3,), (2, 3)]
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@table(2, "dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS)
 def test_values_match_float64_reference(op, dtypes):
     for layout in LAYOUTS:
@@ -49,7 +50,7 @@ def test_found_inf_skips_everything(op, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["call", "reference"])
-@pytest.mark.parametrize("op", OPS)
+@table(1, "op", OPS)
 def test_unscaling_changes_the_gradients_alone(op, implementation):
     inf = {"grad_scale": 3.0, "found_inf": 1.0}
     for dtypes, layout in itertools.product(DTYPES, ("contiguous", "mixed")):
@@ -79,7 +80,7 @@ def test_same_bits_for_every_run_and_number_of_threads(op):
             assert all(torch.equal(a, b) for a, b in zip(tensors, other[name])), name
 
 
-@pytest.mark.parametrize("op", OPS)
+@table(1, "op", OPS)
 def test_opcheck(op):
     for scalars in SCALARS:
         arguments = make(op, (F32, torch.bfloat16, torch.bfloat16), "contiguous", {}, scalars, "cpu", sizes=SMALL)

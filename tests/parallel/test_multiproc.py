@@ -28,6 +28,7 @@ def launch(tmp_path, *args):
     return subprocess.run([*command, str(script), *args], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.long
 def test_failures_propagate_and_are_shown(tmp_path):
     done = launch(tmp_path, "fail")
     assert done.returncode == 1

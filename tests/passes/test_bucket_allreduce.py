@@ -32,6 +32,7 @@ from tests.passes.bucket_graphs import (
     two_layers,
 )
 from tests.small_models import Model
+from tests.tables import table
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -100,7 +101,7 @@ def test_verify_each_compares_with_the_graph_before():
 
 # ---- options --------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize(("options", "expected"), [
+@table(5, ("options", "expected"), [
     ({}, [(F32, 52)]),
     ({"message_size": 20}, [(F32, 32), (F32, 20)]),
     ({"message_size": 1}, [(F32, 8), (F32, 24), (F32, 4), (F32, 16)]),
@@ -220,7 +221,7 @@ def test_half_gradients_are_reduced_before_their_upcast():
     assert recorder.reports[0].passes[0].numeric == "changes_dtype"
 
 
-@pytest.mark.parametrize(("options", "wire"), [
+@table(2, ("options", "wire"), [
     ({"allreduce_always_fp32": True}, F32), ({"comm_dtype": F32}, F32), ({"comm_dtype": torch.float64}, torch.float64),
     ({"comm_dtype": BF16}, BF16),
 ])

@@ -21,6 +21,7 @@ from tests.passes.bucket_graphs import (
     two_layers,
 )
 from tests.small_models import Model
+from tests.tables import table
 
 pytestmark = pytest.mark.usefixtures("fake_group")
 
@@ -61,7 +62,7 @@ EDGE_CASES = {
 
 
 @pytest.mark.parametrize("name", EDGE_CASES)
-@pytest.mark.parametrize("message_size", [1, 10_000_000])
+@table(1, "message_size", [1, 10_000_000])
 def test_edge_cases_leave_the_local_gradient_bitwise(name, message_size):
     make, numel = EDGE_CASES[name]
     collectives = issued(check_local(make(), torch.randn(4, 4), message_size=message_size).backward[0])
@@ -125,7 +126,7 @@ def random_model(seed):
     return model, torch.randn(5, width), options
 
 
-@pytest.mark.parametrize("seed", range(12))
+@table(4, "seed", range(12))
 def test_random_models(seed):
     torch.manual_seed(seed)
     model, x, options = random_model(seed)

@@ -197,6 +197,7 @@ def test_inductor_copies_no_activation(make, options):
         assert sources["inductor"][0].count("empty_strided_cpu((4, 8, 16, 16), (2048, 256, 16, 1)") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("opt_level", [pytest.param("O0", marks=pytest.mark.long), "O2"])
 def test_a_float32_gradient_is_laid_out_as_its_parameter(opt_level):
     torch.manual_seed(0)

@@ -19,6 +19,7 @@ from apexfx.passes.measured_speedups import LEAST_ELEMENTS, RATIO
 from apexfx.testing import assert_close
 from tests.forward_graphs import compiled, precision
 from tests.passes.norm_graphs import EVERYWHERE, draw, fused, llama, measured, needs_kernel, rewrite
+from tests.tables import table
 
 
 def t5(x, weight, eps=1e-6):
@@ -374,7 +375,7 @@ def test_table_decides():
 
 
 @needs_kernel
-@pytest.mark.parametrize("dynamic", [False, True])
+@table(1, "dynamic", [False, True])
 @pytest.mark.parametrize(("norm", "function"), [
     ("layer_norm", nn.LayerNorm(4096)),
     ("rms_norm", nn.RMSNorm(4096)),

@@ -15,6 +15,7 @@ from apexfx.precision.rules import FLOATS, RULES
 from apexfx.testing import assert_close
 from tests.forward_graphs import precision
 from tests.passes.op_samples import NOT_RUN, NOT_UNIQUE, SAMPLES, Recording, fitting, graph_of
+from tests.tables import table
 
 ACTIVE = [name for name, rule in RULES.items() if rule.kind != "passthrough"]
 
@@ -24,7 +25,7 @@ def test_every_rule_that_casts_is_run():
     assert not [name for name, (function, _, _) in SAMPLES.items() if canonical_name(function) != name]
 
 
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
+@table(1, "half", [torch.bfloat16, torch.float16], ids=["bf16", "f16"])
 @pytest.mark.parametrize("family", sorted({RULES[name].family for name in SAMPLES}))
 def test_every_op_of(family, half):
     failures = {}

@@ -15,9 +15,10 @@ from apexfx.testing import assert_close
 from tests.forward_graphs import precision
 from tests.passes.precision_models import Nested, run
 from tests.small_models import Model
+from tests.tables import table
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@table(1, "level", ["O1", "O2"])
 @pytest.mark.parametrize("overrides, expected", [
     ({}, "bf16 bf16 bf16"),
     ({"encoder": torch.float32}, "f32 f32 bf16"),
@@ -41,7 +42,7 @@ def test_overrides(level, overrides, expected):
         assert any("override" in row["reason"] for row in recorder.casts()) or "f32" in expected
 
 
-@pytest.mark.parametrize("key, near", [
+@table(3, "key, near", [
     ("unet.*", ""), ("decoder.*", "; did you mean 'encoder'?"), ("encodre", "; did you mean 'encoder'?"),
     ("encodre.1.*", "; did you mean 'encoder.1'?"), ("lineer", "; did you mean 'linear'?"),
     ("F.lineer", "; did you mean 'linear'?"), ("haed", "; did you mean 'head'?"),
@@ -77,7 +78,8 @@ def every_spelling(m, x):
     return torch.cat([m.fc(w), z]) @ m.fc.weight, 1.5 ** m.fc(y), m.fc(y).divide(z)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.long
+@table(1, "level", ["O1", "O2"])
 def test_every_op_of_a_ledger_can_be_overridden_by_that_name(level):
     model = Model(every_spelling, fc=nn.Linear(8, 8), norm=nn.LayerNorm(8))
     _, recorder = run(model, torch.randn(4, 8), level=level)
@@ -110,9 +112,9 @@ def _(x):
     return torch.empty_like(x)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2"])
+@table(1, "level", ["O1", "O2"])
 @pytest.mark.parametrize("op", ["packet", "overload", "python"])
-@pytest.mark.parametrize("key", ["others.softcap", "softcap", "others.*"])
+@table(1, "key", ["others.softcap", "softcap", "others.*"])
 def test_an_op_of_another_library_can_be_overridden(level, op, key):
     called = {"packet": torch.ops.others.softcap, "overload": torch.ops.others.softcap.default, "python": softcap}[op]
     model = Model(lambda m, x: called(m.fc(x)), fc=nn.Linear(8, 8))

@@ -12,6 +12,7 @@ from torch import nn
 from apexfx.testing import assert_close
 from tests.passes.precision_models import HALVES, run
 from tests.small_models import Model
+from tests.tables import table
 
 
 def average(m, x):
@@ -165,7 +166,7 @@ def test_a_cast_under_no_grad_and_graph_breaks_keep_dtypes():
         assert_close(out, x @ w @ w, dtype=torch.bfloat16, scale=4)
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@table(1, "level", ["O1", "O2", "O3"])
 @pytest.mark.parametrize("forward", [
     lambda m, x: m.fc(torch.vmap(lambda row: torch.softmax(F.linear(row, m.fc.weight), 0))(x)),
     lambda m, x: torch.vmap(torch.func.grad(lambda row: m.fc(torch.tanh(m.fc(row))).square().sum()))(x),

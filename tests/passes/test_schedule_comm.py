@@ -22,6 +22,7 @@ from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import record
 from tests.passes.generated_code import collective_order
 from tests.small_models import Model
+from tests.tables import table
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -261,7 +262,7 @@ def random_graph(seed):
     return b.module(*values[-3:], *(b.wait(node) for node in started))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@table(20, "seed", range(60))
 def test_random_graphs_compute_the_same_and_keep_every_order_that_matters(seed):
     gm = random_graph(seed)
     inputs = [torch.randn(4) for _ in range(3)]
@@ -277,6 +278,7 @@ def test_random_graphs_compute_the_same_and_keep_every_order_that_matters(seed):
     assert scheduled(gm) == order
 
 
+@pytest.mark.long
 def test_work_is_linear_in_the_number_of_nodes():
     def steps(depth):
         b = Builder()

@@ -11,6 +11,7 @@ import apexfx
 from apexfx.optimizers import FusedAdam, FusedSGD
 from apexfx.passes import update_early
 from apexfx.passes.update_early import UpdateEarly
+from tests.tables import table
 
 WIDTH = 512  # two layers make a part
 
@@ -68,8 +69,8 @@ def test_each_part_is_updated_behind_the_last_node_that_reads_its_parameters():
     assert [match.detail.partition(" behind")[0] for match in step.report.matched("update_early")] == ["2 parameters"] * 3
 
 
-@pytest.mark.parametrize("make", [mlp, Tied])
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.SGD, FusedAdam, FusedSGD])
+@table(1, "make", [mlp, Tied])
+@table(2, "optimizer", [torch.optim.AdamW, torch.optim.SGD, FusedAdam, FusedSGD])
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_the_bits_are_the_same(make, optimizer, inner):
     early, late = trained(make, optimizer, inner=inner), trained(make, optimizer, inner=inner, skip=["update_early"])
@@ -78,7 +79,7 @@ def test_the_bits_are_the_same(make, optimizer, inner):
     torch.testing.assert_close(early.optimizer.state_dict()["state"], late.optimizer.state_dict()["state"], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("options", [{"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"loss_scale": 8.0}], ids=str)
+@table(1, "options", [{"max_grad_norm": 1.0}, {"loss_scale": "dynamic"}, {"loss_scale": 8.0}], ids=str)
 def test_an_update_that_waits_for_every_gradient_stays(options):
     step = trained(**options)
     assert not step.report.matched("update_early") and order(step, "adam_") == ["adam_"]

@@ -15,6 +15,7 @@ import apexfx
 from apexfx import amp
 from apexfx.precision.call_casts import Cast, CastCall
 from tests.small_models import Model
+from tests.tables import table
 
 HALF = torch.bfloat16
 
@@ -125,7 +126,7 @@ def test_writes_in_inference_mode_raise():
 
 
 @pytest.mark.parametrize("write, lost", [(lambda x: x[0].mul_(3), True), (lambda x: x.add_(1), True), (lambda x: x * 2, False)])
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@table(1, "compiler", ["eager", "aot_eager"])
 @pytest.mark.parametrize("made", [lambda x: x, lambda x: {"x": [x]}, lambda x: {"x": (x, None)}], ids=["tensor", "list", "tuple"])
 def test_writes_of_a_traced_forward_raise(write, lost, compiler, made):
     def call(given):
@@ -155,7 +156,7 @@ def model_of(kind, write):
                              dtype=HALF, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
 
 
-@pytest.mark.parametrize("kind", ["amp O2", "amp O3", "transform", "train_step"])
+@table(2, "kind", ["amp O2", "amp O3", "transform", "train_step"])
 @pytest.mark.parametrize("write, made", [
     (lambda memory: memory.mul_(2), lambda x: x), (lambda memory: memory["a"][0].add_(1), lambda x: {"a": (x,)}),
     (lambda memory: memory[:1].copy_(memory[1:] + 1), lambda x: x),

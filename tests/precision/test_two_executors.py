@@ -16,6 +16,7 @@ from apexfx.ops.sync_batch_norm import sync_batch_norm
 from apexfx.precision.rules import HALVES, RULES
 from tests.forward_graphs import compiled, precision
 from tests.passes.op_samples import NOT_UNIQUE, SAMPLES, Recording, call, fitting, graph_of, mask, x
+from tests.tables import table
 
 MIN, MAX = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
 
@@ -55,7 +56,7 @@ def differences(half, function, args, kwargs, *, values=True):
 COMPOSED = ("svd_lowrank",)  # torch shows the executor the functions it is composed of, not the call itself
 
 
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@table(1, "half", HALVES, ids=str)
 @pytest.mark.parametrize("family", sorted({RULES[name].family for name in SAMPLES}))
 def test_every_op_of(family, half):
     failures = {}
@@ -119,7 +120,7 @@ PROGRAMS = {
 
 
 @pytest.mark.filterwarnings("ignore:The use of `x.T`")
-@pytest.mark.parametrize("half", HALVES, ids=str)
+@table(1, "half", HALVES, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs(name, half):
     program = PROGRAMS[name]

@@ -13,6 +13,7 @@ import apexfx
 from apexfx.report.node_places import NodePlaces
 from apexfx.report.profile import COMMUNICATION, UNATTRIBUTED, KernelTime, Profile
 from tests.distributed.launch import on_ranks
+from tests.tables import table
 
 
 class Block(nn.Module):
@@ -67,7 +68,7 @@ def of_module(profile, path):
     return sum(t.ms for t in profile.times if path in t.modules)
 
 
-@pytest.mark.parametrize(("is_train_step", "inner"), [
+@table(1, ("is_train_step", "inner"), [
     (True, "eager"), (False, "eager"), *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (True, False))])
 def test_a_module_that_takes_most_of_the_time_is_named(is_train_step, inner):
     profile, _ = profiled(is_train_step, inner)
@@ -223,7 +224,7 @@ PRODUCTS = {"aten.mm", "aten.addmm", "torch.linear"}
 @pytest.mark.parametrize("net, accumulate, counts", [
     (Reused(), 1, {"a": 3 + 3 + 2, "b": 3}), (Reused(), 2, {"a": 3 + 3 + 2, "b": 3}), (Tied(), 1, {"a": 2, "b": 3, "c": 3}),
 ], ids=["reused", "accumulated", "tied"])  # fmt: skip
-@pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@table(1, "inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_products_of_a_module_that_is_reused_are_counted_for_it(net, accumulate, counts, inner):
     step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner=inner,
                              accumulate=accumulate)
@@ -267,7 +268,7 @@ class Gated(nn.Module):
         return self.head(self.left(x) * self.right(x))
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+@table(1, "level", ["O0", "O1", "O2"])
 def test_a_product_of_the_backward_that_reads_a_parameter_is_of_its_module(level):
     net = nn.Sequential(Gated())
     step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=0.1), opt_level=level, inner="eager")

@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import apexfx
 from apexfx.optimizers import FusedAdam, FusedSGD
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
 
 WIDTH = 4
@@ -88,6 +89,7 @@ def test_a_parameter_without_a_gradient_shifts_no_other(optimizer, inner):
             assert_same(p.grad, q.grad, **ROUNDING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", [Adam, *(pytest.param(each, marks=pytest.mark.long) for each in (RMSprop, FusedAdam))])
 def test_accumulated_gradients_of_parameters_that_few_calls_use(optimizer):
     """AdamW would decay, and count, a parameter whose gradient is zero and not None."""
@@ -99,7 +101,7 @@ def test_accumulated_gradients_of_parameters_that_few_calls_use(optimizer):
     assert torch.equal(step.model.unused.weight, Heads().unused.weight)
 
 
-@pytest.mark.parametrize("options", [{"max_grad_norm": 1e9}, {"loss_scale": "dynamic"}, {"skip": ["update_early"]}], ids=str)
+@table(1, "options", [{"max_grad_norm": 1e9}, {"loss_scale": "dynamic"}, {"skip": ["update_early"]}], ids=str)
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_what_one_call_has_gathered_alone_is_applied_whatever_comes_first(options, inner):
     """Inductor drops the copy of a buffer that is emptied before its end."""
@@ -149,7 +151,7 @@ def test_a_gradient_that_is_a_buffer_which_is_written_is_taken_as_it_was(inner):
     torch.testing.assert_close(model.state_dict(), reference.state_dict())
 
 
-@pytest.mark.parametrize(("optimizer", "inner"), [
+@table(1, ("optimizer", "inner"), [
     (RMSprop, "eager"), (SGD, "eager"), *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (SGD, RMSprop))])
 def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):
     step = heads(optimizer, accumulate=2, keep_grads=True, inner=inner)
@@ -172,7 +174,7 @@ def test_each_parameter_has_a_gradient_of_its_own(inner):
     assert torch.equal(model[1].grad, torch.ones(2))
 
 
-@pytest.mark.parametrize("num_heads, scale", [(2, 8.0), (3, None)])
+@table(1, "num_heads, scale", [(2, 8.0), (3, None)])
 def test_heads_that_take_turns_are_corrected_by_their_own_counts(num_heads, scale):
     step, reference = heads(model=Heads(num_heads), loss_scale=scale), Eager(Heads(num_heads))
     for place, (x, y) in enumerate(samples(4 * num_heads)):
@@ -190,7 +192,7 @@ def test_heads_that_take_turns_are_corrected_by_their_own_counts(num_heads, scal
 # ---- the optimizer ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("option", [{"maximize": True}, {"amsgrad": True}, {"betas": (0.5, 0.9)}, {"weight_decay": 0.5}], ids=str)
+@table(1, "option", [{"maximize": True}, {"amsgrad": True}, {"betas": (0.5, 0.9)}, {"weight_decay": 0.5}], ids=str)
 def test_an_option_set_on_the_way_is_that_of_the_next_step(option):
     step, reference = heads(), Eager(Heads())
     for place, (x, y) in enumerate(samples(4)):
@@ -216,7 +218,7 @@ def test_an_option_of_a_loaded_state_is_that_of_the_next_step():
     assert "adam over 4 parameters" in str(step.report)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, FusedSGD])
+@table(1, "optimizer", [SGD, FusedSGD])
 def test_momentum_that_comes_and_goes(optimizer):
     step, reference = heads(optimizer), Eager(Heads(), optimizer)
     for momentum, batch in zip((0.0, 0.9, 0.9, 0.0, 0.5), samples(5)):
@@ -277,8 +279,8 @@ def loaded_twice(optimizer):
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@pytest.mark.parametrize("change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
-                                    fewer_parameters, reordered_state, loaded_twice])
+@table(4, "change", [clear, clear_one, new_moments, new_groups, new_dictionary, moved_moments, swapped_moments,
+                     fewer_parameters, reordered_state, loaded_twice])
 def test_a_change_of_the_optimizer_is_seen(change):
     step, reference = heads(), Eager(Heads())
     for place, batch in enumerate(samples(5)):
@@ -552,10 +554,10 @@ def own_forward(model):
     model[2].forward = lambda x: -x @ model[2].weight
 
 
-@pytest.mark.parametrize("change, momentum", [
+@table(6, "change, momentum", [
     *((change, None) for change in (set_momentum, append, replace, evaluate, scale_inputs, tie)),
     *((change, 0.1) for change in (set_momentum, set_cumulative, evaluate, scale_outputs, freeze, move, set_memory,
-                                   new_statistics, new_layer, no_layer, no_bias, own_forward)),
+                    new_statistics, new_layer, no_layer, no_bias, own_forward)),
 ])  # fmt: skip
 def test_a_change_of_the_model_is_seen(change, momentum):
     step, reference = heads(SGD, norms(momentum)), Eager(norms(momentum), SGD)
@@ -567,7 +569,7 @@ def test_a_change_of_the_model_is_seen(change, momentum):
     assert_same_training(step, reference)
 
 
-@pytest.mark.parametrize("options", [{}, {"objective": branching, "fallback": "transform"}], ids=["one graph", "in pieces"])
+@table(1, "options", [{}, {"objective": branching, "fallback": "transform"}], ids=["one graph", "in pieces"])
 def test_layers_that_are_frozen_and_unfrozen(options):
     step, reference = heads(**options), Eager(Heads())
     for place, batch in enumerate(samples(5)):
@@ -608,25 +610,6 @@ def test_a_hook_that_would_not_run_is_refused_when_made_and_later(register, what
     step(*samples(1)[0])
 
 
-def test_a_hook_on_a_tensor_of_the_forward_runs():
-    class Reversed(nn.Linear):
-        def forward(self, x):
-            y = super().forward(x)
-            if y.requires_grad:
-                y.register_hook(lambda g: -g)
-            return y
-
-    def model():
-        torch.manual_seed(0)
-        return nn.Sequential(Reversed(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    step, reference = heads(SGD, model()), Eager(model(), SGD)
-    for batch in samples(2):
-        step(*batch)
-        reference(*batch)
-    assert_same_training(step, reference)
-
-
 def test_a_parameter_that_the_forward_writes_is_refused():
     class Clipped(nn.Linear):
         def forward(self, x):
@@ -657,7 +640,7 @@ def other_parameters(m, x, y):
     (lambda m, x, y: (m(x).sum(), 1, 2), TypeError, "returned a tuple of 3; it has to return the loss"),
     (lambda m, x, y: {"loss": F.mse_loss(m(x), y)}, TypeError, "returned a dict; it has to return the loss"),
     (lambda m, x, y: [F.mse_loss(m(x), y)], TypeError, "has to return the loss"),
-    (lambda m, x, y: (m(x) - y).square(), ValueError, "the loss is not a scalar"),
+    (lambda m, x, y: (m(x) - y).square(), ValueError, r"the loss is not a scalar, its shape is \[3, 4\]; have"),
     (no_gradient, ValueError, "does not depend on any parameter"),
     (other_parameters, ValueError, "does not depend on any parameter|heads.0.weight.*in no optimizer of the step"),
 ])  # fmt: skip
@@ -673,16 +656,7 @@ def test_a_call_that_fails_leaves_all_as_it_was(objective, error, message):
     assert not optimizer.state
 
 
-def test_a_sparse_gradient_is_refused():
-    model = nn.Embedding(4, WIDTH, sparse=True)
-    before = copy.deepcopy(model.state_dict())
-    for optimizer in (SGD, RMSprop):
-        with pytest.raises(ValueError, match="the gradient of 'weight' is sparse.*sparse=False"):
-            heads(optimizer, model)(torch.arange(3), torch.zeros(3, WIDTH))
-        assert_same(model.state_dict(), before)
-
-
-@pytest.mark.parametrize("optimizer", [SGD, RMSprop])
+@table(1, "optimizer", [SGD, RMSprop])
 def test_a_step_that_failed_half_way_is_followed_by_none(optimizer, monkeypatch):
     step = heads(optimizer)
     batch = samples(1)[0]
@@ -725,7 +699,7 @@ def test_a_checkpoint_is_loaded_in_the_middle_of_an_accumulation():
     checkpoint = copy.deepcopy(step.state_dict())
     step((samples(1)[0][0], 1), samples(1)[0][1])
     step.load_state_dict(checkpoint)
-    for batch in samples(4):
+    for batch in samples(2):
         step(*batch)
         reference(*batch)
     assert_same(step.state_dict(), reference.state_dict())
@@ -787,36 +761,6 @@ def test_the_sizes_of_another_step_are_not_taken_for_changes():
         step = apexfx.train_step(model, F.mse_loss, Adam(model.parameters()), opt_level="O0", inner="eager")
         step(torch.randn(6, WIDTH), torch.randn(6, width))
         assert "Sym(" not in step.report.code(stage="step", after="captured")
-
-
-def test_two_optimizers_of_a_generative_adversarial_network():
-    def made():
-        torch.manual_seed(0)
-        generator = nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, WIDTH))
-        return nn.ModuleDict({"g": generator, "d": nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 1))})
-
-    def judged(m, x, wanted):
-        y = m["d"](x)
-        return F.binary_cross_entropy_with_logits(y, torch.full_like(y, wanted))
-
-    def of_d(m, real, noise):
-        return judged(m, real, 1.0) + judged(m, m["g"](noise).detach(), 0.0)
-
-    def of_g(m, noise):
-        return judged(m, m["g"](noise), 1.0)
-
-    model, reference = made(), made()
-    d = apexfx.train_step(model, optimizer=Adam(model["d"].parameters()), objective=of_d, opt_level="O0", inner="eager")
-    g = apexfx.train_step(model, optimizer=Adam(model["g"].parameters()), objective=of_g, opt_level="O0", inner="eager")
-    theirs = {part: Adam(reference[part].parameters()) for part in "dg"}
-    for real, noise in samples(5):
-        for part, objective, batch in (("d", of_d, (real, noise)), ("g", of_g, (noise,))):
-            model["d"].requires_grad_(part == "d")
-            (d if part == "d" else g)(*batch)
-            reference.zero_grad()
-            objective(reference, *batch).backward()
-            theirs[part].step()
-    assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
 class CountsOnALayer(nn.Module):

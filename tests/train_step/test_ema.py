@@ -123,8 +123,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", [
-    style if style in ("heads take turns", "float16", "masters", "accumulating") else pytest.param(style, marks=pytest.mark.long)
-    for style in STYLES])
+    style if style in ("float16", "masters") else pytest.param(style, marks=pytest.mark.long) for style in STYLES])
 def test_it_is_that_of_averaged_model(style):
     options = dict(STYLES[style])
     bad, turns = options.pop("bad", ()), options.pop("turns", False)
@@ -158,6 +157,7 @@ def test_a_flush_averages_and_calls_that_gather_do_not():
     reference.compare()
 
 
+@pytest.mark.long
 def test_float64_parameters_have_averages_of_float64():
     model = Net().double()
     step = make(model=model)
@@ -223,6 +223,7 @@ def test_parameters_of_the_objective_are_not_averaged():
                           ema=apexfx.EMA())(*next(batches(1)))
 
 
+@pytest.mark.long
 def test_it_goes_on_from_a_checkpoint():
     step, other = make(), make()
     for batch in batches(3):

@@ -13,6 +13,7 @@ from torch import nn
 import apexfx
 from apexfx.optimizers import FusedNovoGrad
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 from tests.train_step.test_step import ROUNDING, assert_same
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
@@ -64,7 +65,7 @@ def eager(data, optimizer=SGD, *, accumulate=1, scale=1.0, max_grad_norm=None, d
 # ---- accumulation ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, PIECES, {"loss_scale": 1024.0}], ids=["graph", "pieces", "scale"])
+@table(2, "options", [{}, PIECES, {"loss_scale": 1024.0}], ids=["graph", "pieces", "scale"])
 def test_accumulation_gives_the_bits_of_eager(options):
     step, data = make(accumulate=3, **options), batches(6)
     for batch in data:
@@ -72,7 +73,7 @@ def test_accumulation_gives_the_bits_of_eager(options):
     assert_same(step.model.state_dict(), eager(data, accumulate=3, scale=options.get("loss_scale", 1.0))[0].state_dict())
 
 
-@pytest.mark.parametrize("options", [
+@table(2, "options", [
     {}, PIECES, {"loss_scale": "dynamic", "max_grad_norm": 0.1}, {"optimizer": RMSprop, "max_grad_norm": 0.1, "keep_grads": True},
 ], ids=["graph", "pieces", "scale", "outside"])  # fmt: skip
 def test_flush_applies_the_average_of_what_is_there(options):
@@ -121,7 +122,7 @@ def test_a_flush_sees_that_a_parameter_was_frozen():
         step.flush()
 
 
-@pytest.mark.parametrize("optimizer, options", [(SGD, {}), (AdamW, {"loss_scale": "dynamic"}), (RMSprop, {})], ids=str)
+@table(1, "optimizer, options", [(SGD, {}), (AdamW, {"loss_scale": "dynamic"}), (RMSprop, {})], ids=str)
 def test_a_flush_of_calls_that_reach_nothing_trained_does_nothing(optimizer, options):
     def of_the_input(model, inputs, targets, uses_model=False):
         return F.cross_entropy(model(inputs), targets) if uses_model else inputs.square().mean()
@@ -160,7 +161,7 @@ def test_the_report_of_an_accumulating_step_says_what_its_graphs_are_for():
 # ---- what a step tells -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [
+@table(2, "options", [
     {"max_grad_norm": 0.1}, {"max_grad_norm": math.inf, "optimizer": RMSprop}, {"loss_scale": 64.0},
     {"max_grad_norm": 0.1, "loss_scale": "dynamic", **PIECES},
     pytest.param({"max_grad_norm": 0.1, "inner": "inductor"}, marks=pytest.mark.long),
@@ -204,13 +205,14 @@ def test_a_skipped_step_has_updated_nothing():
 # ---- dtypes ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.fixture(params=[torch.float64, *(pytest.param(half, marks=pytest.mark.long) for half in (torch.bfloat16, torch.float16))],
+                ids=str)
 def default_dtype(request):
     yield request.param
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("optimizer", [AdamW, FusedNovoGrad])
+@table(1, "optimizer", [AdamW, FusedNovoGrad])
 def test_any_default_dtype(default_dtype, optimizer):
     def train():
         step = make(optimizer, model=model, accumulate=2, max_grad_norm=0.1, loss_scale="dynamic")
@@ -239,7 +241,7 @@ def test_a_model_of_the_default_dtype_trains(default_dtype):
     assert_same(model.state_dict(), expected, **tolerance)
 
 
-@pytest.mark.parametrize("options", [
+@table(2, "options", [
     {"max_grad_norm": 0.1}, {"loss_scale": 3.0}, {"max_grad_norm": 0.1, "loss_scale": 3.0, **PIECES},
     {"max_grad_norm": 0.1, "inner": "inductor"},
 ], ids=["clip", "scale", "pieces", "inductor"])  # fmt: skip

@@ -14,6 +14,7 @@ import apexfx
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD
 from apexfx.optimizers.update_rules import schedulable
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 from tests.train_step.test_step import ROUNDING, assert_same
 
 # Optimizer, hyperparameters, those of the second group. What has an op is in test_step.py.
@@ -42,9 +43,6 @@ HARDEST = [case for case in CASES if case[0] in (optim.ASGD, optim.Muon) or "dam
 
 def name_of(case):
     return f"{case[0].__name__}-{'-'.join(case[1]) or 'plain'}"
-
-
-each_optimizer = pytest.mark.parametrize("case", CASES, ids=name_of)
 
 
 class Net(nn.Module):
@@ -101,7 +99,7 @@ def assert_same_training(model, optimizer, reference, theirs):
     assert_same(*states)
 
 
-@each_optimizer
+@table(4, "case", CASES, ids=name_of)
 def test_twenty_steps_are_torchs_own_and_a_checkpoint_of_either_resumes_in_the_other(case):
     dtype, options = (torch.float64, {}) if case[0] in FLOAT64 else (torch.float32, {"loss_scale": 1024.0})
     model, reference = Net().to(dtype), Net().to(dtype)
@@ -120,7 +118,7 @@ def test_twenty_steps_are_torchs_own_and_a_checkpoint_of_either_resumes_in_the_o
     assert len(step.report.graphs) == 1
 
 
-@pytest.mark.parametrize("case", HARDEST, ids=name_of)
+@table(2, "case", HARDEST, ids=name_of)
 def test_a_skipped_step_changes_no_bit(case):
     model = Net()
     optimizer = made(case, model)
@@ -142,7 +140,8 @@ def test_a_skipped_step_changes_no_bit(case):
     assert_same(model.state_dict(), reference.state_dict(), rtol=0, atol=5e-3)
 
 
-@pytest.mark.parametrize("case", [case for case in HARDEST if case[0] in (optim.ASGD, optim.SGD)], ids=name_of)
+@pytest.mark.long
+@table(1, "case", [case for case in HARDEST if case[0] in (optim.ASGD, optim.SGD)], ids=name_of)
 def test_parameters_without_a_gradient_are_left_alone(case):
     model, reference = Net(), Net()
     optimizer, theirs = made(case, model), made(case, reference)
@@ -259,7 +258,7 @@ MOMENTA = [
 ]
 
 
-@pytest.mark.parametrize("case, schedule", [
+@table(2, "case, schedule", [
     *((case, schedule) for case in MOMENTA for schedule in ("by hand", "OneCycleLR")),
     *((MOMENTA[2], schedule) for schedule in ("CosineAnnealingLR", "ReduceLROnPlateau", "SequentialLR")),
 ], ids=lambda value: value if isinstance(value, str) else name_of(value))  # fmt: skip
@@ -287,7 +286,7 @@ def change_all_numbers(optimizer, place):
                 each[name] = number if name == "t0" else {"weight_decay": 0.01}.get(name, number) * (0.9 + place / 100)
 
 
-@each_optimizer
+@table(2, "case", CASES, ids=name_of)
 def test_a_schedule_of_every_number_of_a_group_compiles_twice(case):
     model, reference = Net(), Net()
     optimizer, theirs = made(case, model), made(case, reference)
@@ -301,7 +300,7 @@ def test_a_schedule_of_every_number_of_a_group_compiles_twice(case):
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
-@pytest.mark.parametrize("kind", [FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad])
+@table(1, "kind", [FusedAdam, FusedSGD, FusedLAMB, FusedNovoGrad, FusedAdagrad])
 def test_a_fused_optimizer_whose_numbers_change_updates_outside_of_the_graph(kind):
     model, reference = Net(), Net()
     optimizer, theirs = kind(model.parameters(), lr=0.01), kind(reference.parameters(), lr=0.01)

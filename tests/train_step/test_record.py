@@ -18,6 +18,7 @@ from apexfx.observe import bundle
 from apexfx.observe.digests import digest
 from apexfx.observe.replay import replay
 from tests import fresh_process
+from tests.tables import table
 
 
 class Images(nn.Module):
@@ -265,6 +266,7 @@ def test_skipped_steps_are_recorded(tmp_path, caplog):
     assert replay(str(path))[1] and sorted(file.name for file in path.iterdir()) == ["bundle.json", "graph.py", "tensors.pt"]
 
 
+@pytest.mark.long
 def test_what_is_recorded_is_not_trained_otherwise(tmp_path):
     one, other = make(model=Small, safeguard=guarded(tmp_path)), make(model=Small)
     for step in (one, other):
@@ -287,7 +289,7 @@ def test_a_bundle_of_a_model_that_was_changed_since_says_so(tmp_path):
     assert [as_recorded for _, as_recorded in replays] == [True, False]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@table(1, "accumulate", [1, 2])
 def test_a_flush_records_the_call_before_it(accumulate, tmp_path):
     step = make(model=Small, safeguard=guarded(tmp_path), accumulate=accumulate)
     for _ in range(accumulate):
@@ -314,7 +316,7 @@ def test_the_last_step_before_an_error_is_recorded(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["call-1-rank-0"]
 
 
-@pytest.mark.parametrize("broken", ["torch.save", "os.replace", "pathlib.Path.mkdir"])
+@table(1, "broken", ["torch.save", "os.replace", "pathlib.Path.mkdir"])
 def test_a_full_disk_is_a_warning(broken, tmp_path, caplog, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
@@ -394,5 +396,3 @@ def test_what_other_ranks_sent_is_there_without_them(tmp_path):
     assert read.tensors["received"]
     text, same = replay(str(tmp_path / "bundle"))
     assert same and "the same bits in all of" in text
-
-

@@ -18,6 +18,7 @@ from apexfx.optimizers import FusedAdam
 from apexfx.optimizers.safeguard import judge, new_state
 from apexfx.train_step.safeguard import _event
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 GOOD, NAN_INPUT, INFINITE, SPIKE = "good", "nan input", "infinite loss", "spike"
@@ -128,7 +129,7 @@ def kinds_of(rng, count):
     return [GOOD] * 4 + rng.choices([GOOD, NAN_INPUT, INFINITE, SPIKE], weights=[5, 1, 1, 1], k=count)
 
 
-@pytest.mark.parametrize("style", STYLES)
+@table(3, "style", STYLES)
 def test_a_skipped_step_leaves_nothing_behind(style):
     options = dict(STYLES[style])
     step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4), **options)
@@ -136,6 +137,7 @@ def test_a_skipped_step_leaves_nothing_behind(style):
     assert step.skipped == len(step.events) > 0
 
 
+@pytest.mark.long
 def test_under_inductor():
     step = make(safeguard=apexfx.Safeguard(spike_factor=8.0, window=4), inner="inductor")
     run(step, [GOOD] * 5 + [NAN_INPUT, SPIKE, GOOD, INFINITE, GOOD], Automaton(4, 8.0))
@@ -246,7 +248,7 @@ def test_too_many_in_a_row_raise():
     assert bool(step.updated)
 
 
-@pytest.mark.parametrize("loss_scale", [None, 1.0])  # both count skips
+@table(1, "loss_scale", [None, 1.0])  # both count skips
 def test_the_first_skip_is_logged_and_the_tenth(loss_scale, caplog):
     step, generator = make(loss_scale=loss_scale), torch.Generator().manual_seed(0)
 
@@ -299,7 +301,7 @@ def test_it_goes_on_from_a_checkpoint_and_loads_one_without():
     assert other.events == [] and other.skipped == 0
 
 
-@pytest.mark.parametrize("change", [lambda t: t[:-1] if t.dim() > 1 else t[None], lambda t: F.pad(t, (0, 1))])
+@table(1, "change", [lambda t: t[:-1] if t.dim() > 1 else t[None], lambda t: F.pad(t, (0, 1))])
 def test_a_state_of_another_shape_is_refused_before_anything_is_loaded(change):
     step, other = make(safeguard=True), make(safeguard=True)
     other(*batch(GOOD, torch.Generator().manual_seed(0)))

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Adam, NAdam
 
 import apexfx
+from tests.tables import table
 from tests.train_step.test_changes import WIDTH, Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import ROUNDING, SGD, assert_same
 
@@ -61,7 +62,7 @@ def lay_apart(model):
     model[3].running_mean.data = model[3].running_mean.data.clone()
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@table(1, "accumulate", [1, 2])
 @pytest.mark.parametrize(("at_first", "later", "change"),
                          [(lay_apart, lay_over, "share"), (lay_over, lay_apart, "no longer share")], ids=["over", "apart"])
 def test_running_statistics_that_come_to_lie_otherwise_are_refused(at_first, later, change, accumulate):
@@ -197,7 +198,7 @@ def write(state, key):
     state[key].fill_(0.5)
 
 
-@pytest.mark.parametrize(("optimizer", "key", "change", "name"), [
+@table(1, ("optimizer", "key", "change", "name"), [
     (Adam, "step", move, "weight"), (Adam, "step", write, "bias"), (NAdam, "mu_product", move_and_write, "weight"),
     (NAdam, "mu_product", write, "bias")])
 def test_a_number_of_the_state_that_is_moved_or_written_is_read_again(change, optimizer, key, name):

@@ -12,6 +12,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 import apexfx
+from tests.tables import table
 
 SGD = torch.optim.SGD
 X, Y = torch.linspace(-1, 1, 48).view(6, 8), torch.arange(6) % 4
@@ -69,12 +70,12 @@ CALLS = {
     "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
     # Give inputs in the dtype of the weights: x.float().
     "step(x.long(), y)": (lambda s: s(X.long(), Y), RuntimeError, [
-        "torch.linear (test_wrong_call.py:", "batch[0] in torch.int64|x in torch.int64", "refuses too: call .float() on "]),
+        "torch.linear (test_wrong_call.py:", "batch[0] in torch.int64|x in torch.int64", "came in int64: call .float() on it"]),
     # Give inputs with 8 features, or change the layer 'body'.
     "step(x[:, :5], y)": (lambda s: s(X[:, :5], Y), RuntimeError, [
         "[6, 5]", "test_wrong_call.py:", "y = self.drop(self.body(x))"]),
     # Give as many targets as inputs.
-    "step(x, y[:4])": (lambda s: s(X, Y[:4]), ValueError, ["batch_size (6)", "(4)|(s", "step(float32[6, 8], int64[4])"]),
+    "step(x, y[:4])": (lambda s: s(X, Y[:4]), ValueError, ["batch_size (6)", "(4)|= 4)", "step(float32[6, 8], int64[4])"]),
     # Number the classes from 0 to 3, or give the model more outputs.
     "step(x, y + 4)": (lambda s: s(X, Y + 4), IndexError, [
         "Target", "is out of bounds", "step(float32[6, 8], int64[6])"]),
@@ -156,7 +157,7 @@ def test_a_part_of_the_loss_in_an_attribute():
         optimizer.zero_grad()
         keeps(reference, X, Y).backward()
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"with its history\n  Clear .*loss, model\.aux = loss \+ model\.aux, None"):
+    with pytest.raises(RuntimeError, match=r"with its history\. Clear .*loss, model\.aux = loss \+ model\.aux, None"):
         train(keeps)
     for state in (train(clears), train(keeps, "transform")):
         torch.testing.assert_close(state, reference.state_dict(), rtol=0, atol=0)
@@ -196,7 +197,7 @@ def check_text(name, how, call, step, error, phrases, logged):
 
 
 @pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
-@pytest.mark.parametrize("opt_level", ["O0", "O2"])
+@table(1, "opt_level", ["O0", "O2"])
 def test_a_wrong_call_says_what_is_wrong_and_changes_nothing(branches, opt_level, caplog):
     step = make(branches, opt_level=opt_level)
     by_keyword = make(branches, None, objective=objective, opt_level=opt_level)
@@ -233,7 +234,7 @@ def test_a_wrong_first_call_decides_nothing_about_the_way_a_step_runs(caplog):
 
 
 @pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
-@pytest.mark.parametrize("accumulate", [1, 2])
+@table(1, "accumulate", [1, 2])
 def test_a_batch_by_keyword_is_one_by_position(branches, accumulate):
     steps = [make(branches, None, objective=objective, accumulate=accumulate) for _ in range(2)]
     for _ in range(4):
@@ -316,7 +317,7 @@ class Fails(apexfx.Pass):
         return torch.fx.passes.infra.pass_base.PassResult(gm, True)
 
 
-@pytest.mark.parametrize("where, breaks, batch_norm", [
+@table(3, "where, breaks, batch_norm", [
     ("first", False, True), ("before the update", False, False), ("before the update", False, True), ("after it", True, False),
     ("last", True, False)])
 def test_a_failure_breaks_a_step_where_its_graph_has_written_something(where, breaks, batch_norm):
@@ -336,23 +337,3 @@ def test_a_failure_breaks_a_step_where_its_graph_has_written_something(where, br
     step(X, Y)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(step.state_dict(), before, rtol=0, atol=0)
-
-
-def test_a_gradient_penalty_is_that_of_eager_torch():
-    def penalized(model, x, labels):
-        x = x.clone().requires_grad_()
-        y = model(x)
-        [gradient] = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return F.cross_entropy(y, labels) + gradient.square().sum()
-
-    reference = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    model = copy.deepcopy(reference)
-    optimizer = SGD(reference.parameters(), lr=0.1)
-    step = apexfx.train_step(model, objective=penalized, optimizer=SGD(model.parameters(), lr=0.1), opt_level="O0",
-                             inner="eager")
-    for _ in range(2):
-        optimizer.zero_grad()
-        penalized(reference, X, Y).backward()
-        optimizer.step()
-        step(X, Y)
-    torch.testing.assert_close(step.model.state_dict(), reference.state_dict(), rtol=1e-6, atol=1e-7)

@@ -20,6 +20,7 @@ from apexfx.tools.diagnose.experiments import merged
 from apexfx.tools.diagnose.findings import Saving, saving
 from apexfx.tools.diagnose.observer import Observer
 from apexfx.tools.diagnose.places import Place
+from tests.tables import table
 
 # What a case adds to this at the places in capital letters; its finding is at the line that ends in "#!".
 SCRIPT = """
@@ -118,7 +119,7 @@ def no_compiled_code():
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("case", CASES)
+@table(6, "case", CASES)
 def test_it_names_the_line(case, tmp_path, capsys):
     kind, parts = CASES[case]
     path, lines = script(tmp_path, parts)

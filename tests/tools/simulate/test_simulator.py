@@ -23,6 +23,7 @@ from apexfx.tools.simulate.network import PRESETS, Level, Link, Network
 from apexfx.tools.simulate.profile import Profile, Segment, analytic, combine, measured
 from apexfx.tools.simulate.simulator import Costs, LinearCost, best_bucket, plan_for, simulate
 from tests.fake_group import fake_process_group
+from tests.tables import table
 
 CPU = torch.device("cpu")
 CLOSE = {"rel": tolerance(torch.float64)["rtol"], "abs": tolerance(torch.float64)["atol"]}
@@ -134,7 +135,7 @@ def small(name):
     return load(name, 2)
 
 
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
+@table(1, "name", ["mlp", "cnn"])
 def test_the_buckets_are_those_of_the_transform_for_4096_ranks(world_of, name):
     world_of(4096)
     model, inputs = small(name)
@@ -198,7 +199,7 @@ def test_the_models_have_their_published_size(name, numel):
     assert sum(p.numel() for p in model.parameters()) == numel
 
 
-@pytest.mark.parametrize("name", MODELS)
+@table(3, "name", MODELS)
 def test_every_model_has_a_profile_with_all_of_its_gradients(name):
     model, inputs = load(name, 1, device="meta")
     names = {n for n, _ in model.named_parameters()}
