@@ -107,9 +107,6 @@ ProfilerSpan = torch._C._profiler._RecordFunctionFast
 # What a captured graph calls where the program switches gradients on or off.
 set_grad_enabled = torch._C._set_grad_enabled
 
-# What a captured graph calls for `x.data`.
-data_of = torch._C._autograd._get_data_attr
-
 
 def active_ddp_module() -> object | None:
     """Return the `DistributedDataParallel` whose forward is running, or None."""

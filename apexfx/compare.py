@@ -14,11 +14,13 @@ from torch import Tensor, fx, nn
 
 from ._torch import backend_of, source_of_compiled
 from .compiler import compiled_model
+from .compiler.forward_errors import frames_of_user
+from .compiler.forward_errors import place as text_of_line
 from .compiler.inner_compilers import Traced
 from .compiler.process_groups import Groups
 from .compiler.refusals import is_apex
 from .config import TransformConfig
-from .graph.nodes import module_path, op_name, stack_frames, value
+from .graph.nodes import module_path, op_name, value
 from .observe.bundle import exact_copy
 from .observe.comparison import NumericsReport, ops_of, rows_of
 from .observe.interpreter import Interpreter
@@ -27,8 +29,7 @@ from .observe.reference import Reference, relative
 from .precision.op_rows import OpRow
 from .report.data import Report
 from .train_step import TrainStep
-from .train_step.errors import LIBRARIES, NotOneGraph
-from .train_step.errors import place as text_of_line
+from .train_step.errors import NotOneGraph
 from .train_step.function import SupervisedObjective, WeightedOutputs
 from .train_step.graphs import trace_gradients
 from .train_step.model import StepModel
@@ -320,7 +321,7 @@ def _where(node: fx.Node, ops: Sequence[OpRow]) -> list[str]:
     op = next((op for op in ops if op.node == name), None)
     text = f"in {'the backward of ' if phase == 'backward' else ''}{op.op if op is not None else op_name(node)}"
     path = op.module if op is not None else module_path(node)
-    frames = [frame for frame in stack_frames(node.stack_trace or "") if not frame[0].startswith(LIBRARIES)]
+    frames = frames_of_user(node.stack_trace or "")
     return [f"  {text}" + (f", module {path!r}" if path else ""), *(f"  {text_of_line(*frame)}" for frame in frames[-1:])]
 
 

@@ -151,15 +151,16 @@ X = list(torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(0)))
 
 
 @pytest.mark.parametrize("way", WAYS)
-@table(2, ("write", "level"), [(adds, "O0"), (scales_and_adds, "O1"), (adds, "O2"), (assigns, "O3")])
-def test_a_buffer_is_written_by_its_data(write, level, way):
-    check(way, with_buffer(write), lambda out, x: out.float().pow(2).mean(), X, level)
+@pytest.mark.parametrize("level", ["O0", "O3"])
+def test_a_buffer_is_written_by_its_data(level, way):
+    check(way, with_buffer(assigns), lambda out, x: out.float().pow(2).mean(), X, level)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_memory_that_is_replaced_and_written_is_refused(way):
+@pytest.mark.parametrize("write", [adds, scales_and_adds, assigns_and_writes])
+def test_memory_that_is_replaced_and_written_is_refused(write, way):
     with pytest.raises(Exception, match=r"test_python_forwards.py:\d+ puts memory in the place of a tensor's"):
-        trained(way, with_buffer(assigns_and_writes), lambda out, x: out.pow(2).mean(), X)
+        trained(way, with_buffer(write), lambda out, x: out.pow(2).mean(), X)
 
 
 # ---- threads and interrupts ------------------------------------------------------------------------------------------------
@@ -291,7 +292,7 @@ class Equal(Energy):
 
 
 def test_a_hessian_under_vmap_is_refused_and_its_equal_runs():
-    with pytest.raises(RuntimeError, match=r"hessian\(\) under vmap.*write jacrev\(grad\(f\)\)"):
+    with pytest.raises(RuntimeError, match=r"(?s)hessian\(\) under vmap.*Write jacrev\(grad\(f\)\)"):
         trained("step", Energy, squares, X)
     torch.testing.assert_close(trained("step", Equal, squares, X), trained("eager", Energy, squares, X), rtol=1e-5, atol=1e-6)
 

@@ -118,12 +118,6 @@ def local_name(source: str) -> str:
     return _LOCAL.sub(r"\1", text)
 
 
-def is_of_numpy(placeholder: fx.Node) -> bool:
-    """Return whether an input of a captured graph is an array of numpy's."""
-    source = dynamo_source(placeholder)
-    return source is not None and _FROM_NUMPY.match(source.name) is not None
-
-
 def constants() -> dict[str, str]:
     """Return {name: value} of the numbers, flags and texts that are constants of the graph that Dynamo is compiling.
 

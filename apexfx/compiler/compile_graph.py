@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,6 @@ from torch import fx
 
 from .. import ops, passes
 from .._torch import (
-    data_of,
     free_unbacked_symbols,
     graph_breaks_around,
     is_remapped_collective,
@@ -60,24 +60,8 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
     check_random_objects()
     placeholders = capture.annotate(gm, example_inputs, index, by_module=bool(config.precision), is_train_step=is_train_step)
     check_mixed(gm)
-    _erase_own_memory(gm)
     check_lowered_rightly(gm)
     return placeholders
-
-
-def _erase_own_memory(gm: fx.GraphModule) -> None:
-    """Erase what gives a tensor the memory that it has, as the end of `x.data += 1` does: AOTAutograd refuses that."""
-    given_other = set()
-    for node in gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_):
-        target, source = node.args
-        while isinstance(source, fx.Node) and writes_first(source):
-            source = source.args[0]
-        if target in given_other or getattr(source, "target", None) is not data_of or source.args[0] is not target:
-            given_other.add(target)
-            continue
-        for user in list(node.users):
-            gm.graph.erase_node(user)  # which lowers the count of writes by that of set_
-        gm.graph.erase_node(node)
 
 
 @dataclass(frozen=True)
@@ -180,17 +164,16 @@ def _explained(gm: fx.GraphModule) -> Iterator[None]:
     """Say what AOTAutograd cannot do about memory, and an inner compiler with sizes that are read from data."""
     try:
         yield
-    except AssertionError as error:
+    except Exception as error:
         if "are not differentiable views" in str(error):
             write = next((node for node in gm.graph.nodes if writes_first(node)), gm.graph.output_node())
             raise ValueError(f"apexfx: {source_line(write)} writes memory that another tensor lies in, too, of which autograd "
                              "does not know, as of nn.Parameter(h) for an h of the forward; use h.detach().clone()") from None
         replaced = gm.graph.find_nodes(op="call_function", target=torch.Tensor.set_)
-        if not replaced or "set_" not in str(error):
-            raise
-        raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ...) that the "
-                         "forward also writes in place; write x.data.copy_(...) in the place of the assignment") from None
-    except Exception as error:
+        if replaced and re.search("set_|frozen storage", str(error)):
+            raise ValueError(f"apexfx: {source_line(replaced[-1])} puts memory in the place of a tensor's (x.data = ..., "
+                             "x.data += ...) that the forward also writes in place; write x.data.copy_(...), or "
+                             "x.data.add_(...), in the place of the assignment") from None
         read = next((node for node in gm.graph.nodes if any(free_unbacked_symbols(leaf) for leaf in tree_leaves(value(node))
                      if isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat)))), None)
         if read is None or type(error).__module__.startswith("apexfx"):

@@ -173,9 +173,7 @@ class CompiledModel:
                 return self._run(model, *given)
             raise inner from (None if inner is not error else error.__cause__)
         except TorchRuntimeError as error:
-            if self._in_step:  # which says more
-                raise
-            raise as_in_eager(error) from None
+            raise as_in_eager(error) or error from None
         except NotImplementedError as error:
             name_precision(error, self.report)
             raise

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import linecache
+import os
 import re
 from pathlib import Path
 
 import torch
 
 from .._torch import raised_by_op
+from ..graph.nodes import stack_frames
 from ..report.data import Report
 
-_NOT_THE_USERS = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+# What the names of files begin with that have no lines of the user's; torchvision has.
+LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+_CALLED = re.compile(r"failed to bind arguments(?:.|\n)*func='(\w+)'")
 # Of what keeps changing, so that a function is compiled again and again.
 LENGTHS = ("the length of sequences that the model loops over (pad to a few lengths; torch.nn.LSTM, GRU and RNN are one op for "
            "all)")
-_TYPES = (ValueError, TypeError, IndexError, KeyError, NotImplementedError, AssertionError)
 
 
 class DataDependentError(RuntimeError):
@@ -42,16 +46,32 @@ def name_precision(error: Exception, report: Report) -> bool:
     return True
 
 
-def as_in_eager(error: Exception) -> Exception:
-    """Return what to raise in place of Dynamo's error about an op that fails: of the op's own type, with its text and its place.
+def as_in_eager(error: BaseException) -> Exception | None:
+    """Return what a forward raises in eager torch for these inputs, too, noting the line; None where it is Dynamo that fails.
 
     Args:
-        error: a `TorchRuntimeError`.
+        error: Dynamo's, about an op or a call that it ran on fake tensors.
     """
-    original = raised_by_op(error)
-    text = str(original).strip()
-    places = [place for place in re.findall(r'File "(.+)", line (\d+), in ', str(error))
-              if not place[0].startswith(_NOT_THE_USERS)]
-    where = f" ({Path(places[-1][0]).name}:{places[-1][1]})" if places else ""
-    kind = type(original) if type(original) in _TYPES else RuntimeError
-    return kind(f"apexfx: the forward fails as it does in eager torch{where}: {text}")
+    original, said = raised_by_op(error), str(error)
+    if original is error or not isinstance(original, Exception) or type(original).__module__.startswith("torch."):
+        return None
+    function = _CALLED.search(said)
+    raised = type(original)(f"{function[1]}(): {original}") if function is not None else original.with_traceback(None)
+    return with_place(raised, said)
+
+
+def with_place(error: Exception, said: str) -> Exception:
+    """Return an error, noting on it the last line of the user's among the frames that a text of Dynamo's has."""
+    if frames := frames_of_user(said):
+        error.add_note(f"  {place(*frames[-1])}")
+    return error
+
+
+def frames_of_user(said: str) -> list[tuple[str, int, str]]:
+    """Return (file, line, function) of the frames in a text that are neither torch's nor ours."""
+    return [frame for frame in stack_frames(said) if not frame[0].startswith(LIBRARIES)]
+
+
+def place(file: str, number: int, function: str) -> str:
+    """Return a line of a program as a message has it."""
+    return f"at {file}:{number}, in {function}: {linecache.getline(file, number).strip()[:120]}"

@@ -7,8 +7,7 @@ promotes. Ops that promote in eager are left alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import fx
@@ -18,7 +17,6 @@ from ..graph.nodes import op_name, source_line, value
 from ..graph.op_names import canonical_name
 from ..precision.casts import dtype_of
 from ..precision.rules import lookup
-from .capture import is_of_numpy
 
 _ONE_DTYPE = ("matmul", "convolution", "attention", "rnn", "norm", "batch_norm")  # families of the rule table
 _PROMOTE = ("outer", "ger", "addr", "normalize", "cosine_similarity", "pairwise_distance")  # of these families
@@ -55,38 +53,10 @@ def _message(node: fx.Node, suspect: torch.dtype) -> str:
             operands.setdefault(dtype, []).append(operand)
     shown = "; ".join(f"{_names(nodes)} in {dtype}" for dtype, nodes in operands.items())
     where = f" ({line})" if (line := source_line(node)) else ""
-    wide = operands[suspect]
-    if inputs := list(dict.fromkeys(p for operand in wide for p in _inputs(operand, suspect))):
-        advice = _advice(_names(inputs), suspect, all(is_of_numpy(p) for p in inputs))
-    elif suspect == torch.float64 and all(operand.meta.get("apexfx_kind") in ("param", "buffer") for operand in wide):
-        advice = "Call .float() on the model, or .double() on its input"
-    else:
-        advice = f"Call .float() on {_names(wide)}, or do not make it of {_plain(suspect)}"
-    return f"apexfx: {op_name(node)}{where} was given {shown}, which eager torch refuses too. {advice}"
+    reason = ", the dtype of numpy's arrays" if suspect == torch.float64 else ""
+    return (f"apexfx: {op_name(node)}{where} was given {shown}, which eager torch refuses too: call .float() on "
+            f"{_names(operands[suspect])}{reason}")
 
 
 def _names(nodes: Sequence[fx.Node]) -> str:
     return ", ".join(node.meta.get("apexfx_name", node.name) for node in nodes)
-
-
-def _plain(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _advice(names: str, dtype: Any, of_numpy: bool) -> str:
-    reason = ", the dtype of numpy's arrays" if _plain(dtype) == "float64" else ""
-    call = 'call .astype("float32") on it, or give torch.from_numpy(x).float()' if of_numpy else "call .float() on it"
-    if _plain(dtype) in ("uint8", "int8", "int16", "int32"):
-        call += ", or .long() where it holds classes or indices"
-    return f"{names} came in {_plain(dtype)}{reason}: {call}"
-
-
-def _inputs(node: fx.Node, dtype: torch.dtype) -> Iterator[fx.Node]:
-    """Yield the graph's inputs that a tensor was computed from, in its dtype all the way."""
-    todo, seen = [node], {node}
-    while todo:
-        node = todo.pop()
-        if node.op == "placeholder" and node.meta.get("apexfx_kind") not in ("param", "buffer"):
-            yield node
-        todo += [n for n in _operands(node, dtype) if n not in seen]
-        seen.update(todo)

@@ -85,12 +85,15 @@ def check_plain(placeholders: Sequence[Placeholder], example_inputs: Sequence[An
 
 
 def check_lowered_rightly(gm: fx.GraphModule) -> None:
-    """Refuse what AOTAutograd is known to lower wrongly, without a word, for any backend."""
+    """Refuse what AOTAutograd is known to lower wrongly, without a word, for any backend, and what passes cannot look into."""
     windows: set[fx.Node] = set()  # what lies in memory that is seen through windows with gaps
     for node in (node for body in bodies(gm) for node in body.graph.nodes):
         if node.op == "call_method" and node.target == "unfold" and len(node.args) == 4 and node.args[3] > node.args[2] \
                 or windows.intersection(node.all_input_nodes) and storages(value(node)) & storages([*map(value, windows)]):
             windows.add(node)
+        if isinstance(value(node), Tensor) and value(node).is_nested:
+            raise ValueError(f"apexfx: {source_line(node)} works on a nested tensor, whose rows no pass can look into; pad them "
+                             "to one length, with a mask, or compute it outside of the model")
         if windows.intersection(written(node)):
             raise ValueError(f"apexfx: {source_line(node)} writes through x.unfold(dimension, size, step) whose step is beyond "
                              "its size, and compilers of torch set what lies in the gaps to 0; write x[..., start::step]")

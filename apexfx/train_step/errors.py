@@ -5,13 +5,8 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import linecache
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
-
-import torch
 
 from .._torch import (
     BackendCompilerFailed,
@@ -25,22 +20,37 @@ from .._torch import (
     quiet_fakes,
 )
 from ..compiler.capture import local_name
-from ..compiler.forward_errors import LENGTHS, DataDependentError
-from ..graph.nodes import stack_frames
+from ..compiler.forward_errors import LENGTHS, DataDependentError, as_in_eager, frames_of_user, place, with_place
 
-_EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
-# What model, loss or an op raised while Dynamo traced it: its type, and its text as Python writes it.
-_RAISED = re.compile(r"""(?:raised exception|\bgot) (\w+)\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")?""")
-_UNBOUND = re.compile(r"failed to bind arguments.*func='(\w+)' \S+; args = \[(.*?)\]; kwargs = \{(.*?)\}\n", re.DOTALL)
-_REFUSED = re.compile(r"Developer debug context: (\w+Error) <.*?>: (.+)")  # by a function of torch
-_CLASS = re.compile(r"<class '(?:[\w<>]+\.)*(\w+)'>")
-_RAISED_AGAIN = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError, RuntimeError)
-_BUILTIN = re.compile(r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)")
-_EXPLAINED = re.compile(r"^  Explanation: (.+)$", re.MULTILINE)
-# What the names of files begin with that have no lines of the user's; torchvision has.
-LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[1]))
-_DATA_DEPENDENT = re.compile(r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound")
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
+_DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
+# What torch says, in a word, and the reason and the advice that a user gets for it.
+_OBSTACLES = tuple((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
+    (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
+    (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
+     "compute again", "Checkpoint without dropout"),
+    (r"convert all Tensors to FakeTensors",  # torch's own: the gradient of vmap(hessian(f)) on fake tensors
+     "torch cannot differentiate a hessian() under vmap() while it captures a graph",
+     "Write jacrev(grad(f)) or jacfwd(grad(f)), which is the same, in the place of hessian(f)"),
+    (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
+     "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
+     "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
+     "that they compute; use those of torch.nn.utils.parametrizations"),
+    (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
+    (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
+     "Draw by torch.rand(())"),
+    (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
+     "{0}() of Python is called, which is in no graph", "Move that out of the model and the loss"),
+    (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index or a shape depends on a number that is known when the graph runs "
+     "only: read from a tensor (.item(), int(t)) or drawn by Python's random", "Move that out of the model and the loss"),
+    (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", "Move that out of the model and the loss"),
+))
+# Graph breaks of Dynamo's at what fails in eager, too.
+_OF_USER = ("failed to bind arguments when attempting to inline", "TypeError when making fake tensor call")
+_EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
+# What model or loss raised while Dynamo traced it: its type, and its text as Python writes it.
+_RAISED = re.compile(r"""raised exception (\w+)\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")?""")
+_RAISED_AGAIN = (TypeError, ValueError, IndexError, KeyError, AttributeError, NotImplementedError, AssertionError, RuntimeError)
 
 
 class NotOneGraph(RuntimeError):
@@ -82,40 +92,12 @@ def untrainable_loss() -> ValueError:
                       "optimizer holds: it is detached, computed under no_grad(), or of other parameters")
 
 
-def error_of_loss(text: str) -> Exception | None:
-    """Return the error for a text of torch's that is about a loss which nothing can be trained by; None for any other text."""
-    if ours := re.search(r"apexfx: the (?:loss|objective)[^'\"\n]*", text):
-        return (TypeError if "has to return" in text else ValueError)(ours[0])
-    if "does not require grad" in text or "One of the differentiated Tensors" in text:
-        return untrainable_loss()
-    return None
-
-
 @contextlib.contextmanager
 def capture_errors() -> Iterator[None]:
     """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""
     try:
         with quiet_fakes():
             yield
-    except BackendCompilerFailed as error:
-        if "does not support RNG ops" in str(error.inner_exception):
-            reason = "the model checkpoints activations around random numbers (dropout)"
-            raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph cannot compute again; checkpoint without "
-                              f"dropout, or {_IN_PIECES}", reason) from error
-        if "One of the differentiated Tensors" in str(error.inner_exception):
-            reason = "the forward writes a parameter in place (Embedding(max_norm=) does)"
-            raise ValueError(f"apexfx: {reason}, and a training step as one graph updates it at the end alone; train with "
-                             "apexfx.transform()") from error
-        if isinstance(error.inner_exception, DataDependentError):
-            reason = str(error.inner_exception).removeprefix("apexfx: ")
-            raise NotOneGraph(f"apexfx: {reason}. Give it from outside, or {_IN_PIECES}", reason) from error
-        if "The differentiated Tensor at index" in str(error.inner_exception):
-            raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, "
-                             "by which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in "
-                             "float32 (precision=)") from error
-        if _DATA_DEPENDENT.search(said := str(error.inner_exception)):
-            raise _not_one_graph(said, said) from error
-        raise error.inner_exception from None
     except FailOnRecompileLimitHit as error:
         if str(error).startswith("apexfx"):  # of the model's graphs in a step in pieces
             raise
@@ -126,89 +108,53 @@ def capture_errors() -> Iterator[None]:
             "list in the model, which parameters have a gradient, or a hyperparameter other than the learning rate (OneCycleLR "
             "changes momentum or betas, which torch's SGD, Adam and AdamW take as inputs). TORCH_LOGS=recompiles says what it "
             f"is; raise torch._dynamo.config.recompile_limit, the limit, or {_IN_PIECES}", reason) from error
+    except BackendCompilerFailed as error:
+        inner, said = error.inner_exception, str(error.inner_exception)
+        if "One of the differentiated Tensors" in said:
+            raise ValueError("apexfx: the forward writes a parameter in place (Embedding(max_norm=) does), and a training step "
+                             "as one graph updates it at the end alone; train with apexfx.transform()") from error
+        if "The differentiated Tensor at index" in said:
+            raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, "
+                             "by which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in "
+                             "float32 (precision=)") from error
+        if not isinstance(inner, DataDependentError) and not re.search(f"does not support RNG ops|{_DATA_DEPENDENT}", said):
+            raise inner from None
+        raise _not_one_graph(said) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:
-        text = said = str(error)
-        if (of_loss := error_of_loss(text)) is not None:
-            raise of_loss from error
-        if "convert all Tensors to FakeTensors" in text:  # torch's own: the gradient of vmap(hessian(f)) on fake tensors
-            reason = "torch cannot differentiate a hessian() under vmap() while it captures a graph"
-            raise NotOneGraph(f"apexfx: {reason}; write jacrev(grad(f)) or jacfwd(grad(f)), which is the same, in the place of "
-                              f"hessian(f), or {_IN_PIECES}", reason) from error
-        if (raised := _raised(text)) is not None:
-            raise raised from error
-        if "already consumed grad_fn" in text:  # as of a loss that is returned after its own backward()
-            raise calls_backward() from error
-        if (external := _EXTERNAL.search(text)) is not None:
-            raise has_history(local_name(external[2])) from error
-        if "consumed returned tensor's grad_fn" in text:
-            kept = re.search(r"Leaked output tensors: (.+)", text)
-            name = f" ({kept[1]})" if kept else ""
-            text = (f"the model keeps a tensor of this step{name} for the next one, with its history. Clear a part of the "
-                    "loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, None), and "
-                    "keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
-                    "that they compute; those of torch.nn.utils.parametrizations do not")
-        raise _not_one_graph(text, said) from error
+        raise _of_dynamo(error) from error
     except (IndexError, GuardOnDataDependentSymNode) as error:
-        if not _DATA_DEPENDENT.search(str(error)):
+        if not re.search(_DATA_DEPENDENT, str(error)):
             raise
-        raise _not_one_graph(str(error), str(error)) from error
+        raise _not_one_graph(str(error)) from error
 
 
-def _raised(said: str) -> Exception | None:
-    """Return what model, loss or an op raised while Dynamo traced it, noting the line of the user's; None where nothing did.
-
-    Args:
-        said: Dynamo's text.
-    """
-    if (unbound := _UNBOUND.search(said)) is not None:
-        arguments = ", ".join(filter(None, (_CLASS.sub(r"\1", unbound[2]), _CLASS.sub(r"\1", unbound[3]))))
-        name, text = "TypeError", f"{unbound[1]}() does not take the arguments ({arguments})"
-    elif (raised := _RAISED.search(said)) is not None:
-        name, text = raised[1], ast.literal_eval(raised[2]) if raised[2] else ""
-    elif (refused := _REFUSED.search(said)) is not None:
-        name, text = refused[1], refused[2]
-    elif "failed to run FX node with fake tensors" in said:
-        name, text = "RuntimeError", said
-    else:
-        return None
-    kind = getattr(builtins, name, None)
-    error = kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{name}: {text}")
-    if frames := _frames_of_user(said):
-        error.add_note("  " + place(*frames[-1]))
-    return error
+def _of_dynamo(error: Exception) -> Exception:
+    said = str(error)
+    if "does not require grad" in said or "One of the differentiated Tensors" in said:
+        return untrainable_loss()
+    if "already consumed grad_fn" in said:  # as of a loss that is returned after its own backward()
+        return calls_backward()
+    if (external := _EXTERNAL.search(said)) is not None:
+        return has_history(local_name(external[2]))
+    if (raised := _RAISED.search(said)) is not None:
+        kind, text = getattr(builtins, raised[1], None), ast.literal_eval(raised[2]) if raised[2] else ""
+        return with_place(kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{raised[1]}: {text}"), said)
+    if getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError) and "to FakeTensors" not in said:
+        return as_in_eager(error) or _not_one_graph(said)
+    return _not_one_graph(said)
 
 
-def _frames_of_user(said: str) -> list[tuple[str, int, str]]:
-    return [frame for frame in stack_frames(said) if not frame[0].startswith(LIBRARIES)]
-
-
-def _not_one_graph(text: str, said: str) -> NotOneGraph:
+def _not_one_graph(said: str) -> NotOneGraph:
     """Return the error of a step that Dynamo refuses: what, at which line of the user's, and what to do.
 
     Args:
-        text: why; where it is Dynamo's text, its first line and explanation.
-        said: Dynamo's text, which names the frames.
+        said: torch's text, which names the frames.
     """
-    reason, explained = text.strip().partition("\n")[0].rstrip("."), _EXPLAINED.search(text)
-    if _DATA_DEPENDENT.search(reason):
-        reason, explained = ("a branch, an index or a shape depends on a number that is known when the graph runs only: read "
-                             "from a tensor (.item(), int(t)) or drawn by Python's random"), None
-    if "use_numpy_random_stream" in text:
-        reason, explained = "np.random of NumPy is called, whose numbers are in no graph (torch.rand is)", None
-    if (builtin := _BUILTIN.search(text)) is not None:
-        name = builtin[1].replace("Random.", "random.")
-        instead = ": draw by torch.rand(())" if name.startswith("random.") else ""
-        reason, explained = f"{name}() of Python is called, which is in no graph{instead}", None
-    lines = [f"{reason}. {explained[1]}" if explained else reason]
-    if frames := _frames_of_user(said):
+    found, reason, advice = next((found, *row) for pattern, *row in _OBSTACLES if (found := pattern.search(said.strip())))
+    reason = reason.format(*found.groups())
+    explained = ". ".join(filter(None, (reason, *found.groups()[1:])))
+    if frames := frames_of_user(said):
         file, number, function = frames[-1]
-        reason += f" at {file}:{number}, in {function}"
-        lines.append("  " + place(file, number, function))
-    text = "\n".join(lines)
-    return NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {text}\n  Move that out of the model and the "
-                       f"loss, or {_IN_PIECES}. All that Dynamo says is in __cause__, above", reason, text)
-
-
-def place(file: str, number: int, function: str) -> str:
-    """Return a line of a program as a message has it."""
-    return f"at {file}:{number}, in {function}: {linecache.getline(file, number).strip()[:120]}"
+        explained, reason = f"{explained}\n  {place(*frames[-1])}", f"{reason} at {file}:{number}, in {function}"
+    return NotOneGraph(f"apexfx: the training step cannot be captured as one graph: {explained}\n  {advice}. All that Dynamo "
+                       "says is in __cause__, above", reason, explained)

@@ -63,7 +63,6 @@ class StepGraphs:
 
     def __init__(self, parts: StepParts, state: TrainingState) -> None:
         self._parts, self._state = parts, state
-        self._calls_backward = False  # whether the objective was seen to; the graph that does stays compiled
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
             index=parts.index, on_run=state.note_change, on_communication=state.note_communication,
@@ -82,9 +81,8 @@ class StepGraphs:
         """Run a call: `run_accumulate` where it accumulates gradients alone, else `run_step`; return what that does."""
         _check_contexts()
         variant = self._earlier if accumulates else self._last
-        if not self._calls_backward:
-            with contextlib.suppress(NotCompiled):
-                return self._run_cached(variant, batch, named)
+        with contextlib.suppress(NotCompiled):
+            return self._run_cached(variant, batch, named)
         return self._compile_and_run(variant, batch, named)
 
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -127,7 +125,6 @@ class StepGraphs:
                 self._parts.step_model.traceable() as model:
             outputs = variant.compiling(self._inputs(model), batch, named)
         if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
-            self._calls_backward = True
             raise calls_backward()
         return outputs
 
@@ -183,7 +180,6 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
             compiled(inputs, batch, named)
     except Traced as traced:
         return traced.with_traceback(None)
-    raise AssertionError("a graph that was to be traced has run")
 
 
 def trace_gradients(model: StepModel, objective: Callable[..., Any], config: TransformConfig, groups: Groups,

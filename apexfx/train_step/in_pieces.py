@@ -9,7 +9,6 @@ import contextlib
 import copy
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,8 +26,6 @@ from .function import StepInputs, accumulate_gradients, add_accumulated, apply_g
 from .graphs import StepGraphs, grad_versions
 from .leaves import check_leaves, leaves_of
 from .parts import StepParts
-
-log = logging.getLogger(__name__)
 
 
 class StepInPieces(StepGraphs):

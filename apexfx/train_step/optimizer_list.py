@@ -42,20 +42,25 @@ class OptimizerList:
                 return reason if self._is_one else f"{type(each).__name__}: {reason}"
         return ""
 
-    def own_clipping(self) -> tuple[float, float] | None:
-        """Return to which norm the optimizer itself clips, and what it adds to the norm.
+    def clipping(self, max_grad_norm: float | None) -> tuple[float | None, float]:
+        """Return to which norm gradients are clipped, and what is added to the norm: an optimizer may do that itself.
+
+        Args:
+            max_grad_norm: the option of the step.
 
         Raises:
-            ValueError: it is one of several, whose gradients are clipped together.
+            ValueError: one of several clips itself, whose gradients are clipped together; both have a norm.
         """
         for each in self._each:
             if own := getattr(each, "max_grad_norm", None):  # of apexfx.optimizers
+                clips = f"{type(each).__name__} clips to max_grad_norm={own} itself"
                 if not self._is_one:
-                    raise ValueError(f"apexfx: {type(each).__name__} clips to max_grad_norm={own} itself, and is one of several "
-                                     "optimizers, whose gradients are clipped together; make it with max_grad_norm=None, and "
-                                     "pass max_grad_norm to train_step()")
+                    raise ValueError(f"apexfx: {clips}, and is one of several optimizers, whose gradients are clipped together; "
+                                     "make it with max_grad_norm=None, and pass max_grad_norm to train_step()")
+                if max_grad_norm is not None:
+                    raise ValueError(f"apexfx: max_grad_norm={max_grad_norm} was given, and {clips}; leave one of them out")
                 return own, each.clip_epsilon
-        return None
+        return max_grad_norm, 1e-6
 
     def named_state(self, params: Sequence[Tensor], names: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of the state of parameters, as it is: "layer1.weight.exp_avg".

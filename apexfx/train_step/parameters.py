@@ -1,13 +1,14 @@
-"""Which parameters a training step trains, what is refused of them, and that all ranks hold the same."""
+"""Which parameters a training step trains, what is refused of them and their optimizers, and that all ranks hold the same."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .._torch import has_gradient_hooks
@@ -15,8 +16,10 @@ from ..compiler.model_setup import set_up
 from ..compiler.process_groups import Groups
 from ..distributed.agreement import Agreement
 from ..graph.shared_memory import overlapping
+from ..report.data import Report
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
+from .optimizer_state import Option
 from .options import StepOptions
 
 
@@ -87,8 +90,40 @@ def check_state(named: Sequence[tuple[str, Tensor]]) -> None:
                          "were alone: load_state_dict() copies nothing; give it copy.deepcopy(optimizer.state_dict())")
 
 
+def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], options: StepOptions, scale_mode: float | str | None,
+                    report: Report, half: torch.dtype | None = None, scheduled: Collection[Option] = ()) -> str:
+    """Return why the optimizer updates outside of the graph, which the report says, too; "" where it does not.
+
+    Args:
+        half: what float32 parameters are about to be cast to; None where that is done, or not asked for.
+        scheduled: what changes from step to step, besides the learning rate.
+
+    Raises:
+        ValueError: it does not go with the options of the step.
+    """
+    max_grad_norm, _ = optimizers.clipping(options.max_grad_norm)
+    may_skip = scale_mode is not None or options.safeguard is not None
+    complex_ones = [p for p in trained if p.is_complex()]
+    if complex_ones and (max_grad_norm is not None or may_skip):
+        raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
+                         "nor unscaled in the graph, nor judged; leave out max_grad_norm, loss_scale and safeguard")
+    outside = optimizers.unsupported_reason(half, scheduled)
+    float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
+    if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):
+        why = "keep_grads=True was given" if not outside else f"{optimizers.name} updates outside of the graph"
+        raise ValueError(
+            f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "
+            "in float16, where the small ones become zero. Use opt_level='O2' on a float32 model, an optimizer of "
+            "apexfx.optimizers with master_weights=True that updates in the graph, or loss_scale=1.0 to train without one")
+    if outside:
+        waits = "; each step waits for the device, to know whether it is skipped" if may_skip else ""
+        follows = "; the averages of ema= follow it op by op" if options.ema is not None else ""
+        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
+    return outside
+
+
 def set_up_step(model: nn.Module, objective_modules: ObjectiveModules, optimizers: OptimizerList, groups: Groups,
-                   options: StepOptions) -> Agreement | None:
+                options: StepOptions) -> Agreement | None:
     """Compare what is trained, and how, over the ranks; copy what model and objective hold from rank 0, and cast the model."""
     agreement = groups.agreement(options.config.buckets)
     if agreement is not None and groups.gradients is not None:
@@ -104,7 +139,7 @@ def _update_rows(optimizers: OptimizerList, options: StepOptions) -> list[Any]:
     groups = [[f"group {place} of {type(optimizer).__name__}",
                {name: str(value) for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}]
               for optimizer in optimizers for place, group in enumerate(optimizer.param_groups)]
-    return [*own, ["optimizer", optimizers.name], ["own clipping", optimizers.own_clipping()], *groups]
+    return [*own, ["optimizer", optimizers.name], ["clipping", optimizers.clipping(options.max_grad_norm)], *groups]
 
 
 def _numbers(option: Any) -> Any:

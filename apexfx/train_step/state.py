@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,18 +13,13 @@ from torch import Tensor
 from .._torch import has_gradient_hooks, note_optimizer_ran, num_hooks
 from ..errors import RankMismatchError
 from ..ops.apply_gradients import StepPlan
-from ..report.data import Report
 from .ema import COUNTS
 from .function import ACCUMULATED
 from .loss_scale import GROWTH, MAX_SCALE, SCALE, SKIPS
-from .optimizer_list import OptimizerList
 from .optimizer_state import OptimizerState, Option, Structure, cycled, schedulable_options
-from .options import StepOptions
-from .parameters import check_state, trained_parameters
+from .parameters import check_optimizer, check_state, trained_parameters
 from .parts import StepParts
 from .safeguard import KeptBuffers
-
-log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -73,8 +67,7 @@ def read(parts: StepParts, before: StepLists, labels: dict[int, int]) -> StepLis
     schedulable = schedulable_options(optimizers)
     scheduled = before.scheduled | {option for option, now in schedulable.items() if before.schedulable.get(option, now) != now}
     scheduled = (scheduled | cycled(optimizers)) & schedulable.keys()
-    outside = check_optimizer(optimizers, trained, options, parts.scale.mode, scheduled=scheduled)
-    note_what_is_outside(optimizers, outside, parts.report, averages=ema is not None, skips=parts.may_skip)
+    outside = check_optimizer(optimizers, trained, options, parts.scale.mode, parts.report, scheduled=scheduled)
     of_objective, _ = parts.objective_modules.named_tensors()
     names = {id(p): name for name, p in (*parts.model.named_parameters(), *of_objective.items())}
     state = None
@@ -112,7 +105,7 @@ def _plan(parts: StepParts, state: OptimizerState | None, scalars: list[str], le
         left_out: places of parameters without an average.
     """
     is_dynamic = parts.scale.mode == "dynamic"
-    max_grad_norm, clip_epsilon = clipping(parts.optimizers, parts.options)
+    max_grad_norm, clip_epsilon = parts.optimizers.clipping(parts.options.max_grad_norm)
     return StepPlan(
         groups=state.rows(scalars) if state is not None else (),
         scale=scalars.index(SCALE) if SCALE in scalars else None,
@@ -328,72 +321,3 @@ def _unshared(gradients: Sequence[Tensor]) -> list[Tensor]:
             own[place] = gradient.clone()
         taken.add(gradient.data_ptr())
     return own
-
-
-def clipping(optimizers: OptimizerList, options: StepOptions) -> tuple[float | None, float]:
-    """Return to which norm gradients are clipped, and what is added to the norm: the optimizer may do that itself.
-
-    Raises:
-        ValueError: both have a norm.
-    """
-    own = optimizers.own_clipping()
-    if own is None:
-        return options.max_grad_norm, 1e-6
-    if options.max_grad_norm is not None:
-        raise ValueError(f"apexfx: max_grad_norm={options.max_grad_norm} was given, and {optimizers.name} clips "
-                         f"to max_grad_norm={own[0]} itself; leave one of them out")
-    return own
-
-
-def check_optimizer(optimizers: OptimizerList, trained: Sequence[Tensor], options: StepOptions,
-                    scale_mode: float | str | None, half: torch.dtype | None = None,
-                    scheduled: Collection[Option] = ()) -> str:
-    """Return why the optimizer updates outside of the graph, "" where it does not.
-
-    Args:
-        scheduled: what changes from step to step, besides the learning rate.
-        half: what float32 parameters are about to be cast to; None where that is done, or not asked for.
-
-    Raises:
-        ValueError: it does not go with the options of the step.
-    """
-    max_grad_norm, _ = clipping(optimizers, options)
-    complex_ones = [p for p in trained if p.is_complex()]
-    if complex_ones and (max_grad_norm is not None or scale_mode is not None or options.safeguard is not None):
-        raise ValueError(f"apexfx: {len(complex_ones)} parameters are complex, and gradients of those can be neither clipped "
-                         "nor unscaled in the graph, nor judged; leave out max_grad_norm, loss_scale and safeguard")
-    outside = optimizers.unsupported_reason(half, scheduled)
-    float16 = [p for p in trained if p.dtype == torch.float16 or p.dtype == torch.float32 and half == torch.float16]
-    if float16 and (outside or options.keep_grads) and scale_mode not in (None, 1.0):
-        why = "keep_grads=True was given" if not outside else f"{optimizers.name} updates outside of the graph"
-        raise ValueError(
-            f"apexfx: {len(float16)} parameters are float16, and so are their gradients. {why}, so they would be unscaled "
-            "in float16, where the small ones become zero. Use opt_level='O2' on a float32 model, an optimizer of "
-            "apexfx.optimizers with master_weights=True that updates in the graph, or loss_scale=1.0 to train without one")
-    return outside
-
-
-def note_what_is_outside(optimizers: OptimizerList, outside: str, report: Report, *, skips: bool, averages: bool) -> None:
-    """Say in the report why the graph updates nothing, where `outside` says so.
-
-    Args:
-        skips: whether a step may be skipped.
-        averages: whether averages follow the update.
-    """
-    if outside:
-        waits = "; each step waits for the device, to know whether it is skipped" if skips else ""
-        follows = "; the averages of ema= follow it op by op" if averages else ""
-        report.note(f"apexfx: {optimizers.name} updates outside of the graph, by its own step(): {outside}{waits}{follows}")
-
-
-def note_ranks_apart(none: str, outside: str, options: StepOptions, report: Report) -> None:
-    """Say once that the ranks train apart, where `none` says that no gradient is averaged.
-
-    It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
-    """
-    if none and not any(note.startswith(none) for note in report.notes):
-        message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to train "
-                   "apart, or something else averages")
-        report.note(message)
-        if not outside and not options.keep_grads:
-            log.warning(message)

@@ -36,12 +36,12 @@ from .model import StepModel, check_modules
 from .objective import ObjectiveModules
 from .optimizer_list import OptimizerList
 from .options import StepOptions
-from .parameters import set_up_step, trained_parameters
+from .parameters import check_optimizer, set_up_step, trained_parameters
 from .parts import StepParts
 from .replicas import replica_check
 from .safeguard import Event, KeptBuffers, SafeguardState
 from .skipped_steps import Recorder, SkippedSteps
-from .state import TrainingState, check_optimizer, clipping, note_ranks_apart, note_what_is_outside
+from .state import TrainingState
 from .wrong_call import Call
 
 log = logging.getLogger(__name__)
@@ -78,11 +78,8 @@ class TrainStep:
         self._safeguard = None if options.safeguard is None else SafeguardState(
             options.safeguard, device, self._scale.tensors.get(SKIPS), options.accumulate)
         self._ema = EmaState(options.ema) if options.ema is not None else None
-        outside = check_optimizer(optimizers, trained, options, self._scale.mode, casts_to)
-        note_what_is_outside(optimizers, outside, report, averages=options.ema is not None,
-                             skips=self._scale.mode is not None or self._safeguard is not None)
-        self._outside = outside
-        note_ranks_apart(averaged_over_none(config), outside, options, report)
+        self._outside = check_optimizer(optimizers, trained, options, self._scale.mode, report, casts_to)
+        self._note_ranks_apart()
         # From here on, things change.
         self._agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
@@ -121,7 +118,7 @@ class TrainStep:
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
         check_alive(self._groups.user)
-        note_ranks_apart(averaged_over_none(self.config), self._outside, self._options, self.report)
+        self._note_ranks_apart()
         if self._records:
             self._recorder.record_where_skipped()
         state, call = self._state, Call(self._objective, batch, named, self.report)
@@ -140,6 +137,19 @@ class TrainStep:
                 self._note_applied(*ran)
         self._look_behind(updated=not accumulates)
         return (loss, *rest) if rest else loss
+
+    def _note_ranks_apart(self) -> None:
+        """Say once that no gradient is averaged where other ranks are there.
+
+        It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
+        """
+        none = averaged_over_none(self.config)
+        if none and not any(note.startswith(none) for note in self.report.notes):
+            message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
+                       "train apart, or something else averages")
+            self.report.note(message)
+            if not self._outside and not self._options.keep_grads:
+                log.warning(message)
 
     def _check_autocast(self) -> None:
         if self._scale.mode is None and torch.is_autocast_enabled(self._device.type) \
@@ -296,7 +306,7 @@ class TrainStep:
         Raises:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
-        if clipping(self._optimizers, self._options)[0] is None and self._scale.mode is None and self._safeguard is None:
+        if not self._parts.may_skip and self._optimizers.clipping(self._options.max_grad_norm)[0] is None:
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
+from apexfx.compiler.forward_errors import LIBRARIES
 from apexfx.optimizers import FusedAdam
 from apexfx.passes.base import Pass
-from apexfx.train_step.errors import LIBRARIES
 from tests.own_optimizers import Adagrad
 from tests.tables import table
 

@@ -70,12 +70,12 @@ CALLS = {
     "step(x.double(), y)": (lambda s: s(X.double(), Y), RuntimeError, ["float64", ".float()"]),
     # Give inputs in the dtype of the weights: x.float().
     "step(x.long(), y)": (lambda s: s(X.long(), Y), RuntimeError, [
-        "torch.linear (test_wrong_call.py:", "batch[0] in torch.int64|x in torch.int64", "came in int64: call .float() on it"]),
+        "torch.linear (test_wrong_call.py:", "batch[0] in torch.int64|x in torch.int64", "refuses too: call .float() on "]),
     # Give inputs with 8 features, or change the layer 'body'.
     "step(x[:, :5], y)": (lambda s: s(X[:, :5], Y), RuntimeError, [
         "[6, 5]", "test_wrong_call.py:", "y = self.drop(self.body(x))"]),
     # Give as many targets as inputs.
-    "step(x, y[:4])": (lambda s: s(X, Y[:4]), ValueError, ["batch_size (6)", "(4)|= 4)", "step(float32[6, 8], int64[4])"]),
+    "step(x, y[:4])": (lambda s: s(X, Y[:4]), ValueError, ["batch_size (6)", "(4)|(s", "step(float32[6, 8], int64[4])"]),
     # Number the classes from 0 to 3, or give the model more outputs.
     "step(x, y + 4)": (lambda s: s(X, Y + 4), IndexError, [
         "Target", "is out of bounds", "step(float32[6, 8], int64[6])"]),
@@ -157,7 +157,7 @@ def test_a_part_of_the_loss_in_an_attribute():
         optimizer.zero_grad()
         keeps(reference, X, Y).backward()
         optimizer.step()
-    with pytest.raises(RuntimeError, match=r"with its history\. Clear .*loss, model\.aux = loss \+ model\.aux, None"):
+    with pytest.raises(RuntimeError, match=r"with its history\n  Clear .*loss, model\.aux = loss \+ model\.aux, None"):
         train(keeps)
     for state in (train(clears), train(keeps, "transform")):
         torch.testing.assert_close(state, reference.state_dict(), rtol=0, atol=0)

@@ -51,6 +51,15 @@ def a_write_through_a_view_with_gaps():
     return script(between)
 
 
+@program(transform="works on a nested tensor", train_step="works on a nested tensor")
+def rows_of_a_nested_tensor():
+    def between(net, h):
+        rows = torch.nested.nested_tensor_from_jagged(h, torch.tensor([0, 2, 6]))
+        return (rows * 2.0).values()
+
+    return script(between)
+
+
 @program(transform="pinv of a complex", train_step="pinv of a complex")
 def a_complex_pseudo_inverse():
     def between(net, h):
