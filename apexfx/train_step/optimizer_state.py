@@ -57,9 +57,12 @@ class OptimizerState:
         self.scalars.update((f"{name}_{place}", torch.zeros((), dtype=torch.float64, device=update.params[0].device))
                             for place, update in enumerate(self.updates) for name in update.scheduled)
         self._numbers: dict[str, float] = {}  # of the host, that scalars have now
-        # What parameters are updated by alike.
+        # What parameters are updated by alike: a vector, and the elements of it that the optimizers' states hold.
         self._vectors = [vector for update in self.updates for vector in (update.step, *update.vectors.values())
                          if vector is not None]
+        self._elements = [tensor for each in optimizers for held in each.state.values() if isinstance(held, dict)
+                          for tensor in held.values() if isinstance(tensor, Tensor) and not tensor.dim()]
+        self._where = self._where_now()
         self.note_run()
 
     def set_hyperparameters(self) -> None:
@@ -98,8 +101,11 @@ class OptimizerState:
         self._versions = list(map(tensor_version, self._vectors))
 
     def was_counted_by_others(self) -> bool:
-        """Whether something else than the graph has written such numbers since, and perhaps not those of all alike."""
-        return self._versions != list(map(tensor_version, self._vectors))
+        """Whether something else than the graph has written or moved such numbers since, and perhaps not those of all alike."""
+        return self._versions != list(map(tensor_version, self._vectors)) or self._where != self._where_now()
+
+    def _where_now(self) -> list[int]:
+        return list(map(Tensor.data_ptr, self._elements))
 
     def split(self, updated: Collection[int]) -> Labels | None:
         """Return new labels where parameters that are counted together were not all updated; None where nothing changes.
