@@ -109,7 +109,7 @@ def make(**options):
                              **{"inner": "eager", "opt_level": "O0", "safeguard": True, **options})
 
 
-@table(3, "what, op, phase, comment", [
+@table(2, "what, op, phase, comment", [
     ("root of zero", "aten.div.Tensor", "backward", "root of zero"), ("overflow", "aten.mul.Tensor", "forward", "overflow"),
     ("function", "aten.mul.Tensor", "backward", "the backward of a function"),
     ("masked", "aten.mul.Tensor", "forward", "behind what is masked"),
@@ -141,6 +141,7 @@ def test_the_search_leaves_everything_as_it_was():
     assert len(one.report.graphs) == len(other.report.graphs) and one.report.notes == other.report.notes
 
 
+@pytest.mark.long
 def test_dropout_is_that_of_the_call():
     """An element that is kept divides by zero; whether any is kept depends on the random numbers."""
     def objective(model, x):
@@ -208,6 +209,7 @@ def test_only_the_last_call_is_searched():
     assert "op not searched: read events right after the call" in str(step.events[0])
 
 
+@pytest.mark.long
 def test_gathered_calls():
     step = make(accumulate=2)
     for what in ("overflow", "none", "none", "overflow"):
