@@ -441,11 +441,6 @@ def submodules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
-def replace_submodules(module: torch.nn.Module, replacements: dict[str, torch.nn.Module | None]) -> None:
-    """Give a module, which may share the dictionary of its submodules with another, one of its own."""
-    module.__dict__["_modules"] = replacements
-
-
 def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
     """Have Dynamo run `function` as it is, and trace only what it calls, `reason` being said where it must not.
 

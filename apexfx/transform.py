@@ -23,7 +23,7 @@ from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
 from .compiler.model_setup import check_model, set_up
 from .compiler.process_groups import averaged_over_none
 from .compiler.refusals import COMPILES_ITSELF
-from .compiler.stand_ins import TraceableReplacements, traced_forward
+from .compiler.traceable import TraceableClasses, traced_forward
 from .config import TransformConfig
 from .graph.printing import first_names
 from .report.data import Report
@@ -201,7 +201,7 @@ def _transformed_class(cls: type[nn.Module], public: tuple[str, ...], methods: t
         @functools.wraps(own)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             compiled = compiled_model.get_compiled(self)
-            if torch.compiler.is_compiling() and compiled.stand_ins.in_use:  # a part of the forward, or of another of these
+            if torch.compiler.is_compiling() and compiled.classes.in_use:  # a part of the forward, or of another of these
                 return own(self, *args, **kwargs)
             return compiled.methods[name].call(self, args, kwargs)
 
@@ -254,13 +254,12 @@ def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config
 def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:
     """Give a transformed module, which has all its attributes by now, what its forward calls."""
     own_forward, cls = model.__dict__.pop("forward", None), source_class(model)
-    stand_ins = TraceableReplacements(compiler.groups.batch_norm, compiler.report)
-    stand_ins.register_synchronized(model)
-    traced = own_forward or with_private_code(traced_forward(model, cls, compiler.groups.batch_norm, compiler.report))
+    classes = TraceableClasses(compiler.groups.batch_norm, compiler.report)
+    traced = own_forward or with_private_code(traced_forward(model, cls, compiler.groups.batch_norm))
     model.__dict__["_apexfx"] = compiled = CompiledModel(
-        model, traced, config, compiler, stand_ins, of_inputs=own_forward is not None)
+        model, traced, config, compiler, classes, of_inputs=own_forward is not None)
     for name in config.methods:
         forward = with_private_code(getattr(cls, name))
-        compiled.methods[name] = CompiledModel(model, forward, config, compiler, stand_ins, name=name)
+        compiled.methods[name] = CompiledModel(model, forward, config, compiler, classes, name=name)
     if compiler.gradient_sync is None:  # which raises
         compiled.watch_first_backward(model, _own_methods(cls))

@@ -3,6 +3,6 @@
 Read in this order: `model_index` and `capture` (which tensor and module of the graph is which of the model),
 `pipeline` (runs the passes; `verification` checks them), `graph_compiler` (what `torch.compile` calls for each graph),
 `backward_stage` (the passes over AOTAutograd's graph), `inner_compilers` and `lowerings`, `cache` (what identifies all of that),
-`compiled_model` (what a transformed model's forward calls), `stand_ins` (copies of modules that Dynamo can trace better:
+`compiled_model` (what a transformed model's forward calls), `traceable` (classes of modules that Dynamo can trace better:
 `dynamo_batch_norm`, `dynamo_layers`), `refusals` (what does not go together).
 """

@@ -19,7 +19,7 @@ _FROM_NUMPY = re.compile(r"^___from_numpy\((.+)\)$")  # around the source of an 
 _OBJECTIVE = "L['inputs'].objective."  # of a training step
 _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
-# Frames of this package between the user's forward and the op: a stand-in, the call of a module of torch's own.
+# Frames of this package between the user's forward and the op: of a traceable class, the call of a module of torch's own.
 _OWN_FRAMES = re.compile(
     r'^  File "[^"]*/apexfx/(?:compiler/(?:compiled_model|dynamo_\w+)|\w+/function|ops/recurrent)\.py", line .*\n(?:    .*\n?)*',
     re.MULTILINE)

@@ -36,13 +36,12 @@ from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
 from .compile_graph import WeakBackend
-from .dynamo_batch_norm import EagerBatchNorms
 from .forward_errors import LENGTHS, DataDependentError, as_in_eager, name_precision
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
 from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
-from .stand_ins import TraceableReplacements
+from .traceable import TraceableClasses
 from .unscaled_loss import warn_where_unscaled
 
 log = logging.getLogger(__name__)
@@ -73,28 +72,28 @@ class CompiledModel:
         forward: what to compile: a function of the model and its inputs, or, with `of_inputs`, of the inputs alone.
         config: the options.
         compiler: compiles the averaging variant.
-        stand_ins: of the model's modules; in their places during a call.
+        classes: of the model's modules during a call.
         in_step: whether a training step calls it, which scales the loss itself, and runs a model of which nothing is captured
             in eager, where nothing that was asked for is lost by that.
         name: of the method that is compiled, for messages.
 
     Attributes:
         methods: the same for other methods of the model, by name.
-        stand_ins: as given.
+        classes: as given.
         own_forward: {"forward": the forward that the model has as an attribute of its own}, or {}; for its copies.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], config: TransformConfig, compiler: GraphCompiler,
-                 stand_ins: TraceableReplacements, *, of_inputs: bool = False, in_step: bool = False,
+                 classes: TraceableClasses, *, of_inputs: bool = False, in_step: bool = False,
                  name: str = "forward") -> None:
         self.config = config
         self.compiler = compiler
         if not compiler.index.has_model:  # otherwise it is another method's of this model
-            compiler.index = ModelIndex(weakref.ref(model), stand_ins.of)
+            compiler.index = ModelIndex(weakref.ref(model))
         self._index = compiler.index
         self.report = compiler.report
         self.methods: dict[str, CompiledModel] = {}
-        self._forward, self._of_inputs, self.stand_ins, self._name = forward, of_inputs, stand_ins, name
+        self._forward, self._of_inputs, self.classes, self._name = forward, of_inputs, classes, name
         self.own_forward = {"forward": forward} if of_inputs else {}
         self._averaging = self._compiled(forward, compiler)
         self._local = self._averaging
@@ -107,9 +106,7 @@ class CompiledModel:
                 sync.watch(name, parameter)
             weakref.finalize(self, sync.stop).atexit = False
         self._checked = self._capturing = False
-        self._eager_batch_norms = EagerBatchNorms(model) if compiler.groups.batch_norm is not None else None
         self._in_step, self._first_graph = in_step, -1
-        self._num_graphs = 0  # when that was last looked at
         self._hooks: list[tuple[object, ...]] = []
         self._settings = _BREAKS_AT_DATA if in_step else _DYNAMO  # in pieces, nothing is one graph
         self._patch = dynamo_config.patch(_DYNAMO)
@@ -145,9 +142,6 @@ class CompiledModel:
             warn_where_unscaled(result, self._warn)
         if not self._checked:
             self._check_captured(model, graph_breaks(before))
-        if trains and self._eager_batch_norms is not None and self._num_graphs != len(self.report.graphs):
-            self._num_graphs = len(self.report.graphs)
-            self._check_batch_norms()
         return result
 
     @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
@@ -160,7 +154,7 @@ class CompiledModel:
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
         try:
-            with self._dynamo_settings(), self.stand_ins.in_place(model):
+            with self._dynamo_settings(), self.classes.in_place(model):
                 result = run(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
@@ -289,14 +283,6 @@ class CompiledModel:
             message = "; ".join([message, *obstacles])
             self._warn(message)
         warn_unmatched(self.report)
-
-    def _check_batch_norms(self) -> None:
-        missed = self._eager_batch_norms.find(self._index.has_run)
-        if missed and "sync_batchnorm" not in self.config.skip:
-            message = (f"apexfx: batch norm {', '.join(missed)} ran in training mode with this rank's statistics alone, in a "
-                       "frame that a graph break left to eager (TORCH_LOGS=graph_breaks says where); sync_bn=True asks for all "
-                       "ranks'. Remove the graph break, or call the module by the attribute under which it is registered")
-            self._warn(message)
 
     def capture(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Report:
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]

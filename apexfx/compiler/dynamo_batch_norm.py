@@ -1,8 +1,8 @@
-"""Batch norm modules that Dynamo can trace, on copies that share everything with the user's.
+"""Batch norm modules that Dynamo can trace, by the class that they have during a call.
 
 `torch.nn.SyncBatchNorm` refuses CPU tensors and syncs with the host, `momentum=None` reads a counter on the host, and any
-batch norm that Dynamo leaves to eager would use local statistics without a word. A call of the model runs shallow copies of
-those modules (same parameters, buffers and hooks) whose forward does the right thing under Dynamo and in eager alike.
+batch norm that Dynamo leaves to eager would use local statistics without a word. The forward of the class does the right thing
+under Dynamo and in eager alike.
 """
 
 from __future__ import annotations
@@ -15,50 +15,69 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._torch import BatchNorm, tensor_version
+from .._torch import BatchNorm
 from ..ops.sync_batch_norm import sync_batch_norm
 from ..report.data import Report
-from ..subclassing import source_class, subclass
+from ..subclassing import subclass
 
 BATCH_NORMS = (BatchNorm,)  # torch.nn.SyncBatchNorm and user subclasses included
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
-def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None,
-                      report: Report) -> Callable[..., Any]:
-    """Return the function to trace as the forward of a transformed model that is such a batch norm itself."""
-    _configure(model, source, source.__name__, group, report)
-    return TraceableBatchNorm.forward
-
-
-def batch_norm_stand_in(module: BatchNorm, path: str, group: dist.ProcessGroup | None, report: Report) -> nn.Module:
-    """Return a traceable copy of a batch norm, which shares all with it that is registered; see `TraceableReplacements`."""
-    cls = source_class(type(module), TraceableBatchNorm)
-    stand_in = _instance(_traceable_class(cls), module.__dict__)
-    _configure(stand_in, cls, path, group, report)
-    return stand_in
-
-
-def is_untraceable(module: nn.Module, group: dist.ProcessGroup | None) -> bool:
-    """Return whether a module is a batch norm that has to be traced as a copy.
+def traceable_batch_norm(module: nn.Module, group: dist.ProcessGroup | None) -> type[nn.Module] | None:
+    """Return the class that a batch norm has during a call; None for any other module, and where its own can be traced.
 
     Args:
         group: over which all batch norms are synchronized, or None.
     """
-    if not isinstance(module, BATCH_NORMS) or getattr(module, "synchronizes_itself", False):
-        return False  # the latter is apexfx.parallel.SyncBatchNorm, on its own process group
-    return group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None
+    if not isinstance(module, BATCH_NORMS) or isinstance(module, TraceableBatchNorm):
+        return None
+    if getattr(module, "synchronizes_itself", False):  # apexfx.parallel.SyncBatchNorm, on its own process group
+        return None
+    if group is not None or isinstance(module, nn.SyncBatchNorm) or module.momentum is None:
+        return _traceable_class(type(module), _group_name(module, group))
+    return None
 
 
-def _configure(module: nn.Module, cls: type[nn.Module], path: str, group: dist.ProcessGroup | None, report: Report) -> None:
+def traced_batch_norm(model: nn.Module, source: type[nn.Module], group: dist.ProcessGroup | None) -> Callable[..., Any]:
+    """Return the function to trace as the forward of a transformed model that is such a batch norm itself."""
+    model.__dict__.update(_apexfx_class=source, _apexfx_group=_group_name(model, group))
+    return TraceableBatchNorm.forward
+
+
+def _group_name(module: nn.Module, group: dist.ProcessGroup | None) -> str:
     if isinstance(module, nn.SyncBatchNorm) and dist.is_available() and dist.is_initialized():
         group = module.process_group or group or dist.group.WORLD
-    module.__dict__.update(_apexfx_class=cls, _apexfx_path=path, _apexfx_report=report,
-                           _apexfx_group=group.group_name if group is not None else "")
+    return group.group_name if group is not None else ""
+
+
+@functools.cache
+def _traceable_class(cls: type[BatchNorm], group_name: str) -> type[BatchNorm]:
+    return subclass(cls, TraceableBatchNorm, _apexfx_class=cls, _apexfx_group=group_name)
+
+
+def ran_in_eager(module: nn.Module) -> bool:
+    """Return whether a batch norm ran in eager during a call."""
+    return "_apexfx_in_eager" in module.__dict__
+
+
+def note_eager(module: nn.Module, path: str, report: Report) -> None:
+    """Note that a batch norm ran in eager during a call.
+
+    Raises:
+        RuntimeError: it ran without gradients in a call that computes some, as in a reentrant checkpoint, which runs it once more
+            in the backward, when it is of its own class.
+    """
+    with_gradients = module.__dict__.pop("_apexfx_in_eager")
+    message = f"apexfx: batch norm {path!r} was left to eager by a graph break"
+    if torch.is_grad_enabled() and not with_gradients:
+        raise RuntimeError(f"{message}, under no_grad() or in a checkpoint, which would compute it again with the statistics of "
+                           "this rank alone; remove the graph break (TORCH_LOGS=graph_breaks says where)")
+    report.note(f"{message}; it is synchronized there by the eager form of the same op")
 
 
 class TraceableBatchNorm:
-    """Mixin for a shallow copy of a batch norm module; `_apexfx_group` names the group to synchronize over ("" for none).
+    """Mixin for the class of a batch norm during a call; `_apexfx_group` names the group to synchronize over ("" for none).
 
     A transformed model that is a batch norm itself borrows its forward.
     """
@@ -71,7 +90,7 @@ class TraceableBatchNorm:
         # Without running statistics eval() uses the batch's, and as in torch this rank's alone: it may evaluate alone.
         group = self._apexfx_group if self.training else ""
         if not compiling and group:
-            _note_eager(self)
+            _check_eager(self)
         # A checkpoint that a graph break left to eager recomputes by the original, after the call: it has to save the same.
         if original not in _OWN_FORWARDS or not (compiling or group or isinstance(self, nn.SyncBatchNorm)):
             return original(self, input)  # a user's subclass; under Dynamo the pass finds its F.batch_norm
@@ -90,59 +109,12 @@ class TraceableBatchNorm:
             group_name=group,
         )
 
-    def __reduce_ex__(self, protocol: int) -> Any:
-        state = {k: v for k, v in self.__dict__.items() if not k.startswith("_apexfx")}
-        return _instance, (self._apexfx_class, state)  # copies and pickles hold no group; building the model anew adds it
 
-
-def _note_eager(module: nn.Module) -> None:
-    module.__dict__["_apexfx_ran_in_eager"] = True
-    message = f"batch norm {module._apexfx_path!r} was left to eager by a graph break"
+def _check_eager(module: nn.Module) -> None:
+    module.__dict__["_apexfx_in_eager"] = torch.is_grad_enabled()
     source = module._apexfx_class
     if source.forward not in _OWN_FORWARDS:
         raise RuntimeError(
-            f"apexfx: {message}, where {source.__name__}.forward would use the statistics of this rank alone; "
-            "sync_bn=True asks for all ranks'. Remove the graph break (TORCH_LOGS=graph_breaks), or let the class "
-            "keep the forward of torch.nn.BatchNorm."
-        )
-    module._apexfx_report.note(f"apexfx: {message}; it is synchronized there by the eager form of the same op")
-
-
-class EagerBatchNorms:
-    """Finds batch norms that ran in training mode and were not synchronized.
-
-    A frame that Dynamo leaves to eager may call the user's own module rather than the traceable copy: through a list, say. It
-    counts its batches then, and no graph holds it.
-
-    Args:
-        model: the transformed model.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = {path: module for path, module in model.named_modules() if path and isinstance(module, BATCH_NORMS)
-                         and module.num_batches_tracked is not None and not getattr(module, "synchronizes_itself", False)}
-        self._versions = self._count()
-
-    def _count(self) -> dict[str, int]:
-        return {path: tensor_version(module.num_batches_tracked) for path, module in self._modules.items()}
-
-    def find(self, in_graph: Callable[[Tensor], bool]) -> list[str]:
-        """Return the paths of those that have run since the last time.
-
-        Args:
-            in_graph: whether a graph, which synchronizes, has run with a buffer.
-        """
-        before, self._versions = self._versions, self._count()
-        return [path for path, module in self._modules.items() if before[path] != self._versions[path]
-                and not in_graph(module.num_batches_tracked) and "_apexfx_ran_in_eager" not in module.__dict__]
-
-
-@functools.cache
-def _traceable_class(cls: type[BatchNorm]) -> type[BatchNorm]:
-    return subclass(cls, TraceableBatchNorm)
-
-
-def _instance(cls: type[BatchNorm], state: dict[str, Any]) -> nn.Module:
-    module = object.__new__(cls)
-    module.__dict__.update(state)
-    return module
+            f"apexfx: a batch norm, {module}, was left to eager by a graph break, where {source.__name__}.forward would use the "
+            "statistics of this rank alone; sync_bn=True asks for all ranks'. Remove the graph break (TORCH_LOGS=graph_breaks), "
+            "or let the class keep the forward of torch.nn.BatchNorm.")

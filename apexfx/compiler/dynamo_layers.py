@@ -1,10 +1,9 @@
-"""Layers of torch's that Dynamo is shown otherwise, on copies that share everything with the user's.
+"""Layers of torch's that Dynamo is shown otherwise, by the class that they have during a call.
 
 Dynamo would trace `torch.gru` step by step, and AOTAutograd every kind: a graph a length. And it cannot look whether a mask is
-causal, as encoders and decoders of transformers do where `is_causal` is not given; the answer saves time and changes no result. A
-copy of the module (same parameters and hooks) runs torch's own forward with `ops/recurrent.py` in the place of those functions,
-and without that look, where a graph is captured; in eager it is the user's module. A class with a forward of its own is left
-alone, and traced as it is.
+causal, as encoders and decoders of transformers do where `is_causal` is not given; the answer saves time and changes no result.
+The class runs torch's own forward with `ops/recurrent.py` in the place of those functions, and without that look, where a graph
+is captured, and as it is in eager. A class with a forward of its own is left alone, and traced as it is.
 """
 
 from __future__ import annotations
@@ -18,19 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import recurrent
-from ..subclassing import source_class, subclass
+from ..subclassing import subclass
 
 
-def is_shown_otherwise(module: nn.Module) -> bool:
-    """Return whether a module runs the forward of one of these layers."""
-    return type(module).forward in LAYER_FORWARDS and "forward" not in module.__dict__
-
-
-def layer_stand_in(module: nn.Module) -> nn.Module:
-    """Return a copy of such a layer, which shares everything with it that is registered."""
-    stand_in = _empty(_traceable_class(source_class(type(module), TraceableLayer)))
-    stand_in.__dict__.update(module.__dict__)
-    return stand_in
+def traceable_layer(module: nn.Module) -> type[nn.Module] | None:
+    """Return the class that such a layer has during a call; None for any other module."""
+    if type(module).forward in LAYER_FORWARDS and "forward" not in module.__dict__:
+        return _traceable_class(type(module))
+    return None
 
 
 def traced_layer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,18 +42,11 @@ def traced_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TraceableLayer:
-    """Mixin for a shallow copy of a layer; copies and pickles are of the layer's class."""
+    """Mixin for the class that a layer has during a call."""
 
     def check_forward_args(self, input: Tensor, hidden: Any, batch_sizes: Tensor | None) -> None:
         if batch_sizes is None or not torch.compiler.is_compiling():  # how many sequences are packed is data; the op checks that
             super().check_forward_args(input, hidden, batch_sizes)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _empty, (source_class(type(self), TraceableLayer),), self.__getstate__()
-
-
-def _empty(cls: type[nn.Module]) -> nn.Module:
-    return object.__new__(cls)
 
 
 @functools.cache

@@ -28,21 +28,17 @@ class ModelIndex:
     Args:
         model: returns the model, or None where there is none to ask. `torch.compile()` shows a backend no model: there, each
             module that the inputs of a graph are reached from counts as one.
-        stand_ins: the modules that run in place of others of the source model; both go by the same path.
 
     Attributes:
         has_model: whether a model was given: then what is not registered in it is no parameter.
         arguments: what the model was called with, while a call is under way.
     """
 
-    def __init__(self, model: Callable[[], nn.Module | None] | None = None,
-                 stand_ins: Mapping[nn.Module, nn.Module] | None = None) -> None:
+    def __init__(self, model: Callable[[], nn.Module | None] | None = None) -> None:
         self.has_model = model is not None
         self.arguments: Any = ()
         self._ran: dict[int, weakref.ref[Tensor]] = {}  # by id, while the tensor is alive
         self._model = model
-        self._stand_ins = stand_ins or {}  # keeps both alive, so that their ids stay theirs
-        self._originals: dict[int, int] = {}
         self._roots: list[tuple[str, Callable[[], nn.Module | None]]] = []
         self._given: dict[str, weakref.ref[Tensor]] = {}  # names made of source text, each for one tensor
         self._parameters: dict[int, list[str]] = {}
@@ -58,7 +54,6 @@ class ModelIndex:
             sources: of the graph's inputs, as Dynamo tracks them; looked at where no model was given.
         """
         self._parameters, self._buffers, self._modules = {}, {}, {}
-        self._originals = {id(new): id(old) for old, new in self._stand_ins.items()}
         if self._model is None:
             self._add_root(compiled_module(), "")
             for source in sources or ():
@@ -74,8 +69,6 @@ class ModelIndex:
         if id(module) in above:  # a module registered below itself
             return
         self._modules.setdefault(id(module), []).append(path)
-        if (original := self._originals.get(id(module))) is not None:
-            self._modules.setdefault(original, []).append(path)
         dot = f"{path}." if path else ""
         held = registries(module)
         for names, registry in ((self._parameters, held.parameters), (self._buffers, held.buffers)):

@@ -194,7 +194,7 @@ def trace_gradients(model: StepModel, objective: Callable[..., Any], config: Tra
     Raises:
         As a call of a step.
     """
-    index = ModelIndex(lambda: model.model, model.stand_ins.of)
+    index = ModelIndex(lambda: model.model)
     index.add_parameters(model.objective_modules.named_tensors()[0])
     compiler = StepCompiler(config, report=Report(config.describe()), groups=groups, agreement=None, index=index,
                             on_run=_nothing, on_communication=_nothing, reduce_gradients=False, traces=True)

@@ -129,7 +129,7 @@ class _CompiledForward:
     """The forward of the model as `transform()` compiles it, in the model's place of it during a step alone."""
 
     def __init__(self, parts: StepParts) -> None:
-        self._model, self._stand_ins = parts.model, parts.step_model.stand_ins
+        self._model, self._classes = parts.model, parts.step_model.classes
         config, groups = parts.options.config, copy.copy(parts.groups)
         groups.gradients = None  # they are averaged behind the backward
         self._config = dataclasses.replace(config, ddp=False, process_group=config.process_group if config.sync_bn else None)
@@ -145,7 +145,7 @@ class _CompiledForward:
         own = attributes.get("forward")
         if self._compiled is None or own is not self._own_forward:
             self._compiled = CompiledModel(self._model, own or with_private_code(type(self._model).forward), self._config,
-                                           self._compiler, self._stand_ins, of_inputs=own is not None, in_step=True)
+                                           self._compiler, self._classes, of_inputs=own is not None, in_step=True)
             self._own_forward = own
         compiled = self._compiled
 

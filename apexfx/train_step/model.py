@@ -1,4 +1,4 @@
-"""The model of a training step: what is put in its place, for the time of a call, so that Dynamo can trace it."""
+"""The model of a training step: what is done to it, for the time of a call, so that Dynamo can trace it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .._torch import forward_hooks, global_module_hooks, has_backward_hooks
-from ..compiler.dynamo_batch_norm import is_untraceable
-from ..compiler.stand_ins import TraceableReplacements, all_modules, path_of
+from ..compiler.dynamo_batch_norm import traceable_batch_norm
+from ..compiler.traceable import TraceableClasses, all_modules, path_of
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
@@ -22,7 +22,7 @@ _HALF_INPUTS = "apexfx_half_inputs"  # the name of two hooks
 
 
 class StepModel:
-    """Runs the user's own modules, with the stand-ins of those that need one in their places during a call.
+    """Runs the user's own modules, those of a call that Dynamo could not trace by other classes.
 
     Args:
         model: the user's.
@@ -33,7 +33,7 @@ class StepModel:
 
     Attributes:
         model, objective_modules: as given.
-        stand_ins: of their modules.
+        classes: of their modules.
     """
 
     def __init__(self, model: nn.Module, objective_modules: ObjectiveModules, group: dist.ProcessGroup | None,
@@ -41,7 +41,7 @@ class StepModel:
         self.model, self.objective_modules, self._group = model, objective_modules, group
         cast = _CastInputs(half) if half is not None else None
         self._hooks = (cast.enter, cast.leave) if cast is not None else None
-        self.stand_ins = TraceableReplacements(group, report)
+        self.classes = TraceableClasses(group, report)
 
     @contextlib.contextmanager
     def traceable(self, *, casts_inputs: bool = True, cached: bool = False) -> Iterator[nn.Module]:
@@ -59,7 +59,7 @@ class StepModel:
         with contextlib.ExitStack() as stack:
             if self._hooks is not None and casts_inputs:  # Dynamo evaluates the forward before any pass has put casts in
                 stack.enter_context(forward_hooks(self.model, _HALF_INPUTS, *self._hooks))
-            stack.enter_context(self.stand_ins.in_place(self.model, self.objective_modules.children(), cached=cached))
+            stack.enter_context(self.classes.in_place(self.model, self.objective_modules.children(), cached=cached))
             yield self.model
 
 
@@ -70,12 +70,12 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         model, group: as of `StepModel`.
 
     Raises:
-        ValueError: a module has a backward hook, or all have a hook; the model itself is a batch norm that needs a replacement.
+        ValueError: a module has a backward hook, or all have a hook; the model itself is a batch norm that needs another class.
     """
     if global_module_hooks():
         raise ValueError("apexfx: a hook is registered on all modules (torch.nn.modules.module.register_module_...), and a "
                          "training step as one graph would not always run it; register it on the modules of the model")
-    if is_untraceable(model, group):
+    if traceable_batch_norm(model, group) is not None:
         raise ValueError(f"apexfx: the model itself is a {type(model).__name__}; put it into a torch.nn.Sequential")
     for module in model.modules():
         if has_backward_hooks(module):

@@ -27,7 +27,7 @@ class StepParts:
     """What a training step is made of; None where it has no such part."""
 
     model: nn.Module
-    step_model: StepModel  # the same, with stand-ins in their places during a call
+    step_model: StepModel  # the same, with other classes of modules during a call
     objective: Callable[..., Any]  # of the model and the batch
     objective_modules: ObjectiveModules
     optimizers: OptimizerList

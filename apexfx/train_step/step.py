@@ -85,7 +85,7 @@ class TrainStep:
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
         parts = self._parts = StepParts(
             model, step_model, objective, objective_modules, optimizers, options, self._scale, self._safeguard, self._ema, report,
-            ModelIndex(lambda: model, step_model.stand_ins.of), groups, self._agreement, device)
+            ModelIndex(lambda: model), groups, self._agreement, device)
         buffers = None if options.safeguard is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
             accumulates=options.accumulate > 1)

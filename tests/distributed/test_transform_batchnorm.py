@@ -150,8 +150,17 @@ def test_left_to_eager(rank, world_size):
         def forward(self, x):
             return super().forward(x) + 1
 
-    with pytest.raises(RuntimeError, match="batch norm 'bn' was left to eager .*statistics of this rank alone"):
+    with pytest.raises(RuntimeError, match=r"batch norm, Odd\(4, .* was left to eager .*statistics of this rank alone"):
         apexfx.transform(Broken(Odd), opt_level="O0", sync_bn=True, inner="eager")(torch.randn(3, 4))
+
+    class Recomputed(Broken):
+        @torch._dynamo.disable
+        def hidden(self, x):
+            return checkpoint(self.bn, x, use_reentrant=reentrant)
+
+    for reentrant, said in ((True, "'bn' was left to eager .*, under no_grad"), (False, "different metadata|tensors was saved")):
+        with pytest.raises(RuntimeError, match=said):
+            apexfx.transform(Recomputed(nn.BatchNorm1d), opt_level="O0", sync_bn=True, inner="eager")(whole).sum().backward()
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Copies that stand in for modules of a transformed model: in its registries during a call, and nowhere else."""
+"""The classes of modules of a transformed model during a call, and at no other time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from apexfx.compiler.stand_ins import TraceableReplacements
+from apexfx.compiler.traceable import TraceableClasses
 from apexfx.report.data import Report
 from apexfx.testing import assert_close
 from tests.transform_models import transformed
@@ -65,7 +65,7 @@ def test_an_attribute_that_the_forward_sets_is_set(pair):
         for each in (source, model):
             assert each[1][0].calls == calls
             assert_close(each[1][0].hidden, reference[1][0].hidden)
-        assert len(model.report.graphs) == graphs  # the counter of calls costs one, the stand-ins none
+        assert len(model.report.graphs) == graphs  # the counter of calls costs one, other classes none
     assert list(map(id, source.modules())) == before and [*source.children()] == [*model.children()]
     assert not [name for module in source.modules() for name in vars(module) if "apexfx" in name]
 
@@ -96,7 +96,7 @@ def delete(model):
     del model[1][0].alias
 
 
-def test_a_module_that_is_added_to_a_model_without_any_gets_a_stand_in():
+def test_a_module_that_is_added_to_a_model_without_any_is_traced_too():
     source = nn.Sequential(nn.Linear(4, 4))
     model, reference = transformed(source), copy.deepcopy(source)
     compare(model, reference)
@@ -176,36 +176,24 @@ def test_a_model_transformed_twice_and_one_inside_of_another():
 
 
 def test_calls_that_overlap():
-    """The first to begin puts the copies in, the last to end takes them out."""
+    """The first to begin changes the classes, the last to end takes that back."""
     model = model_of("recurrent")
-    stand_ins, encoder = TraceableReplacements(None, Report({})), model[1][0]
+    classes, encoder = TraceableClasses(None, Report({})), model[1][0]
     entered, leave = threading.Event(), threading.Event()
 
     def call():
-        with stand_ins.in_place(model):
+        with classes.in_place(model):
             entered.set()
             leave.wait()
 
     thread = threading.Thread(target=call)
-    with stand_ins.in_place(model):
+    with classes.in_place(model):
         thread.start()
         entered.wait()
-        layer = encoder.layer
-    assert encoder.layer is layer and type(layer) is not nn.LSTM
+    assert type(encoder.layer) is not nn.LSTM
     leave.set()
     thread.join()
     assert type(encoder.layer) is type(encoder.alias) is nn.LSTM
-
-
-@pytest.mark.parametrize("kind", LAYERS)
-def test_a_stand_in_is_copied_and_pickled_as_the_users_module(kind):
-    model = model_of(kind)
-    with TraceableReplacements(None, Report({})).in_place(model):
-        assert type(model[1][0].layer) is not type(LAYERS[kind]())
-        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
-    for each in copies:
-        assert type(each[1][0].layer) is type(model[1][0].layer)
-        compare(each, copy.deepcopy(model))
 
 
 class Recursive(Encoder):
