@@ -66,7 +66,7 @@ def read_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any], config: Trans
 
 @dataclass(frozen=True)
 class RewrittenGraph:
-    """A captured graph behind its forward passes.
+    """A captured graph after its forward passes.
 
     Attributes:
         gm, example_inputs: as captured, and rewritten in place.

@@ -98,9 +98,9 @@ class Traced(Exception):
     """Raised in place of the run of a graph that was to be handed out.
 
     Attributes:
-        gm: the graph behind all passes, its inputs named.
+        gm: the graph after all passes, its inputs named.
         inputs: what it would have run on; some of them are the user's own tensors, which it may write.
-        ops: rows of its forward as it was captured, behind the forward passes.
+        ops: rows of its forward as it was captured, after the forward passes.
         outputs: what each output is: "" for what the captured function returns, else the parameter that it is the gradient of.
     """
 

@@ -44,7 +44,7 @@ def _in_place(op: Any) -> Callable[..., Any]:
     """Return what calls `op` after everything in front of it that reads a tensor that it writes.
 
     Inductor computes an elementwise value where it is used. Its own call of an op has those that read what the op writes
-    computed first, but places them behind the op, where they read the new values.
+    computed first, but places them after the op, where they read the new values.
     """
     call, names = lowering.fallback_handler(op), [argument.name for argument in op._schema.arguments]
 

@@ -69,7 +69,7 @@ class Pipeline:
 
     def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None, text: str,
                   rows_before: list[order.NodeSnapshot]) -> tuple[PassReport, str, list[order.NodeSnapshot]]:
-        """Run a pass; return its report, and the graph's Python and rows behind it, which are given as they are before it."""
+        """Run a pass; return its report, and the graph's Python and rows after it, which are given as they are before it."""
         each = self.verify == "each" and inputs is not None
         before = verification.snapshot(gm) if each else None
         ops_before, nodes_before = count_ops(gm), _num_nodes(gm)

@@ -33,7 +33,7 @@ def update(name: str, params: _Tensors, grads: _Tensors, states: Sequence[_Tenso
         step: how many updates were made, 0-d.
         vectors: for each what holds its number: 0-d tensors, or one of any shape.
         lr: 0-d, float64.
-        numbers: whether to maximize, then what the composition takes behind the learning rate.
+        numbers: whether to maximize, then what the composition takes after the learning rate.
         inverse_scale, clip: factors of the gradients, or None.
         found_inf: 0-d, or None.
     """

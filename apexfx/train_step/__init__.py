@@ -64,7 +64,7 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
         safeguard: True or an `apexfx.Safeguard`: skip a step whose gradients are not finite, or are a spike, at every dtype, and
             leave nothing of it behind; `step.events` says which. Without it only a loss scale skips steps, and what the forward
             wrote stays.
-        ema: an `apexfx.EMA`: average the model's parameters behind each update, in the same graph; `step.ema_model` is a model of
+        ema: an `apexfx.EMA`: average the model's parameters after each update, in the same graph; `step.ema_model` is a model of
             the averages.
         modules: what else the optimizer trains, where a loss function or objective that is no module uses it.
         options: those of `apexfx.transform`. `fullgraph=True` makes a rewrite that matches nothing an error; False is refused,

@@ -61,7 +61,7 @@ class StepCompiler:
         agreement: among the ranks, before a graph first runs; None on one rank.
         index: of the names of the model's tensors and of the optimizer's state.
         on_run: called once all ranks have agreed on a graph, when it may change something: before it runs, since Inductor's
-            kernels change memory and no version; under inner="eager", before its first node that does, and behind the last.
+            kernels change memory and no version; under inner="eager", before its first node that does, and after the last.
         on_communication: called under inner="eager" before the first node that communicates.
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.

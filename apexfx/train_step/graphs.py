@@ -92,7 +92,7 @@ class StepGraphs:
             self._compile_and_run(self._last, batch, named)
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
-        """Return the graph that ends an accumulation behind all passes, for this batch alone, and its inputs; run nothing.
+        """Return the graph that ends an accumulation after all passes, for this batch alone, and its inputs; run nothing.
 
         This rank talks to no other. The report does not have the graph.
 
@@ -132,7 +132,7 @@ class StepGraphs:
         """Say that no module of the model is in training mode; guards of graphs see the modes that they depend on."""
         message = ("apexfx: the step trains a model in eval mode, as from_pretrained() returns one: dropout is off, and batch "
                    "norms use their running statistics and leave them as they are. Call model.train() before the step, and "
-                   "behind each evaluation, unless this is meant")
+                   "after each evaluation, unless this is meant")
         if not any(module.training for module in self._parts.model.modules()):
             self.warn(message)
 
@@ -164,7 +164,7 @@ def grad_versions(params: Sequence[Tensor]) -> list[Any]:
 
 def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel, inputs: StepInputs, batch: tuple[Any, ...],
           named: dict[str, Any]) -> Traced:
-    """Return the graph of a function of a step behind all passes, for this batch alone, and its inputs; run nothing.
+    """Return the graph of a function of a step after all passes, for this batch alone, and its inputs; run nothing.
 
     Args:
         function: of `function`.

@@ -131,7 +131,7 @@ class _CompiledForward:
     def __init__(self, parts: StepParts) -> None:
         self._model, self._classes = parts.model, parts.step_model.classes
         config, groups = parts.options.config, copy.copy(parts.groups)
-        groups.gradients = None  # they are averaged behind the backward
+        groups.gradients = None  # they are averaged after the backward
         self._config = dataclasses.replace(config, ddp=False, process_group=config.process_group if config.sync_bn else None)
         self._compiler = GraphCompiler(self._config, report=parts.report, groups=groups, agreement=parts.agreement)
         self._compiled: CompiledModel | None = None

@@ -196,7 +196,7 @@ class SafeguardState:
                 raise ValueError(f"apexfx: the state of the safeguard has {name!r} of shape {saved}, expected {list(own.shape)}")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned and `check` let through, behind the state of the loss scale."""
+        """Load what `state_dict` returned and `check` let through, after the state of the loss scale."""
         for name, tensor in self.tensors.items():
             tensor.copy_(state[name]) if name in state else tensor.zero_()
         self._forget(int(self.skips[0]))

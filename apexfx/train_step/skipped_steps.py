@@ -80,7 +80,7 @@ class LastCall:
 
 
 def graph_of(graphs: StepGraphs, call: LastCall, *, scale_factor: float) -> tuple[Traced, list[Any]]:
-    """Return the graph of a call behind all passes, and copies of its inputs as they were.
+    """Return the graph of a call after all passes, and copies of its inputs as they were.
 
     Args:
         scale_factor: what the loss scale was then, divided by what it is now.

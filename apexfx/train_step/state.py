@@ -1,4 +1,4 @@
-"""What a training step reads and writes besides its batch: `read`, before a call, and `TrainingState`, which writes behind it."""
+"""What a training step reads and writes besides its batch: `read`, before a call, and `TrainingState`, which writes after it."""
 
 from __future__ import annotations
 

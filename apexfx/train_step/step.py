@@ -135,7 +135,7 @@ class TrainStep:
                 state.note_accumulated(*ran)
             else:
                 self._note_applied(*ran)
-        self._look_behind(updated=not accumulates)
+        self._after_call(updated=not accumulates)
         return (loss, *rest) if rest else loss
 
     def _note_ranks_apart(self) -> None:
@@ -198,10 +198,10 @@ class TrainStep:
             for buffer in lists.buffers:
                 buffer.zero_()
             self._note_applied(*applied)
-        self._look_behind(updated=True)
+        self._after_call(updated=True)
 
-    def _look_behind(self, *, updated: bool) -> None:
-        """Compare replicas, count skips and tell of them, where that was asked for."""
+    def _after_call(self, *, updated: bool) -> None:
+        """Compare replicas, count skips and tell of them after a call, where that was asked for."""
         if self._replicas is not None:
             self._replicas.finish()
             if updated:
