@@ -28,7 +28,6 @@ from .graph_data import from_data, to_data
 from .interpreter import Interpreter
 
 FORMAT = 3
-_READ = (2, FORMAT)  # one of format 2 may hold compiled code besides, which is left out
 _JSON, _TENSORS, _PYTHON = "bundle.json", "tensors.pt", "graph.py"
 
 
@@ -189,7 +188,7 @@ def load(path: Path) -> Bundle:
         data = json.loads((path / _JSON).read_text())
     except (ValueError, OSError, RecursionError) as error:
         raise ValueError(f"apexfx: {path / _JSON} is damaged ({type(error).__name__}: {error})") from error
-    if not isinstance(data, dict) or data.get("format") not in _READ:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
         version = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"apexfx: {path} is a bundle of format {version}, and this apexfx reads format {FORMAT}")
     try:

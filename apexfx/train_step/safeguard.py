@@ -75,25 +75,24 @@ class Event:
         call: which call of the step it was, counted from 1 (of those that apply gradients, where calls accumulate).
         reason: "not finite" or "spike".
         norm: of all gradients, averaged and unscaled, before clipping.
+        batches: the first and the last call that accumulated its gradients, counted from 1, of all.
         parameter: the first whose gradient is not finite; None for a spike.
         where: the first op that made something that is not finite, and the line of the program it comes from, or why no op was
             searched: the last step alone can be looked into. "" for a spike.
-        batches: the first and the last call that accumulated its gradients, counted from 1, of all.
-        average, limit: of a spike, the running average of the norm, and the norm that it allows; else None, and in an older
-            checkpoint.
+        average, limit: of a spike, the running average of the norm, and the norm that it allows; else None.
     """
 
     call: int
     reason: str
     norm: float
+    batches: tuple[int, int]
     parameter: str | None = None
     where: str = ""
-    batches: tuple[int, int] | None = None
     average: float | None = None
     limit: float | None = None
 
     def __str__(self) -> str:
-        first, last = self.batches or (self.call, self.call)
+        first, last = self.batches
         batches = "" if first == last == self.call else f" (batch {first})" if first == last else f" (batches {first} to {last})"
         limit = f" above {self.limit:g}, average {self.average:g}" if self.limit is not None else ""
         parameter = f", gradient of {self.parameter}" if self.parameter else ""
@@ -251,5 +250,5 @@ def _event(row: list[float], name_of: Callable[[int], str | None]) -> Event:
     call, reason, norm, place, average, limit, first, last = row
     batches = int(first), int(last)
     if reason != NOT_FINITE:
-        return Event(int(call), "spike", norm, None, "", batches, average, limit)
-    return Event(int(call), "not finite", norm, name_of(int(place)) if place != NOBODY else None, NOT_SEARCHED, batches)
+        return Event(int(call), "spike", norm, batches, average=average, limit=limit)
+    return Event(int(call), "not finite", norm, batches, name_of(int(place)) if place != NOBODY else None, NOT_SEARCHED)

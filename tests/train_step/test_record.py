@@ -229,11 +229,6 @@ def test_what_is_damaged_or_strange_is_refused_and_not_executed(copied, change, 
     assert message in error and "Traceback" not in error and EXECUTED == []
 
 
-def test_a_bundle_of_format_2_is_read_without_its_compiled_code(copied):
-    edit(copied, lambda data: data.update(format=2, compiled={"graph": {}, "world_sizes": {}, "digests": {}}))
-    assert replay(str(copied))[1]
-
-
 def test_a_digest_of_one_element_is_that_of_its_bits():
     assert digest(torch.ones(()).expand(1)) == digest(torch.ones(1)) != digest(torch.zeros(1))
 
