@@ -94,7 +94,6 @@ class TrainStep:
         self._replicas = replica_check(options.safeguard, groups, report)
         self._skipped = SkippedSteps(parts, self._graphs, self._state.name_of)
         self._recorder = Recorder(parts, self._graphs, self._state, self._skipped)
-        self._records = options.safeguard is not None and options.safeguard.record_dir is not None
 
     def __call__(self, /, *batch: Any, **named: Any) -> Any:
         """Run one training step; `named` goes to an objective alone.
@@ -119,8 +118,7 @@ class TrainStep:
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
         check_alive(self._groups.user)
         self._note_ranks_apart()
-        if self._records:
-            self._recorder.record_where_skipped()
+        self._recorder.record_where_skipped()
         state, call = self._state, Call(self._objective, batch, named, self.report)
         with state.all_or_nothing():
             state.prepare(cached=True)
@@ -171,8 +169,7 @@ class TrainStep:
             RankMismatchError: the ranks have not accumulated from as many calls.
             Others: as a call.
         """
-        if self._records:
-            self._recorder.record_where_skipped()
+        self._recorder.record_where_skipped()
         state, num_calls = self._state, self._state.num_accumulated_calls()
         with state.all_or_nothing(), torch.no_grad():
             self._skipped.forget_call()
