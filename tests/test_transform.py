@@ -65,6 +65,7 @@ def test_evaluates_like_the_source(pair):
     assert not model.training and not model.bn.training
 
 
+@pytest.mark.long
 def test_takes_other_batch_sizes_without_a_graph_each(pair):
     model, reference = pair
     for n in (4, 5, 6, 7):

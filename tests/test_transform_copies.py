@@ -83,6 +83,7 @@ def test_a_hook_that_is_a_method_of_the_model_is_one_of_the_copy(copied):
     assert (model.calls, other.calls) == (0, 1)
 
 
+@pytest.mark.long
 def test_to_double_and_load_state_dict_reach_the_graphs():
     model = transformed(Net())
     model(images())

@@ -70,6 +70,7 @@ def test_a_method_that_the_forward_calls_is_no_call_of_its_own():
     assert len(model.report.graphs) == 1
 
 
+@pytest.mark.long
 def test_an_outer_compile_goes_around_a_method():
     model, x = made(), torch.randn(5, 4)
     compiled = torch.compile(lambda x: model.act(x)[1] + 1, backend="eager")

@@ -171,6 +171,7 @@ def test_recompile_limit_raises(two_graphs_at_most, trains):
             model(torch.randn(n, 4))
 
 
+@pytest.mark.long
 @table(1, "opt_level", ["O0", "O1", "O2"])
 def test_a_module_that_counts_its_calls(opt_level):
     class Counts(nn.Module):

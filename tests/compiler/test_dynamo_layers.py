@@ -141,6 +141,7 @@ def test_too_many_lengths_of_a_loop_run_in_pieces():
     assert all(torch.equal(p, q) for p, q in params)
 
 
+@pytest.mark.long
 def test_too_many_lengths_of_a_loop_are_named_by_a_transformed_model_too():
     model = apexfx.transform(Loop(), inner="eager")
     limit = torch._dynamo.exc.FailOnRecompileLimitHit
@@ -215,6 +216,7 @@ def test_copies_and_pickles_are_of_the_users_class():
     assert not torch.equal(copied(tokens), model(tokens))
 
 
+@pytest.mark.long
 def test_a_state_that_is_given_and_a_sequence_without_a_batch():
     model = Tagger(nn.GRU)
     transformed = apexfx.transform(model, opt_level="O0", inner="eager")
@@ -269,6 +271,7 @@ class Stateful(nn.Module):
         return self.last
 
 
+@pytest.mark.long
 @table(1, "inside", [False, True])
 def test_what_a_forward_keeps_in_attributes_arrives(inside):
     torch.manual_seed(0)

@@ -34,6 +34,7 @@ def test_products_are_written_into_their_slots():
     assert code.count("empty_strided_cpu") == 1  # no product has memory of its own
 
 
+@pytest.mark.long
 @table(1, "reads_first", [False, True])
 def test_what_others_read_keeps_its_own_memory(reads_first):
     def gradients(a, b):

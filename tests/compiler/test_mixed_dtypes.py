@@ -105,7 +105,7 @@ INTEGERS = {
 
 
 @pytest.mark.parametrize("way", ["transform", "step", "step in pieces"])
-@pytest.mark.parametrize("name", INTEGERS)
+@table(2, "name", INTEGERS)
 def test_an_integer_in_the_place_of_a_float_is_named(name, way):
     inputs, dtype = INTEGERS[name]
     if dtype is None:

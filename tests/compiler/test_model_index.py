@@ -51,7 +51,7 @@ def test_precision_reaches_the_module_of_that_name_and_no_other(name, broken):
 
 
 @pytest.mark.parametrize("broken", [False, True])
-@pytest.mark.parametrize("compile", [False, True])
+@table(1, "compile", [False, True])
 def test_every_parameter_is_in_a_graph_under_its_registered_name(compile, broken, caplog):
     source = Reached(broken)
     if compile:

@@ -56,6 +56,7 @@ def test_every_form_of_a_write_stays(entry, level):
         torch.testing.assert_close(written.get_buffer(name), buffer, msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.long
 def test_gradients_of_a_float64_scalar_accumulate():
     losses = {}
     for accumulate in (1, 2):

@@ -286,6 +286,7 @@ def test_a_gradient_that_is_zero_by_the_formula_is_left_out():
     assert "gradient of 0.bias" not in comparison.errors and "the gradient of 0.bias is zero by the formula" in str(comparison)
 
 
+@pytest.mark.long
 def test_a_compiled_model_says_what_fusion_changes():
     assert "Inductor keeps what is between the ops of one kernel in float32" in str(apexfx.compare(torch.compile(Net()), X))
     model = torch.compile(Net(), backend="apex", options={"dtype": torch.bfloat16, "inner": "eager"})
@@ -367,7 +368,7 @@ WRONG_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_BATCHES)
+@table(3, "what", WRONG_BATCHES)
 def test_a_wrong_batch_says_what_was_given_and_what_is_expected(what):
     call, error, phrases = WRONG_BATCHES[what]
     for model in (Net(), apexfx.transform(Net(), dtype=torch.bfloat16, inner="eager")):

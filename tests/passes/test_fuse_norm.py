@@ -237,6 +237,7 @@ def test_torch_norms(norm, op):
     assert pass_.matches[0].detail.startswith(f"{op} -> apexfx.{op}")
 
 
+@pytest.mark.long
 @needs_kernel
 def test_transformers_modules():
     llama_module = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm(8)

@@ -17,6 +17,7 @@ from apexfx.testing import assert_close
 from tests.forward_graphs import compiled, precision
 from tests.passes.precision_models import HALVES, Block, Nested, run
 from tests.small_models import Model
+from tests.tables import table
 
 
 def test_o1_casts_per_op():
@@ -66,7 +67,7 @@ def test_o3_casts_batch_norm_too_and_never_its_statistics():
         assert not any("running" in row["tensor"] for row in recorder.casts())
 
 
-@pytest.mark.parametrize("level", ["O1", "O2", "O3"])
+@table(1, "level", ["O1", "O2", "O3"])
 def test_synchronized_batch_norm_keeps_float32_parameters_beside_half_activations(level):
     model = Model(lambda m, x: F.relu(m.bn(m.conv(x)) + x), conv=nn.Conv2d(3, 3, 1), bn=nn.BatchNorm2d(3))
     x = torch.randn(4, 3, 5, 5)

@@ -91,6 +91,7 @@ def test_a_second_run_changes_nothing():
     assert not again.result.modified
 
 
+@pytest.mark.long
 def test_a_parameter_that_is_left_out_is_seen(monkeypatch):
     trained(Tied, steps=1, verify="each")
     parts = update_early._parts

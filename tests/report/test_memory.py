@@ -41,6 +41,7 @@ def test_kinds_have_the_bytes_of_what_they_hold():
     assert timeline.peak == max(timeline.total) and len(timeline.total) == len(timeline.nodes)
 
 
+@pytest.mark.long
 def test_gradients_that_are_applied_early_are_not_alive_together():
     step, timeline = captured()
     assert timeline.largest("gradients") == 2 * LAYER

@@ -68,6 +68,7 @@ def of_module(profile, path):
     return sum(t.ms for t in profile.times if path in t.modules)
 
 
+@pytest.mark.long
 @table(1, ("is_train_step", "inner"), [
     (True, "eager"), (False, "eager"), *(pytest.param(each, "inductor", marks=pytest.mark.long) for each in (True, False))])
 def test_a_module_that_takes_most_of_the_time_is_named(is_train_step, inner):

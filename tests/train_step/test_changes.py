@@ -206,6 +206,7 @@ def test_an_option_set_on_the_way_is_that_of_the_next_step(option):
     assert_same_training(step, reference)
 
 
+@pytest.mark.long
 def test_an_option_of_a_loaded_state_is_that_of_the_next_step():
     step, reference = heads(), Eager(Heads())
     state = Adam(Heads().parameters(), lr=0.05, maximize=True).state_dict()
@@ -459,6 +460,7 @@ def test_a_hyperparameter_that_is_a_tensor_is_read_as_a_number_whenever_it_chang
     assert "outside of the graph" not in str(step.report) and len(step.report.graphs) == 2
 
 
+@pytest.mark.long
 def test_a_learning_rate_that_is_a_tensor_keeps_its_place_and_its_name():
     lr = torch.tensor(0.01)
     step = make(Adam, {"lr": lr, "fused": True})
@@ -589,7 +591,7 @@ def test_the_model_holds_its_own_modules_after_a_step():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("register, what", [
+@table(2, "register, what", [
     (lambda m: m[0].weight.register_hook(lambda g: g * 0), "a hook is registered on parameter '0.weight'"),
     (lambda m: m[2].bias.register_post_accumulate_grad_hook(lambda p: None), "a hook is registered on parameter '2.bias'"),
     (lambda m: m[0].register_full_backward_hook(lambda *_: None), "0 has a backward hook"),

@@ -169,6 +169,7 @@ def test_float64_parameters_have_averages_of_float64():
     assert {average.dtype for average in averages_of(step)["averages"].values()} == {torch.float64}
 
 
+@pytest.mark.long
 def test_an_average_belongs_to_its_parameter():
     model = Net()
     head = list(model.heads.requires_grad_(False).parameters())

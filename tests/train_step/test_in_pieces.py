@@ -104,19 +104,6 @@ def test_a_step_in_pieces_is_that_of_eager_torch(obstacle, capsys):
     assert len(step.report.graphs) > 1 and "runs in pieces" in str(step.report)
 
 
-@table(1, "accumulate", [1, 2])
-def test_heads_that_take_turns_are_counted_apart(accumulate):
-    data = batches(8)
-    step = make(model=Broken(OBSTACLES["a branch on data"]), accumulate=accumulate)
-    for batch in data:
-        step(*batch)
-    reference, theirs = eager(AdamW, {"lr": 0.01}, data, model=Broken(OBSTACLES["a branch on data"]), accumulate=accumulate)
-    same(step.model.state_dict(), reference.state_dict(), **ROUNDING)
-    assert len({float(held["step"]) for held in step.optimizer.state.values()}) == 4 - accumulate
-    assert [float(step.optimizer.state[p]["step"]) for p in step.model.parameters()] == \
-        [float(theirs.state[p]["step"]) for p in reference.parameters()]
-
-
 @table(2, "optimizer, options", [
     (AdamW, {"max_grad_norm": 0.05}), (AdamW, {"accumulate": 3}), (Adagrad, {}), (Adagrad, {"max_grad_norm": 0.05}),
     (Adagrad, {"max_grad_norm": 0.05, "accumulate": 2}), (FusedAdam, {"max_grad_norm": 0.05, "accumulate": 2}),
@@ -179,6 +166,7 @@ def test_a_checkpoint_goes_from_pieces_to_one_graph_and_back():
     same(steps[-1].state_dict(), straight.state_dict(), **ROUNDING)
 
 
+@pytest.mark.long
 def test_a_step_that_ran_as_one_graph_goes_on_in_pieces_amid_an_accumulation():
     model = Broken(lambda x: torch._dynamo.graph_break() if len(x) == 5 else None)
     data = [*batches(3), *batches(3, size=5)]

@@ -314,6 +314,7 @@ def test_a_fused_optimizer_whose_numbers_change_updates_outside_of_the_graph(kin
     assert_same(model.state_dict(), reference.state_dict(), **ROUNDING)
 
 
+@pytest.mark.long
 def test_a_schedule_of_the_momentum_goes_on_to_the_bit_where_a_checkpoint_was_loaded():
     runs = []
     for resumes in (False, True):

@@ -313,6 +313,7 @@ class ReadsOver(nn.Module):
         return F.mse_loss(self.layer(y)[0][-1], t) + self.norm(y[0]).relu().mean()
 
 
+@pytest.mark.long
 def test_modules_of_a_loss_are_traced_as_those_of_the_model():
     step, loss_fn = with_loss(loss_fn=ReadsOver(), max_grad_norm=0.05)
     modules = list(loss_fn.children())

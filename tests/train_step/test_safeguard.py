@@ -217,7 +217,7 @@ def test_an_event_says_why_no_op_was_searched():
     assert "batch[0]" in step.events[-1].where and step.events[0].where.startswith("op not searched")
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@table(1, "frozen", [False, True])
 def test_an_event_names_the_parameter_as_the_call_had_them(frozen):
     """A call that leaves parameters out, or trains others, puts all that come behind them into another order."""
     model = nn.ModuleDict({name: nn.Linear(4, 3) for name in ("shared", "one", "other")})
@@ -314,6 +314,7 @@ def test_a_state_of_another_shape_is_refused_before_anything_is_loaded(change):
     step.load_state_dict(state)
 
 
+@pytest.mark.long
 def test_calls_that_reach_nothing_trained_are_counted_among_the_batches():
     model, x = nn.Linear(3, 2), torch.ones(2, 3)
     step = apexfx.train_step(model, objective=lambda m, x, own: (m(x) if own else x).square().mean(), safeguard=True,
@@ -325,6 +326,7 @@ def test_calls_that_reach_nothing_trained_are_counted_among_the_batches():
     assert step.events[-1].batches == (2, 3)
 
 
+@pytest.mark.long
 def test_skips_from_before_there_was_a_safeguard_are_no_events():
     generator = torch.Generator().manual_seed(0)
     before, step = (make(safeguard=guarded, loss_scale="dynamic") for guarded in (None, True))
@@ -335,7 +337,7 @@ def test_skips_from_before_there_was_a_safeguard_are_no_events():
     assert step.skipped == 2 and [e.reason for e in step.events] == ["not finite"]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@table(1, "accumulate", [1, 2])
 def test_a_buffer_that_a_module_or_the_loss_replaces_is_put_back(accumulate):
     class Tracked(nn.Module):
         def __init__(self):

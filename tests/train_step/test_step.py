@@ -464,7 +464,7 @@ def test_the_state_of_another_loss_scale_is_loaded_as_far_as_it_fits(saved, load
     step(*batches(1)[0])
 
 
-@pytest.mark.parametrize("saved, loads, lacks", [(SGD, AdamW, "betas|step"), (AdamW, SGD, "momentum")])
+@table(1, "saved, loads, lacks", [(SGD, AdamW, "betas|step"), (AdamW, SGD, "momentum")])
 def test_the_state_of_another_optimizer_is_refused(saved, loads, lacks):
     state, step = make(saved), make(loads)
     state(*batches(1)[0])

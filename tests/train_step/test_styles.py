@@ -254,7 +254,7 @@ def backward_in_a_branch(m, x):
     return m[0](x).sum() if x.sum() > 0 else m[1](x).sum()
 
 
-@pytest.mark.parametrize("objective, kept", [
+@table(3, "objective, kept", [
     (backward_of_another_loss, False), (backward_of_another_loss, True), (backward_of_what_is_returned, False),
     (backward_that_keeps_the_graph, False), (backward_in_a_branch, True)])
 def test_a_backward_inside_of_the_objective_is_refused_before_anything_changes(objective, kept):
