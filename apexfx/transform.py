@@ -19,7 +19,7 @@ from ._torch import drop_compiled_call, not_traced
 from .backend import compiler_for
 from .compiler import compiled_model
 from .compiler.compiled_model import CompiledModel, with_private_code
-from .compiler.graph_compiler import GraphCompiler, compiler_for_copy
+from .compiler.graph_compiler import GraphCompiler, make_compiler
 from .compiler.model_setup import check_model, set_up
 from .compiler.process_groups import averaged_over_none
 from .compiler.refusals import COMPILES_ITSELF
@@ -139,7 +139,7 @@ class TransformedModule:
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
         super(TransformedModule, duplicate).__setstate__(copy.deepcopy(state, memo))
-        _compile(duplicate, config, compiler_for_copy(compiled_model.get_compiled(self).compiler))
+        _compile(duplicate, config, make_compiler(config, compiled_model.get_compiled(self).compiler.groups))
         return duplicate
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script

@@ -206,13 +206,8 @@ def _listed(outputs: Any) -> Sequence[Any]:
     return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-def compiler_for_copy(source: GraphCompiler) -> GraphCompiler:
-    """Return a compiler for a copy of the source's model on the same groups; one rank alone may call this."""
-    return make_compiler(source.config, source.groups)
-
-
 def make_compiler(config: TransformConfig, groups: Groups, *, standalone: bool = False) -> GraphCompiler:
-    """Return a compiler with an empty report.
+    """Return a compiler with an empty report; one rank alone may call this.
 
     Args:
         standalone: the model is known by its graphs alone, so that they broadcast its parameters and count its forwards.
