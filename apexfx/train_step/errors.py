@@ -46,7 +46,8 @@ _OBSTACLES = tuple((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") f
     (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", "Move that out of the model and the loss"),
 ))
 # Graph breaks of Dynamo's at what fails in eager, too.
-_OF_USER = ("failed to bind arguments when attempting to inline", "TypeError when making fake tensor call")
+_OF_USER = ("failed to bind arguments when attempting to inline", "TypeError when making fake tensor call",
+            "RuntimeError when making fake tensor call")
 _EXTERNAL = re.compile(r"inputs with external grad_fn: \[(['\"])(.+?)\1(?:, |\])")
 # What model or loss raised while Dynamo traced it: its type, and its text as Python writes it.
 _RAISED = re.compile(r"""raised exception (\w+)\(('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")?""")
