@@ -164,7 +164,7 @@ def test_training_follows_float32(case):
 
 
 # Pure float16 is no place for torch's Adam, with amp or without: its eps of 1e-8 is 0 there, and 0 / 0 follows.
-FLOAT16 = [case for case in CASES if case[1] != "O0" and case[:2] != ("adam", "O3")]
+FLOAT16 = [case for case in CASES if case[1] != "O0" and case[:2] != ("adam", "O3")][::4]
 
 
 @each(FLOAT16)
