@@ -64,7 +64,7 @@ class Pipeline:
             report.ops = op_rows(gm)
         report.places = node_places(gm)
         if self.verify != "off":
-            invariants.check(gm, stage=stage, thorough=True)
+            invariants.check(gm, thorough=True)
         return report
 
     def _run_pass(self, pass_: Pass, stage: str, gm: fx.GraphModule, inputs: Callable[[], Sequence[Any]] | None, text: str,
@@ -89,7 +89,7 @@ class Pipeline:
         ms = 1e3 * (time.perf_counter() - start)
         for node in (node for graph in graphs(gm) for node in graph.graph.nodes if node not in known):
             node.meta[PASS] = pass_.name
-        invariants.check(gm, stage=stage, pass_name=pass_.name)
+        invariants.check(gm, pass_name=pass_.name)
         rows = order.rows(gm.graph)
         order.check(rows_before, rows, pass_.name)
         if before is not None and (result.modified or verification.differ(before, gm)):

@@ -12,12 +12,12 @@ from .nodes import evaluate, fake_mode, graphs, signature, value
 _REMAKABLE = ("aten", "prims", "apexfx")
 
 
-def check(gm: fx.GraphModule, *, stage: str, pass_name: str = "pipeline", thorough: bool = False) -> None:
+def check(gm: fx.GraphModule, *, pass_name: str = "pipeline", thorough: bool = False) -> None:
     """Raise `PassError` where `gm` breaks an invariant.
 
     Always: the graph lints, every op that returns something has a value, every collective is waited for exactly once and
     before it is read.
-    `thorough` adds: every recorded value equals a re-run of its op on fakes, and no dead code is left (backward).
+    `thorough` adds: every recorded value equals a re-run of its op on fakes.
     """
     for graph_module in graphs(gm):
         try:

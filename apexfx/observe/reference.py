@@ -34,7 +34,6 @@ class NodeErrors:
         inherited: between that and what it gives for the reference's inputs.
         scale: norm of the result, or of the reference's where that is larger.
         of_inputs: the largest relative error of its inputs.
-        num_elements: of the result.
         is_lost: whether something is not finite where the reference is, though all inputs were as finite as the reference's.
         is_measured: False where the node cannot run in the wide dtype, and what it introduces is not known.
     """
@@ -43,7 +42,6 @@ class NodeErrors:
     inherited: float
     scale: float
     of_inputs: float
-    num_elements: int
     is_lost: bool = False
     is_measured: bool = True
 
@@ -209,7 +207,7 @@ class Reference:
             introduced, inherited = zip(*shares) if shares else ((0.0,), (0.0,))
             scale = [float(num_elements or 1)]
         norms = [math.hypot(*column) for column in (introduced, inherited, scale)]
-        errors = NodeErrors(*norms, inputs_error, num_elements, values.lost and not inputs_lost, measured)
+        errors = NodeErrors(*norms, inputs_error, values.lost and not inputs_lost, measured)
         values.error = relative(math.hypot(errors.introduced, errors.inherited), errors.scale)
         self.errors[node] = errors
         return values

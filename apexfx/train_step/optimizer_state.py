@@ -107,20 +107,18 @@ class OptimizerState:
     def _where_now(self) -> list[int]:
         return list(map(Tensor.data_ptr, self._elements))
 
-    def split(self, updated: Collection[int]) -> Labels | None:
-        """Return new labels where parameters that are counted together were not all updated; None where nothing changes.
+    def split(self, updated: Collection[int]) -> bool:
+        """Give parameters that are counted together and were not all updated other labels; return whether there were any.
 
         Args:
             updated: ids of the parameters that a run has updated.
         """
         apart = [update for update in self.updates if update.step is not None and update.step.dim()
                  and len({id(p) in updated for p in update.params}) > 1]
-        if not apart:
-            return None
         free = max(self.labels.values(), default=0) + 1
         for number, update in enumerate(apart):
             self.labels.update((id(p), free + number) for p in update.params if id(p) in updated)
-        return self.labels
+        return bool(apart)
 
 
 def cycled(optimizers: Iterable[torch.optim.Optimizer]) -> set[Option]:
@@ -174,17 +172,22 @@ class Structure:
         self._optimizers = optimizers
         self._scheduled = [_of(place, scheduled) for place in range(len(optimizers))]
         self._facts, self._params = self._facts_now(), self._params_now()
+        self._guarded = self._guarded_now()
         # Copies that keep all of it alive, so that nothing is taken for another in its place.
         self._states = [{p: dict(held) if isinstance(held, dict) else held for p, held in each.state.items()}
                         for each in optimizers]
 
-    def has_changed(self) -> bool:
-        """Return whether something is not as it was."""
-        return not same_tensors([self._facts_now(), self._params_now(), [each.state for each in self._optimizers]],
-                                [self._facts, self._params, self._states])
+    def has_changed(self, *, cached: bool) -> bool:
+        """Return whether something is not as it was.
 
-    def of_guards(self) -> list[Any]:
-        """Return what graphs follow from as well, and Dynamo's guards see: of the parameters that a graph reads or trains."""
+        Args:
+            cached: for graphs that were compiled before alone, whose guards see what is of the parameters themselves.
+        """
+        return not same_tensors([self._facts_now(), self._params_now(), [each.state for each in self._optimizers]],
+                                [self._facts, self._params, self._states]) \
+            or not cached and self._guarded_now() != self._guarded
+
+    def _guarded_now(self) -> list[Any]:
         return [(p.requires_grad, p.dtype, p.device) for params in self._params for p in params]
 
     def _facts_now(self) -> list[Any]:

@@ -131,7 +131,6 @@ class SkippedSteps:
         name_of: a parameter, by its place.
 
     Attributes:
-        begun: the call under way, or the last; None where none may be skipped.
         call: the last one, where it applied gradients and may have been skipped.
         skip: whether that is skipped, on the device; None where it accumulated, or failed.
         norm: of the gradients that were applied last; None before.
@@ -145,17 +144,17 @@ class SkippedSteps:
 
     def forget_call(self) -> None:
         """Forget the last call."""
-        self.call = self.begun = self.skip = None
+        self.call = self._begun = self.skip = None
 
     def start_call(self, batch: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         """Keep what it takes to compute a call once more, which begins."""
         self.forget_call()
         if self.counts is not None:
-            self.begun = LastCall(batch, named, self._device)
+            self._begun = LastCall(batch, named, self._device)
 
     def finish_call(self, skip: Tensor, norm: Tensor) -> None:
         """Note that the call that has begun, or a flush, applied gradients."""
-        self.skip, self.norm, self.call = skip, norm, self.begun
+        self.skip, self.norm, self.call = skip, norm, self._begun
         if self.call is not None:
             self.call.end()
 

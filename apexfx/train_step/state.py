@@ -49,12 +49,11 @@ class StepLists:
     scheduled: set[Option] = field(default_factory=set)
 
 
-def read(parts: StepParts, before: StepLists, labels: dict[int, int]) -> StepLists:
+def read(parts: StepParts, before: StepLists) -> StepLists:
     """Make the lists, and write down for the graph what happens to the gradients.
 
     Args:
         before: the lists up to now.
-        labels: as of `OptimizerState`.
 
     Raises:
         ValueError: the model, or the optimizer, is one that no graph updates rightly any more.
@@ -74,6 +73,7 @@ def read(parts: StepParts, before: StepLists, labels: dict[int, int]) -> StepLis
     if not outside:
         # Before numbers that parameters share are taken apart.
         check_state([*((names[id(p)], p) for p in trained), *optimizers.named_state(trained, names)])
+        labels = before.optimizer.labels if before.optimizer is not None else {}
         state = OptimizerState(list(optimizers), set(map(id, trained)), labels, scheduled)
     params, known = trained if state is None else state.params, dict(zip(map(id, before.params), before.buffers))
     buffers = [known[id(p)].to(p.dtype) if id(p) in known else torch.zeros_like(p, requires_grad=False)
@@ -139,9 +139,7 @@ class TrainingState:
         self._parts, self._kept_buffers = parts, kept_buffers
         self.lists = StepLists()
         self._structure: Structure | None = None  # of the optimizers, which the lists follow from
-        self._of_guards: list[Any] = []  # what they follow from as well, and guards of graphs see
         self._num_hooks = num_hooks()
-        self._labels: dict[int, int] = {}  # of parameters that are counted apart
         self._before: list[dict[Tensor, Any]] | None = None  # the optimizers' state before the call under way made lists
         self.accumulated: set[int] = set()
         self.num_calls = 0
@@ -157,8 +155,8 @@ class TrainingState:
             cached: for graphs that were compiled before alone, whose guards see the rest.
         """
         state = self.lists.optimizer
-        if self._structure is None or self._structure.has_changed() or state is not None and state.was_counted_by_others() \
-                or self._has_new_hooks() or not cached and self._structure.of_guards() != self._of_guards:
+        if self._structure is None or self._structure.has_changed(cached=cached) or self._has_new_hooks() \
+                or state is not None and state.was_counted_by_others():
             self._read()
         if self.lists.optimizer is not None:
             self.lists.optimizer.set_hyperparameters()
@@ -185,14 +183,13 @@ class TrainingState:
             self._parts.safeguard.read(self.name_of)
         if self._before is None:
             self._before = [{p: dict(held) for p, held in each.state.items()} for each in self._parts.optimizers]
-        lists = read(self._parts, self.lists, self._labels)
+        lists = read(self._parts, self.lists)
         if (num_calls := self.num_accumulated_calls()) and set(map(id, lists.params)) != set(map(id, self.lists.params)):
             raise RuntimeError("apexfx: other parameters are to be trained after "
                                f"{num_calls} of {self._parts.options.accumulate} calls that accumulate; change them after the "
                                "call that applies the gradients")
         self.lists = lists
         self._structure = Structure(list(self._parts.optimizers), lists.scheduled)
-        self._of_guards = self._structure.of_guards()
 
     def _has_new_hooks(self) -> bool:
         """Return whether a hook is on a parameter that was not there when the lists were made."""
@@ -293,9 +290,7 @@ class TrainingState:
         for optimizer in self._parts.optimizers:
             note_optimizer_ran(optimizer)
         state.note_run()
-        labels = state.split(set(map(id, updated))) if len(updated) < len(self.lists.params) else None
-        if labels is not None:
-            self._labels = labels
+        if len(updated) < len(self.lists.params) and state.split(set(map(id, updated))):
             self._read()
 
     def _drop_gradients(self) -> None:
