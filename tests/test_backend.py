@@ -17,6 +17,7 @@ from tests.test_transform import gradients_of_leaves
 OPTIONS = {"opt_level": "O0", "inner": "eager"}
 
 
+@pytest.mark.long
 def test_graphs_of_one_model_share_a_report_without_options():
     torch.compile(TwoGraphs(), backend="apex")(torch.randn(2, 4))
     assert len(apexfx.last_report().graphs) == 2

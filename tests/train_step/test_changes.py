@@ -556,7 +556,7 @@ def own_forward(model):
     model[2].forward = lambda x: -x @ model[2].weight
 
 
-@table(6, "change, momentum", [
+@table(4, "change, momentum", [
     *((change, None) for change in (set_momentum, append, replace, evaluate, scale_inputs, tie)),
     *((change, 0.1) for change in (set_momentum, set_cumulative, evaluate, scale_outputs, freeze, move, set_memory,
                     new_statistics, new_layer, no_layer, no_bias, own_forward)),
@@ -696,6 +696,7 @@ def test_a_state_of_another_model_changes_nothing():
         assert_same(step.state_dict(), before)
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_loaded_in_the_middle_of_an_accumulation():
     step, reference = heads(accumulate=2), heads(accumulate=2)
     checkpoint = copy.deepcopy(step.state_dict())

@@ -123,7 +123,7 @@ STYLES = {
 
 
 @pytest.mark.parametrize("style", [
-    style if style in ("float16", "masters") else pytest.param(style, marks=pytest.mark.long) for style in STYLES])
+    style if style == "masters" else pytest.param(style, marks=pytest.mark.long) for style in STYLES])
 def test_it_is_that_of_averaged_model(style):
     options = dict(STYLES[style])
     bad, turns = options.pop("bad", ()), options.pop("turns", False)
@@ -201,6 +201,7 @@ def test_an_average_belongs_to_its_parameter():
     averages_follow()
 
 
+@pytest.mark.long
 def test_parameters_of_the_objective_are_not_averaged():
     class Objective(nn.Module):
         def __init__(self):

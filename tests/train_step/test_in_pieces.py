@@ -142,7 +142,7 @@ def test_an_overflow_in_float16_is_skipped_and_nobody_misses_a_scaler(caplog):
     assert "scales its loss" not in caplog.text
 
 
-@pytest.mark.parametrize("optimizer", [AdamW, Adagrad], ids=str)
+@table(1, "optimizer", [AdamW, Adagrad], ids=str)
 def test_gradients_can_be_kept(optimizer):
     data = batches(2)
     step, model = make(optimizer, keep_grads=True, loss_scale=8.0), Broken()
@@ -153,6 +153,7 @@ def test_gradients_can_be_kept(optimizer):
         same(p.grad, q.grad, **ROUNDING)
 
 
+@pytest.mark.long
 def test_a_checkpoint_goes_from_pieces_to_one_graph_and_back():
     data = batches(6)
     steps = make(loss_scale="dynamic"), make(model=Broken(lambda x: None), loss_scale="dynamic"), make(loss_scale="dynamic")
@@ -324,7 +325,7 @@ def test_dropout_inside_of_a_checkpoint_runs_in_pieces():
 # ---- errors ----------------------------------------------------------------------------------------------------------------
 
 
-@table(2, "loss_fn, error, message", [
+@table(1, "loss_fn, error, message", [
     (lambda y, t: F.cross_entropy(y, t, reduction="none"), ValueError, "the loss is not a scalar"),
     (lambda y, t: torch.fft.fft(y).mean(), ValueError, "the loss is torch.complex64"),
     (lambda y, t: F.cross_entropy(y, t).detach(), ValueError, "does not depend on any parameter"),

@@ -233,7 +233,7 @@ def test_a_wrong_first_call_decides_nothing_about_the_way_a_step_runs(caplog):
     assert "runs in pieces" in caplog.text and sum("runs in pieces" in note for note in step.report.notes) == 1
 
 
-@pytest.mark.parametrize("branches", [False, True], ids=["one graph", "in pieces"])
+@table(1, "branches", [False, True], ids=["one graph", "in pieces"])
 @table(1, "accumulate", [1, 2])
 def test_a_batch_by_keyword_is_one_by_position(branches, accumulate):
     steps = [make(branches, None, objective=objective, accumulate=accumulate) for _ in range(2)]
