@@ -23,6 +23,7 @@ from .train_step import Safeguard as Safeguard
 from .train_step import TrainStep as TrainStep
 from .train_step import train_step as train_step
 from .train_step.errors import NotOneGraph as NotOneGraph
+from .train_step.mean import Mean as Mean
 from .transform import transform as transform
 
 __version__ = "0.1.0"

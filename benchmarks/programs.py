@@ -37,9 +37,11 @@ def measure(name: str, rounds: int) -> dict[str, str]:
         try:
             run.step(0)
         except Exception:
-            if entry != "compile":
+            if entry not in ("eager", "compile"):
                 raise
-            found[entry] = "fails"  # which is torch's own
+            found[entry] = "fails"  # which is torch's own: oneDNN has no LSTM in bfloat16 for every processor
+            if entry == "eager":
+                return found
             continue
         first[entry], runs[entry] = processor_seconds() - start, run
         for number in range(1, STEPS):

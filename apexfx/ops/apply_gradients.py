@@ -2,7 +2,8 @@
 
 A captured training step ends in it: it names the gradients, the parameters they belong to, the optimizer's state (masters
 included) and the scalars that the host sets, so that passes find them without guessing. The pass `unscale_clip_update` puts the
-ops that do the work in its place. Here are the op's schema and its plan; `optimizers/update.py` does what the plan says.
+ops that do the work in its place. The count is that of a loss that is a `Mean`: nothing is updated where it is 0. Here are the
+op's schema and its plan; `optimizers/update.py` does what the plan says.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from ._define import LIBRARY
 
 LIBRARY.define(
-    "apply_gradients(Tensor[] params, Tensor?[] grads, Tensor[] states, Tensor[] scalars, str plan)"
+    "apply_gradients(Tensor[] params, Tensor?[] grads, Tensor[] states, Tensor[] scalars, str plan, Tensor? count=None)"
     " -> (Tensor found_inf, Tensor norm, Tensor[] gradients)"
 )
 
@@ -163,7 +164,7 @@ def norm_dtype(grads: Sequence[Tensor]) -> torch.dtype:
 
 
 def _fake(params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[Tensor],
-          scalars: Sequence[Tensor], plan: str) -> Any:
+          scalars: Sequence[Tensor], plan: str, count: Tensor | None = None) -> Any:
     present = present_of(grads)
     read = StepPlan.from_json(plan)
     measured = read.skips is not None or read.max_grad_norm is not None

@@ -91,17 +91,18 @@ def counts_updates(name: str) -> bool:
 
 
 def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any], scalars: Sequence[Any],
-          call: Callable[..., Any]) -> tuple[Any, Any, list[Any]]:
+          call: Callable[..., Any], count: Any = None) -> tuple[Any, Any, list[Any]]:
     """Do what `plan` says, op by op: unscale, look for what is not finite, clip, update, average, and adapt the loss scale.
 
     Args:
         params, grads, states, scalars: tensors, or the nodes that stand for them; a gradient may be None.
         call: runs an op, or a function that is composed of ops, on its arguments, or adds the nodes for it.
+        count: of how many the loss is a mean, 0-d; None where it is no `Mean`.
 
     Returns:
-        skip, float32, 0-d: 1 where the step is skipped, since a gradient is not finite or their norm is a spike, 0 where it
-        is not or nobody looked; the norm of the unscaled gradients before clipping, float32, or float64 where a gradient is,
-        nan where nobody asked; the unscaled and clipped gradients that are not None, where the plan keeps them.
+        skip, float32, 0-d: 1 where the step is skipped, since a gradient is not finite, their norm is a spike, or the count is 0,
+        0 where it is not or nobody looked; the norm of the unscaled gradients before clipping, float32, or float64 where a
+        gradient is, nan where nobody asked; the unscaled and clipped gradients that are not None, where the plan keeps them.
 
     Raises:
         ValueError: no parameter has a gradient.
@@ -117,6 +118,9 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         judged, members = plan.safeguard, [place for place, g in enumerate(grads) if g is not None]
         skip = call(safeguard.judge, found_inf, norm, norms, members, scalars[plan.skips], scalars[judged.state],
                     scalars[judged.log], judged.window, judged.spike_factor, judged.calls)
+    if count is not None:
+        empty = call(prims.convert_element_type.default, call(aten.eq.Scalar, count, 0), torch.float32)
+        skip = empty if skip is None else call(aten.maximum.default, skip, empty)
     if plan.max_grad_norm not in (None, math.inf):
         clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
     counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place
@@ -264,9 +268,9 @@ def _value(tensor: Any) -> Tensor:
 
 
 def _run(params: Sequence[Tensor], grads: Sequence[Tensor | None], states: Sequence[Tensor], scalars: Sequence[Tensor],
-         plan: str) -> tuple[Tensor, Tensor, list[Tensor]]:
+         plan: str, count: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
     # Writes its arguments, which its schema does not say, so that a captured graph shows one node: no compiled graph runs it.
-    return apply(StepPlan.from_json(plan), params, grads, states, scalars, run)
+    return apply(StepPlan.from_json(plan), params, grads, states, scalars, run, count)
 
 
 LIBRARY.impl("apply_gradients", _run, "CompositeExplicitAutograd")

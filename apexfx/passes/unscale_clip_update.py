@@ -47,7 +47,7 @@ class UnscaleClipUpdate(Pass):
         if node is None:
             return PassResult(gm, False)
         trained_inputs(gm, node)  # or it is refused
-        params, grads, states, scalars, text = node.args
+        params, grads, states, scalars, text, *count = node.args
         plan, mode = StepPlan.from_json(text), fake_mode(gm.graph)
         memory = _storages((*params, *states, *scalars))
         written = written_storages(gm)
@@ -60,8 +60,8 @@ class UnscaleClipUpdate(Pass):
                     return inline(gm.graph, op, args, like=node, mode=mode)
                 return call(gm.graph, op, args, kwargs, like=node, mode=mode)
 
-            skip, norm, gradients = apply(plan, params, own, states, scalars, insert)
-        skip.meta[SKIP] = plan.skips is not None
+            skip, norm, gradients = apply(plan, params, own, states, scalars, insert, *count)
+        skip.meta[SKIP] = plan.skips is not None or bool(count)
         for user in list(node.users):
             place = user.args[1]
             if place == 2:

@@ -1,12 +1,12 @@
 """The whole training step as one graph: forward, loss, backward, allreduce, clipping, update and loss scale.
 
 Read `options`, `step` (what a user calls), `parts` (what it is made of), `state` (what it reads and writes besides its batch),
-`function` (what Dynamo traces), `graphs` (how a call runs it), `compiler` (what becomes of the captured graph), `in_pieces` (what
-cannot be captured). Beside them: `parameters`, `objective` and `leaves` (what is trained, and what is refused besides),
-`averages`, `optimizer_list` and `optimizer_state` (what updates, and its tensors), `model` (what stands in for modules during a
-call), `loss_scale` and `safeguard` (which steps are skipped, and what they leave behind: nothing), `skipped_steps` (where that
-began, and bundles that run it again), `replicas` (whether the ranks still train one model); `ema` (averages of the parameters);
-`errors` and `wrong_call` (what a user is told).
+`function` (what Dynamo traces), `mean` (losses with a denominator of their own), `graphs` (how a call runs it), `compiler`
+(what becomes of the captured graph), `in_pieces` (what cannot be captured). Beside them: `parameters`, `objective` and
+`leaves` (what is trained, and what is refused besides), `averages`, `optimizer_list` and `optimizer_state` (what updates, and
+its tensors), `model` (what stands in for modules during a call), `loss_scale` and `safeguard` (which steps are skipped, and
+what they leave behind: nothing), `skipped_steps` (where that began, and bundles that run it again), `replicas` (whether the
+ranks still train one model); `ema` (averages of the parameters); `errors` and `wrong_call` (what a user is told).
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ def train_step(model: nn.Module, loss_fn: Callable[..., Any] | None = None,
 
     Args:
         model: any module that is not transformed.
-        loss_fn: `loss_fn(output, *targets)` -> a scalar. The step is called with the model's input (a tensor, a tuple of
-            positional or a dictionary of keyword arguments), then the targets.
+        loss_fn: `loss_fn(output, *targets)` -> the loss: a scalar, or an `apexfx.Mean`, with a denominator of its own. The step
+            is called with the model's input (a tensor, a tuple of positional or a dictionary of keyword arguments), then the
+            targets.
         optimizer: those of torch.optim (but for LBFGS, Rprop, Adafactor and SparseAdam) and apexfx.optimizers update inside of
             the graph. Any other runs its own `step()` after the graph, on gradients that are averaged, unscaled and clipped; the
             report says so. It may hold parameters of a loss that is a module, and of `modules`, too; any other leaf that the loss
             depends on has to be frozen. A list of optimizers over disjoint parameters (Muon for the matrices, AdamW for the
             rest) shares one norm and one loss scale; its state is a list, too, and a schedule belongs to one of them as usual.
-        objective: `objective(model, *batch)` -> the scalar loss, or (loss, anything else to return), in place of `loss_fn`. The
+        objective: `objective(model, *batch)` -> the loss, or (loss, anything else to return), in place of `loss_fn`. The
             step may be called by keyword then: `step(**batch)` computes `objective(model, **batch)`.
         loss_scale: "dynamic", a number, or None: dynamic where anything trained is computed in float16, or is float16; none
             for other dtypes.

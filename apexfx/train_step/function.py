@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from .._torch import tree_leaves, tree_map
 from ..compiler.compiled_model import with_private_code
+from .mean import Mean, Weighted, weigh
 
 ACCUMULATED = ".accumulated"  # ends the name of what accumulates the gradients of a parameter
 
@@ -30,10 +31,14 @@ class StepInputs:
         params: what is trained.
         buffers: the sums of the gradients of earlier calls, one for each of `params`; [] where no calls accumulate.
         accumulated: for each of `buffers` whether it has a gradient.
+        means: the total and the count of the calls that have accumulated, float64, of a loss that is a `Mean`; None where no
+            calls accumulate.
         states: the optimizer's state, masters included.
         scalars: learning rates, counts of updates, the loss scale.
         scale: of these, what the loss is multiplied with; None where nothing is.
         calls: how many calls make up an update.
+        group: the name of the process group that gradients are averaged over, or None.
+        divisor: by how much that divides the sum of the ranks' gradients.
         plan: a `StepPlan` as JSON.
     """
 
@@ -42,10 +47,13 @@ class StepInputs:
     params: list[Tensor]
     buffers: list[Tensor]
     accumulated: list[bool]
+    means: Tensor | None
     states: list[Tensor]
     scalars: list[Tensor]
     scale: Tensor | None
     calls: int
+    group: str | None
+    divisor: int
     plan: str
 
 
@@ -112,51 +120,61 @@ def run_step(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str,
     """Compute gradients, add those that earlier calls have accumulated, and apply them.
 
     Returns:
-        The loss, what else the objective returned (a tuple of one, or of none), skip, the norm of the gradients, for each
-        parameter whether it has a gradient, and the gradients that leave the graph.
+        The loss, what else the objective returned (a tuple of one, or of none), the mean over calls and ranks of a loss that is a
+        `Mean` or None, skip, the norm of the gradients, for each parameter whether it has a gradient, and the gradients that
+        leave the graph.
     """
     _check_traced()
-    loss, rest, grads = compute_gradients(inputs, batch, named_inputs)
+    loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs)
     if inputs.calls > 1:
-        grads = add_accumulated(inputs, grads)
-        for buffer in inputs.buffers:
+        grads = add_accumulated(inputs, grads, weighted)
+        for buffer in (*inputs.buffers, inputs.means):
             buffer.zero_()
-    return loss, rest, *apply_gradients(inputs, grads)
+    return loss, rest, *apply_gradients(inputs, grads, weighted)
 
 
 def run_accumulate(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """Compute gradients and accumulate them; return the loss, what else there was, and which parameters have one."""
+    """Compute gradients and accumulate them; return the loss, what else there was, the mean of a loss that is one over the calls
+    so far or None, and which parameters have a gradient.
+    """
     _check_traced()
-    loss, rest, grads = compute_gradients(inputs, batch, named_inputs)
-    return loss, rest, accumulate_gradients(inputs.buffers, grads)
+    loss, rest, grads, weighted = compute_gradients(inputs, batch, named_inputs, ends=False)
+    return loss, rest, *accumulate_gradients(inputs, grads, weighted)
 
 
 def run_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: dict[str, Any]) -> tuple[Any, ...]:
     """Return the loss, what else there was, and the gradients of the scaled loss; change nothing but what the forward writes."""
     _check_traced()
-    return compute_gradients(inputs, batch, named_inputs)
+    return compute_gradients(inputs, batch, named_inputs)[:3]
 
 
-def accumulate_gradients(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[bool]:
-    """Add gradients to `buffers`; return which of them there are."""
-    for buffer, gradient in zip(buffers, grads):
+def accumulate_gradients(inputs: StepInputs, grads: Sequence[Tensor | None],
+                         weighted: Weighted | None) -> tuple[Tensor | None, list[bool]]:
+    """Add gradients to those of earlier calls; return the mean of a loss that is one, and which of them there are."""
+    for buffer, gradient in zip(inputs.buffers, grads):
+        if weighted is not None:
+            buffer.mul_(weighted.earlier)
         if gradient is not None:
             buffer.add_(gradient)
-    return [g is not None for g in grads]
+    if weighted is not None:
+        inputs.means.copy_(weighted.sums)
+    return weighted and weighted.mean, [g is not None for g in grads]
 
 
-def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+def add_accumulated(inputs: StepInputs, grads: Sequence[Tensor | None], weighted: Weighted | None) -> list[Tensor | None]:
     """Return the sums of these gradients, the last ones, and those that were accumulated."""
-    return [_sum(buffer, held, g) for buffer, held, g in zip(inputs.buffers, inputs.accumulated, grads)]
+    buffers = inputs.buffers if weighted is None else [buffer * weighted.earlier for buffer in inputs.buffers]
+    return [_sum(buffer, held, g) for buffer, held, g in zip(buffers, inputs.accumulated, grads)]
 
 
-def apply_gradients(inputs: StepInputs, grads: list[Tensor | None]) -> tuple[Tensor, Tensor, list[bool], list[Tensor]]:
-    """Do what the plan says; return whether the step is skipped, the norm, which parameters have a gradient, and those that leave
-    the step.
+def apply_gradients(inputs: StepInputs, grads: list[Tensor | None], weighted: Weighted | None,
+                    ) -> tuple[Tensor | None, Tensor, Tensor, list[bool], list[Tensor]]:
+    """Do what the plan says; return the mean of a loss that is one, whether the step is skipped, the norm, which parameters have
+    a gradient, and those that leave the step.
     """
-    found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(inputs.params, grads, inputs.states, inputs.scalars,
-                                                                              inputs.plan)
-    return found_inf, norm, [g is not None for g in grads], gradients
+    found_inf, norm, gradients = torch.ops.apexfx.apply_gradients.default(
+        inputs.params, grads, inputs.states, inputs.scalars, inputs.plan, *([] if weighted is None else [weighted.count]))
+    return weighted and weighted.mean, found_inf, norm, [g is not None for g in grads], gradients
 
 
 def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:
@@ -180,22 +198,28 @@ def _differentiate(loss: Tensor, params: list[Tensor]) -> Sequence[Tensor | None
 
 
 def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: Mapping[str, Any],
-                      differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate,
-                      ) -> tuple[Tensor, Any, list[Tensor | None]]:
-    """Run forward and backward; return the loss, what else there was, and the gradients of the scaled loss.
+                      differentiate: Callable[..., Sequence[Tensor | None]] = _differentiate, *, ends: bool = True,
+                      ) -> tuple[Tensor, Any, list[Tensor | None], Weighted | None]:
+    """Run forward and backward; return the loss, what else there was, the gradients of the scaled loss, and how it is weighed.
 
-    The loss is divided by the number of calls in front of the backward, as a loop does that accumulates in `.grad`.
+    The loss is divided by the number of calls in front of the backward, as a loop does that accumulates in `.grad`; one that is a
+    `Mean` by the counts of the calls up to this one.
 
     Args:
+        ends: whether the call ends an accumulation.
         differentiate: returns the gradients of a loss by parameters, None for one that it does not depend on.
     """
     with torch.enable_grad():
         result = inputs.objective(inputs.model, *batch, **named_inputs)
         loss, *rest = result if isinstance(result, tuple) and len(result) == 2 else (result,)
+        weighted = None
+        if isinstance(loss, Mean):
+            weighted = weigh(loss, inputs.means, inputs.group if ends else None, inputs.divisor if ends else 1)
+            loss = loss.value
         if not isinstance(loss, Tensor):
             kind = f"{type(result).__name__} of {len(result)}" if isinstance(result, tuple) else type(result).__name__
             raise TypeError(f"apexfx: the loss function or objective returned a {kind}; it has to return the loss, a scalar "
-                            "tensor, or a tuple of two: the loss and something else to return")
+                            "tensor or an apexfx.Mean, or a tuple of two: the loss and something else to return")
         if loss.numel() != 1:
             raise ValueError(f"apexfx: the loss is not a scalar, its shape is {[int(size) for size in loss.shape]}; have the "
                              "loss function reduce it: .mean(), .sum()")
@@ -203,9 +227,9 @@ def compute_gradients(inputs: StepInputs, batch: tuple[Any, ...], named_inputs: 
             raise ValueError(f"apexfx: the loss is {loss.dtype}, and what is trained by has to be real: take .abs(), .real or "
                              ".imag in the loss function")
         loss = loss if loss.dtype == torch.float64 else loss.float()
-        share = loss / inputs.calls if inputs.calls > 1 else loss
+        share = weighted.share if weighted is not None else loss / inputs.calls if inputs.calls > 1 else loss
         grads = differentiate(share if inputs.scale is None else share * inputs.scale, inputs.params)
-    return loss.detach(), tree_map(_detached, tuple(rest)), list(grads)
+    return loss.detach(), tree_map(_detached, tuple(rest)), list(grads), weighted
 
 
 def _detached(returned: Any) -> Any:

@@ -25,6 +25,7 @@ from .errors import NotOneGraph, calls_backward, capture_errors, sparse_gradient
 from .function import StepInputs, accumulate_gradients, add_accumulated, apply_gradients, compute_gradients
 from .graphs import StepGraphs, grad_versions
 from .leaves import check_leaves, leaves_of
+from .mean import Weighted
 from .parts import StepParts
 
 
@@ -65,13 +66,13 @@ class StepInPieces(StepGraphs):
         agreement, group = self._parts.agreement, self._parts.groups.gradients
         with torch.no_grad(), capture_errors(), self._parts.step_model.traceable(casts_inputs=False) as model:
             inputs = self._inputs(model)
-            loss, rest, grads = self._gradients(pieces, inputs, batch, named)
+            loss, rest, grads, weighted = self._gradients(pieces, inputs, batch, named, ends=not accumulates)
             has_any = any(g is not None for g in grads) or any(inputs.accumulated)
             if accumulates:
                 self._state.note_change()
-                return loss, rest, accumulate_gradients(inputs.buffers, grads)
+                return loss, rest, *accumulate_gradients(inputs, grads, weighted)
             if inputs.calls > 1:
-                grads = add_accumulated(inputs, grads)
+                grads = add_accumulated(inputs, grads, weighted)
             if agreement is not None:
                 agreement.ensure("training step in pieces", ["the average of the gradients"])
             if has_any:  # otherwise the step is refused
@@ -80,12 +81,12 @@ class StepInPieces(StepGraphs):
                 grads = averaged_copies(self._state.lists.names, inputs.params, grads, self._parts.options.config.buckets, group)
             if any(g is not None for g in grads):
                 self._state.note_change()
-            for buffer in inputs.buffers:
+            for buffer in (*inputs.buffers, *([] if inputs.means is None else [inputs.means])):
                 buffer.zero_()
-            return loss, rest, *apply_gradients(inputs, grads)
+            return loss, rest, *apply_gradients(inputs, grads, weighted)
 
     def _gradients(self, pieces: _CompiledForward, inputs: StepInputs, batch: tuple[Any, ...],
-                   named: dict[str, Any]) -> tuple[Tensor, Any, list[Tensor | None]]:
+                   named: dict[str, Any], *, ends: bool) -> tuple[Tensor, Any, list[Tensor | None], Weighted | None]:
         """Run forward and backward; a failure changes nothing but what the forward has written."""
         before, grads_before = self._versions(), grad_versions(inputs.params)
         trained, of_batch = set(map(id, inputs.params)), {
@@ -111,14 +112,14 @@ class StepInPieces(StepGraphs):
 
         try:
             with pieces.in_place():
-                loss, rest, grads = compute_gradients(inputs, batch, named, differentiate)
+                loss, rest, grads, weighted = compute_gradients(inputs, batch, named, differentiate, ends=ends)
         finally:
             if self._versions() != before:
                 self._state.note_change()
         for p, gradient in zip(inputs.params, grads):
             if gradient is not None and gradient.layout != torch.strided:
                 raise sparse_gradient(self._state.lists.names[id(p)])
-        return loss, rest, grads
+        return loss, rest, grads, weighted
 
     def _versions(self) -> list[tuple[int, int]]:
         return [(id(t), tensor_version(t)) for each in (self._parts.model, self._parts.objective_modules)

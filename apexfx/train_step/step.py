@@ -156,7 +156,9 @@ class TrainStep:
                              "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                              "pass loss_scale='dynamic'")
 
-    def _note_applied(self, skip: Tensor, norm: Tensor, present: list[bool], gradients: list[Tensor]) -> None:
+    def _note_applied(self, mean: Tensor | None, skip: Tensor, norm: Tensor, present: list[bool],
+                      gradients: list[Tensor]) -> None:
+        self._state.note_mean(mean, accumulates=False)
         self._state.note_applied(skip, present, gradients)
         self._skipped.finish_call(skip, norm)
 
@@ -178,10 +180,10 @@ class TrainStep:
             if not num_calls:
                 return
             state.prepare()
-            factor = self._options.accumulate / num_calls
-            lists = state.lists
-            grads = [b * factor if id(p) in state.accumulated else None for p, b in zip(lists.params, lists.buffers)]
             state.note_communication()
+            weighted, lists = state.flushed_means(), state.lists
+            factor = self._options.accumulate / num_calls if weighted is None else weighted.earlier
+            grads = [b * factor if id(p) in state.accumulated else None for p, b in zip(lists.params, lists.buffers)]
             grads = averaged_copies(lists.names, lists.params, grads, self._options.config.buckets, self._groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.end_accumulation()
@@ -191,8 +193,8 @@ class TrainStep:
             state.note_change()
             inputs = StepInputs(self.model, self._objective, **state.inputs())
             inputs.plan = StepPlan.from_json(inputs.plan).of_calls(num_calls).to_json()
-            applied = apply_gradients(inputs, grads)
-            for buffer in lists.buffers:
+            applied = apply_gradients(inputs, grads, weighted)
+            for buffer in (*lists.buffers, state.means):
                 buffer.zero_()
             self._note_applied(*applied)
         self._after_call(updated=True)
@@ -308,6 +310,13 @@ class TrainStep:
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")
         return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=self._device)
+
+    @property
+    def mean_loss(self) -> Tensor | None:
+        """The mean over the calls and ranks of the last update, of a loss that is an `apexfx.Mean`: float64, 0-d, on the device,
+        nan where all counts were 0; None of another loss, or before an update.
+        """
+        return self._state.mean_loss
 
     @property
     def updated(self) -> Tensor:

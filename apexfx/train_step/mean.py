@@ -1,0 +1,124 @@
+"""Mean: a loss that is a mean with a denominator of its own, over the calls of an accumulation and all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..graph.collectives import wait
+
+
+class Mean:
+    """A loss that is a sum of totals over a sum of counts: a loss a token, averaged over what is not padding.
+
+        losses = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return apexfx.Mean(losses, (labels != -100).sum())
+
+    A training step whose loss is one updates by the gradient of (sum of totals) / (sum of counts) over all calls of an
+    accumulation and all ranks, however the batch is split over them; the mean of each call's mean is another number wherever
+    counts differ. Where all counts are 0, nothing is updated. Means add up, each with its own count, and a number weighs one:
+    `tokens + 0.1 * routing`; a scalar that is averaged over calls and ranks is `Mean(scalar, 1)`.
+
+    Args:
+        total: the sum, a scalar tensor.
+        count: of how many it is the sum: a number or a scalar tensor, at least 0; nothing is differentiated through it.
+
+    Attributes:
+        terms: (total, count) of each mean that was added.
+    """
+
+    def __init__(self, total: Tensor, count: Tensor | float) -> None:
+        self.terms: tuple[tuple[Any, Any], ...] = ((total, count),)
+
+    @property
+    def value(self) -> Tensor:
+        """The mean of this call alone: nan where its count is 0."""
+        return sum(total / count for total, count in self.terms)
+
+    def __add__(self, other: Mean) -> Mean:
+        return _of((*self.terms, *other.terms)) if isinstance(other, Mean) else NotImplemented
+
+    def __radd__(self, other: int) -> Mean:
+        return self if isinstance(other, int) and other == 0 else NotImplemented  # sum() begins with 0
+
+    def __mul__(self, weight: float) -> Mean:
+        return _of(tuple((total * weight, count) for total, count in self.terms))
+
+    __rmul__ = __mul__
+
+
+def _of(terms: tuple[tuple[Any, Any], ...]) -> Mean:
+    result = Mean(*terms[0])
+    result.terms = terms
+    return result
+
+
+@dataclass
+class Weighted:
+    """What a step makes of a loss that is a `Mean`.
+
+    Attributes:
+        share: what to differentiate: the total over all counts that are known.
+        sums: the total and the count of this rank and of the calls up to this one, float64; of a loss of one term.
+        earlier: what the accumulated gradients of earlier calls are multiplied with, float64, 0-d; None where none accumulate.
+        mean: of what is known, over the ranks where this call ends the accumulation.
+        count: the counts of all terms, float64, 0-d: where it is 0, nothing is updated.
+    """
+
+    share: Tensor
+    sums: Tensor
+    earlier: Tensor | None
+    mean: Tensor
+    count: Tensor
+
+
+def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int) -> Weighted:
+    """Divide the totals of a `Mean` by what their counts add up to.
+
+    Args:
+        before: total and count of the calls that have accumulated, float64; None where none accumulate.
+        group: the name of the process group whose ranks add up their counts; None where the call ends no accumulation, or there
+            is none.
+        factor: by which the ranks' gradients will be divided.
+
+    Raises:
+        TypeError: a total is no scalar, or a count neither a number nor one.
+        ValueError: several terms are to accumulate.
+    """
+    _check(mean.terms, accumulates=before is not None)
+    totals = [total if total.dtype == torch.float64 else total.float() for total, _ in mean.terms]
+    zero = torch.zeros((), dtype=torch.float64, device=totals[0].device)
+    counts = torch.stack([zero + (count.detach().reshape(()) if isinstance(count, Tensor) else count) for _, count in mean.terms])
+    sums = torch.stack([zero + total.detach().reshape(()) for total in totals])
+    if before is not None:
+        sums, counts = sums + before[:1], counts + before[1:]
+    own = torch.cat([sums, counts])
+    if group is not None:  # two: what is divided by is known before the forward, and hides behind it
+        counts, sums = [wait(torch.ops._c10d_functional.all_reduce.default(each, "sum", group)) for each in (counts, sums)]
+    inverse = torch.where(counts > 0, factor / counts, 0.0)
+    share = sum(total.reshape(()) * each.to(total.dtype) for total, each in zip(totals, inverse.unbind()))
+    earlier = before[1] * inverse[0] if before is not None else None
+    return Weighted(share, own, earlier, (sums / counts).sum(), counts.sum())
+
+
+def _check(terms: Sequence[tuple[Any, Any]], *, accumulates: bool) -> None:
+    for total, count in terms:
+        if not isinstance(total, Tensor) or total.numel() != 1 or not total.is_floating_point():
+            raise TypeError(f"apexfx: Mean(total, count) was given a total that is {_described(total)}, expected a scalar tensor "
+                            "of floating point: the sum of the losses, reduction='sum'")
+        if isinstance(count, Tensor) and (count.numel() != 1 or count.is_complex()) \
+                or not isinstance(count, (Tensor, int, float, torch.SymInt, torch.SymFloat)):
+            raise TypeError(f"apexfx: Mean(total, count) was given a count that is {_described(count)}, expected a number, or a "
+                            "scalar tensor: (labels != ignore_index).sum()")
+    if accumulates and len(terms) > 1:
+        raise ValueError(f"apexfx: the loss is a sum of {len(terms)} means, each with its own count, and accumulate= keeps one "
+                         "sum of gradients, which one count divides; leave accumulate out, or give all of them one count: "
+                         "Mean(a + b, count)")
+
+
+def _described(x: Any) -> str:
+    return f"a tensor of shape {list(x.shape)} and {x.dtype}" if isinstance(x, Tensor) else f"of {type(x).__name__}"
