@@ -18,6 +18,8 @@ from .errors import UnsynchronizedGradientError as UnsynchronizedGradientError
 from .passes.base import Match as Match
 from .passes.base import Pass as Pass
 from .report import Report as Report
+from .splits import Splits as Splits
+from .splits import check_splits as check_splits
 from .train_step import EMA as EMA
 from .train_step import Safeguard as Safeguard
 from .train_step import TrainStep as TrainStep

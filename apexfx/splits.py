@@ -1,0 +1,222 @@
+"""check_splits(): whether a training step means the same however its batch is split over ranks and calls."""
+
+from __future__ import annotations
+
+import copy
+import math
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ._torch import tree_leaves, tree_map
+from .compiler.forward_errors import frames_of_user, place
+from .train_step import TrainStep
+from .train_step.function import SupervisedObjective
+from .train_step.mean import Mean
+
+_TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
+
+
+@dataclass(frozen=True)
+class Split:
+    """The gradient of a batch in parts, beside that of the whole batch.
+
+    Attributes:
+        ranks, accumulate: over how many of each the batch is split.
+        error: the norm of the difference over that of the gradient of the whole batch.
+        ratio: by how much the gradient is longer where both have one direction; else None.
+        worst: the parameter that differs most, by the same measure of its own.
+    """
+
+    ranks: int
+    accumulate: int
+    error: float
+    ratio: float | None
+    worst: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.error < _TOLERANCE
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What `check_splits` returns: print it.
+
+    Attributes:
+        rows: in the order of the arguments.
+        mixes: the first op of forward and loss that computes with several examples at once, where the rows differ; or "".
+    """
+
+    rows: tuple[Split, ...]
+    mixes: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the step is the same for every split."""
+        return all(row.is_right for row in self.rows)
+
+    def __str__(self) -> str:
+        table = tabulate([(row.ranks, row.accumulate, f"{row.error:.1e}", "" if row.ratio is None else f"{row.ratio:.2f}",
+                           "" if row.is_right else row.worst, self._verdict(row)) for row in self.rows],
+                         headers=("ranks", "calls", "error", "ratio", "worst parameter", "verdict"), disable_numparse=True)
+        return f"{table}\n{self._reason()}" if not self.is_right else table
+
+    def _verdict(self, row: Split) -> str:
+        parts = row.ranks * row.accumulate
+        names = {parts: "ranks x calls", row.ranks: "ranks", row.accumulate: "calls"}
+        for number, name in names.items() if row.ratio is not None and not row.is_right else ():
+            for ratio, text in ((number, name), (1 / number, f"1 / ({name})")):
+                if number > 1 and math.isclose(row.ratio, ratio, rel_tol=1e-4):
+                    return f"{row.ratio:.2f} = {text}"
+        return "the same" if row.is_right else "another step"
+
+    def _reason(self) -> str:
+        wrong = [row for row in self.rows if not row.is_right]
+        if all(row.ratio is not None for row in wrong):
+            return ("The direction is right and the length is not: the loss divides by what is not its own count, or not at all, "
+                    "and the step averages over calls and ranks. Return apexfx.Mean(total, count).")
+        if self.mixes:
+            return (f"{self.mixes}\ncomputes with several examples at once, so a split batch is another function: give "
+                    "sync_bn=True for batch norms over ranks, or gather over the ranks in the loss.")
+        return ("No op mixes examples, so the parts have other denominators: a mean of means weighs an example of a small part "
+                "more. Return apexfx.Mean(total, count).")
+
+
+def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 4), accumulate: Sequence[int] = (1, 2, 4),
+                 **named: Any) -> Splits:
+    """Compare the gradient of a batch with that of the batch in parts, put together as the step does over calls and ranks.
+
+        print(apexfx.check_splits(step, inputs, targets))
+
+    It runs in one process, in eager float64, on copies: nothing of the step, the model or the random state changes, and no
+    collective runs. Dropout is off. Parts are along the first dimension of all tensors that are as long as the first tensor of
+    the batch; the others go with each part.
+
+    Args:
+        step: of `train_step`.
+        batch, named: as a call of the step has them; as many examples as there are parts, or a multiple of it.
+        ranks, accumulate: how many of each to try.
+
+    Raises:
+        ValueError: the batch cannot be split so, or the objective uses modules besides the model, which a copy does not reach.
+    """
+    if step._objective_modules.given and not isinstance(step._objective, (SupervisedObjective, nn.Module)):
+        raise ValueError("apexfx: check_splits() runs on a copy of the model, and the objective uses modules= of its own, which "
+                         "a copy does not reach; check a step without them")
+    first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
+    size = 0 if first is None else len(first)
+    most = math.lcm(*(r * a for r in ranks for a in accumulate))
+    if not size or size % most:
+        raise ValueError(f"apexfx: the batch has {size} examples, expected a multiple of {most}, which ranks={tuple(ranks)} x "
+                         f"accumulate={tuple(accumulate)} divide")
+    model, objective = copy.deepcopy((step.model, step._objective))
+    trained = {id(p) for group in step._optimizers.param_groups for p in group["params"]}
+    kept = [id(p) in trained for p in step.model.parameters()]
+    for module in (model, *(m for m in (objective, getattr(objective, "loss_fn", None)) if isinstance(m, nn.Module))):
+        module.double()
+        for each in module.modules():
+            if isinstance(each, nn.modules.dropout._DropoutNd):
+                each.eval()
+            if isinstance(each, nn.modules.batchnorm._BatchNorm) and step.config.sync_bn:
+                each.eval()  # over the ranks it is one batch
+    params = {name: p for (name, p), here in zip(model.named_parameters(), kept) if here and p.requires_grad}
+    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+
+    def part_of(parts: int, place: int) -> Any:
+        return tree_map(lambda x: _part(x, size, parts, place), (batch, named))
+
+    def loss(part: Any) -> Tensor | Mean:
+        for module, before in buffers:  # of the same values for each, and written by none of them for another
+            module._buffers.update({name: b if b is None else b.clone() for name, b in before.items()})
+        returned = objective(model, *part[0], **part[1])
+        return returned[0] if isinstance(returned, tuple) else returned
+
+    with torch.random.fork_rng(), torch.enable_grad():
+        grads = {parts: _gradients([loss(part_of(parts, place)) for place in range(parts)], params)
+                 for parts in {1, *(r * a for r in ranks for a in accumulate)}}
+        rows = tuple(_compared(r, a, grads[1], grads[r * a]) for r in ranks for a in accumulate)
+        mixes = "" if all(row.is_right for row in rows) else _first_mixing(loss, part_of(2, 0), part_of(1, 0), size)
+    return Splits(rows, mixes)
+
+
+def _part(x: Any, size: int, parts: int, place: int) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    x = x.detach().double() if x.is_floating_point() else x
+    return x.tensor_split(parts)[place] if x.dim() and len(x) == size else x
+
+
+def _gradients(losses: Sequence[Tensor | Mean], params: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient that a step makes of the losses of its calls and ranks, by the rule of each kind."""
+    if isinstance(losses[0], Mean):
+        terms = zip(*(mean.terms for mean in losses))
+        loss = sum(sum(total for total, _ in term) / sum(count for _, count in term) for term in terms)
+    else:
+        loss = sum(losses) / len(losses)
+    grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    return {name: g for name, g in zip(params, grads) if g is not None}
+
+
+def _compared(ranks: int, accumulate: int, whole: dict[str, Tensor], split: dict[str, Tensor]) -> Split:
+    errors = {name: _relative(split.get(name, torch.zeros_like(g)) - g, g) for name, g in whole.items()}
+    a, b = (torch.cat([grads.get(name, torch.zeros_like(g)).flatten() for name, g in whole.items()]) for grads in (whole, split))
+    ratio = float(a @ b / (a @ a))
+    is_parallel = _relative(b - ratio * a, b) < _TOLERANCE
+    return Split(ranks, accumulate, _relative(b - a, a), ratio if is_parallel else None, max(errors, key=errors.__getitem__))
+
+
+def _relative(difference: Tensor, reference: Tensor) -> float:
+    return float(difference.norm() / reference.norm().clamp_min(1e-300))
+
+
+class _Ops(TorchDispatchMode):
+    """Hands each op with its results to a function."""
+
+    def __init__(self, look: Callable[[Any, Any], None]) -> None:
+        super().__init__()
+        self._look = look
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._look(func, out)
+        return out
+
+
+def _first_mixing(loss: Callable[[Any], Any], half_batch: Any, batch: Any, size: int) -> str:
+    """Return the first op that gives the first half of the batch other values than where it is alone, and its line."""
+    alone: list[tuple[Any, list[Tensor]]] = []
+    with torch.no_grad(), _Ops(lambda func, out: alone.append((func, _tensors(out, copies=True)))):
+        loss(half_batch)
+    found: list[str] = []
+    halves = iter(alone)
+
+    def look(func: Any, out: Any) -> None:
+        name, half = next(halves, (None, []))
+        if not found and name is func and any(_mixes(a, b, size) for a, b in zip(_tensors(out), half)):
+            lines = frames_of_user("".join(traceback.format_stack()))
+            found.append(f"{func} {place(*lines[-1])}" if lines else str(func))
+
+    with torch.no_grad(), _Ops(look):
+        loss(batch)
+    return found[0] if found else ""
+
+
+def _tensors(out: Any, *, copies: bool = False) -> list[Tensor]:
+    return [x.detach().clone() if copies else x for x in tree_leaves(out) if isinstance(x, Tensor)]
+
+
+def _mixes(whole: Tensor, half: Tensor, size: int) -> bool:
+    """Return whether results for a batch and for its first half differ where both have them."""
+    if whole.dim() != half.dim() or not whole.is_floating_point():
+        return False
+    apart = [d for d in range(whole.dim()) if whole.size(d) != half.size(d)]
+    if len(apart) != 1 or whole.size(apart[0]) % size or whole.size(apart[0]) != 2 * half.size(apart[0]):
+        return len(apart) > 1
+    return not torch.allclose(whole.narrow(apart[0], 0, half.size(apart[0])), half, rtol=1e-9, atol=1e-12, equal_nan=True)

@@ -1,0 +1,129 @@
+"""check_splits(): published faults of denominators are named, with their ratio, and clean recipes are silent."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+
+WORDS, IGNORED = 7, -100
+
+
+def words(seed=0):
+    """Return 8 sequences of 5 words, which have from 1 to 5 targets each."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, labels = torch.randint(0, WORDS, (2, 8, 5), generator=generator).unbind()
+    for row, count in enumerate((1, 5, 2, 5, 4, 1, 1, 3)):
+        labels[row, count:] = IGNORED
+    return ids, labels
+
+
+def images(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 6, generator=generator), torch.randint(0, WORDS, (8,), generator=generator)
+
+
+def language():
+    return nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS))
+
+
+def classifier(*layers):
+    return nn.Sequential(nn.Linear(6, 8), *layers, nn.ReLU(), nn.Linear(8, WORDS))
+
+
+def total(model, ids, labels):
+    return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def mean(model, ids, labels):
+    return apexfx.Mean(total(model, ids, labels), (labels != IGNORED).sum())
+
+
+def mean_of_means(model, ids, labels):
+    return total(model, ids, labels) / (labels != IGNORED).sum()
+
+
+def contrast(model, x, y):
+    h = F.normalize(model(x), dim=1)
+    return F.cross_entropy(h @ h.T, torch.arange(len(x)))
+
+
+def normalized_advantages(model, x, y):
+    out = model(x)
+    advantages = (y - y.double().mean()) / y.double().std()
+    return -(out.log_softmax(1)[:, 0] * advantages).mean()
+
+
+def hinge_to_the_batch_mean(model, x, y):
+    out = model(x)
+    return (out - out.mean(0)).relu().square().mean()
+
+
+def supervised(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+COUNT = (words()[1] != IGNORED).sum()
+SHORT = r"0.25 = 1 / \(ranks x calls\)"
+FAULTS = {
+    "a mean of means": (language, mean_of_means, words(), {}, "the parts have other denominators"),
+    "a count of the whole batch": (language, lambda m, x, y, n: total(m, x, y) / n, (*words(), COUNT), {}, SHORT),
+    "a sum": (classifier, lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), images(), {}, SHORT),
+    "multiplied": (classifier, lambda m, x, y: supervised(m, x, y) * 8 / len(x), images(), {}, "4.00 = ranks x calls"),
+    "batch norm": (lambda: classifier(nn.BatchNorm1d(8)), supervised, images(), {}, "batch_norm.* in supervised"),
+    "contrastive": (classifier, contrast, images(), {}, r"aten.mm.default at .*test_splits.py:\d+, in contrast: .*h @ h.T"),
+    "normalized advantages": (classifier, normalized_advantages, images(), {}, "in normalized_advantages: advantages = "),
+    "a mean of the batch": (classifier, hinge_to_the_batch_mean, images(), {}, "in hinge_to_the_batch_mean"),
+    "a batch norm that is a function": (classifier, lambda m, x, y: supervised(m, F.batch_norm(x, None, None, training=True), y),
+                                        images(), {"sync_bn": True}, "batch_norm"),
+}
+CLEAN = {
+    "a mean by counts": (language, mean, words(), {}),
+    "means by counts": (language, lambda m, x, y: mean(m, x, y) + 0.1 * apexfx.Mean(m(x).square().sum(), len(x)), words(), {}),
+    "a mean and more": (language, lambda m, x, y: (mean(m, x, y), len(x)), words(), {}),
+    "examples": (classifier, supervised, images(), {}),
+    "layer norm": (lambda: classifier(nn.LayerNorm(8)), supervised, images(), {}),
+    "dropout": (lambda: classifier(nn.Dropout(0.5)), supervised, images(), {}),
+    "synchronized batch norm": (lambda: classifier(nn.BatchNorm1d(8)), supervised, images(), {"sync_bn": True}),
+    "frozen batch norm": (lambda: classifier(nn.BatchNorm1d(8).eval()), supervised, images(), {}),
+    "a penalty of parameters": (classifier, lambda m, x, y: supervised(m, x, y) + m[0].weight.square().sum(), images(), {}),
+    "half precision": (classifier, supervised, images(), {"opt_level": "O2"}),
+}
+
+
+def make(build, objective, options):
+    torch.manual_seed(0)
+    model = build()
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager",
+                             **{"opt_level": "O0", **options})
+    return model, step
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_named(name):
+    build, objective, batch, options, said = FAULTS[name]
+    model, step = make(build, objective, options)
+    before = [p.clone() for p in model.state_dict().values()]
+    splits = apexfx.check_splits(step, *batch, ranks=(1, 2), accumulate=(1, 2))
+    assert not splits.is_right and splits.rows[0].is_right and splits.rows[0].ratio == pytest.approx(1)
+    assert re.search(said, str(splits)), str(splits)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values()))
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_clean_recipes_are_silent(name):
+    build, objective, batch, options = CLEAN[name]
+    splits = apexfx.check_splits(make(build, objective, options)[1], *batch, ranks=(1, 2, 4), accumulate=(1, 2))
+    assert splits.is_right, str(splits)
+    assert len(splits.rows) == 6 and "another" not in str(splits)
+
+
+def test_a_batch_that_does_not_split():
+    step = make(classifier, supervised, {})[1]
+    with pytest.raises(ValueError, match="8 examples, expected a multiple of 12"):
+        apexfx.check_splits(step, *images(), ranks=(3,), accumulate=(4,))
