@@ -63,8 +63,8 @@ def test_counts_travel_before_the_forward_and_totals_after_it(rank, world_size):
     step = make(net(torch.float32), ddp=True)
     step(*batch(rank, 4))
     code = step.report.code(stage="step").split("\n")
-    starts = [place for place, line in enumerate(code) if "all_reduce.default" in line]
-    forward = next(place for place, line in enumerate(code) if "tanh" in line)
+    starts = [place for place, line in enumerate(code) if "= torch.ops._c10d_functional.all_reduce.default(" in line]
+    forward = next(place for place, line in enumerate(code) if "= torch.ops.aten.tanh" in line)
     assert len(starts) == 2 and starts[0] < forward < starts[1]
 
 
