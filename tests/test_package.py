@@ -23,9 +23,9 @@ def test_what_is_reached_for_is_imported():
 
 def test_only_what_is_promised_is_shown():
     assert [name for name in dir(apexfx) if not name.startswith("__")] == [
-        "BucketConfig", "BucketPlan", "EMA", "Match", "NonFiniteError", "NotOneGraph", "Pass", "PassError",
+        "BucketConfig", "BucketPlan", "EMA", "Match", "Mean", "NonFiniteError", "NotOneGraph", "Pass", "PassError",
         "RankFailureError", "RankMismatchError", "ReplicaMismatchError", "Report",
-        "Safeguard", "TrainStep", "UnsynchronizedGradientError", "amp", "buckets", "compare",
+        "Safeguard", "Splits", "TrainStep", "UnsynchronizedGradientError", "amp", "buckets", "check_splits", "compare",
         "compat",
         "fp16_utils", "graph", "last_report", "multi_tensor_apply", "normalization", "ops", "optimizers", "parallel",
         "train_step", "transform",
