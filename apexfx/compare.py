@@ -166,7 +166,7 @@ class _Step:
         self.notes = [_ON_FUSION] if step.config.inner != "eager" else []
 
     def call(self, batch: tuple[Any, ...], named: dict[str, Any]) -> _Call:
-        return _Call(self._step._objective, batch, named)
+        return _Call(self._step.objective, batch, named)
 
     def trace(self, call: _Call) -> Traced:
         """Return the graph of loss and gradients for a batch."""

@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ._torch import tree_leaves, tree_map
+from ._torch import BatchNorm, TorchDispatchMode, tree_leaves, tree_map
 from .compiler.forward_errors import frames_of_user, place
 from .train_step import TrainStep
-from .train_step.function import SupervisedObjective
 from .train_step.mean import Mean
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
 
 
@@ -105,36 +104,34 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         ranks, accumulate: how many of each to try.
 
     Raises:
-        ValueError: the batch cannot be split so, or the objective uses modules besides the model, which a copy does not reach.
+        ValueError: the batch cannot be split so.
     """
-    if step._objective_modules.given and not isinstance(step._objective, (SupervisedObjective, nn.Module)):
-        raise ValueError("apexfx: check_splits() runs on a copy of the model, and the objective uses modules= of its own, which "
-                         "a copy does not reach; check a step without them")
     first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
     size = 0 if first is None else len(first)
     most = math.lcm(*(r * a for r in ranks for a in accumulate))
     if not size or size % most:
         raise ValueError(f"apexfx: the batch has {size} examples, expected a multiple of {most}, which ranks={tuple(ranks)} x "
                          f"accumulate={tuple(accumulate)} divide")
-    model, objective = copy.deepcopy((step.model, step._objective))
-    trained = {id(p) for group in step._optimizers.param_groups for p in group["params"]}
+    model, objective = copy.deepcopy((step.model, step.objective))
+    optimizers = [step.optimizer] if isinstance(step.optimizer, torch.optim.Optimizer) else step.optimizer
+    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
     kept = [id(p) in trained for p in step.model.parameters()]
     for module in (model, *(m for m in (objective, getattr(objective, "loss_fn", None)) if isinstance(m, nn.Module))):
         module.double()
         for each in module.modules():
-            if isinstance(each, nn.modules.dropout._DropoutNd):
+            if isinstance(each, _DROPOUTS):
                 each.eval()
-            if isinstance(each, nn.modules.batchnorm._BatchNorm) and step.config.sync_bn:
+            if isinstance(each, BatchNorm) and step.config.sync_bn:
                 each.eval()  # over the ranks it is one batch
     params = {name: p for (name, p), here in zip(model.named_parameters(), kept) if here and p.requires_grad}
-    buffers = [(module, dict(module._buffers)) for module in model.modules()]
+    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
 
     def part_of(parts: int, place: int) -> Any:
         return tree_map(lambda x: _part(x, size, parts, place), (batch, named))
 
     def loss(part: Any) -> Tensor | Mean:
-        for module, before in buffers:  # of the same values for each, and written by none of them for another
-            module._buffers.update({name: b if b is None else b.clone() for name, b in before.items()})
+        for module, name, buffer in buffers:  # the same values for each part
+            setattr(module, name, buffer.clone())
         returned = objective(model, *part[0], **part[1])
         return returned[0] if isinstance(returned, tuple) else returned
 

@@ -80,7 +80,7 @@ def make(options: dict[str, Any]) -> tuple[Any, Tensor, Tensor]:
 def dynamo() -> Callable[[], object]:
     """Return a call of the function that a step has Dynamo capture, on what that step calls it with."""
     step, x, y = make({})
-    inputs = StepInputs(step.model, step._objective, **step._state.inputs())
+    inputs = StepInputs(step.model, step.objective, **step._state.inputs())
     compiler = aot_autograd(fw_compiler=lambda gm, _: boxed(lambda args: gm(*args)), keep_inference_input_mutations=True)
     function = torch.compile(compiled_separately(run_step), fullgraph=True,
                              backend=lambda gm, examples: runs_once(compiler(gm, examples)))

@@ -64,6 +64,8 @@ _OPTIMIZERS = ("tests/train_step/test_optimizers.py",)
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
 _SAFEGUARD = ("tests/train_step/test_safeguard.py",)
 _FLUSH = ("tests/train_step/test_flush.py",)
+_MEAN = ("tests/train_step/test_mean.py",)
+_DERIVATIVES = ("tests/train_step/test_derivatives.py",)
 _UNUSED = ("tests/test_unused_outputs.py",)
 
 FAULTS = (
@@ -132,12 +134,21 @@ FAULTS = (
           "        return sum(1 << i for i, count in zip(self._inputs, counts) if count == dist.get_world_size())",
           ("tests/distributed/test_unused_outputs.py",)),
     Fault("what was gathered is applied once", "train_step/function.py",
-          "        grads = add_accumulated(inputs, grads)\n        for buffer in inputs.buffers:\n            buffer.zero_()\n",
-          "        grads = add_accumulated(inputs, grads)\n", _FLUSH),
+          "        grads = add_accumulated(inputs, grads, weighted)\n        for buffer in (*inputs.buffers, inputs.means):\n"
+          "            buffer.zero_()\n",
+          "        grads = add_accumulated(inputs, grads, weighted)\n", _FLUSH),
     Fault("a gradient that no call gathered is none", "train_step/function.py",
           "        return buffer.clone() if held else None", "        return buffer.clone()", _CHANGES),
     Fault("the loss is that of one of several calls", "train_step/function.py",
-          "        share = loss / inputs.calls if inputs.calls > 1 else loss", "        share = loss", _FLUSH),
+          " else loss / inputs.calls if inputs.calls > 1 else loss", " else loss", _FLUSH),
+    Fault("a mean weighs what earlier calls have accumulated", "train_step/mean.py",
+          "    earlier = before[1] * inverse[0] if", "    earlier = inverse[0] * 0 + 1 if", _MEAN),
+    Fault("a call without a count contributes nothing", "train_step/mean.py",
+          "torch.where(counts > 0, factor / counts, 0.0)", "factor / counts", _MEAN),
+    Fault("nothing is updated where nothing is counted", "optimizers/update.py",
+          "        skip = empty if skip is None else call(aten.maximum.default, skip, empty)\n", "", _MEAN),
+    Fault("a recurrent op has no second derivative", "ops/recurrent.py",
+          '        torch.library.register_autograd(f"apexfx::{name}_backward", self._refuse)', "        pass", _DERIVATIVES),
     Fault("updates are counted of what has a gradient", "optimizers/update.py",
           "                counted.setdefault(group.step, places)",
           "                counted.setdefault(group.step, list(range(group.num_params)))", _CHANGES),
@@ -187,7 +198,7 @@ FAULTS = (
     Fault("what a call kept that did not run is forgotten", "train_step/state.py",
           "self._kept_buffers.forget()  # of a call that failed, or was captured alone", "pass", _SAFEGUARD),
     Fault("an optimizer outside of the graph is skipped", "train_step/state.py",
-          "if not self._parts.may_skip or not skip.item():", "if True:", _SAFEGUARD),
+          "if not (self._parts.may_skip or self.mean_loss is not None) or not skip.item():", "if True:", _SAFEGUARD),
     Fault("inputs that share memory are looked up in what is updated", "graph/shared_memory.py",
           "where != self._where or any(map(self._meets,", "where != self._where or any(map(lambda _: False,", _SHARED),
     Fault("what the forward writes is looked at where it lies", "train_step/compiler.py",

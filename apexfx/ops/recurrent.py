@@ -48,6 +48,7 @@ class RecurrentLayer:
             f"{name}_backward(Tensor? grad_y, Tensor? grad_hy, Tensor? grad_cy, Tensor y, Tensor hy, Tensor cy, "
             f"Tensor recording, {_OPTIONS}) -> Tensor[]", check=lambda *_: None, fake=self._fake_backward)(self._backward)
         torch.library.register_autograd(f"apexfx::{name}", self._differentiate, setup_context=self._setup_context)
+        torch.library.register_autograd(f"apexfx::{name}_backward", self._refuse)  # or the second derivative would be 0
 
     def __call__(self, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """Do as torch's function of that name, packed or not; dropout between layers is an op of its own."""
@@ -139,6 +140,10 @@ class RecurrentLayer:
         ctx.mark_non_differentiable(output[-1])
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output, x, batch_sizes, *hx, *params)
+
+    def _refuse(self, ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError(f"apexfx: the loss holds a derivative through torch.{self.name}, whose op has no second one; loop "
+                           "over cells (nn.LSTMCell, GRUCell, RNNCell), or differentiate what does not go through the layer")
 
     def _differentiate(self, ctx: Any, grad_y, grad_hy, grad_cy, _: Any) -> tuple[Any, ...]:
         *output, x, batch_sizes = ctx.saved_tensors[:6]

@@ -29,7 +29,8 @@ _OBSTACLES = tuple((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") f
     (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
     (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
      "compute again", "Checkpoint without dropout"),
-    (r"convert all Tensors to FakeTensors",  # torch's own: the gradient of vmap(hessian(f)) on fake tensors
+    # torch's own: the gradient of vmap(hessian(f)) on fake tensors
+    (r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self",
      "torch cannot differentiate a hessian() under vmap() while it captures a graph",
      "Write jacrev(grad(f)) or jacfwd(grad(f)), which is the same, in the place of hessian(f)"),
     (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
@@ -140,7 +141,8 @@ def _of_dynamo(error: Exception) -> Exception:
     if (raised := _RAISED.search(said)) is not None:
         kind, text = getattr(builtins, raised[1], None), ast.literal_eval(raised[2]) if raised[2] else ""
         return with_place(kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{raised[1]}: {text}"), said)
-    if getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError) and "to FakeTensors" not in said:
+    of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)
+    if of_user and not re.search("to FakeTensors|InferenceMode::", said):
         return as_in_eager(error) or _not_one_graph(said)
     return _not_one_graph(said)
 

@@ -52,6 +52,7 @@ class TrainStep:
 
     Attributes:
         model, optimizer: as given.
+        objective: `objective(model, *batch)`, as given or made of the loss function.
         report: what every pass did; `print` it.
     """
 
@@ -62,7 +63,7 @@ class TrainStep:
         check_model(model, config, "train_step", give="give train_step() the module",
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
         passes.check_names(config, is_train_step=True)
-        self.model, self.optimizer, self._objective, self._options = model, optimizer, objective, options
+        self.model, self.optimizer, self.objective, self._options = model, optimizer, objective, options
         self.report = report = Report(options.describe())
         self._groups = groups = Groups(config)
         check_modules(model, groups.batch_norm)
@@ -119,7 +120,7 @@ class TrainStep:
         check_alive(self._groups.user)
         self._note_ranks_apart()
         self._recorder.record_where_skipped()
-        state, call = self._state, Call(self._objective, batch, named, self.report)
+        state, call = self._state, Call(self.objective, batch, named, self.report)
         with state.all_or_nothing():
             state.prepare(cached=True)
             self._check_autocast()
@@ -191,7 +192,7 @@ class TrainStep:
                     self._safeguard.count_accumulated(num_calls)
                 return
             state.note_change()
-            inputs = StepInputs(self.model, self._objective, **state.inputs())
+            inputs = StepInputs(self.model, self.objective, **state.inputs())
             inputs.plan = StepPlan.from_json(inputs.plan).of_calls(num_calls).to_json()
             applied = apply_gradients(inputs, grads, weighted)
             for buffer in (*lists.buffers, state.means):
@@ -219,7 +220,7 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as a call. The step cannot be captured as one graph, whatever `fallback` is.
         """
-        call = Call(self._objective, batch, named, self.report)
+        call = Call(self.objective, batch, named, self.report)
         with self._state.all_or_nothing():
             self._state.prepare()
             with call.explained():
@@ -241,7 +242,7 @@ class TrainStep:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
-        return trace_gradients(self._parts.step_model, self._objective, config, self._groups, params, batch, named,
+        return trace_gradients(self._parts.step_model, self.objective, config, self._groups, params, batch, named,
                                scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
 
     def __repr__(self) -> str:

@@ -340,7 +340,7 @@ def test_a_user_s_error_stays_one(loss_fn, error, message):
         step(*batches(1)[0])
     same(step.state_dict(), before)
     assert not step.optimizer.state
-    step._objective.loss_fn = F.cross_entropy
+    step.objective.loss_fn = F.cross_entropy
     step(*batches(1)[0])
     assert step.optimizer.state
 
@@ -368,7 +368,7 @@ def test_a_backward_that_fails_changes_nothing_but_statistics(trains):
     with pytest.raises(ArithmeticError, match="in backward"):
         step(*batches(1)[0])
     same(dict(step.model.named_parameters()), before)
-    step._objective.loss_fn = F.cross_entropy
+    step.objective.loss_fn = F.cross_entropy
     if not trains:
         step(*batches(1)[0])
         return
