@@ -153,7 +153,7 @@ class CastInserter:
         self._follow(node, name, rule, cast_to)
         node.meta.pop(RULE, None)  # what is inserted for the node is not to inherit it
         # A gradient comes in the dtype of what it belongs to, whatever the dtype of what is differentiated.
-        sources = tree_leaves(node.args[1:]) if rule.family == "autograd" else node.all_input_nodes
+        sources = tree_leaves(node.args[1:]) if name == "grad" else node.all_input_nodes
         stale = any(source in self.changed for source in sources if isinstance(source, fx.Node))
         if is_inserted_cast(node):
             if stale:
@@ -163,7 +163,7 @@ class CastInserter:
             self._as_captured(node, "not torch's own op: it gets " + _CAPTURED)
         elif stale and _data_dependent(node):
             self._as_captured(node, "its shape depends on data: it gets " + _CAPTURED)
-        elif stale and rule.family == "autograd":  # which fake values, without a history, cannot run
+        elif stale and name == "grad":  # which fake values, without a history, cannot run
             with self.mode:
                 set_value(node, tuple(old if old is None else torch.empty_like(value(leaf))
                                       for old, leaf in zip(value(node), tree_leaves(node.args[1]))))

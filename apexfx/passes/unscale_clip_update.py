@@ -66,6 +66,8 @@ class UnscaleClipUpdate(Pass):
             place = user.args[1]
             if place == 2:
                 for item in list(user.users):
+                    for cast in (each for each in item.users if each.op != "output"):  # to the parameter's dtype
+                        gm.graph.output_node().prepend(cast)
                     item.replace_all_uses_with(gradients[item.args[1]])
                     gm.graph.erase_node(item)
             else:

@@ -633,3 +633,14 @@ def test_batches_of_new_objects_compile_nothing_at_half_inputs(of):
     for _ in range(3):
         step(of(torch.randn(5, 4)), torch.randint(0, 3, (5,)))
     assert len(step.report.graphs) == 1
+
+
+def test_accumulated_gradients_of_half_parameters_leave_the_graph():
+    model, x = nn.Linear(4, 3), torch.randn(2, 5, 4)
+    expected = copy.deepcopy(model)
+    step = apexfx.train_step(model, objective=lambda m, x: m(x).square().sum(), optimizer=SGD(model.parameters(), lr=0.1),
+                             opt_level="O3", dtype="bfloat16", inner="eager", accumulate=2, keep_grads=True)
+    for each in x:
+        step(each)
+        (expected(each).square().sum() / 2).backward()
+    assert_same([p.grad.float() for p in model.parameters()], [p.grad for p in expected.parameters()], rtol=0.03, atol=0.3)
