@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,9 +95,9 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
 
         print(apexfx.check_splits(step, inputs, targets))
 
-    It runs in one process, in eager float64, on copies: nothing of the step, the model or the random state changes, and no
-    collective runs. Dropout is off. Parts are along the first dimension of all tensors that are as long as the first tensor of
-    the batch; the others go with each part.
+    It runs in one process, in eager float64, on copies: nothing of the step, the model, the batch or torch's random state
+    changes, and no collective runs. Dropout of torch's modules is off. Parts are along the first dimension of all tensors that
+    are as long as the first tensor of the batch; the others go with each part.
 
     Args:
         step: of `train_step`.
@@ -104,27 +105,26 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         ranks, accumulate: how many of each to try.
 
     Raises:
-        ValueError: the batch cannot be split so.
+        ValueError: the batch cannot be split so, or the loss of the whole batch is not finite, or another when it is computed
+            again.
+        RuntimeError, ...: what the model or the loss raises in float64; a note says so.
     """
     first = next((x for x in tree_leaves((batch, named)) if isinstance(x, Tensor) and x.dim()), None)
     size = 0 if first is None else len(first)
     most = math.lcm(*(r * a for r in ranks for a in accumulate))
-    if not size or size % most:
+    if not size or not most or size % most:
         raise ValueError(f"apexfx: the batch has {size} examples, expected a multiple of {most}, which ranks={tuple(ranks)} x "
-                         f"accumulate={tuple(accumulate)} divide")
-    model, objective = copy.deepcopy((step.model, step.objective))
+                         f"accumulate={tuple(accumulate)} divide; the first tensor in a tuple, list or dictionary counts")
+    memo: dict[int, Any] = {}
+    model, objective = copy.deepcopy((step.model, step.objective), memo)
     optimizers = [step.optimizer] if isinstance(step.optimizer, torch.optim.Optimizer) else step.optimizer
-    trained = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-    kept = [id(p) in trained for p in step.model.parameters()]
-    for module in (model, *(m for m in (objective, getattr(objective, "loss_fn", None)) if isinstance(m, nn.Module))):
-        module.double()
-        for each in module.modules():
-            if isinstance(each, _DROPOUTS):
-                each.eval()
-            if isinstance(each, BatchNorm) and step.config.sync_bn:
-                each.eval()  # over the ranks it is one batch
-    params = {name: p for (name, p), here in zip(model.named_parameters(), kept) if here and p.requires_grad}
-    buffers = [(module, name, buffer) for module in model.modules() for name, buffer in module.named_buffers(recurse=False)]
+    trained = {id(memo[id(p)]) for each in optimizers for group in each.param_groups for p in group["params"] if id(p) in memo}
+    loss_fn = getattr(objective, "loss_fn", objective)
+    modules = {"": model, **({"loss.": loss_fn} if isinstance(loss_fn, nn.Module) else {})}
+    params = {prefix + name: p for prefix, module in modules.items() for name, p in module.named_parameters()
+              if id(p) in trained and p.requires_grad}
+    buffers = [(each, name, buffer) for module in modules.values() for each in _prepared(module, sync_bn=step.config.sync_bn)
+               for name, buffer in each.named_buffers(recurse=False)]
 
     def part_of(parts: int, place: int) -> Any:
         return tree_map(lambda x: _part(x, size, parts, place), (batch, named))
@@ -135,7 +135,8 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         returned = objective(model, *part[0], **part[1])
         return returned[0] if isinstance(returned, tuple) else returned
 
-    with torch.random.fork_rng(), torch.enable_grad():
+    with torch.random.fork_rng(), torch.enable_grad(), _explained():
+        _check_repeats(*(loss(part_of(1, 0)) for _ in range(2)))
         grads = {parts: _gradients([loss(part_of(parts, place)) for place in range(parts)], params)
                  for parts in {1, *(r * a for r in ranks for a in accumulate)}}
         rows = tuple(_compared(r, a, grads[1], grads[r * a]) for r in ranks for a in accumulate)
@@ -143,10 +144,38 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
     return Splits(rows, mixes)
 
 
+def _prepared(module: nn.Module, *, sync_bn: bool) -> list[nn.Module]:
+    """Return a module and those in it, in float64, and as no part of a batch differs by itself."""
+    for each in (modules := list(module.double().modules())):
+        if isinstance(each, _DROPOUTS) or isinstance(each, BatchNorm) and sync_bn:
+            each.eval()  # over the ranks, what is normalized is one batch
+        if isinstance(getattr(each, "dropout", None), float):  # of attention, and between the layers of an LSTM
+            each.dropout = 0.0
+    return modules
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        error.add_note("apexfx: check_splits() computes in float64, on a copy of the model. What the objective reaches otherwise "
+                       "(a module or a tensor of its closure) is as it was, and a cast to float32 before a layer fits no more")
+        raise
+
+
+def _check_repeats(*losses: Tensor | Mean) -> None:
+    first, again = (float((loss.value if isinstance(loss, Mean) else loss).detach()) for loss in losses)
+    if not math.isfinite(first) or not math.isclose(first, again, rel_tol=1e-9, abs_tol=1e-12):
+        raise ValueError(f"apexfx: the loss of the whole batch is {first:g}, and {again:g} when it is computed again, expected a "
+                         "finite number that stays: nothing can be compared where the forward or the loss draws random numbers "
+                         "(dropout of torch's modules is off already) or keeps count of its calls; turn that off for the check")
+
+
 def _part(x: Any, size: int, parts: int, place: int) -> Any:
     if not isinstance(x, Tensor):
         return x
-    x = x.detach().double() if x.is_floating_point() else x
+    x = x.detach().to(torch.float64 if x.is_floating_point() else x.dtype, copy=True)  # the objective may write it
     return x.tensor_split(parts)[place] if x.dim() and len(x) == size else x
 
 
@@ -154,7 +183,7 @@ def _gradients(losses: Sequence[Tensor | Mean], params: dict[str, Tensor]) -> di
     """Return the gradient that a step makes of the losses of its calls and ranks, by the rule of each kind."""
     if isinstance(losses[0], Mean):
         terms = zip(*(mean.terms for mean in losses))
-        loss = sum(sum(total for total, _ in term) / sum(count for _, count in term) for term in terms)
+        loss = sum(sum(total for total, count in term if count) / sum(count for _, count in term) for term in terms)
     else:
         loss = sum(losses) / len(losses)
     grads = torch.autograd.grad(loss, list(params.values()), allow_unused=True)

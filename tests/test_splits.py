@@ -68,6 +68,19 @@ def supervised(model, x, y):
     return F.cross_entropy(model(x), y)
 
 
+class Warmed(nn.Module):
+    """A loss that counts its calls in a buffer, and has a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, model, x, y):
+        self.calls += 1
+        return F.cross_entropy(model(x) * self.temperature, y) * self.calls
+
+
 COUNT = (words()[1] != IGNORED).sum()
 SHORT = r"0.25 = 1 / \(ranks x calls\)"
 FAULTS = {
@@ -92,6 +105,10 @@ CLEAN = {
     "synchronized batch norm": (lambda: classifier(nn.BatchNorm1d(8)), supervised, images(), {"sync_bn": True}),
     "frozen batch norm": (lambda: classifier(nn.BatchNorm1d(8).eval()), supervised, images(), {}),
     "a penalty of parameters": (classifier, lambda m, x, y: supervised(m, x, y) + m[0].weight.square().sum(), images(), {}),
+    "dropout of attention": (lambda: nn.TransformerEncoderLayer(6, 2, 8, batch_first=True),
+                             lambda m, x, y: m(x[:, None]).square().mean(), images(), {}),
+    "dropout of an LSTM": (lambda: nn.LSTM(6, 4, 2, dropout=0.5), lambda m, x, y: m(x[None])[0].square().mean(), images(), {}),
+    "a loss with a counter and a temperature": (classifier, Warmed(), images(), {}),
     "half precision": (classifier, supervised, images(), {"opt_level": "O2"}),
 }
 
@@ -99,7 +116,8 @@ CLEAN = {
 def make(build, objective, options):
     torch.manual_seed(0)
     model = build()
-    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager",
+    params = [*model.parameters(), *(objective.parameters() if isinstance(objective, nn.Module) else ())]
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(params, lr=0.1), inner="eager",
                              **{"opt_level": "O0", **options})
     return model, step
 
@@ -123,7 +141,26 @@ def test_clean_recipes_are_silent(name):
     assert len(splits.rows) == 6 and "another" not in str(splits)
 
 
-def test_a_batch_that_does_not_split():
-    step = make(classifier, supervised, {})[1]
-    with pytest.raises(ValueError, match="8 examples, expected a multiple of 12"):
-        apexfx.check_splits(step, *images(), ranks=(3,), accumulate=(4,))
+TEACHER = classifier()
+REFUSED = {
+    "a batch that does not split": (supervised, images(), 4, "8 examples, expected a multiple of 16"),
+    "no tensor": (supervised, (), 2, "0 examples"),
+    "random numbers": (lambda m, x, y: supervised(m, F.dropout(x), y), images(), 2, "draws random numbers"),
+    "nothing is counted": (lambda m, x, y: apexfx.Mean(0 * supervised(m, x, y), 0), images(), 2, "the whole batch is nan"),
+    "a module that is not copied": (lambda m, x, y: F.mse_loss(m(x), TEACHER(x)), images(), 2, "a tensor of its closure"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_compared(name):
+    objective, batch, most, text = REFUSED[name]
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        apexfx.check_splits(make(classifier, objective, {})[1], *batch, accumulate=(1, most))
+    assert text in "\n".join((str(raised.value), *getattr(raised.value, "__notes__", ())))
+
+
+def test_the_batch_stays_as_it_was():
+    x, y = images()
+    step = make(classifier, lambda m, x, y: supervised(m, x.mul_(2), y.fill_(1)), {})[1]
+    assert apexfx.check_splits(step, x.double(), y, accumulate=(1, 2)).is_right
+    assert torch.equal(y, images()[1])
