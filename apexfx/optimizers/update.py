@@ -100,9 +100,10 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         count: of how many the loss is a mean, 0-d; None where it is no `Mean`.
 
     Returns:
-        skip, float32, 0-d: 1 where the step is skipped, since a gradient is not finite, their norm is a spike, or the count is 0,
-        0 where it is not or nobody looked; the norm of the unscaled gradients before clipping, float32, or float64 where a
-        gradient is, nan where nobody asked; the unscaled and clipped gradients that are not None, where the plan keeps them.
+        skip, float32, 0-d: 1 where the step is skipped, since a gradient is not finite or their norm is a spike, -1 where it is
+        since the count is 0, which no account of skips has, 0 where it is not or nobody looked; the norm of the unscaled
+        gradients before clipping, float32, or float64 where a gradient is, nan where nobody asked; the unscaled and clipped
+        gradients that are not None, where the plan keeps them.
 
     Raises:
         ValueError: no parameter has a gradient.
@@ -111,16 +112,20 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
     scale = scalars[plan.scale] if plan.scale is not None else None
     inverse = inverse_of(scale, norm_dtype(list(map(_value, present))), call) if scale is not None else None
     found_inf = norm = clip = skip = None
+    empty = call(prims.convert_element_type.default, call(aten.eq.Scalar, count, 0), torch.float32) if count is not None else None
     if plan.skips is not None or plan.max_grad_norm is not None:
         norm, norms, found_inf = _measured(present, inverse, plan.safeguard is not None, call)
         skip = found_inf = found_inf if plan.skips is not None else None
     if plan.safeguard is not None:
         judged, members = plan.safeguard, [place for place, g in enumerate(grads) if g is not None]
-        skip = call(safeguard.judge, found_inf, norm, norms, members, scalars[plan.skips], scalars[judged.state],
+        averaged = norm if empty is None else call(aten.div.Tensor, norm, _not(empty, call))  # 0 / 0 where empty: in no average
+        skip = call(safeguard.judge, found_inf, averaged, norms, members, scalars[plan.skips], scalars[judged.state],
                     scalars[judged.log], judged.window, judged.spike_factor, judged.calls)
-    if count is not None:
-        empty = call(prims.convert_element_type.default, call(aten.eq.Scalar, count, 0), torch.float32)
-        skip = empty if skip is None else call(aten.maximum.default, skip, empty)
+    fault = said = skip  # `skip` holds for what is written from here on, `fault` is what skips are counted by
+    if empty is not None:
+        skip = empty if fault is None else call(aten.maximum.default, fault, empty)
+        said = call(aten.mul.Tensor, empty, -1.0) if fault is None else \
+            call(aten.sub.Tensor, fault, call(aten.sub.Tensor, skip, fault))
     if plan.max_grad_norm not in (None, math.inf):
         clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
     counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place
@@ -139,7 +144,7 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         updated += states[num_states:num_states + group.num_params] if group.masters else params[start:end]
         states, start = states[num_states + group.num_params * group.masters:], end
     for index, members in counted.items():
-        more = 1.0 if skip is None else call(aten.add.Tensor, call(aten.mul.Tensor, skip, -1.0), 1.0)
+        more = 1.0 if skip is None else _not(skip, call)
         for count in _counts(scalars[index], members, call):
             call(aten.add_.Tensor, count, more)
     if (row := plan.ema) is not None:
@@ -147,13 +152,17 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         call(ema.follow, states, values, scalars[row.counts], row.decay, skip)
     gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
     if plan.growth_tracker is not None:
-        _adapt_scale(plan, scale, scalars[plan.growth_tracker], found_inf, skip, call)
+        _adapt_scale(plan, scale, scalars[plan.growth_tracker], found_inf, fault, call)
     if plan.skips is not None:
         in_a_row = call(aten.select.int, scalars[plan.skips], 0, 1)
-        call(aten.add_.Tensor, scalars[plan.skips], skip)
-        call(aten.mul_.Tensor, in_a_row, skip)
+        call(aten.add_.Tensor, scalars[plan.skips], fault)
+        call(aten.mul_.Tensor, in_a_row, fault)
     full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
-    return (skip if skip is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+    return (said if said is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+
+
+def _not(flag: Any, call: Callable[..., Any]) -> Any:
+    return call(aten.add.Tensor, call(aten.mul.Tensor, flag, -1.0), 1.0)
 
 
 def run(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ class SkipWrites(Pass):
     old values where the step is skipped. The update after it writes nothing in such a step by itself.
 
     Before:  copy_(running_mean, new); ...; skip = ...
-    After:   ...; skip = ...; copy_(running_mean, where(skip > 0, running_mean, new))
+    After:   ...; skip = ...; copy_(running_mean, where(skip != 0, running_mean, new))
     """
 
     name = "skip_writes"
@@ -45,7 +45,7 @@ class SkipWrites(Pass):
             return PassResult(gm, False)
         mode = fake_mode(gm.graph)
         with gm.graph.inserting_before(gm.graph.output_node()):
-            skipped = call(gm.graph, aten.gt.Scalar, (skip, 0), like=skip, mode=mode)
+            skipped = call(gm.graph, aten.ne.Scalar, (skip, 0), like=skip, mode=mode)
         for write in writes:
             if write.target is not aten.copy_.default or write.args[0] not in inputs:
                 raise PassError(self.name, "it writes an input in place, and a skipped step could not take that back", write)

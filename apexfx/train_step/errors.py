@@ -29,6 +29,8 @@ _OBSTACLES = tuple((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") f
     (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
     (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
      "compute again", "Checkpoint without dropout"),
+    (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
+     "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
     # torch's own: the gradient of vmap(hessian(f)) on fake tensors
     (r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self",
      "torch cannot differentiate a hessian() under vmap() while it captures a graph",

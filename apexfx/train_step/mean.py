@@ -25,7 +25,8 @@ class Mean:
 
     Args:
         total: the sum, a scalar tensor.
-        count: of how many it is the sum: a number or a scalar tensor, at least 0; nothing is differentiated through it.
+        count: of how many it is the sum, at least 0: a scalar tensor, or a number (each float is a graph of its own); nothing is
+            differentiated through it. Where it is 0, the total is left out, whatever it is.
 
     Attributes:
         terms: (total, count) of each mean that was added.
@@ -36,7 +37,7 @@ class Mean:
 
     @property
     def value(self) -> Tensor:
-        """The mean of this call alone: nan where its count is 0."""
+        """The mean of this call alone: not finite where a count is 0."""
         return sum(total / count for total, count in self.terms)
 
     def __add__(self, other: Mean) -> Mean:
@@ -93,16 +94,19 @@ def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int) -> 
     totals = [total if total.dtype == torch.float64 else total.float() for total, _ in mean.terms]
     zero = torch.zeros((), dtype=torch.float64, device=totals[0].device)
     counts = torch.stack([zero + (count.detach().reshape(()) if isinstance(count, Tensor) else count) for _, count in mean.terms])
-    sums = torch.stack([zero + total.detach().reshape(()) for total in totals])
+    # A total of none may be 0 / 0, and is left out whatever the order of the calls.
+    totals = [torch.where(count == 0, 0.0, total.reshape(())) for total, count in zip(totals, counts.unbind())]
+    sums = torch.stack([zero + total.detach() for total in totals])
     if before is not None:
         sums, counts = sums + before[:1], counts + before[1:]
     own = torch.cat([sums, counts])
     if group is not None:  # two: what is divided by is known before the forward, and hides behind it
         counts, sums = [wait(torch.ops._c10d_functional.all_reduce.default(each, "sum", group)) for each in (counts, sums)]
-    inverse = torch.where(counts > 0, factor / counts, 0.0)
-    share = sum(total.reshape(()) * each.to(total.dtype) for total, each in zip(totals, inverse.unbind()))
+    inverse = torch.where(counts == 0, 0.0, factor / counts)
+    share = sum(total * each.to(total.dtype) for total, each in zip(totals, inverse.unbind()))
     earlier = before[1] * inverse[0] if before is not None else None
-    return Weighted(share, own, earlier, (sums / counts).sum(), counts.sum())
+    count = counts.sum()
+    return Weighted(share, own, earlier, torch.where(count == 0, torch.nan, (sums * inverse).sum() / factor), count)
 
 
 def _check(terms: Sequence[tuple[Any, Any]], *, accumulates: bool) -> None:

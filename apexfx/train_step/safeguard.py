@@ -238,7 +238,7 @@ class KeptBuffers:
             now = buffers.get(name)
             if now is before or now is None or (now.shape, now.dtype, now.device) != (before.shape, before.dtype, before.device):
                 continue
-            kept = torch.where(skip.to(now.device) > 0, before, now)
+            kept = torch.where(skip.to(now.device) != 0, before, now)
             if now is buffer:
                 buffer.copy_(kept)
             else:

@@ -344,7 +344,7 @@ class TrainingState:
         """Forget accumulated gradients, and that a call failed: a state was loaded."""
         for buffer in (*self.lists.buffers, *([] if self.means is None else [self.means])):
             buffer.zero_()
-        self._accumulates_means = None
+        self._accumulates_means = self.mean_loss = None
         self.accumulated.clear()
         if self._kept_buffers is not None:
             self._kept_buffers.forget()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ OPTIONS = {"alone": {}, "clipped": {"max_grad_norm": 0.05}, "safe": {"safeguard"
 def test_calls_with_other_counts_are_one_batch(accumulate, options):
     options = dict(OPTIONS[options])
     kind = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+    for dtype, tolerance in ((torch.float64, 1e-12), *([] if options else [(torch.float32, 1e-6)])):
         expected, model = net(dtype), net(dtype)
         theirs = kind(expected.parameters())
 
@@ -146,7 +147,23 @@ def test_means_add_up_each_with_its_own_count(dtype):
                        2 * objective(model, ids, labels).value)
 
 
-def test_running_statistics_stay_where_nothing_is_counted():
+@pytest.mark.parametrize("counts", [(0, 6), (6, 0)])
+def test_a_total_of_none_is_left_out_in_any_order(counts):
+    expected, model = net(), net()
+    step = make(model, lambda m, x, y, more: apexfx.Mean(total(m, x, y) + more, (y != IGNORED).sum()), accumulate=2)
+    batches = [batch(place, count) for place, count in enumerate(counts)]
+    for each, count in zip(batches, counts):
+        step(*each, torch.tensor(0.0 if count else math.nan))
+    mean = reference(expected, batches, torch.optim.SGD(expected.parameters(), lr=0.5))
+    torch.testing.assert_close(step.mean_loss, mean)
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12)
+    step = make(net(), lambda *args: objective(*args) + apexfx.Mean(total(*args) + 1, 0))
+    step(*batch(1, 5))
+    assert step.updated and step.mean_loss.isfinite()
+
+
+def test_running_statistics_stay_where_nothing_is_counted(tmp_path):
+    """And a safeguard has nothing to tell: it is no fault, and its norm is in no average."""
     class Normed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -156,17 +173,23 @@ def test_running_statistics_stay_where_nothing_is_counted():
             return self.norm(self.body(ids))
 
     model = Normed()
-    step = make(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1), safeguard=True)
+    step = make(model, optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
+                safeguard=apexfx.Safeguard(spike_factor=2.0, max_consecutive_skips=1, record_dir=tmp_path))
     step(*batch(1, 4))
-    before = copy.deepcopy((model.state_dict(), step.optimizer.state_dict()))
-    step(*batch(2, 0))
+    before, average = copy.deepcopy((model.state_dict(), step.optimizer.state_dict())), step.state_dict()["safeguard"]
+    for _ in range(2):
+        step(*batch(2, 0))
+        assert not step.updated
     torch.testing.assert_close((model.state_dict(), step.optimizer.state_dict()), before, rtol=0, atol=0)
+    assert torch.equal(step.state_dict()["safeguard"]["safeguard"][1:3], average["safeguard"][1:3])
+    assert step.skipped == 0 and not step.events and not list(tmp_path.iterdir())
 
 
 REFUSED = {
     "a total of several": (lambda m, x, y: apexfx.Mean(m(x), 3), TypeError, r"a total that is a tensor of shape \[2, 5, 7\]"),
     "a count of several": (lambda m, x, y: apexfx.Mean(total(m, x, y), y), TypeError, r"a count that is a tensor of shape"),
     "no count": (lambda m, x, y: apexfx.Mean(total(m, x, y), None), TypeError, "a count that is of NoneType"),
+    "a scalar more": (lambda m, x, y: objective(m, x, y) + m[1].weight.sum(), apexfx.NotOneGraph, r"Add Mean\(scalar, 1\)"),
     "several with accumulate": (lambda m, x, y: objective(m, x, y) + objective(m, x, y), ValueError, "a sum of 2 means"),
 }
 
