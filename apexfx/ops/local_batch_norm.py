@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ._batch_norm_arguments import check_backward, check_forward, check_forward_
+from ._batch_norm_twice import second_derivative
 from ._define import ANY_STRIDES, define
 from ._direct_autograd import with_direct_autograd
 from .batch_norm import (
@@ -30,11 +31,6 @@ from .batch_norm import (
     bn_relu_backward,
     bn_running_stats,
     update_running_buffers,
-)
-
-SECOND_DERIVATIVE = (
-    "apexfx::sync_batch_norm: second derivatives are not supported; use torch.nn.BatchNorm (local statistics) where a "
-    "gradient is differentiated again"
 )
 
 
@@ -158,7 +154,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_output is None or not any(ctx.needs_input_grad):
         return (None,) * 10
-    # With create_graph=True through a function of its own, whose derivative raises.
+    # With create_graph=True through a function of its own, for its derivative.
     differentiate = _Backward.apply if torch.is_grad_enabled() else _gradients
     grads = differentiate(grad_output, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[0])
     return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), *(None,) * 6
@@ -173,11 +169,17 @@ def _gradients(grad_output, x, stats, weight, bias, output, eps, relu, needs_x) 
 class _Backward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        grad_output, x, stats, weight, bias, output, ctx.eps, ctx.relu, _ = arguments
+        ctx.save_for_backward(grad_output, x, weight, bias, output, stats)
+        ctx.set_materialize_grads(False)
         return _gradients(*arguments)
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
-        raise NotImplementedError(SECOND_DERIVATIVE)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        *tensors, stats = ctx.saved_tensors
+        _, invstd = bn_global_stats(stats, ctx.eps)
+        by_grad, by_x, by_weight = second_derivative(grads, *tensors, invstd, stats[:1], ctx.relu, lambda sums: sums)
+        return by_grad, by_x, None, by_weight, *(None for _ in range(5))
 
 
 class _Traced(torch.autograd.Function):
@@ -215,7 +217,7 @@ def local_batch_norm(
     eps: float,
     relu: bool,
 ) -> Tensor:
-    """Return the batch norm of `x`, differentiable once in x, weight, bias and residual; update the running buffers.
+    """Return the batch norm of `x`, differentiable twice in x, weight, bias and residual; update the running buffers.
 
     The arguments are those of `sync_batch_norm`, which has checked them; the residual has the dtype of `x`.
     """

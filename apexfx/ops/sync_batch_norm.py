@@ -26,6 +26,7 @@ from torch import Tensor
 from .._torch import statically_known_true  # which also registers the functional collectives
 from ._arguments import check_tensor
 from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
+from ._batch_norm_twice import second_derivative
 from ._define import LIBRARY
 from ._direct_autograd import is_direct
 from .batch_norm import (
@@ -37,7 +38,7 @@ from .batch_norm import (
     bn_relu_backward,
     update_running_buffers,
 )
-from .local_batch_norm import SECOND_DERIVATIVE, local_batch_norm
+from .local_batch_norm import local_batch_norm
 
 LIBRARY.define(
     "sync_batch_norm(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var, "
@@ -149,7 +150,7 @@ def _all_reduce(sums: Tensor, group: str) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """x and what describes it -> y; differentiable once, in x, weight, bias and residual."""
+    """x and what describes it -> y; differentiable twice, in x, weight, bias and residual."""
 
     @staticmethod
     def forward(
@@ -184,7 +185,7 @@ class _Normalize(torch.autograd.Function):
 
 
 class _NormalizeBackward(torch.autograd.Function):
-    """The gradients of x, weight, bias and residual; a function of its own, whose derivative raises."""
+    """The gradients of x, weight, bias and residual; a function of its own, for its derivative."""
 
     @staticmethod
     def forward(
@@ -202,6 +203,9 @@ class _NormalizeBackward(torch.autograd.Function):
         bias_dtype: torch.dtype | None,
         needs_grad: tuple[bool, ...],
     ) -> tuple[Tensor | None, ...]:
+        ctx.save_for_backward(grad_output, x, weight, bias, output, invstd, count)
+        ctx.relu, ctx.group = relu, group
+        ctx.set_materialize_grads(False)
         needs_x, needs_weight, needs_bias, needs_residual = needs_grad[:4]
         if output is not None:
             grad_output, relu = bn_relu_backward(grad_output, output), False
@@ -218,8 +222,22 @@ class _NormalizeBackward(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, grad_output if needs_residual else None
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> tuple[Any, ...]:
-        raise NotImplementedError(SECOND_DERIVATIVE)
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        derivatives = second_derivative(grads, *ctx.saved_tensors, ctx.relu, lambda sums: _Total.apply(sums, ctx.group))
+        return *derivatives, *(None for _ in range(9))
+
+
+class _Total(torch.autograd.Function):
+    """A sum over the ranks, of which each rank has its part of the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: Tensor, group: str) -> Tensor:
+        ctx.group = group
+        return _all_reduce(sums, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _Total.apply(grad, ctx.group), None
 
 
 def _sync_batch_norm(

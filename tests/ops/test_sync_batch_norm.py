@@ -205,11 +205,22 @@ def test_checkpointing_updates_running_buffers_once():
         assert_close(got, want, scale=4)
 
 
-def test_second_derivative_is_refused():
-    x = torch.randn(4, 3, requires_grad=True)
-    (grad,) = torch.autograd.grad(sync_batch_norm(x).square().sum(), x, create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives are not supported"):
-        grad.sum().backward()
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5)])
+def test_second_derivatives(shape, relu):
+    x, residual = torch.randn(2, *shape, dtype=torch.float64).requires_grad_().unbind()
+    weight, bias = (torch.rand(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    for added in (None, residual):
+        found = []
+        for ours in (True, False):
+            if ours:
+                y = sync_batch_norm(x, weight, bias, residual=added, relu=relu)
+            else:
+                y = full_batch(x, weight, bias) + (0.0 if added is None else added)
+                y = y.relu() if relu else y
+            grads = torch.autograd.grad(y.sin().sum(), (x, weight, bias), create_graph=True)
+            found.append(torch.autograd.grad(sum(g.square().sum() for g in grads), (x, weight, bias)))
+        torch.testing.assert_close(*found)
 
 
 def test_frozen_input_or_parameters():

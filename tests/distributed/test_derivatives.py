@@ -1,0 +1,30 @@
+"""Losses that hold derivatives over real ranks: the step of one process over all examples, synchronized statistics included."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+import apexfx
+from tests.distributed.launch import on_ranks
+from tests.train_step.derivative_losses import LOSSES
+
+
+def train(rank, world_size, name, **options):
+    torch.manual_seed(0)
+    source, objective, batch = LOSSES[name]()
+    expected, model = copy.deepcopy(source), copy.deepcopy(source)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    objective(expected, *batch).backward()
+    optimizer.step()
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True,
+                             opt_level="O0", inner="eager", **options)
+    step(*(x.chunk(world_size)[rank] for x in batch))
+    torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()), rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_ranks_are_one_batch(rank, world_size):
+    train(rank, world_size, "gradient_penalty")
+    train(rank, world_size, "forces_with_batch_norm", sync_bn=True)
