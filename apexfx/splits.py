@@ -96,8 +96,8 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         print(apexfx.check_splits(step, inputs, targets))
 
     It runs in one process, in eager float64, on copies: nothing of the step, the model, the batch or torch's random state
-    changes, and no collective runs. Dropout of torch's modules is off. Parts are along the first dimension of all tensors that
-    are as long as the first tensor of the batch; the others go with each part.
+    changes, and no collective runs. Dropout is off, of torch's modules and of any with a float whose name says so. Parts are
+    along the first dimension of all tensors that are as long as the first tensor of the batch; the others go with each part.
 
     Args:
         step: of `train_step`.
@@ -147,10 +147,12 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
 def _prepared(module: nn.Module, *, sync_bn: bool) -> list[nn.Module]:
     """Return a module and those in it, in float64, and as no part of a batch differs by itself."""
     for each in (modules := list(module.double().modules())):
-        if isinstance(each, _DROPOUTS) or isinstance(each, BatchNorm) and sync_bn:
+        if isinstance(each, _DROPOUTS):
+            each.p = 0.0
+        if isinstance(each, BatchNorm) and sync_bn:
             each.eval()  # over the ranks, what is normalized is one batch
-        if isinstance(getattr(each, "dropout", None), float):  # of attention, and between the layers of an LSTM
-            each.dropout = 0.0
+        for name in [name for name, x in vars(each).items() if "dropout" in name and isinstance(x, float)]:
+            setattr(each, name, 0.0)  # of attention, between the layers of an LSTM
     return modules
 
 
@@ -169,7 +171,7 @@ def _check_repeats(*losses: Tensor | Mean) -> None:
     if not math.isfinite(first) or not math.isclose(first, again, rel_tol=1e-9, abs_tol=1e-12):
         raise ValueError(f"apexfx: the loss of the whole batch is {first:g}, and {again:g} when it is computed again, expected a "
                          "finite number that stays: nothing can be compared where the forward or the loss draws random numbers "
-                         "(dropout of torch's modules is off already) or keeps count of its calls; turn that off for the check")
+                         "(dropout of modules is off already) or keeps count of its calls; turn that off for the check")
 
 
 def _part(x: Any, size: int, parts: int, place: int) -> Any:

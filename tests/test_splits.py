@@ -68,6 +68,17 @@ def supervised(model, x, y):
     return F.cross_entropy(model(x), y)
 
 
+class Drops(nn.Dropout):
+    """Dropout by functions, as attention of Hugging Face has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention_dropout = 0.5
+
+    def forward(self, x):
+        return F.dropout(F.dropout(x, self.p), self.attention_dropout)
+
+
 class Warmed(nn.Module):
     """A loss that counts its calls in a buffer, and has a parameter."""
 
@@ -101,7 +112,7 @@ CLEAN = {
     "a mean and more": (language, lambda m, x, y: (mean(m, x, y), len(x)), words(), {}),
     "examples": (classifier, supervised, images(), {}),
     "layer norm": (lambda: classifier(nn.LayerNorm(8)), supervised, images(), {}),
-    "dropout": (lambda: classifier(nn.Dropout(0.5)), supervised, images(), {}),
+    "dropout": (lambda: classifier(Drops()), supervised, images(), {}),
     "synchronized batch norm": (lambda: classifier(nn.BatchNorm1d(8)), supervised, images(), {"sync_bn": True}),
     "frozen batch norm": (lambda: classifier(nn.BatchNorm1d(8).eval()), supervised, images(), {}),
     "a penalty of parameters": (classifier, lambda m, x, y: supervised(m, x, y) + m[0].weight.square().sum(), images(), {}),
