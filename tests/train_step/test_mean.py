@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 
 import apexfx
 from tests.own_optimizers import RMSprop
+from tests.tables import table
 
 IGNORED, WORDS = -100, 7
 
@@ -59,8 +61,7 @@ OPTIONS = {"alone": {}, "clipped": {"max_grad_norm": 0.05}, "safe": {"safeguard"
            "outside": {"optimizer": RMSprop}, "in pieces": {"fallback": "transform"}}
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("accumulate", UPDATES)
+@table(7, "accumulate, options", itertools.product(UPDATES, OPTIONS))
 def test_calls_with_other_counts_are_one_batch(accumulate, options):
     options = dict(OPTIONS[options])
     kind = options.pop("optimizer", lambda params: torch.optim.SGD(params, lr=0.5, momentum=0.9))
