@@ -13,7 +13,7 @@ from tests.tables import table
 from tests.train_step.derivative_losses import ENERGY, FORCE, LOSSES, X, forces
 
 NO_AUTOCAST = "directional_derivative"  # which eager torch fails at
-NEAR = 0.02  # how far bfloat16 may take an update from that of autocast, in the 2-norm
+NEAR = 0.05  # how far bfloat16 may take an update from that of autocast, in the 2-norm
 
 
 def updates(name, level, inner):
