@@ -187,6 +187,8 @@ class TrainStep:
             grads = [b * factor if id(p) in state.accumulated else None for p, b in zip(lists.params, lists.buffers)]
             grads = averaged_copies(lists.names, lists.params, grads, self._options.config.buckets, self._groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
+                state.note_mean(weighted and weighted.mean, accumulates=False)
+                state.means.zero_()
                 state.end_accumulation()
                 if self._safeguard is not None:
                     self._safeguard.count_accumulated(num_calls)

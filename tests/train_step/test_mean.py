@@ -186,6 +186,19 @@ def test_running_statistics_stay_where_nothing_is_counted(tmp_path):
     assert step.skipped == 0 and not step.events and not list(tmp_path.iterdir())
 
 
+def test_a_flush_of_calls_that_reach_nothing_trained_leaves_no_count():
+    expected, model = net(), net()
+    step = make(model, lambda m, x, y, leaf=None: apexfx.Mean(total(m, x, y) if leaf is None else leaf.sum(),
+                                                              (y != IGNORED).sum()), accumulate=2)
+    step(*batch(1, 4), torch.ones(3, requires_grad=True))
+    step.flush()
+    batches = [batch(2, 9), batch(3, 2)]
+    for each in batches:
+        step(*each)
+    reference(expected, batches, torch.optim.SGD(expected.parameters(), lr=0.5))
+    torch.testing.assert_close(model.state_dict(), expected.state_dict(), rtol=1e-12, atol=1e-12)
+
+
 REFUSED = {
     "a total of several": (lambda m, x, y: apexfx.Mean(m(x), 3), TypeError, r"a total that is a tensor of shape \[2, 5, 7\]"),
     "a count of several": (lambda m, x, y: apexfx.Mean(total(m, x, y), y), TypeError, r"a count that is a tensor of shape"),
