@@ -55,6 +55,7 @@ SHORT = (  # in order of worth
     "diagnose.py --programs detector_groups.py moving_average.py --blocks 10 --rounds 1 --json results/diagnose.json",
     "coverage.py --models vit --programs distillation --levels O1 --json results/coverage.json --page results/coverage.md",
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
+    "derivatives.py --programs forces --rounds 10 --json results/derivatives.json",
 )
 NO_BENCHMARKS = ("jax_models.py", "roofline.py", "run_all.py")  # run by jax_step.py; a page from a record; this
 
@@ -70,6 +71,7 @@ RATIO: dict[str, Callable[[dict[str, Any]], float]] = {
     "pass_time.json": lambda row: row["compile_s"] / row["pipeline_s"],
     "host_time.json": lambda row: row["ratio"],
     "jax_step.json": lambda row: row["ratio"],
+    "derivatives.json": lambda row: row["ratio"],
     "safeguard.json": lambda row: 1 / row["ratio"],
     "overlap.json": lambda row: row["alone_ms"] / row["backward_ms"],
 }
