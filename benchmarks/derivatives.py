@@ -9,7 +9,6 @@ medians; eager's time / ours in the same turn, its median and 95 % interval; sec
 from __future__ import annotations
 
 import copy
-import json
 import statistics
 import sys
 import time
@@ -75,8 +74,7 @@ def main() -> None:
     for name in args.programs:
         rows.append(measure(name, args.rounds))
         print(tabulate([rows[-1].values()], headers=rows[-1].keys(), floatfmt=".2f"), flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        harness.write_record(args.json, threads=1, rounds=args.rounds, rows=rows)
 
 
 if __name__ == "__main__":
