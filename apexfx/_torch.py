@@ -41,10 +41,12 @@ from torch._dynamo.exc import (
     TorchRuntimeError,
     Unsupported,
     UserError,
+    unimplemented,
 )
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import LocalSource
 from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
@@ -365,6 +367,21 @@ def saves_by_hooks() -> bool:
 def functorch_is_active() -> bool:
     """Return whether a functorch transform (vmap, grad, jvp) is running."""
     return torch._C._are_functorch_transforms_active()
+
+
+def _traced_apply(
+    self: AutogradFunctionVariable, *args: Any, apply: Callable[..., Any] = AutogradFunctionVariable.call_apply, **kwargs: Any
+) -> Any:
+    """Break the graph at a Function in a torch.func transform, where Dynamo (2.11 to 2.13) drops its backward without a word."""
+    if functorch_is_active() and torch.is_grad_enabled():
+        unimplemented(
+            gb_type="torch.autograd.Function in a torch.func transform", context=self.fn_cls.__name__,
+            explanation=f"Under vmap and torch.func a graph would lose the backward of {self.fn_cls.__name__}",
+            hints=["Write it without one, or apply it outside of vmap and torch.func"])
+    return apply(self, *args, **kwargs)
+
+
+AutogradFunctionVariable.call_apply = _traced_apply  # under every backend, as it is wrong under every one
 
 
 def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:

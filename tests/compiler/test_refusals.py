@@ -80,6 +80,32 @@ def test_torch_func_is_led_to_the_source(apply, ran):
     apply(source, x)
 
 
+class Doubled(torch.autograd.Function):
+    """Have twice the gradient of the identity."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda x: x.clone())
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(lambda ctx, grad: 2 * grad)
+
+
+@table(1, "around", [
+    lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x), lambda f, x: torch.vmap(f)(x),
+    lambda f, x: torch.func.vjp(f, x)[1](x)[0],
+])  # fmt: skip
+def test_a_function_under_torch_func_keeps_its_backward_or_is_refused(around):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + around(lambda row: Doubled.apply(nn.functional.linear(row, self.weight)), x)
+
+    source, x = Model(3, 3), torch.randn(4, 3)
+    expected, = torch.autograd.grad(source(x).sum(), source.weight)
+    assert torch.equal(torch.autograd.grad(transformed(source, opt_level="O0")(x).sum(), source.weight)[0], expected)
+    step = apexfx.train_step(source, lambda out: out.sum(), torch.optim.SGD(source.parameters()), opt_level="O0", inner="eager")
+    with pytest.raises(apexfx.NotOneGraph, match="a graph would lose the backward of Doubled"):
+        step(x)
+
+
 def test_a_backward_hook_fires_on_the_model_and_is_named_on_a_module_in_it():
     source, x, grads = nn.Sequential(nn.Linear(3, 2)), torch.randn(4, 3, requires_grad=True), []
     model = transformed(source)
