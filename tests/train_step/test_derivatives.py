@@ -71,3 +71,23 @@ def test_a_second_derivative_of_a_recurrent_layer_is_refused(kind):
     step = apexfx.train_step(model, objective=forces, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
     with pytest.raises(RuntimeError, match="the loss holds a derivative through torch.*; loop over cells"):
         step(X, ENERGY, FORCE)
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.pow(3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0].square() * grad
+
+
+def test_a_second_derivative_of_a_function_is_refused():
+    """Its backward is a graph of its own, of which autograd would take the derivative for zero."""
+    model = nn.Linear(3, 1)
+    step = apexfx.train_step(model, objective=lambda model, *batch: forces(lambda x: Cube.apply(model(x)), *batch),
+                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
+    with pytest.raises(ValueError, match=r"holds a derivative, and test_derivatives.py:\d+ calls a torch.autograd.Function"):
+        step(X, ENERGY, FORCE)
