@@ -120,11 +120,11 @@ struct Shape {
   const Tensor& of;
 };
 
-inline std::ostream& operator<<(std::ostream& out, const Shape& shape) {
+inline std::string text(const Shape& shape) {
   const auto sizes = shape.of.sizes();
-  out << "(";
-  for (size_t d = 0; d < sizes.size(); ++d) out << (d > 0 ? ", " : "") << sizes[d];
-  return out << (sizes.size() == 1 ? ",)" : ")");
+  std::string out = "(";
+  for (size_t d = 0; d < sizes.size(); ++d) out += (d > 0 ? ", " : "") + std::to_string(sizes[d]);
+  return out + (sizes.size() == 1 ? ",)" : ")");
 }
 
 // A schema lets None through where it asks for a tensor.

@@ -10,8 +10,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -48,14 +48,28 @@ using BFloat16 = c10::BFloat16;
 template <typename E>
 using Compute = std::conditional_t<std::is_same_v<E, double>, double, float>;
 
+// Parts of a message. (A std::ostream would need the one libstdc++ of torch: a toolchain that links its own into the library gives
+// it locales that are not its stream's, and the first number crashes.)
+inline std::string text(const char* part) { return part; }
+
+template <typename T, typename = std::enable_if_t<std::is_integral_v<T>>>
+inline std::string text(T number) {
+  return std::to_string(number);
+}
+
+inline std::string text(double number) {
+  char digits[32];
+  std::snprintf(digits, sizeof(digits), "%g", number);
+  return digits;
+}
+
 // Throws std::runtime_error("apexfx::<op>: ...") unless `condition` holds; Python sees a RuntimeError.
 template <typename... Parts>
 inline void check(bool condition, const char* op, const Parts&... parts) {
   if (condition) return;
-  std::ostringstream message;
-  message << "apexfx::" << op << ": ";
-  (message << ... << parts);
-  throw std::runtime_error(message.str());
+  std::string message = std::string("apexfx::") + op + ": ";
+  ((message += text(parts)), ...);
+  throw std::runtime_error(message);
 }
 
 inline const char* dtype_name(ScalarType dtype) {

@@ -350,6 +350,22 @@ def test_the_audit_notices_a_forbidden_symbol(tmp_path):
     assert status == 1 and "PyLong_Check" in output and "_ZN2at3fooEv" in output
 
 
+@pytest.mark.long
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_messages_of_a_library_with_a_libstdcxx_of_its_own(tmp_path):
+    """Some toolchains have libstdc++ as an archive alone; a stream's locale is then not the one of torch."""
+    compiler, library, units = tmp_path / "g++", tmp_path / "bucket.so", ("csrc/cpu/bucket.cpp", "csrc/cpu/convert.cpp")
+    compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
+    compiler.chmod(0o755)
+    status, output = run([sys.executable, "csrc/compile_ops.py", "--only", *units, "--out", str(library)],
+                         CXX=str(compiler))  # fmt: skip
+    assert status == 0, output
+    program = ("import sys, torch\nfrom apexfx.ops.bucket import flatten_bucket\ntorch.ops.load_library(sys.argv[1])\n"
+               "flatten_bucket([torch.ones(3)], [0, 3], 6, torch.float32, 0.5)")  # fmt: skip
+    status, output = run([sys.executable, "-c", program, str(library)], APEXFX_EXT="0")
+    assert "RuntimeError: apexfx::flatten_bucket: 1 tensors but 2 offsets" in output, (status, output)
+
+
 @needs_library
 @pytest.mark.skipif(shutil.which("objdump") is None or "x86_64" not in sysconfig.get_platform(), reason="reads x86-64 code")
 def test_hot_loops_are_vectorized_for_three_machines():
