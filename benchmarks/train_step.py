@@ -14,15 +14,15 @@ Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and 
     transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
     train_step       apexfx.train_step() with torch's AdamW
 
-`--cpp-wrapper`: all but eager have Inductor call its kernels from C++, and their rows say so.
-At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a GradScaler. Columns:
-median milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is faster), the median with its
-95 % interval; whether that lies above 1, below, or neither: "undecided". They take turns: a step of a large model, ten of a small
-one, whose weights then stay in the caches as in training. `--memory`: the MiB by which the resident set grew over its size after
-the imports, at its peak in ten steps, in a process of its own whose malloc gives back what is freed. `--start N`: seconds from
-the model to the end of the first step in a new process, with an empty compile cache ("cold") and once more ("warm"), and this /
-torch.compile in the same turn (below 1 is faster); medians of N turns, and the ratio's lowest and highest. `--json` keeps the
-rows of other models.
+`--batches N`: batches N times as large, as a GPU wants them. `--cpp-wrapper`: all but eager have Inductor call its kernels from
+C++, and their rows say so. At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a
+GradScaler. Columns: median milliseconds of a step, of the slower rank; torch.compile / this in the same turn (above 1 is
+faster), the median with its 95 % interval; whether that lies above 1, below, or neither: "undecided". They take turns: a step
+of a large model, ten of a small one, whose weights then stay in the caches as in training. `--memory`: the MiB by which the
+resident set grew over its size after the imports, at its peak in ten steps, in a process of its own whose malloc gives back
+what is freed. `--start N`: seconds from the model to the end of the first step in a new process, with an empty compile cache
+("cold") and once more ("warm"), and this / torch.compile in the same turn (below 1 is faster); medians of N turns, and the
+ratio's lowest and highest. `--json` keeps the rows of other models.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def label(name: str, level: str, given: argparse.Namespace) -> str:
 def build(name: str, variant: str, level: str, given: argparse.Namespace) -> tuple[Step, Batch]:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
-    model, x = make().to(given.device), inputs().to(given.device)
+    model, x = make().to(given.device), torch.cat([inputs() for _ in range(given.batches)]).to(given.device)
     options = {"opt_level": level, "inner_options": {"cpp_wrapper": True} if given.cpp_wrapper else {}}
     if level != "O0":
         options["dtype"] = getattr(torch, given.dtype)
@@ -253,6 +253,7 @@ def main() -> None:
     parser.add_argument("--no-clip", action="store_true")
     parser.add_argument("--cpp-wrapper", action="store_true")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--mbytes-per-s", type=float)
     parser.add_argument("--threads", type=int, default=1)

@@ -211,7 +211,7 @@ class Results:
         self.sources = {step.name: step.sources() for step in planned}
         for path in (folder, *self.copies):
             path.mkdir(parents=True, exist_ok=True)
-        self.record: Record = {"stands_in": stands_in, "commit": commit(), "machine": {}, "steps": []}
+        self.record: Record = {"stands_in": stands_in, "machine": {}, "steps": []}
         for place in () if fresh else (folder, *self.copies):
             earlier = read_record(place / RECORD)
             if earlier.get("stands_in") == stands_in:
@@ -232,7 +232,7 @@ class Results:
 
     def add(self, record: Record) -> None:
         """Put the record of a step in place of an earlier one, and write everything."""
-        record["sources"] = self.sources[record["step"]]
+        record |= {"sources": self.sources[record["step"]], "commit": commit()}
         others = [earlier for earlier in self.record["steps"] if earlier["step"] != record["step"]]
         self.record["steps"] = [*others, record]
         self.write()
