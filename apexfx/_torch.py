@@ -1,4 +1,4 @@
-"""Every private name of torch that the package uses: imports, and attributes of torch's objects.
+"""Every private name of torch that the package uses, but for those of its compilers: imports, and attributes of torch's objects.
 
 All were run on torch 2.11, 2.13 and 2.15 (docs/torch_versions.md), but for those that say otherwise. `tests/test_torch_names.py`
 fails, naming the line, where another file reaches for one; `tests/check_torch_names.py` says what another torch lacks.
@@ -29,42 +29,12 @@ from torch import _foreach_copy_ as foreach_copy_
 from torch import _foreach_lerp_ as foreach_lerp_
 from torch import _foreach_mul_ as foreach_mul_
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import config as dynamo_config
-from torch._dynamo import run as run_cached_graphs
-from torch._dynamo import symbolic_convert
-from torch._dynamo.backends.common import aot_autograd
-from torch._dynamo.decorators import skip as dynamo_skip
-from torch._dynamo.exc import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-    InternalTorchDynamoError,
-    TorchRuntimeError,
-    Unsupported,
-    UserError,
-    unimplemented,
-)
-from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import LocalSource
-from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
-from torch._dynamo.variables.misc import AutogradFunctionVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     GradAOTOutput,
     PlainAOTInput,
     PlainAOTOutput,
 )
-from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
-from torch._inductor import config as inductor_config
-from torch._inductor import ir as inductor_ir
-from torch._inductor import lowering as inductor_lowering
-from torch._inductor.compile_fx import compile_fx, compile_fx_inner
-from torch._inductor.custom_graph_pass import CustomGraphPass
-from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
-from torch._inductor.graph import GraphLowering
-from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
-from torch._inductor.virtualized import V as inductor_state
-from torch._inductor.virtualized import ops as inductor_ops
 from torch._library.custom_ops import OPDEFS
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -75,13 +45,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.cuda import _get_nvml_device_index as nvml_index
 from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
-from torch.distributed.tensor import DTensor
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import (
-    GuardOnDataDependentSymNode,
-    free_unbacked_symbols,
-    statically_known_true,
-)
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_step_post_hooks
@@ -127,22 +91,6 @@ def compiled_module() -> torch.nn.Module | None:
     return outermost if frame is not None else None
 
 
-class _NoMetricsError(logging.Filter):
-    """Drops the error that 2.11 logs where a set of functions is in Dynamo's configuration: its metrics sort every set."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.exc_info is None or "not supported between instances of" not in str(record.exc_info[1])
-
-
-_no_metrics_error = _NoMetricsError()
-
-
-def patched_dynamo(settings: Mapping[str, Any]) -> Any:
-    """Return a context with these settings of Dynamo, which may be entered again and again; sets among them are taken."""
-    logging.getLogger("torch._dynamo.metrics_context").addFilter(_no_metrics_error)  # once, however often it is added
-    return dynamo_config.patch(dict(settings))
-
-
 def raised_by_op(error: BaseException) -> BaseException:
     """Return what an op raised when Dynamo ran it on fake tensors, of the error that Dynamo made of it."""
     while type(error).__module__.startswith("torch._dynamo") and (inner := error.__cause__ or error.__context__) is not None:
@@ -173,51 +121,6 @@ def without_tensorify() -> Iterator[None]:
         yield
     finally:
         os.environ.pop(name) if before is None else os.environ.__setitem__(name, before)
-
-
-def graph_breaks_so_far() -> tuple[int, float]:
-    """Return what `graph_breaks` is given to tell those that come after now."""
-    return len(graph_break_reasons), time.time()
-
-
-def graph_breaks(before: tuple[int, float]) -> list[str]:
-    """Return the graph breaks of this process since then, each as its reason and the place of the user's that caused it.
-
-    One for which Dynamo left a whole frame to eager, as in a loop, is among its failed compilations alone.
-    """
-    breaks = [_in_a_line(each.reason, each.user_stack[-1]) for each in graph_break_reasons[before[0]:] if each.user_stack]
-    dropped = [_in_a_line(each.fail_reason, traceback.FrameSummary(each.fail_user_frame_filename, each.fail_user_frame_lineno,
-                                                                   each.co_name))
-               for each in get_compilation_metrics() if each.fail_type == "Unsupported" and each.fail_user_frame_filename
-               and (each.start_time or 0) >= before[1]]
-    return breaks + [each for each in dropped if each not in breaks]
-
-
-def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
-    """Return the graph breaks, as `graph_breaks` does, that a graph which Dynamo is compiling begins behind and ends in."""
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
-    code = translator.output.root_tx.f_code if translator is not None else None
-    begin = re.search(r"torch_dynamo_resume_in_.+_at_(\d+)$", code.co_name if code is not None else "")
-    place = (code.co_filename, int(begin[1])) if begin else None
-    before = [each for each in graph_break_reasons
-              if each.user_stack and (each.user_stack[0].filename, each.user_stack[0].lineno) == place]
-    around = before[-1:] + ([gm.compile_subgraph_reason] if ends_in_graph_break(gm) else [])
-    return [_in_a_line(each.reason, each.user_stack[-1]) for each in around if each.user_stack]
-
-
-def recompile_reason() -> str:
-    """Return, in a line, the guard that failed where Dynamo is compiling a frame anew; "" for a frame's first graph."""
-    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason") or ""  # None for the first
-    reason = re.sub(r"^\d+/\d+: ", "", reason.strip().partition("\n")[0]).partition("  # ")[0].strip()
-    if (constant := re.fullmatch(r"(.+) == (.+)", reason)) and isinstance(now := _traced(constant[1]), (bool, int, float, str)):
-        reason = f"{constant[1]} {now!r}, was {constant[2]}"
-    return re.sub(r"\bL\['(\w+)'\]", r"\1", reason)
-
-
-def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
-    reason = "a branch on data" if reason.startswith(("generic_jump", "Data-dependent branching")) else reason.partition("\n")[0]
-    function = re.sub(r"torch_dynamo_resume_in_(.+)_at_\d+", r"\1", place.name)
-    return f"{reason} at {place.filename}:{place.lineno}, in {function}" + (f": {place.line}" if place.line else "")
 
 
 def is_alone_in_memory(tensor: torch.Tensor) -> bool:
@@ -272,29 +175,39 @@ def note_optimizer_ran(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True
 
 
+def current_translator() -> Any:
+    """Return what translates the frame that Dynamo is compiling; None where it compiles none, or is not imported."""
+    module = sys.modules.get("torch._dynamo.symbolic_convert")
+    return getattr(module.tls, "current_tx", None) if module is not None else None
+
+
 def traced_module(*, guard: bool = False) -> torch.nn.Module | None:
     """Return the module whose method is the frame that Dynamo is compiling, or None.
 
     Args:
         guard: have Dynamo compile the frame anew for another module of the same class.
     """
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    translator = current_translator()
     names = translator.output.root_tx.f_code.co_varnames if translator is not None else ()
     first = translator.output.local_scope.get(names[0]) if names else None
     if not isinstance(first, torch.nn.Module):
         return None
     if guard:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import LocalSource
+
         install_guard(LocalSource(names[0], is_input=True).make_guard(GuardBuilder.ID_MATCH))
     return first
 
 
 def traced_value(source: object) -> object | None:
     """Return what Dynamo, which is compiling a graph, found at `source`; None where that cannot be read."""
-    return _traced(source.name)
+    return traced_expression(source.name)
 
 
-def _traced(expression: str) -> object | None:
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
+def traced_expression(expression: str) -> object | None:
+    """Return the value of a guard's Python in the frame that Dynamo is compiling; None where that cannot be read."""
+    translator = current_translator()
     if translator is None:
         return None
     scope = {"L": translator.output.local_scope, "G": translator.output.global_scope}
@@ -306,41 +219,66 @@ def _traced(expression: str) -> object | None:
 
 def traced_constants() -> list[object]:
     """Return the sources of the numbers, flags and texts that the graph which Dynamo is compiling holds as constants."""
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    translator = current_translator()
     guards = translator.output.guards if translator is not None else ()
     return [guard.originating_source for guard in guards if guard.create_fn_name() == "CONSTANT_MATCH"]
 
 
 def traced_random_objects() -> list[str]:
     """Return where Dynamo found the `random.Random` objects that the frame which it is compiling draws from."""
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
+    translator = current_translator()
     held = translator.output.side_effects.id_to_variable.values() if translator is not None else ()
     return [each.source.name for each in held if type(each).__name__ == "RandomVariable" and each.source is not None]
 
 
-@dynamo_skip
-def backend_around() -> object | None:
-    """Return the backend, as `backend_of` does, of the `torch.compile` in whose call this code runs, or None."""
-    return _innermost(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+in_graphs: list[Callable[..., Any]] = []  # what `allow_in_graph` was given
+
+
+def allow_in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Have Dynamo put calls of `function` into a graph, once `_torch_compilers` is imported, and look no further into it."""
+    in_graphs.append(function)
+    return function
 
 
 def backend_of(module: torch.nn.Module) -> object | None:
     """Return the backend of a module that `torch.compile` returned, with `compiler_name` and `kwargs`, or None."""
-    return _innermost(module.dynamo_ctx.callback) if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else None
+    return innermost_backend(module.dynamo_ctx.callback) if _is_compiled(module) else None
 
 
 def source_of_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module that `torch.compile` was given, for one that it returned; any other as it is."""
-    return module._orig_mod if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) else module
+    return module._orig_mod if _is_compiled(module) else module
 
 
-def compiling_backend() -> object | None:
-    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None."""
-    translator = getattr(symbolic_convert.tls, "current_tx", None)
-    return _innermost(translator.output.compiler_fn) if translator is not None else None
+def _is_compiled(module: torch.nn.Module) -> bool:
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")  # without which nothing is
+    return eval_frame is not None and isinstance(module, eval_frame.OptimizedModule)
 
 
-def _innermost(backend: object | None) -> object | None:
+def is_dtensor(value: object) -> bool:
+    """Return whether `value` is a tensor of which each rank may hold a part."""
+    made_by = sys.modules.get("torch.distributed.tensor")  # without which there is none
+    return made_by is not None and isinstance(value, made_by.DTensor)
+
+
+def statically_known_true(condition: object) -> bool:
+    """Return whether a comparison of sizes is true for all sizes that a graph may run with."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true as known
+
+    return known(condition)
+
+
+def free_unbacked_symbols(value: object) -> Any:
+    """Return the sizes that are read from data, and others depend on, of a tensor, a number or a list."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free
+
+    return free(value)
+
+
+def innermost_backend(backend: object | None) -> object | None:
+    """Return what the user gave `torch.compile` for a backend, of what Dynamo makes of it; None for None."""
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
     return backend
@@ -367,21 +305,6 @@ def saves_by_hooks() -> bool:
 def functorch_is_active() -> bool:
     """Return whether a functorch transform (vmap, grad, jvp) is running."""
     return torch._C._are_functorch_transforms_active()
-
-
-def _traced_apply(
-    self: AutogradFunctionVariable, *args: Any, apply: Callable[..., Any] = AutogradFunctionVariable.call_apply, **kwargs: Any
-) -> Any:
-    """Break the graph at a Function in a torch.func transform, where Dynamo (2.11 to 2.13) drops its backward without a word."""
-    if functorch_is_active() and torch.is_grad_enabled():
-        unimplemented(
-            gb_type="torch.autograd.Function in a torch.func transform", context=self.fn_cls.__name__,
-            explanation=f"Under vmap and torch.func a graph would lose the backward of {self.fn_cls.__name__}",
-            hints=["Write it without one, or apply it outside of vmap and torch.func"])
-    return apply(self, *args, **kwargs)
-
-
-AutogradFunctionVariable.call_apply = _traced_apply  # under every backend, as it is wrong under every one
 
 
 def fsdp_managed(modules: Iterable[tuple[str, torch.nn.Module]]) -> str | None:
@@ -458,16 +381,6 @@ def submodules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
-def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
-    """Have Dynamo run `function` as it is, and trace only what it calls, `reason` being said where it must not.
-
-    As `torch._dynamo.disable(recursive=False)`, whose wrapper raises in `torch.export` with a text of its own.
-    """
-    function = dynamo_skip(function)
-    function._torchdynamo_disable_msg = reason
-    return function
-
-
 def fake_store() -> object:
     """Return the store with which `init_process_group("fake", ...)` makes a world of one real rank.
 
@@ -488,11 +401,6 @@ def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
 def has_kernel(op: str, key: str) -> bool:
     """Return whether `op` ("namespace::name") has a kernel of its own for a dispatch key."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
-
-
-def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
-    """Return whether Inductor computes the convolutions of a graph without a backward channels_last, whatever its strides."""
-    return GraphLowering.decide_layout_opt(gm, is_inference=True)
 
 
 def keep_saved_tensors() -> None:
@@ -638,18 +546,6 @@ class Compilation(NamedTuple):
     seconds: float
 
 
-def compilations() -> list[Compilation]:
-    """Return what Dynamo has compiled in this process, the last 64 of them."""
-    return [Compilation(each.start_time or 0.0, each.co_filename, each.co_firstlineno, each.co_name, each.recompile_reason or "",
-                        each.entire_frame_compile_time_s or 0.0)
-            for each in get_compilation_metrics() if each.co_filename and each.has_guarded_code]
-
-
-def break_places() -> list[tuple[str, list[traceback.FrameSummary]]]:
-    """Return (reason, stack of the user's code) of the graph breaks of this process, in order."""
-    return [(each.reason.partition("\n")[0], list(each.user_stack)) for each in graph_break_reasons if each.user_stack]
-
-
 def update_loss_scale(
     scale: torch.Tensor, growth: torch.Tensor, found_inf: torch.Tensor, factor: float, backoff: float, interval: int
 ) -> None:
@@ -676,24 +572,6 @@ def replace_recomputed(replacement: Callable[[Callable[..., Any]], Callable[...,
     CheckpointFunction.forward, _CheckpointFrame.__init__ = staticmethod(replaced_forward), replaced_init
 
 
-class GeneratedCode(NamedTuple):
-    """The code that Inductor has made of a graph.
-
-    A kernel is called "name:number", which a comment in the source says in front of its call.
-
-    Attributes:
-        call: the function that calls the kernels.
-        source: of the module that holds it.
-        nodes: kernel -> nodes of the graph that it computes.
-        lowered_from: node -> nodes of the graph that AOTAutograd was given.
-    """
-
-    call: types.FunctionType
-    source: str
-    nodes: Mapping[str, Sequence[str]]
-    lowered_from: Mapping[str, Sequence[str]]
-
-
 # Options of Inductor: keep which kernel computes which nodes. It costs no measurable time.
 TRACK_KERNELS = {"trace.provenance_tracking_level": 2}
 
@@ -701,20 +579,6 @@ TRACK_KERNELS = {"trace.provenance_tracking_level": 2}
 def cache_entry(compiled: Any) -> str | None:
     """Return the key under which Inductor's cache has what `compile_fx_inner` returned; None where it has not."""
     return getattr(compiled, "_fx_graph_cache_key", None)
-
-
-def generated_code() -> list[GeneratedCode]:
-    """Return the code of every graph in this process that Inductor was given with `TRACK_KERNELS`, from a cache or not."""
-    codes = []
-    for graph in [each for each in gc.get_objects() if type(each) is CompiledFxGraph]:  # no list has those of a cache
-        mapping = getattr(graph, "inductor_provenance_mapping_str", None)
-        runner = getattr(graph, "compiled_fn_runner", None)  # where the call is wrapped: CUDA graphs, inputs to be aligned
-        call = next((each.__func__ for each in (graph.current_callable, getattr(runner, "call", None))
-                     if isinstance(each, types.MethodType)), graph.current_callable)
-        if mapping and graph.source_code and isinstance(call, types.FunctionType):
-            tables = json.loads(mapping)
-            codes.append(GeneratedCode(call, graph.source_code, tables.get("cppCodeToPost", {}), tables.get("postToPre", {})))
-    return codes
 
 
 class ProfiledEvent(NamedTuple):

@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import fx
 
-from ._torch import compiling_backend, graph_breaks_around
-from .compiler.graph_compiler import GraphCompiler, make_compiler
 from .compiler.pipeline import warn_unmatched
 from .compiler.process_groups import Groups
 from .config import TransformConfig
 from .report.data import Report
+
+if TYPE_CHECKING:
+    from .compiler.graph_compiler import GraphCompiler
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     graph that trains counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`:
     each backward averages, which adds up to the same; `transform()` has it.
     """
+    from ._torch_compilers import compiling_backend, graph_breaks_around
+
     if mode is not None:
         raise ValueError(f"apexfx: mode={mode!r} belongs to backend='inductor'; the backend 'apex' takes options={{...}}, "
                          "among them 'inner_options', for what torch._inductor.list_mode_options(mode) returns")
@@ -84,6 +87,8 @@ def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCom
     Args:
         origin: how the model came about.
     """
+    from .compiler.graph_compiler import make_compiler
+
     global _last_report
     groups = Groups(config)
     compiler = make_compiler(config, groups, standalone=origin == "compile")

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from ._torch import backend_of, source_of_compiled
-from .compiler import compiled_model
 from .compiler.forward_errors import frames_of_user
 from .compiler.forward_errors import place as text_of_line
-from .compiler.inner_compilers import Traced
 from .compiler.process_groups import Groups
 from .compiler.refusals import is_apex
+from .compiler.traced import Traced
+from .compiler.transformed import get_compiled
 from .config import TransformConfig
 from .graph.nodes import module_path, op_name, value
 from .observe.bundle import exact_copy
@@ -31,7 +31,6 @@ from .report.data import Report
 from .train_step import TrainStep
 from .train_step.errors import NotOneGraph
 from .train_step.function import SupervisedObjective, WeightedOutputs
-from .train_step.graphs import trace_gradients
 from .train_step.model import StepModel
 from .train_step.objective import ObjectiveModules
 from .train_step.wrong_call import Call, shown
@@ -180,7 +179,7 @@ class _Model:
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
         backend = backend_of(model)
         model = source_of_compiled(model)
-        compiled, self.notes = compiled_model.get_compiled(model), []
+        compiled, self.notes = get_compiled(model), []
         if compiled is not None:
             config, model = compiled.config, source_of(model)
         elif is_apex(backend):
@@ -207,6 +206,8 @@ class _Model:
         return _CallOfModel(self._objective, batch, named)
 
     def trace(self, call: _Call) -> Traced:
+        from .train_step.graphs import trace_gradients
+
         config, groups, level = self.config, Groups(self.config), self.config.level
         half = config.half_dtype(p.device for p in self._model.parameters()) if level.half_parameters else None
         modules = ObjectiveModules(self._objective, self._model)

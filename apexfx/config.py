@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from ._torch import inductor_config, resolve_process_group
+from ._torch import resolve_process_group
 
 INNER_COMPILERS = ("inductor", "eager", "cudagraphs")
 VERIFY_LEVELS = ("off", "final", "each")
@@ -343,6 +343,8 @@ def _check_inner_options(inner: str, options: Any) -> None:
     if inner == "cudagraphs" and options.get("cpp_wrapper"):
         raise ValueError("apexfx: inner_options={'cpp_wrapper': True} was given with inner='cudagraphs', and Inductor records no "
                          "CUDA graphs of C++; leave one of them out")
+    from ._torch_compilers import inductor_config
+
     known = inductor_config.get_config_copy()
     for name, value in options.items():
         if name not in known:

@@ -8,26 +8,28 @@ import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from . import passes as passes_
 from . import subclassing
-from ._torch import drop_compiled_call, not_traced
+from ._torch import drop_compiled_call
 from .backend import compiler_for
-from .compiler import compiled_model
-from .compiler.compiled_model import CompiledModel, with_private_code
-from .compiler.graph_compiler import GraphCompiler, make_compiler
 from .compiler.model_setup import check_model, set_up
+from .compiler.private_code import with_private_code
 from .compiler.process_groups import averaged_over_none
 from .compiler.refusals import COMPILES_ITSELF
 from .compiler.traceable import TraceableClasses, traced_forward
+from .compiler.transformed import get_compiled
 from .config import TransformConfig
 from .graph.printing import first_names
 from .report.data import Report
 from .subclassing import subclass
+
+if TYPE_CHECKING:
+    from .compiler.graph_compiler import GraphCompiler
 
 log = logging.getLogger(__name__)
 
@@ -115,15 +117,15 @@ def _own_methods(cls: type[nn.Module]) -> list[str]:
 
 
 class TransformedModule:
-    """What `transform()` adds to a model's class. `compiled_model.get_compiled()` finds its state."""
+    """What `transform()` adds to a model's class. `compiler.transformed.get_compiled()` finds its state."""
 
     def _get_name(self) -> str:
         return f"Apexfx{type(self).__name__}"
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in super().__getstate__().items() if not k.startswith("_apexfx")}
-        state["_apexfx_config"] = compiled_model.get_compiled(self).config
-        return state | compiled_model.get_compiled(self).own_forward
+        state["_apexfx_config"] = get_compiled(self).config
+        return state | get_compiled(self).own_forward
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         config = state.pop("_apexfx_config")
@@ -135,11 +137,13 @@ class TransformedModule:
         return _empty, (source_class(self), _inspection(self), _methods(self)), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        from .compiler.graph_compiler import make_compiler
+
         duplicate = memo[id(self)] = _empty(source_class(self), _inspection(self), _methods(self))
         state = self.__getstate__()
         config = state.pop("_apexfx_config")
         super(TransformedModule, duplicate).__setstate__(copy.deepcopy(state, memo))
-        _compile(duplicate, config, make_compiler(config, compiled_model.get_compiled(self).compiler.groups))
+        _compile(duplicate, config, make_compiler(config, get_compiled(self).compiler.groups))
         return duplicate
 
     def __prepare_scriptable__(self) -> nn.Module:  # asked for by torch.jit.script
@@ -152,15 +156,15 @@ class Inspection:
     @property
     def report(self) -> Report:
         """What every pass did, graph by graph; `print` it."""
-        return compiled_model.get_compiled(self).report
+        return get_compiled(self).report
 
     def capture(self, *args: Any, **kwargs: Any) -> Report:
         """Capture and compile the graphs for these inputs now, leaving buffers and random state as they were."""
-        return compiled_model.get_compiled(self).capture(self, args, kwargs)
+        return get_compiled(self).capture(self, args, kwargs)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Accumulate gradients locally inside the block; the first backward after it averages the sum over ranks."""
-        sync = compiled_model.get_compiled(self).compiler.gradient_sync
+        sync = get_compiled(self).compiler.gradient_sync
         return sync.no_sync() if sync is not None else contextlib.nullcontext()
 
     def print_readable(
@@ -185,22 +189,24 @@ def source_of(model: nn.Module) -> nn.Module:
     """Return a module as `model`, which is transformed, was made from: it shares parameters, buffers and submodules."""
     source = object.__new__(source_class(model))
     source.__dict__.update({name: value for name, value in model.__dict__.items() if not name.startswith("_apexfx")})
-    source.__dict__.update(compiled_model.get_compiled(model).own_forward)
+    source.__dict__.update(get_compiled(model).own_forward)
     return source
 
 
 @functools.cache
 def _transformed_class(cls: type[nn.Module], public: tuple[str, ...], methods: tuple[str, ...]) -> type[nn.Module]:
+    from ._torch_compilers import not_traced
+
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return compiled_model.get_compiled(self).call(self, args, kwargs)
+        return get_compiled(self).call(self, args, kwargs)
 
     def method_of(name: str) -> Callable[..., Any]:
         own = getattr(cls, name)
 
         @functools.wraps(own)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            compiled = compiled_model.get_compiled(self)
+            compiled = get_compiled(self)
             if torch.compiler.is_compiling() and compiled.classes.in_use:  # a part of the forward, or of another of these
                 return own(self, *args, **kwargs)
             return compiled.methods[name].call(self, args, kwargs)
@@ -220,7 +226,7 @@ def _inspection(model: nn.Module) -> tuple[str, ...]:
 
 
 def _methods(model: nn.Module) -> tuple[str, ...]:
-    return compiled_model.get_compiled(model).config.methods
+    return get_compiled(model).config.methods
 
 
 def _empty(cls: type[nn.Module], public: tuple[str, ...], methods: tuple[str, ...] = ()) -> nn.Module:
@@ -253,6 +259,8 @@ def make_transformed(cls: type[nn.Module], attributes: Mapping[str, Any], config
 
 def _compile(model: nn.Module, config: TransformConfig, compiler: GraphCompiler) -> None:
     """Give a transformed module, which has all its attributes by now, what its forward calls."""
+    from .compiler.compiled_model import CompiledModel
+
     own_forward, cls = model.__dict__.pop("forward", None), source_class(model)
     classes = TraceableClasses(compiler.groups.batch_norm, compiler.report)
     traced = own_forward or with_private_code(traced_forward(model, cls, compiler.groups.batch_norm))

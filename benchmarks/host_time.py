@@ -28,7 +28,8 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 import apexfx
-from apexfx._torch import aot_autograd, boxed
+from apexfx._torch import boxed
+from apexfx._torch_compilers import aot_autograd
 from apexfx.compiler import inner_compilers
 from apexfx.train_step.function import StepInputs, compiled_separately, run_step
 

@@ -9,7 +9,7 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 
-from apexfx._torch import aot_autograd
+from apexfx._torch_compilers import aot_autograd
 from apexfx.compiler import capture
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.graph.inputs import Placeholder

@@ -13,7 +13,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-NAMES = Path(__file__).parent.parent / "apexfx" / "_torch.py"
+NAMES = [Path(__file__).parent.parent / "apexfx" / name for name in ("_torch.py", "_torch_compilers.py")]
 # Set or read as attributes, so no import statement mentions them.
 SETTINGS = {
     "torch/_inductor/config.py": ("post_grad_custom_post_pass", "reorder_for_peak_memory"),
@@ -46,8 +46,8 @@ class Torch:
 
 
 def imports() -> Iterator[tuple[str, str]]:
-    """Yield (module, name) for everything `apexfx/_torch.py` imports from torch."""
-    for node in ast.walk(ast.parse(NAMES.read_text())):
+    """Yield (module, name) for everything that `apexfx/_torch.py` and `_torch_compilers.py` import from torch."""
+    for node in (node for file in NAMES for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             yield from ((node.module, alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):

@@ -10,6 +10,14 @@ import pytest
 import apexfx
 
 
+def test_importing_the_package_imports_no_compiler():
+    """They take longer than torch itself, and not every program compiles."""
+    code = ("import sys, torch; before = set(sys.modules); import apexfx\n"
+            "print({'.'.join(name.split('.')[:2]) for name in set(sys.modules) - before if not name.startswith('apexfx')})")
+    names = eval(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert not {name for name in names if name.startswith(("torch._dynamo", "torch._inductor", "torch._export", "sympy"))}
+
+
 @pytest.mark.long
 def test_what_is_reached_for_is_imported():
     """Apex's packages as attributes, and what is not shown by its full name."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import _torch_compilers  # noqa: F401  has Dynamo know the marks, whatever compiles the model
 from .._torch import OpOverload, OpOverloadPacket, tree_leaves, tree_map
 from ..config import default_half
 from ..graph.op_names import canonical_name, is_foreign

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook, tensor_version
-from ..compiler import compiled_model
 from ..compiler.refusals import is_parallel_wrapper
+from ..compiler.transformed import get_compiled
 from ..precision.call_casts import Cast, CastCall
 from ..precision.half_model import keeps_float32
 from ..precision.rules import HALVES
@@ -99,7 +99,7 @@ def check_wrapper(model: Any) -> None:
 def check_not_transformed(model: nn.Module) -> None:
     """Raise where casts of amp would meet the graphs of `apexfx.transform`, which hold their own."""
     for name, module in model.named_modules():
-        if compiled_model.get_compiled(module) is not None:
+        if get_compiled(module) is not None:
             where = f"Submodule {name!r} of the incoming model" if name else "Incoming model"
             raise RuntimeError(f"{where} was made by apexfx.transform(): its graphs hold their casts, and amp would cast on top "
                                "of them. Give amp.initialize the module it was made from, with compile=True. For the loss "

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, fx
 
-from .._torch import TRACK_KERNELS, CustomGraphPass, inductor_config
+from .._torch import TRACK_KERNELS
+from .._torch_compilers import CustomGraphPass, inductor_config
 from ..graph import printing
 from ..graph.inputs import Placeholder, is_backward
 from ..graph.nodes import size_hint

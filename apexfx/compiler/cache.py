@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch import inductor_cache_dir
+from .._torch_compilers import inductor_cache_dir
 from ..graph.nodes import graphs
 from ..graph.printing import format_graph
 from ..passes.base import Pass

@@ -21,7 +21,7 @@ _LOCAL = re.compile(r"^L(?:\['(?:kwargs|named_inputs)'\](?=\['))?\['(\w+)'\]")
 
 # Frames of this package between the user's forward and the op: of a traceable class, the call of a module of torch's own.
 _OWN_FRAMES = re.compile(
-    r'^  File "[^"]*/apexfx/(?:compiler/(?:compiled_model|dynamo_\w+)|\w+/function|ops/recurrent)\.py", line .*\n(?:    .*\n?)*',
+    r'^  File "[^"]*/apexfx/(?:compiler/(?:private_code|dynamo_\w+)|\w+/function|ops/recurrent)\.py", line .*\n(?:    .*\n?)*',
     re.MULTILINE)
 
 

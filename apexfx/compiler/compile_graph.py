@@ -19,14 +19,8 @@ import torch
 from torch import fx
 
 from .. import ops, passes
-from .._torch import (
-    free_unbacked_symbols,
-    graph_breaks_around,
-    is_remapped_collective,
-    recompile_reason,
-    tree_leaves,
-    without_tensorify,
-)
+from .._torch import free_unbacked_symbols, is_remapped_collective, tree_leaves, without_tensorify
+from .._torch_compilers import graph_breaks_around, recompile_reason
 from ..config import TransformConfig
 from ..graph.inputs import Placeholder
 from ..graph.mutation import storages, writes_first, written_storages

@@ -16,18 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._torch import (
+from .._torch import functorch_config, module_hooks
+from .._torch_compilers import (
     BackendCompilerFailed,
     FailOnRecompileLimitHit,
     InternalTorchDynamoError,
     TorchRuntimeError,
-    backend_of,
     dynamo_config,
     dynamo_skip,
-    functorch_config,
     graph_breaks,
     graph_breaks_so_far,
-    module_hooks,
 )
 from ..config import TransformConfig
 from ..distributed.agreement import check_alive
@@ -40,7 +38,8 @@ from .forward_errors import LENGTHS, DataDependentError, as_in_eager, name_preci
 from .graph_compiler import GraphCompiler
 from .model_index import ModelIndex
 from .pipeline import warn_unmatched
-from .refusals import check_call, is_apex, is_parallel_wrapper, untraceable
+from .private_code import with_own_code, with_private_code
+from .refusals import check_call, untraceable
 from .traceable import TraceableClasses
 from .unscaled_loss import warn_where_unscaled
 
@@ -299,23 +298,6 @@ class CompiledModel:
         return self.report
 
 
-def get_compiled(module: nn.Module) -> CompiledModel | None:
-    """Return what the forward of a transformed module calls; None for any other module."""
-    return module.__dict__.get("_apexfx")
-
-
-def check_not_averaged(model: nn.Module, advice: str) -> None:
-    """Refuse a model of which some module has its gradients averaged already, by a wrapper or by its graphs."""
-    for name, module in model.named_modules():
-        where = f"submodule {name!r}" if name else "the model"
-        if is_parallel_wrapper(module):
-            raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; {advice}")
-        transformed = (compiled := get_compiled(module)) is not None and compiled.config.ddp
-        if transformed or is_apex(backend := backend_of(module)) and (backend.kwargs.get("options") or {}).get("ddp"):
-            raise ValueError(f"apexfx: {where} was transformed with ddp already and averages its gradients; leave out one of the "
-                             "two")
-
-
 def _has_begun(error: Exception) -> bool:
     """Whether a part of the forward ran before Dynamo raised `error`, so that running it again would do that part twice."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -328,33 +310,9 @@ def _is_float32(model: nn.Module) -> bool:
     return {p.dtype for p in model.parameters() if p.is_floating_point()} == {torch.float32}
 
 
-def with_private_code(function: Any) -> types.FunctionType:
-    """Return `function` with a code object of its own.
-
-    Dynamo counts recompilations a code object; models of one class would use up each other's limit. What it does not
-    trace as a root frame (torch's own modules, callables that are no functions) is called from a function that it does.
-    """
-    if isinstance(function, types.FunctionType) and not (function.__module__ or "").startswith("torch."):
-        own = _with_own_code(function)
-        own.__qualname__ = function.__qualname__  # no __wrapped__: Dynamo would follow it to the shared code object
-        return own
-
-    def forward(module: Any, *inputs: Any, **named_inputs: Any) -> Any:
-        return function(module, *inputs, **named_inputs)
-
-    return _with_own_code(forward)
-
-
-def _with_own_code(function: types.FunctionType) -> types.FunctionType:
-    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__,
-                             function.__defaults__, function.__closure__)
-    own.__kwdefaults__ = function.__kwdefaults__
-    return own
-
-
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(forward, types.MethodType):
         return types.MethodType(with_private_code(forward.__func__), forward.__self__)
     if isinstance(forward, types.FunctionType):
-        return _with_own_code(forward)
-    return _with_own_code(lambda *inputs, **named_inputs: forward(*inputs, **named_inputs))
+        return with_own_code(forward)
+    return with_own_code(lambda *inputs, **named_inputs: forward(*inputs, **named_inputs))

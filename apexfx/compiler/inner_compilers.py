@@ -10,20 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import (
-    aot_autograd,
-    boxed,
-    cache_entry,
-    compile_fx,
-    compile_fx_inner,
-    count_calls,
-    inductor_config,
-    keep_kernels,
-    keep_saved_tensors,
-)
+from .._torch import boxed, cache_entry, keep_saved_tensors
+from .._torch_compilers import aot_autograd, compile_fx, compile_fx_inner, count_calls, inductor_config, keep_kernels
 from ..graph.nodes import graphs
-from ..precision.op_rows import OpRow
 from . import lowerings
+from .traced import Traced
 
 lowerings.register()
 
@@ -92,24 +83,6 @@ def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         return gm.forward(*taken)
 
     return boxed(call)
-
-
-class Traced(Exception):
-    """Raised in place of the run of a graph that was to be handed out.
-
-    Attributes:
-        gm: the graph after all passes, its inputs named.
-        inputs: what it would have run on; some of them are the user's own tensors, which it may write.
-        ops: rows of its forward as it was captured, after the forward passes.
-        outputs: what each output is: "" for what the captured function returns, else the parameter that it is the gradient of.
-    """
-
-    ops: Sequence[OpRow] = ()
-    outputs: Sequence[str] = ()
-
-    def __init__(self, gm: fx.GraphModule, inputs: list[Any]) -> None:
-        super().__init__("a graph that was to be traced has run")
-        self.gm, self.inputs = gm, inputs
 
 
 def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from .._torch import free_unbacked_symbols, inductor_ops, inductor_state, registered_ops
-from .._torch import inductor_ir as ir
-from .._torch import inductor_lowering as lowering
+from .._torch import free_unbacked_symbols, registered_ops
+from .._torch_compilers import inductor_ir as ir
+from .._torch_compilers import inductor_lowering as lowering
+from .._torch_compilers import inductor_ops, inductor_state
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from ..config import TransformConfig
 from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
 from ..precision.half_model import cast_model
-from .compiled_model import check_not_averaged, get_compiled
 from .process_groups import Groups
 from .refusals import check_whole
+from .transformed import check_not_averaged, get_compiled
 
 
 def check_model(model: nn.Module, config: TransformConfig, function: str, *, give: str, inner: str) -> None:

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from .._torch import (
-    DTensor,
     FakeTensor,
     active_ddp_module,
-    backend_around,
     fsdp_managed,
     functorch_is_active,
     global_module_hooks,
     has_backward_hooks,
+    is_dtensor,
     is_fsdp_source,
     is_replica,
     is_traceable_wrapper_subclass,
@@ -46,7 +45,7 @@ def check_whole(model: nn.Module) -> None:
     check_not_sharded(model.named_modules())
     for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, tensor in tensors:
-            if isinstance(tensor, DTensor):
+            if is_dtensor(tensor):
                 raise ValueError(f"apexfx: {kind} {name!r} is a DTensor, of which this rank may hold a part. {_WHOLE}")
             if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
                 raise ValueError(f"apexfx: {kind} {name!r} has no shape yet; run the lazy module once first")
@@ -55,7 +54,7 @@ def check_whole(model: nn.Module) -> None:
 def check_inputs(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
     """Refuse a captured graph whose parameters belong to FSDP or are DTensors."""
     for node, example in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-        if isinstance(example, DTensor):
+        if is_dtensor(example):
             raise ValueError(f"apexfx: {node.name} is a DTensor, of which this rank may hold a part. {_WHOLE}")
         if is_fsdp_source(node):
             raise ValueError(f"apexfx: {node.name} belongs to a module that FSDP shards. {_WHOLE}")
@@ -110,6 +109,8 @@ def check_call(model: nn.Module, submodules: Iterable[tuple[str, nn.Module]]) ->
         model: what was called.
         submodules: those below it, by name.
     """
+    from .._torch_compilers import backend_around
+
     if is_replica(model):
         raise RuntimeError("apexfx: nn.DataParallel runs copies of the model, and the graphs of a transformed one use the "
                            "original's parameters; start one process a GPU and use ddp=True")

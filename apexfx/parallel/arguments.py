@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from .._torch import process_group_timeout
-from ..compiler.compiled_model import check_not_averaged
 from ..compiler.refusals import check_whole
+from ..compiler.transformed import check_not_averaged
 from ..transform import TransformedModule
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from .._torch import resolve_process_group, tree_map
 from ..backend import compiler_for
-from ..compiler import compiled_model
 from ..compiler.model_setup import set_up
+from ..compiler.transformed import get_compiled
 from ..config import BucketConfig
 from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
@@ -181,7 +181,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def _synchronizer(self) -> Any:
         """What averages gradients while it is `enabled`: the eager form, or the graphs' `GradientSync`."""
-        return compiled_model.get_compiled(self.module).compiler.gradient_sync if self.in_graph else self._live_averaging()
+        return get_compiled(self.module).compiler.gradient_sync if self.in_graph else self._live_averaging()
 
     def _live_averaging(self) -> EagerAveraging:
         """Return what averages; a copy gets its own here, when it first trains, and so may be made on one rank alone."""
@@ -230,7 +230,7 @@ class DistributedDataParallel(nn.Module):
     @property
     def bucket_plan(self) -> Any:
         """The buckets of a transformed module: print, save, edit, replay with `plan=`; None where torch's DDP has them."""
-        return compiled_model.get_compiled(self.module).report.buckets() if self.in_graph else None
+        return get_compiled(self.module).report.buckets() if self.in_graph else None
 
     @property
     def allreduce_buffers(self) -> list[Tensor]:
@@ -259,7 +259,7 @@ def data_parallel_copy(
 
     `module` itself is to be left alone from now on: a backward through it raises `UnsynchronizedGradientError`.
     """
-    compiled = compiled_model.get_compiled(module)
+    compiled = get_compiled(module)
     config = dataclasses.replace(compiled.config, ddp=buckets, process_group=process_group)
     compiler = compiler_for(config)
     set_up(module, config, compiler.groups, compiler.agreement, broadcast_buffers=broadcast_buffers)

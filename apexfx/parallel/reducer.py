@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..buckets.eager_reduce import average_tensors, reduce_gradients
-from ..compiler.compiled_model import check_not_averaged
 from ..compiler.refusals import check_whole
+from ..compiler.transformed import check_not_averaged
 from ..config import BucketConfig
 from ..distributed.broadcast import broadcast_from_first
 from .flat import extract_tensors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import HigherOrderOperator, OpOverload, computes_channels_last, statically_known_true, tree_leaves
+from .._torch import HigherOrderOperator, OpOverload, statically_known_true, tree_leaves
 from ..graph.inputs import gradient_list, replace_gradients
 from ..graph.nodes import before_upcast, call, evaluate, fake_mode, insert_after, set_value, value
 from ..graph.order import draws_random_numbers
@@ -49,6 +49,8 @@ class ChannelsLast(Pass):
     numeric = "reassociates"
 
     def call(self, gm: fx.GraphModule) -> PassResult:
+        from .._torch_compilers import computes_channels_last
+
         if not computes_channels_last(gm) or not all(_takes_any_strides(node) for node in gm.graph.nodes):
             return PassResult(gm, False)
         mode = fake_mode(gm.graph)

@@ -8,25 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
+from .._torch import allow_in_graph
 from ..graph.op_names import canonical_name
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def half_arguments(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return `tensors`, which the precision pass casts to half."""
     return tensors
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def float_arguments(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return `tensors`, which the precision pass casts to float32 where they are half."""
     return tensors
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def promote_arguments(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return `tensors`, which the precision pass casts to the widest of their dtypes."""
     return tensors

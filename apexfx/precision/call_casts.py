@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import is_tree_node, tensor_version, tree_leaves, tree_map
+from .._torch import allow_in_graph, is_tree_node, tensor_version, tree_leaves, tree_map
 
 _OPAQUE = (str, bytes, numbers.Number, nn.Module, type)
 
@@ -138,7 +138,7 @@ def _with_parts(value: Any, parts: dict[Any, Any]) -> Any:
     return copied
 
 
-@torch.compiler.allow_in_graph
+@allow_in_graph
 def check_unwritten(copied: Tensor, name: str) -> Tensor:
     """Return `copied`; raise RuntimeError where a traced forward has written into it.
 

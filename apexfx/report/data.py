@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .._torch import inductor_config, tree_map
+from .._torch import tree_map
 from ..buckets.plan import BucketPlan
 from ..graph.printing import comparable
 from . import records
@@ -226,6 +226,8 @@ class Report:
             ValueError: a number of steps that is none; a C++ wrapper, in which no kernel can be told from another.
             Others: as of the step.
         """
+        from .._torch_compilers import inductor_config
+
         if num_steps < 1 or num_warmup < 0:
             raise ValueError(f"apexfx: num_steps={num_steps!r} and num_warmup={num_warmup!r} were given, expected at least 1 "
                              "and 0")

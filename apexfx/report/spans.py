@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from .._torch import ProfilerSpan, generated_code
+from .._torch import ProfilerSpan
 from .node_places import NodePlaces, node_places
 from .records import GraphReport
 
@@ -76,6 +76,8 @@ class GraphCode:
 def graph_codes(graphs: Sequence[GraphReport]) -> list[GraphCode]:
     """Return the code of every compiled graph in the process; that of `graphs` knows where it belongs."""
     codes = [_of_graph(gm, graph) for graph in graphs for gm in (ref() for ref in graph.running) if gm is not None]
+    from .._torch_compilers import generated_code
+
     for each in generated_code():
         code = GraphCode(each.call, each.source, each.nodes, each.lowered_from)
         _find_stage(code, graphs)

@@ -15,15 +15,16 @@ from torch import fx
 from torch.fx.traceback import annotate
 
 from .. import passes
-from .._torch import PlainAOTOutput, keep_sequence_numbers, set_grad_enabled
+from .._torch import PlainAOTOutput, set_grad_enabled
+from .._torch_compilers import keep_sequence_numbers
 from ..compiler import capture
 from ..compiler.backward_stage import BackwardPasses, random_inputs
 from ..compiler.compile_graph import RewrittenGraph, numeric_options, read_inputs, rewrite
-from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.pipeline import warn_unmatched
 from ..compiler.process_groups import Groups
 from ..compiler.refusals import check_plain
+from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
@@ -66,7 +67,7 @@ class StepCompiler:
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
-        traces: raise `inner_compilers.Traced` in place of running a graph; its nodes say what they are the backward of.
+        traces: raise `traced.Traced` in place of running a graph; its nodes say what they are the backward of.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.

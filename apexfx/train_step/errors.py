@@ -8,17 +8,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from .._torch import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-    GuardOnDataDependentSymNode,
-    InternalTorchDynamoError,
-    TorchRuntimeError,
-    Unsupported,
-    UserError,
-    dynamo_config,
-    quiet_fakes,
-)
+from .._torch import quiet_fakes
 from ..compiler.capture import local_name
 from ..compiler.forward_errors import LENGTHS, DataDependentError, as_in_eager, frames_of_user, place, with_place
 
@@ -99,6 +89,17 @@ def untrainable_loss() -> ValueError:
 @contextlib.contextmanager
 def capture_errors() -> Iterator[None]:
     """Raise `NotOneGraph`, or what the model or the loss raises in eager, in the place of Dynamo's errors."""
+    from .._torch_compilers import (
+        BackendCompilerFailed,
+        FailOnRecompileLimitHit,
+        GuardOnDataDependentSymNode,
+        InternalTorchDynamoError,
+        TorchRuntimeError,
+        Unsupported,
+        UserError,
+        dynamo_config,
+    )
+
     try:
         with quiet_fakes():
             yield
@@ -133,6 +134,8 @@ def capture_errors() -> Iterator[None]:
 
 
 def _of_dynamo(error: Exception) -> Exception:
+    from .._torch_compilers import TorchRuntimeError
+
     said = str(error)
     if "does not require grad" in said or "One of the differentiated Tensors" in said:
         return untrainable_loss()

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from .._torch import tree_leaves, tree_map
-from ..compiler.compiled_model import with_private_code
+from ..compiler.private_code import with_private_code
 from .mean import Mean, Weighted, weigh
 
 ACCUMULATED = ".accumulated"  # ends the name of what accumulates the gradients of a parameter

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import dynamo_config, patched_dynamo, run_cached_graphs, saves_by_hooks, tensor_version
+from .._torch import saves_by_hooks, tensor_version
+from .._torch_compilers import dynamo_config, patched_dynamo, run_cached_graphs
 from ..compiler.compile_graph import WeakBackend
-from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.process_groups import Groups
+from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..report.data import Report
 from .compiler import StepCompiler

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import not_traced, tensor_version, tree_leaves
+from .._torch import tensor_version, tree_leaves
+from .._torch_compilers import not_traced
 from ..compiler.compiled_model import CompiledModel, with_private_code
 from ..compiler.graph_compiler import GraphCompiler
 from ..compiler.refusals import COMPILES_ITSELF

@@ -10,23 +10,25 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._torch import tensor_version, tree_leaves, tree_map
-from ..compiler.inner_compilers import Traced
+from ..compiler.traced import Traced
 from ..observe import bundle
 from ..observe.interpreter import Interpreter
 from ..observe.non_finite import NonFinite
 from ..ops.apply_gradients import StepPlan
-from .graphs import StepGraphs
 from .loss_scale import SCALE, SKIPS
 from .parts import StepParts
 from .safeguard import NOT_SEARCHED, STATE, Event
 from .state import TrainingState
+
+if TYPE_CHECKING:
+    from .graphs import StepGraphs
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import passes
-from ..compiler.inner_compilers import Traced
 from ..compiler.model_index import ModelIndex
 from ..compiler.model_setup import check_model
 from ..compiler.process_groups import Groups, averaged_over_none
+from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..distributed.agreement import check_alive
 from ..errors import NonFiniteError
@@ -29,8 +29,6 @@ from ..report.text import options_text
 from .averages import averaged_copies
 from .ema import EmaState
 from .function import StepInputs, apply_gradients
-from .graphs import StepGraphs, trace_gradients
-from .in_pieces import StepInPieces
 from .loss_scale import SCALE, SKIPS, LossScale
 from .model import StepModel, check_modules
 from .objective import ObjectiveModules
@@ -59,6 +57,9 @@ class TrainStep:
     def __init__(self, model: nn.Module, objective: Callable[..., Any],
                  optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], options: StepOptions,
                  modules: Sequence[nn.Module] = ()) -> None:
+        from .graphs import StepGraphs  # and with it torch's compilers, which take their time
+        from .in_pieces import StepInPieces
+
         config = options.config
         check_model(model, config, "train_step", give="give train_step() the module",
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
@@ -243,6 +244,8 @@ class TrainStep:
         Raises:
             ValueError, TypeError, RuntimeError: as `capture`.
         """
+        from .graphs import trace_gradients
+
         params = trained_parameters(self.model, self._objective_modules, self._optimizers)
         return trace_gradients(self._parts.step_model, self.objective, config, self._groups, params, batch, named,
                                scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)

@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import apexfx
-from apexfx._torch import aot_autograd
+from apexfx._torch_compilers import aot_autograd
 from apexfx.compiler import capture
 from apexfx.graph import printing
 from apexfx.graph.nodes import set_value

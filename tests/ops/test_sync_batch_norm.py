@@ -11,7 +11,7 @@ from functorch.compile import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from apexfx._torch import aot_autograd
+from apexfx._torch_compilers import aot_autograd
 from apexfx.graph.printing import format_graph
 from apexfx.ops.sync_batch_norm import group_name, sync_batch_norm
 from apexfx.testing import assert_close

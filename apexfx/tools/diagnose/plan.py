@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from ..._torch import break_places, foreach_lerp_
+from ..._torch import foreach_lerp_
+from ..._torch_compilers import break_places
 from . import places
 from .constructors import Constructed
 from .experiments import CompiledModule, Experiment, NoBroadcast, OneGroupASetting, OneKernel, merged

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..._torch import Compilation, DTensor, compilations
+from ..._torch import Compilation, is_dtensor
+from ..._torch_compilers import compilations
 from . import places
 from .constructors import Constructed
 from .experiments import Experiment
@@ -223,7 +224,7 @@ def agreed(value: Any) -> Any:
 
 def unequal_gradients(optimizer: Optimizer) -> list[int]:
     """Return which of an optimizer's parameters, by their place, have other gradients on another rank. A collective call."""
-    own = [(tuple(p.shape), None if p.grad is None or isinstance(p, DTensor) else p.grad.detach().double().abs().sum().item())
+    own = [(tuple(p.shape), None if p.grad is None or is_dtensor(p) else p.grad.detach().double().abs().sum().item())
            for p in _parameters(optimizer)]
     of_ranks: list[Any] = [None] * num_ranks()
     dist.all_gather_object(of_ranks, own)

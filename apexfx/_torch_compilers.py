@@ -1,0 +1,208 @@
+"""The private names of Dynamo, AOTAutograd, Inductor and symbolic shapes: what compiles a graph imports them.
+
+Importing them takes longer than importing torch, so that what `import apexfx` imports reaches for them inside of functions.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import time
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo import config as dynamo_config
+from torch._dynamo import run as run_cached_graphs
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.decorators import skip as dynamo_skip
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    FailOnRecompileLimitHit,
+    InternalTorchDynamoError,
+    TorchRuntimeError,
+    Unsupported,
+    UserError,
+    unimplemented,
+)
+from torch._dynamo.utils import count_calls, get_compilation_metrics, get_metrics_context, graph_break_reasons
+from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._functorch._aot_autograd.logging_utils import setup_stacktrace_preservation_hooks as keep_sequence_numbers
+from torch._inductor import config as inductor_config
+from torch._inductor import ir as inductor_ir
+from torch._inductor import lowering as inductor_lowering
+from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.debug import reset_provenance_globals as keep_kernels  # without it, a graph that is compiled later has none
+from torch._inductor.graph import GraphLowering
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+from torch._inductor.virtualized import V as inductor_state
+from torch._inductor.virtualized import ops as inductor_ops
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from ._torch import (
+    Compilation,
+    current_translator,
+    ends_in_graph_break,
+    functorch_is_active,
+    in_graphs,
+    innermost_backend,
+    traced_expression,
+)
+
+
+class _NoMetricsError(logging.Filter):
+    """Drops the error that 2.11 logs where a set of functions is in Dynamo's configuration: its metrics sort every set."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.exc_info is None or "not supported between instances of" not in str(record.exc_info[1])
+
+
+_no_metrics_error = _NoMetricsError()
+
+
+def patched_dynamo(settings: Mapping[str, Any]) -> Any:
+    """Return a context with these settings of Dynamo, which may be entered again and again; sets among them are taken."""
+    logging.getLogger("torch._dynamo.metrics_context").addFilter(_no_metrics_error)  # once, however often it is added
+    return dynamo_config.patch(dict(settings))
+
+
+def graph_breaks_so_far() -> tuple[int, float]:
+    """Return what `graph_breaks` is given to tell those that come after now."""
+    return len(graph_break_reasons), time.time()
+
+
+def graph_breaks(before: tuple[int, float]) -> list[str]:
+    """Return the graph breaks of this process since then, each as its reason and the place of the user's that caused it.
+
+    One for which Dynamo left a whole frame to eager, as in a loop, is among its failed compilations alone.
+    """
+    breaks = [_in_a_line(each.reason, each.user_stack[-1]) for each in graph_break_reasons[before[0]:] if each.user_stack]
+    dropped = [_in_a_line(each.fail_reason, traceback.FrameSummary(each.fail_user_frame_filename, each.fail_user_frame_lineno,
+                                                                   each.co_name))
+               for each in get_compilation_metrics() if each.fail_type == "Unsupported" and each.fail_user_frame_filename
+               and (each.start_time or 0) >= before[1]]
+    return breaks + [each for each in dropped if each not in breaks]
+
+
+def graph_breaks_around(gm: torch.fx.GraphModule) -> list[str]:
+    """Return the graph breaks, as `graph_breaks` does, that a graph which Dynamo is compiling begins behind and ends in."""
+    translator = current_translator()
+    code = translator.output.root_tx.f_code if translator is not None else None
+    begin = re.search(r"torch_dynamo_resume_in_.+_at_(\d+)$", code.co_name if code is not None else "")
+    place = (code.co_filename, int(begin[1])) if begin else None
+    before = [each for each in graph_break_reasons
+              if each.user_stack and (each.user_stack[0].filename, each.user_stack[0].lineno) == place]
+    around = before[-1:] + ([gm.compile_subgraph_reason] if ends_in_graph_break(gm) else [])
+    return [_in_a_line(each.reason, each.user_stack[-1]) for each in around if each.user_stack]
+
+
+def recompile_reason() -> str:
+    """Return, in a line, the guard that failed where Dynamo is compiling a frame anew; "" for a frame's first graph."""
+    reason = getattr(get_metrics_context(), "_metrics", {}).get("recompile_reason") or ""  # None for the first
+    reason = re.sub(r"^\d+/\d+: ", "", reason.strip().partition("\n")[0]).partition("  # ")[0].strip()
+    constant = re.fullmatch(r"(.+) == (.+)", reason)
+    if constant and isinstance(now := traced_expression(constant[1]), (bool, int, float, str)):
+        reason = f"{constant[1]} {now!r}, was {constant[2]}"
+    return re.sub(r"\bL\['(\w+)'\]", r"\1", reason)
+
+
+def _in_a_line(reason: str, place: traceback.FrameSummary) -> str:
+    reason = "a branch on data" if reason.startswith(("generic_jump", "Data-dependent branching")) else reason.partition("\n")[0]
+    function = re.sub(r"torch_dynamo_resume_in_(.+)_at_\d+", r"\1", place.name)
+    return f"{reason} at {place.filename}:{place.lineno}, in {function}" + (f": {place.line}" if place.line else "")
+
+
+@dynamo_skip
+def backend_around() -> object | None:
+    """Return the backend, as `backend_of` does, of the `torch.compile` in whose call this code runs, or None."""
+    return innermost_backend(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def not_traced(function: Callable[..., object], reason: str) -> Callable[..., object]:
+    """Have Dynamo run `function` as it is, and trace only what it calls, `reason` being said where it must not.
+
+    As `torch._dynamo.disable(recursive=False)`, whose wrapper raises in `torch.export` with a text of its own.
+    """
+    function = dynamo_skip(function)
+    function._torchdynamo_disable_msg = reason
+    return function
+
+
+def compiling_backend() -> object | None:
+    """Return the backend, as `backend_of` does, of the `torch.compile` for which Dynamo is compiling a graph, or None."""
+    translator = current_translator()
+    return innermost_backend(translator.output.compiler_fn) if translator is not None else None
+
+
+def _traced_apply(
+    self: AutogradFunctionVariable, *args: Any, apply: Callable[..., Any] = AutogradFunctionVariable.call_apply, **kwargs: Any
+) -> Any:
+    """Break the graph at a Function in a torch.func transform, where Dynamo (2.11 to 2.13) drops its backward without a word."""
+    if functorch_is_active() and torch.is_grad_enabled():
+        unimplemented(
+            gb_type="torch.autograd.Function in a torch.func transform", context=self.fn_cls.__name__,
+            explanation=f"Under vmap and torch.func a graph would lose the backward of {self.fn_cls.__name__}",
+            hints=["Write it without one, or apply it outside of vmap and torch.func"])
+    return apply(self, *args, **kwargs)
+
+
+AutogradFunctionVariable.call_apply = _traced_apply  # under every backend, as it is wrong under every one
+
+
+def computes_channels_last(gm: torch.fx.GraphModule) -> bool:
+    """Return whether Inductor computes the convolutions of a graph without a backward channels_last, whatever its strides."""
+    return GraphLowering.decide_layout_opt(gm, is_inference=True)
+
+
+def compilations() -> list[Compilation]:
+    """Return what Dynamo has compiled in this process, the last 64 of them."""
+    return [Compilation(each.start_time or 0.0, each.co_filename, each.co_firstlineno, each.co_name, each.recompile_reason or "",
+                        each.entire_frame_compile_time_s or 0.0)
+            for each in get_compilation_metrics() if each.co_filename and each.has_guarded_code]
+
+
+def break_places() -> list[tuple[str, list[traceback.FrameSummary]]]:
+    """Return (reason, stack of the user's code) of the graph breaks of this process, in order."""
+    return [(each.reason.partition("\n")[0], list(each.user_stack)) for each in graph_break_reasons if each.user_stack]
+
+
+class GeneratedCode(NamedTuple):
+    """The code that Inductor has made of a graph.
+
+    A kernel is called "name:number", which a comment in the source says in front of its call.
+
+    Attributes:
+        call: the function that calls the kernels.
+        source: of the module that holds it.
+        nodes: kernel -> nodes of the graph that it computes.
+        lowered_from: node -> nodes of the graph that AOTAutograd was given.
+    """
+
+    call: types.FunctionType
+    source: str
+    nodes: Mapping[str, Sequence[str]]
+    lowered_from: Mapping[str, Sequence[str]]
+
+
+def generated_code() -> list[GeneratedCode]:
+    """Return the code of every graph in this process that Inductor was given with `TRACK_KERNELS`, from a cache or not."""
+    codes = []
+    for graph in [each for each in gc.get_objects() if type(each) is CompiledFxGraph]:  # no list has those of a cache
+        mapping = getattr(graph, "inductor_provenance_mapping_str", None)
+        runner = getattr(graph, "compiled_fn_runner", None)  # where the call is wrapped: CUDA graphs, inputs to be aligned
+        call = next((each.__func__ for each in (graph.current_callable, getattr(runner, "call", None))
+                     if isinstance(each, types.MethodType)), graph.current_callable)
+        if mapping and graph.source_code and isinstance(call, types.FunctionType):
+            tables = json.loads(mapping)
+            codes.append(GeneratedCode(call, graph.source_code, tables.get("cppCodeToPost", {}), tables.get("postToPre", {})))
+    return codes
+
+
+for function in in_graphs:
+    torch.compiler.allow_in_graph(function)
