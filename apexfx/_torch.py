@@ -35,6 +35,7 @@ from torch._functorch._aot_autograd.descriptors import (
     PlainAOTInput,
     PlainAOTOutput,
 )
+from torch._functorch.eager_transforms import _autograd_grad as functorch_grad
 from torch._library.custom_ops import OPDEFS
 from torch._logging import trace_structured
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket

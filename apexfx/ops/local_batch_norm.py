@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ._batch_norm_arguments import check_backward, check_forward, check_forward_
-from ._batch_norm_twice import second_derivative
+from ._batch_norm_gradients import composed_gradients
 from ._define import ANY_STRIDES, define
 from ._direct_autograd import with_direct_autograd
 from .batch_norm import (
@@ -154,32 +154,16 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_output is None or not any(ctx.needs_input_grad):
         return (None,) * 10
-    # With create_graph=True through a function of its own, for its derivative.
-    differentiate = _Backward.apply if torch.is_grad_enabled() else _gradients
-    grads = differentiate(grad_output, *ctx.saved_tensors, *ctx.options, ctx.needs_input_grad[0])
+    x, stats, weight, bias, output = ctx.saved_tensors
+    eps, relu = ctx.options
+    if torch.is_grad_enabled():  # with create_graph=True
+        _, invstd = bn_global_stats(stats, eps)
+        grads = composed_gradients(grad_output, x, weight, bias, output, invstd, stats[:1], relu, lambda sums: sums)
+        grads = tuple(grad if p is None else grad.to(p.dtype) for grad, p in zip(grads, (x, weight, bias, grad_output)))
+    else:
+        grad_output = grad_output if output is None else bn_relu_backward(grad_output, output)
+        grads = *bn_backward(grad_output, x, stats, weight, bias, eps, relu, ctx.needs_input_grad[0]), grad_output
     return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), *(None,) * 6
-
-
-def _gradients(grad_output, x, stats, weight, bias, output, eps, relu, needs_x) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and residual."""
-    grad_output = grad_output if output is None else bn_relu_backward(grad_output, output)
-    return *bn_backward(grad_output, x, stats, weight, bias, eps, relu, needs_x), grad_output
-
-
-class _Backward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
-        grad_output, x, stats, weight, bias, output, ctx.eps, ctx.relu, _ = arguments
-        ctx.save_for_backward(grad_output, x, weight, bias, output, stats)
-        ctx.set_materialize_grads(False)
-        return _gradients(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        *tensors, stats = ctx.saved_tensors
-        _, invstd = bn_global_stats(stats, ctx.eps)
-        by_grad, by_x, by_weight = second_derivative(grads, *tensors, invstd, stats[:1], ctx.relu, lambda sums: sums)
-        return by_grad, by_x, None, by_weight, *(None for _ in range(5))
 
 
 class _Traced(torch.autograd.Function):
@@ -217,7 +201,8 @@ def local_batch_norm(
     eps: float,
     relu: bool,
 ) -> Tensor:
-    """Return the batch norm of `x`, differentiable twice in x, weight, bias and residual; update the running buffers.
+    """Return the batch norm of `x`, differentiable in x, weight, bias and residual, again and again; update the running
+    buffers.
 
     The arguments are those of `sync_batch_norm`, which has checked them; the residual has the dtype of `x`.
     """

@@ -26,7 +26,7 @@ from torch import Tensor
 from .._torch import statically_known_true  # which also registers the functional collectives
 from ._arguments import check_tensor
 from ._batch_norm_arguments import check_eps, check_parameters, check_running_buffers
-from ._batch_norm_twice import second_derivative
+from ._batch_norm_gradients import composed_gradients
 from ._define import LIBRARY
 from ._direct_autograd import is_direct
 from .batch_norm import (
@@ -85,7 +85,6 @@ def sync_batch_norm(
     Raises:
         TypeError, ValueError: an argument of the wrong dtype or shape; one value per channel in all, where that is
             known without asking the other ranks.
-        NotImplementedError: differentiated twice.
 
     Source:
         Ioffe and Szegedy, 2015; gradients through the global statistics as in torch.nn.SyncBatchNorm.
@@ -150,7 +149,7 @@ def _all_reduce(sums: Tensor, group: str) -> Tensor:
 
 
 class _Normalize(torch.autograd.Function):
-    """x and what describes it -> y; differentiable twice, in x, weight, bias and residual."""
+    """x and what describes it -> y; differentiable in x, weight, bias and residual, again and again."""
 
     @staticmethod
     def forward(
@@ -178,53 +177,30 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-        grads = _NormalizeBackward.apply(
-            grad_output, *ctx.saved_tensors, ctx.relu, ctx.group, ctx.bias_dtype, ctx.needs_input_grad
-        )
-        return *grads, None, None, None, None, None
-
-
-class _NormalizeBackward(torch.autograd.Function):
-    """The gradients of x, weight, bias and residual; a function of its own, for its derivative."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        grad_output: Tensor,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        mean: Tensor,
-        invstd: Tensor,
-        count: Tensor,
-        output: Tensor | None,
-        relu: bool,
-        group: str,
-        bias_dtype: torch.dtype | None,
-        needs_grad: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:
-        ctx.save_for_backward(grad_output, x, weight, bias, output, invstd, count)
-        ctx.relu, ctx.group = relu, group
-        ctx.set_materialize_grads(False)
-        needs_x, needs_weight, needs_bias, needs_residual = needs_grad[:4]
-        if output is not None:
-            grad_output, relu = bn_relu_backward(grad_output, output), False
+        x, weight, bias, mean, invstd, count, output = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_residual = ctx.needs_input_grad[:4]
         grad_x = grad_weight = grad_bias = None
-        if needs_x or needs_weight or needs_bias:
-            sums = bn_backward_reduce(grad_output, x, mean, invstd, weight, bias, relu)
-            if needs_weight and weight is not None:
-                grad_weight = (sums[x.shape[1] :] * invstd).to(weight.dtype)
-            if needs_bias and bias_dtype is not None:
-                grad_bias = sums[: x.shape[1]].to(bias_dtype)
-        if needs_x:
-            sums = _all_reduce(sums, group)
-            grad_x = bn_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias, relu)
-        return grad_x, grad_weight, grad_bias, grad_output if needs_residual else None
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        derivatives = second_derivative(grads, *ctx.saved_tensors, ctx.relu, lambda sums: _Total.apply(sums, ctx.group))
-        return *derivatives, *(None for _ in range(9))
+        if torch.is_grad_enabled():  # with create_graph=True
+            grad_x, grad_weight, grad_bias, grad_output = composed_gradients(
+                grad_output, x, weight, bias, output, invstd, count, ctx.relu, lambda sums: _Total.apply(sums, ctx.group)
+            )
+            grad_weight = grad_weight.to(weight.dtype) if needs_weight else None
+            grad_bias = grad_bias.to(ctx.bias_dtype) if needs_bias else None
+        else:
+            relu = ctx.relu and output is None
+            if output is not None:
+                grad_output = bn_relu_backward(grad_output, output)
+            if needs_x or needs_weight or needs_bias:
+                sums = bn_backward_reduce(grad_output, x, mean, invstd, weight, bias, relu)
+                if needs_weight:
+                    grad_weight = (sums[x.shape[1] :] * invstd).to(weight.dtype)
+                if needs_bias:
+                    grad_bias = sums[: x.shape[1]].to(ctx.bias_dtype)
+            if needs_x:
+                sums = _all_reduce(sums, ctx.group)
+                grad_x = bn_backward_elementwise(grad_output, x, mean, invstd, sums, count, weight, bias, relu)
+        grads = grad_x if needs_x else None, grad_weight, grad_bias, grad_output if needs_residual else None
+        return *grads, None, None, None, None, None
 
 
 class _Total(torch.autograd.Function):

@@ -145,8 +145,8 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         states, start = states[num_states + group.num_params * group.masters:], end
     for index, members in counted.items():
         more = 1.0 if skip is None else _not(skip, call)
-        for count in _counts(scalars[index], members, call):
-            call(aten.add_.Tensor, count, more)
+        for updates in _counts(scalars[index], members, call):
+            call(aten.add_.Tensor, updates, more)
     if (row := plan.ema) is not None:
         values = [value for place, value in enumerate(updated) if place not in row.left_out]
         call(ema.follow, states, values, scalars[row.counts], row.decay, skip)

@@ -29,8 +29,8 @@ from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
 from ..graph.collectives import group_name, issued
 from ..graph.inputs import Placeholder, apply_node
-from ..graph.mutation import bodies, storages, written, written_storages
-from ..graph.nodes import PASS, source_line, value
+from ..graph.mutation import storages, written, written_storages
+from ..graph.nodes import PASS, value
 from ..graph.shared_memory import MemoryCheck
 from ..observe.non_finite import BACKWARD
 from ..precision.call_casts import check_unwritten
@@ -39,6 +39,7 @@ from ..precision.op_rows import mark_ops
 from ..report.data import Report
 from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
+from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, sparse_gradient
 from .function import ACCUMULATED, NotCompiled
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
@@ -115,7 +116,7 @@ class StepCompiler:
         placeholders = read_inputs(gm, example_inputs, self.config, self.index, is_train_step=True)
         check_plain(placeholders, example_inputs)
         _check_no_backward(gm)
-        _check_functions(gm)
+        check_functions(gm)
         leaves = [] if self.traces else self._leaves_of_batch(gm, placeholders, example_inputs)
         by_forward = _written_by_forward(gm, placeholders)
         # The forward passes.
@@ -123,6 +124,7 @@ class StepCompiler:
                                  is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode())
+        compose_norms(gm)
         # What the end of the step applies.
         params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]
@@ -364,17 +366,6 @@ def _in_order(gm: fx.GraphModule, outputs: Sequence[str]) -> list[str]:
     returned = gm.graph.output_node()
     descs = returned.meta.get("desc") or [None] * len(returned.args[0])
     return [outputs[desc.idx] if isinstance(desc, PlainAOTOutput) else "" for desc in descs]
-
-
-def _check_functions(gm: fx.GraphModule) -> None:
-    """Refuse a loss that holds a derivative, and a torch.autograd.Function: its backward would have none, which is no error."""
-    *others, _ = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
-    if not any(grad.kwargs.get("create_graph") for grad in others):
-        return
-    for body in bodies(gm):
-        for node in body.graph.find_nodes(op="call_function", target=torch.ops.higher_order.autograd_function_apply):
-            raise ValueError(f"apexfx: the loss holds a derivative, and {source_line(node)} calls a torch.autograd.Function, "
-                             "whose own backward a graph does not differentiate; write it of ops that have derivatives")
 
 
 def _check_no_backward(gm: fx.GraphModule) -> None:

@@ -13,6 +13,7 @@ from ..compiler.capture import local_name
 from ..compiler.forward_errors import LENGTHS, DataDependentError, as_in_eager, frames_of_user, place, with_place
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
+_OF_CHECKPOINTS = "does not support RNG ops|disjoint backward regions"
 _DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
 # What torch says, in a word, and the reason and the advice that a user gets for it.
 _OBSTACLES = tuple((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
@@ -21,10 +22,12 @@ _OBSTACLES = tuple((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") f
      "compute again", "Checkpoint without dropout"),
     (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
      "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
-    # torch's own: the gradient of vmap(hessian(f)) on fake tensors
+    # torch's own: dual numbers of fake tensors
     (r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self",
-     "torch cannot differentiate a hessian() under vmap() while it captures a graph",
-     "Write jacrev(grad(f)) or jacfwd(grad(f)), which is the same, in the place of hessian(f)"),
+     "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
+     "Differentiate backward: jacrev(f) in the place of jacfwd(f), jacrev(grad(f)) in that of hessian(f)"),
+    (r"disjoint backward regions", "the loss holds a derivative of what checkpoints activations, and torch computes those again "
+     "for one backward", "Leave the checkpoint out"),
     (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
      "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
      "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
@@ -122,7 +125,7 @@ def capture_errors() -> Iterator[None]:
             raise ValueError("apexfx: a hook of the forward calls torch.autograd.grad() on tensors that are cast in front of it, "
                              "by which it cannot differentiate; use opt_level='O0', or keep the modules that compute them in "
                              "float32 (precision=)") from error
-        if not isinstance(inner, DataDependentError) and not re.search(f"does not support RNG ops|{_DATA_DEPENDENT}", said):
+        if not isinstance(inner, DataDependentError) and not re.search(f"{_OF_CHECKPOINTS}|{_DATA_DEPENDENT}", said):
             raise inner from None
         raise _not_one_graph(said) from error
     except (Unsupported, UserError, InternalTorchDynamoError, TorchRuntimeError) as error:

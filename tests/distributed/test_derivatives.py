@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
+from torch import nn
 
 import apexfx
 from tests.distributed.launch import on_ranks
-from tests.train_step.derivative_losses import LOSSES
+from tests.train_step.derivative_losses import LOSSES, X, heat, mlp, written_out
+
+CASES = LOSSES | {"heat_with_batch_norm": lambda: (mlp(nn.BatchNorm1d), heat, (X,))}
 
 
 def train(rank, world_size, name, **options):
     torch.manual_seed(0)
-    source, objective, batch = LOSSES[name]()
-    expected, model = copy.deepcopy(source), copy.deepcopy(source)
+    model, objective, batch = CASES[name]()
+    expected = written_out(model)
     optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
-    objective(expected, *batch).backward()
+    objective(expected, *(x.double() for x in batch)).backward()
     optimizer.step()
     step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), ddp=True,
                              opt_level="O0", inner="eager", **options)
     step(*(x.chunk(world_size)[rank] for x in batch))
-    torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(expected.float().named_parameters()), rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
 def test_ranks_are_one_batch(rank, world_size):
     train(rank, world_size, "gradient_penalty")
     train(rank, world_size, "forces_with_batch_norm", sync_bn=True)
+    train(rank, world_size, "heat_with_batch_norm", sync_bn=True)

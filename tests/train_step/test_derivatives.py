@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
+from torch.func import jvp
+from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from tests.tables import table
-from tests.train_step.derivative_losses import ENERGY, FORCE, LOSSES, X, forces
+from tests.train_step.derivative_losses import ENERGY, FORCE, LOSSES, X, forces, heat, mlp, written_out
 
 NO_AUTOCAST = "directional_derivative"  # which eager torch fails at
 NEAR = 0.05  # how far bfloat16 may take an update from that of autocast, in the 2-norm
@@ -55,6 +58,27 @@ def test_code_of_inductor_is_that_of_eager(name):
     assert (found - expected).norm() <= 1e-4 * expected.norm()
 
 
+def of_images(channels):
+    return nn.Sequential(nn.Unflatten(1, (4, channels // 4)), nn.InstanceNorm1d(4, affine=True), nn.Flatten())
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm, of_images])
+def test_a_third_derivative_of_a_norm_is_right(norm):
+    """That of torch takes the statistics for constants."""
+    torch.manual_seed(0)
+    model = mlp(norm)
+    source, expected = copy.deepcopy(model), written_out(model)
+    heat(expected, X.double()).backward()
+    step = apexfx.train_step(model, objective=heat, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), opt_level="O0",
+                             inner="eager")
+    step(X)
+    for before, after, want in zip(source.parameters(), model.parameters(), expected.parameters()):
+        torch.testing.assert_close(before - after, torch.zeros_like(before) if want.grad is None else want.grad.float(),
+                                   rtol=1e-3, atol=1e-5)
+    for (name, buffer), want in zip(model.named_buffers(), source.buffers()):
+        assert name.endswith("num_batches_tracked") or not torch.equal(buffer, want)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -70,6 +94,16 @@ def test_a_second_derivative_of_a_recurrent_layer_is_refused(kind):
     model = Recurrent(kind)
     step = apexfx.train_step(model, objective=forces, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
     with pytest.raises(RuntimeError, match="the loss holds a derivative through torch.*; loop over cells"):
+        step(X, ENERGY, FORCE)
+
+
+def test_a_derivative_of_a_checkpoint_is_refused():
+    """Which would be computed again for two backwards."""
+    model = mlp()
+    checkpointed = functools.partial(checkpoint, model, use_reentrant=False)
+    step = apexfx.train_step(model, objective=lambda _, *batch: forces(checkpointed, *batch),
+                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(RuntimeError, match="a derivative of what checkpoints activations.*\n.*Leave the checkpoint out"):
         step(X, ENERGY, FORCE)
 
 
@@ -91,3 +125,11 @@ def test_a_second_derivative_of_a_function_is_refused():
                              optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
     with pytest.raises(ValueError, match=r"holds a derivative, and test_derivatives.py:\d+ calls a torch.autograd.Function"):
         step(X, ENERGY, FORCE)
+
+
+def test_a_wrong_derivative_of_a_forward_one_is_refused():
+    model = nn.Linear(4, 4)
+    step = apexfx.train_step(model, objective=lambda model, x: jvp(lambda x: torch.linalg.det(model(x)), (x,), (x,))[1],
+                             optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
+    with pytest.raises(ValueError, match=r"a forward derivative .*, and test_derivatives.py:\d+ calls linalg_det"):
+        step(torch.eye(4))

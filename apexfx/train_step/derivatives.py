@@ -1,0 +1,90 @@
+"""Losses that hold derivatives: what torch differentiates wrongly without a word is refused, or composed of what it does not.
+
+torch's second derivatives of batch, layer and instance norm take the statistics for constants, so a third one, by a parameter
+through two inner ones, is wrong. Group norm's are composed of ops that have every derivative.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from .._torch import functorch_grad
+from ..graph.mutation import bodies
+from ..graph.nodes import source_line
+from ..graph.op_names import canonical_name
+
+_WRONG_BEHIND_JVP = ("det", "linalg_det", "linalg_solve", "linalg_solve_ex", "linalg_tensorsolve", "linalg_householder_product")
+
+
+def check_functions(gm: fx.GraphModule) -> None:
+    """Refuse, in a loss that holds a derivative, functions whose derivative by autograd is wrong, which is no error."""
+    called = {node: canonical_name(node.target) for body in bodies(gm) for node in body.graph.nodes if node.op == "call_function"}
+    forward = "_make_dual" in called.values()
+    for node, name in called.items():
+        if name == "autograd_function_apply" and _inner_derivatives(gm):
+            raise ValueError(f"apexfx: the loss holds a derivative, and {source_line(node)} calls a torch.autograd.Function, "
+                             "whose own backward a graph does not differentiate; write it of ops that have derivatives")
+        if name in _WRONG_BEHIND_JVP and forward:
+            raise ValueError(f"apexfx: the loss holds a forward derivative (jvp, jacfwd), and {source_line(node)} calls {name}, "
+                             "of which torch then computes a wrong gradient; differentiate backward (vjp, jacrev)")
+
+
+def compose_norms(gm: fx.GraphModule) -> None:
+    """Have the norms of a loss that holds a derivative of a derivative differentiated rightly."""
+    if len(_inner_derivatives(gm)) < 2:
+        return
+    for body in bodies(gm):
+        for node in body.graph.nodes:
+            node.target = _COMPOSED.get(node.target, node.target) if node.op == "call_function" else node.target
+        body.recompile()
+
+
+def _inner_derivatives(gm: fx.GraphModule) -> list[fx.Node]:
+    """Return the derivatives that the loss holds: all but the last, the step's own."""
+    *others, _ = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)
+    return [*(grad for grad in others if grad.kwargs.get("create_graph")),
+            *gm.graph.find_nodes(op="call_function", target=functorch_grad)]
+
+
+def _normalized(x: Tensor, num_rows: int, eps: float) -> Tensor:
+    """Return `x` in float32 at least, every row with mean 0 and variance 1."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.group_norm(wide.reshape(num_rows, -1), 1, eps=eps).reshape(x.shape)
+
+
+def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(dtype)
+
+
+def _layer_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None,
+                eps: float = 1e-5, *_: Any) -> Tensor:
+    num_rows = math.prod(input.shape[:input.dim() - len(normalized_shape)])
+    return _scaled(_normalized(input, num_rows, eps), weight, bias, input.dtype)
+
+
+def _batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
+                bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if running_mean is not None:  # and running_var: are updated
+        F.batch_norm(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
+    y = _normalized(input.transpose(0, 1), input.shape[1], eps).movedim(0, -1)
+    return _scaled(y, weight, bias, input.dtype).movedim(-1, 1)
+
+
+def _instance_norm(input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
+                   weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True,
+                   momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
+    if running_mean is not None:
+        raise NotImplementedError("apexfx: the loss holds a derivative of a derivative through an instance norm with running "
+                                  "statistics, which torch differentiates wrongly; use track_running_stats=False")
+    return F.group_norm(input, input.shape[1], weight, bias, eps)
+
+
+_COMPOSED = {F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm, F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
