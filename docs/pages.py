@@ -11,6 +11,7 @@ A page's Python blocks run in order, in one namespace and an empty folder. A com
     <!-- file: PATH -->     a file of this repository
     <!-- needs: MODULE -->  Python that runs where the module is installed
     <!-- passes -->         the table of passes
+    <!-- apex -->           the table of Apex's names
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.distributed.run import main as torchrun
 
-from apexfx import passes
+from apexfx import compat, passes
+from apexfx.compat import names as names_of_apex
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))))
 _PART = re.compile(r"<!-- run:(?P<hidden>.*?)-->|(?:<!-- (?P<marker>[^>]*?) -->\n)?```(?P<language>\w+)\n(?P<text>.*?)```"
-                   r"|<!-- passes -->\n(?P<table>(?:\|[^\n]*\n)+)", re.DOTALL)
+                   r"|<!-- (?P<table>passes|apex) -->\n(?:\|[^\n]*\n)+", re.DOTALL)
 
 
 def made(page: str) -> str:
@@ -58,7 +60,7 @@ def made(page: str) -> str:
     def remake(match: re.Match[str]) -> str:
         marker, language, block = match["marker"] or "", match["language"], match["text"]
         if match["table"]:
-            return f"<!-- passes -->\n{_table()}\n"
+            return f"<!-- {match['table']} -->\n{_passes() if match['table'] == 'passes' else _apex_names()}\n"
         kind, _, what = marker.partition(": ")
         if kind == "needs" and not importlib.util.find_spec(what):
             return match[0]
@@ -195,9 +197,31 @@ def _empty_folder():
             os.chdir(before)
 
 
-def _table() -> str:
+def _passes() -> str:
     rows = [(row["pass"], row["stage"], row["asked for by"], row["what it does"]) for row in passes.describe()]
     return tabulate(rows, headers=("pass", "graph", "asked for by", "what it does"), tablefmt="github")
+
+
+def _apex_names() -> str:
+    """Return Apex's modules and names, each imported just now: the module that it is of, or what the error says to use."""
+    rows = ["| Apex | here | names |", "|---|---|---|"]
+    public = names_of_apex.PUBLIC
+    compat.install(force=True)
+    try:
+        for module in dict.fromkeys([*public, *names_of_apex.ALTERNATIVES]):
+            names = public.get(module, "").split()
+            if not names and any(each.startswith(f"{module}.") for each in public):
+                continue  # a package whose modules have rows
+            try:
+                found = importlib.import_module(module)
+                assert all(hasattr(found, name) for name in names), module
+                here = f"`{names_of_apex.resolve(module) or 'apexfx'}`"
+            except ModuleNotFoundError as error:
+                here = str(error).partition("; ")[2]
+            rows.append(f"| `{module}` | {here} | {', '.join(f'`{name}`' for name in names)} |")
+    finally:
+        compat.uninstall()
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ USAGE = "usage: python -m apexfx.compat [-m MODULE | SCRIPT] [ARGS...]"
 HELP = f"""{USAGE}
        python -m apexfx compat [-m MODULE | SCRIPT] [ARGS...]
 
-Run a script written for NVIDIA Apex, unchanged: in it and in the processes it starts, `import apex`, `amp_C` and
-`apex_C` give apexfx's modules of those names. Where NVIDIA's Apex with amp is installed, that one is used; where it is
-installed without amp, what it lost is added.
+Run a script written for NVIDIA Apex, unchanged: in it and in the processes it starts, `import apex`, `amp_C`, `apex_C`
+and the names of other extensions give apexfx's modules. Where NVIDIA's Apex with amp is installed, that one is used; where
+it is installed without amp, what it lost is added.
 
   SCRIPT     a Python file to run as the main program
   -m MODULE  a module to run so; apex.parallel.multiproc is one

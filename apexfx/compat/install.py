@@ -17,36 +17,53 @@ from .names import ALTERNATIVES, MODULES, REMOVED_BY_NVIDIA, alternative, resolv
 
 SHIM = str(Path(__file__).parent / "shim")
 _EAGER = ("apex.amp", "apex.fp16_utils", "apex.multi_tensor_apply", "apex.normalization", "apex.optimizers", "apex.parallel")
-_TOP = ("amp_C", "apex_C", *(name for name in ALTERNATIVES if "." not in name))
+_TOP = tuple(name for name in (*MODULES, *ALTERNATIVES) if "." not in name)
 
 
-def install(*, force: bool = False) -> str:
+def install(*, only: Sequence[str] = (), force: bool = False) -> str:
     """Make `import apex` mean this package; return what was done.
 
-    Where NVIDIA's Apex with amp is installed, nothing happens ("nvidia") unless `force`. Where NVIDIA's is there without
-    amp, only what it lost is added ("added"). Where there is none, or the unrelated package of the same name that PyPI
-    has, every name is ours ("installed"). A second call changes nothing.
+    Where NVIDIA's or ROCm's Apex with amp is installed, nothing happens ("nvidia"). Where NVIDIA's is there without amp, only
+    what it lost is added ("added"). Where there is none, or the unrelated package of the same name that PyPI has, every name
+    is ours ("installed"), save those of extensions, such as `amp_C`, that are there. A second call changes nothing.
+
+    Args:
+        only: the modules to provide, as in `("apex.amp", "amp_C")`. The others are not there, and a script that guards their
+            import falls back as it does without Apex; so does one that asks by a bare `import apex`, unless one of `only` is
+            in that package.
+        force: put what is installed out of sight.
 
     Raises:
         RuntimeError: another `apex` was imported already, so that its name is taken.
+        ValueError: `only` has a name that nothing stands for.
     """
     finder = _installed()
     if finder is not None:
         return finder.what
+    unknown = [name for name in only if resolve(name) is None]
+    if unknown:
+        raise ValueError(f"apexfx.compat.install: only= has {unknown}; there are {', '.join(MODULES)}")
     installed = "none" if force else _what_is_there()
-    if installed == "nvidia":
-        return installed
-    if installed != "without amp" and "apex" in sys.modules and not _is_ours(sys.modules["apex"]):
+    names = tuple(only) or tuple(MODULES)
+    if installed == "without amp":
+        names = tuple(name for name in only or REMOVED_BY_NVIDIA if name.startswith(REMOVED_BY_NVIDIA))
+    if installed == "nvidia" or not names:
+        return "nvidia"
+    finder = _ApexFinder(names, "added" if installed == "without amp" else "installed", bool(only), force)
+    if finder.has_apex and "apex" in sys.modules and not _is_ours(sys.modules["apex"]):
         raise RuntimeError(f"apexfx.compat: {sys.modules['apex']!r} was imported already; call install() before `import apex`")
-    finder = _ApexFinder(None if installed != "without amp" else REMOVED_BY_NVIDIA)
     sys.meta_path.insert(0, finder)
-    if finder.only is None:
-        top = sys.modules["apex"] = _top_module()
-        for name in _EAGER:
+    packages = names
+    if finder.what == "installed":
+        packages = tuple(name for name in _EAGER if finder.provides(name))
+    if finder.has_apex:
+        top = sys.modules["apex"] = _top_module(finder, packages)
+        for name in packages:
             sys.modules[name] = importlib.import_module(resolve(name) or name)
             setattr(top, name.rpartition(".")[2], sys.modules[name])
-        top.optimizers.FP16_Optimizer = top.fp16_utils.FP16_Optimizer  # where scripts of 2019 import it from
-    _alias_submodules(_EAGER if finder.only is None else finder.only)
+        if "apex.optimizers" in packages:  # where scripts of 2019 import it from
+            top.optimizers.FP16_Optimizer = importlib.import_module("apexfx.fp16_utils").FP16_Optimizer
+    _alias_submodules(packages)
     return finder.what
 
 
@@ -56,11 +73,19 @@ def uninstall() -> None:
     if finder is None:
         return
     sys.meta_path.remove(finder)
-    if finder.only is None:
-        del sys.modules["apex.optimizers"].FP16_Optimizer
     for name, module in list(sys.modules.items()):
         if (name == "apex" or name.startswith("apex.") or name in _TOP) and _is_ours(module):
             del sys.modules[name]
+            if name == "apex.optimizers":
+                del module.FP16_Optimizer
+
+
+def replace_shim(name: str) -> None:
+    """Put the module that `name` means in the place of a file in SHIM, whose folder has done its work then."""
+    del sys.modules[name]
+    sys.path[:] = [entry for entry in sys.path if entry != SHIM]
+    install()
+    sys.modules[name] = importlib.import_module(name)
 
 
 def _installed() -> _ApexFinder | None:
@@ -71,10 +96,14 @@ def _is_ours(module: ModuleType) -> bool:
     return getattr(module, "__apexfx__", False) or module.__name__.startswith("apexfx")
 
 
+def _on_the_path(name: str) -> importlib.machinery.ModuleSpec | None:
+    """Return the spec of what `name` would be without this package; files are looked at only."""
+    return importlib.machinery.PathFinder.find_spec(name, [entry for entry in sys.path if entry != SHIM])
+
+
 def _what_is_there() -> str:
-    """Return "nvidia", "without amp", "impostor" or "none", by looking at files only."""
-    path = [entry for entry in sys.path if entry != SHIM]
-    spec = importlib.machinery.PathFinder.find_spec("apex", path)
+    """Return "nvidia", "without amp", "impostor" or "none"."""
+    spec = _on_the_path("apex")
     if spec is None or not spec.submodule_search_locations:
         return "none" if spec is None else "impostor"
     folders = [Path(folder) for folder in spec.submodule_search_locations]
@@ -87,30 +116,20 @@ def _what_is_there() -> str:
     return "without amp" if has("normalization") and has("optimizers") else "impostor"
 
 
-def _top_module() -> ModuleType:
+def _top_module(finder: _ApexFinder, packages: Sequence[str]) -> ModuleType:
     module = ModuleType("apex", "NVIDIA Apex's names, provided by apexfx.")
     module.__path__ = []
     module.__apexfx__ = True
-    module.__all__ = ["amp", "fp16_utils", "multi_tensor_apply", "normalization", "optimizers", "parallel"]
+    module.__all__ = [name.removeprefix("apex.") for name in packages]
     module.__spec__ = importlib.machinery.ModuleSpec("apex", None, is_package=True)
     module.__version__ = "0.1"
     module.DeprecatedFeatureWarning = DeprecatedFeatureWarning
-    module.__getattr__ = functools.partial(_missing, "apex")
+    module.__getattr__ = functools.partial(finder.attribute, "apex")
     return module
 
 
 class DeprecatedFeatureWarning(FutureWarning):
     """What Apex gave before it removed amp, for scripts that filter it; never given here."""
-
-
-def _missing(package: str, name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(f"module {package!r} has no attribute {name!r}")
-    raise AttributeError(_message(f"{package}.{name}"))
-
-
-def _message(name: str) -> str:
-    return f"apexfx.compat provides no {name!r}; use {alternative(name)}"
 
 
 def _alias_submodules(packages: Sequence[str]) -> None:
@@ -126,36 +145,71 @@ def _alias_submodules(packages: Sequence[str]) -> None:
             sys.modules[package + name.removeprefix(ours)] = sys.modules[name]
 
 
-class _ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds Apex's modules here. `only` limits it to some packages, where the rest of Apex is installed."""
+def _is_asked() -> bool:
+    """Whether `importlib.util.find_spec` looks, which returns None for what is not there, and nothing is imported."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        frame = frame.f_back
+    return frame.f_globals.get("__name__") == "importlib.util"
 
-    def __init__(self, only: Sequence[str] | None) -> None:
-        self.only = only
-        self.what = "installed" if only is None else "added"
+
+class _ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds Apex's modules here: those of `names`, with what is in them and around them."""
+
+    def __init__(self, names: Sequence[str], what: str, is_part: bool, force: bool) -> None:
+        self.names = names
+        self.what = what
+        self.is_part = is_part
+        self.force = force
+        self.has_apex = what == "installed" and any(name.startswith("apex.") for name in names)
+
+    def provides(self, name: str) -> bool:
+        """Whether something stands for the module `name`."""
+        ours = resolve(name)
+        return self._has(name) and (ours is None or (name not in ALTERNATIVES and _exists(ours)))
+
+    def attribute(self, package: str, name: str) -> Any:
+        """Return a module of `package` that a script has not imported by itself.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        if name.startswith("__"):
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        if not self.provides(f"{package}.{name}"):
+            raise AttributeError(self._message(f"{package}.{name}"))
+        return importlib.import_module(f"{package}.{name}")
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        name = fullname
         if fullname.startswith("apexfx."):
             # `from apex.amp import wrap` looks for a submodule of the package that stands there.
-            theirs = "apex." + fullname.removeprefix("apexfx.")
-            if theirs in ALTERNATIVES and self._mine(theirs):
-                raise ModuleNotFoundError(_message(theirs))
+            name = "apex." + fullname.removeprefix("apexfx.")
+            if name not in ALTERNATIVES:
+                return None
+        if not self._is_mine(name):
             return None
-        if not self._mine(fullname):
+        if "." not in name and not self.force and (theirs := _on_the_path(name)) is not None:
+            return theirs  # an extension that was built by itself
+        if self.provides(name):
+            return importlib.machinery.ModuleSpec(name, self, is_package=resolve(name) is None)
+        if _is_asked():
             return None
-        if fullname == "apex.contrib" and self.only is None:
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
-        ours = resolve(fullname)
-        if ours is not None and _exists(ours):
-            return importlib.machinery.ModuleSpec(fullname, self, is_package=False)
-        if "." not in fullname and importlib.machinery.PathFinder.find_spec(fullname) is not None:
-            return None  # an extension that was built by itself
         # Without `name=`: `from apex import RNN` would take it for a name that is not there, and drop the message.
-        raise ModuleNotFoundError(_message(fullname))
+        raise ModuleNotFoundError(self._message(name))
 
-    def _mine(self, name: str) -> bool:
-        if self.only is not None:
-            return any(name == package or name.startswith(f"{package}.") for package in self.only)
-        return name.startswith("apex.") or name in _TOP
+    def _is_mine(self, name: str) -> bool:
+        if name.startswith("apex."):
+            return self.has_apex or self._has(name)
+        return name in _TOP and self.what == "installed" and (not self.is_part or self._has(name))
+
+    def _has(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{each}.") or each.startswith(f"{name}.") for each in self.names)
+
+    def _message(self, name: str) -> str:
+        if self.is_part and not self._has(name) and name not in ALTERNATIVES:
+            return f"apexfx.compat.install(only=...) leaves out {name!r}"
+        return f"apexfx.compat provides no {name!r}; use {alternative(name)}"
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
         module = ModuleType(spec.name)
@@ -164,11 +218,14 @@ class _ApexFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
-        if name in MODULES or resolve(name) is not None:
-            sys.modules[name] = importlib.import_module(resolve(name) or name)
-        else:
+        ours = resolve(name)
+        if ours is None:
             module.__path__ = []
-            module.__getattr__ = functools.partial(_missing, name)
+            module.__getattr__ = functools.partial(self.attribute, name)
+            return
+        module = sys.modules[name] = importlib.import_module(ours)
+        if not hasattr(module, "__path__") and any(each.startswith(f"{name}.") for each in MODULES):
+            module.__path__ = []  # one file stands for a package and for the module in it, `apex.mlp.mlp`
 
 
 def _exists(name: str) -> bool:

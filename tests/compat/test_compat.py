@@ -8,39 +8,15 @@ import os
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
 
 import apexfx.compat
 from apexfx.compat.__main__ import main
-from apexfx.compat.names import ALTERNATIVES
+from apexfx.compat.names import ALTERNATIVES, PUBLIC, alternative, resolve
 
 SCRIPTS = Path(__file__).parent / "scripts"
-
-
-@pytest.fixture
-def python(monkeypatch, capsys):
-    """Run code with Apex's names untaken, in this interpreter; return its output."""
-
-    def forget():
-        apexfx.compat.uninstall()
-        for name in [name for name in sys.modules if name.split(".")[0] in ("apex", "amp_C", "apex_C")]:
-            del sys.modules[name]
-        importlib.invalidate_caches()
-
-    def run(code, *, path=()):
-        forget()
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "path", [*map(str, path), *sys.path])
-            try:
-                exec(compile(textwrap.dedent(code), "<script>", "exec"), {"__name__": "script"})
-            finally:
-                forget()
-        return capsys.readouterr().out
-
-    return run
 
 
 def test_spellings_that_scripts_use_name_the_same_objects(python):
@@ -76,87 +52,46 @@ def test_spellings_that_scripts_use_name_the_same_objects(python):
     """)
 
 
-# Every public module of Apex -> what scripts import from it.
-PUBLIC = {
-    "apex": "amp fp16_utils multi_tensor_apply normalization optimizers parallel DeprecatedFeatureWarning",
-    "apex.amp": """initialize scale_loss state_dict load_state_dict master_params half_function float_function
-        promote_function register_half_function register_float_function register_promote_function disable_casts
-        init _amp_state""",
-    "apex.amp.amp": """init half_function float_function promote_function register_half_function register_float_function
-        register_promote_function""",
-    "apex.amp.frontend": "initialize state_dict load_state_dict Properties opt_levels O0 O1 O2 O3",
-    "apex.amp.handle": "scale_loss disable_casts AmpHandle NoOpHandle",
-    "apex.amp.opt": "OptimWrapper",
-    "apex.amp.scaler": "LossScaler",
-    "apex.amp.lists": "functional_overrides tensor_overrides torch_overrides",
-    "apex.amp._amp_state": "_amp_state AmpState maybe_print warn_or_err master_params",
-    "apex.parallel": """DistributedDataParallel Reducer SyncBatchNorm convert_syncbn_model create_syncbn_process_group
-        ReduceOp LARC""",
-    "apex.parallel.LARC": "LARC",
-    "apex.parallel.multiproc": "main",
-    "apex.parallel.sync_batchnorm": "SyncBatchNorm",
-    "apex.parallel.optimized_sync_batchnorm": "SyncBatchNorm",
-    "apex.parallel.distributed": """DistributedDataParallel Reducer flatten unflatten apply_flat_dist_call
-        flat_dist_call split_half_float_double split_by_type extract_tensors""",
-    "apex.optimizers": "FusedSGD FusedAdam FusedNovoGrad FusedLAMB FusedAdagrad FusedMixedPrecisionLamb FP16_Optimizer",
-    "apex.optimizers.fused_sgd": "FusedSGD",
-    "apex.optimizers.fused_adam": "FusedAdam",
-    "apex.optimizers.fused_lamb": "FusedLAMB",
-    "apex.optimizers.fused_novograd": "FusedNovoGrad",
-    "apex.optimizers.fused_adagrad": "FusedAdagrad",
-    "apex.optimizers.fused_mixed_precision_lamb": "FusedMixedPrecisionLamb",
-    "apex.normalization": "FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm",
-    "apex.normalization.fused_layer_norm": """FusedLayerNorm FusedRMSNorm MixedFusedLayerNorm MixedFusedRMSNorm
-        fused_layer_norm fused_layer_norm_affine fused_rms_norm fused_rms_norm_affine
-        mixed_dtype_fused_layer_norm_affine mixed_dtype_fused_rms_norm_affine manual_rms_norm
-        FusedLayerNormAffineFunction FusedLayerNormFunction FusedRMSNormAffineFunction FusedRMSNormFunction""",
-    "apex.multi_tensor_apply": "multi_tensor_applier MultiTensorApply",
-    "apex.multi_tensor_apply.multi_tensor_apply": "MultiTensorApply",
-    "apex.fp16_utils": """BN_convert_float network_to_half prep_param_lists model_grads_to_master_grads FP16Model
-        convert_module convert_network master_params_to_model_params tofp16 to_python_float clip_grad_norm
-        FP16_Optimizer LossScaler DynamicLossScaler""",
-    "apex.fp16_utils.fp16util": "tofp16 network_to_half prep_param_lists",
-    "apex.fp16_utils.fp16_optimizer": "FP16_Optimizer",
-    "apex.fp16_utils.loss_scaler": "LossScaler DynamicLossScaler",
-    "apex.contrib.clip_grad": "clip_grad_norm_",
-    "apex_C": "flatten unflatten",
-    "amp_C": """multi_tensor_scale multi_tensor_axpby multi_tensor_l2norm multi_tensor_l2norm_mp
-        multi_tensor_l2norm_scale multi_tensor_unscale_l2norm multi_tensor_sgd multi_tensor_adam
-        multi_tensor_adam_capturable multi_tensor_adam_capturable_master multi_tensor_adagrad
-        multi_tensor_novograd multi_tensor_lamb multi_tensor_lamb_mp multi_tensor_lamb_stage1_cuda
-        multi_tensor_lamb_stage2_cuda update_scale_hysteresis""",
-}
+PROVIDED = [module for module in PUBLIC if module == "apex" or resolve(module)]
 
 
-@pytest.mark.parametrize("module", PUBLIC)
+@pytest.mark.parametrize("module", PROVIDED)
 def test_every_public_name_of_apex_can_be_imported(python, module):
     names = ", ".join(PUBLIC[module].split())
     python(f"import apexfx.compat; apexfx.compat.install()\nfrom {module} import {names}")
+
+
+@pytest.mark.parametrize("module", [module for module in PUBLIC if module not in PROVIDED])
+def test_every_other_public_name_says_what_to_use(python, module):
+    for name in PUBLIC[module].split():
+        with pytest.raises(ImportError, match=re.escape(f"use {alternative(module)}")):
+            python(f"import apexfx.compat; apexfx.compat.install()\nfrom {module} import {name}")
+
+
+def test_no_alternative_is_missing():
+    modules = [module for module in PUBLIC if module not in PROVIDED]
+    assert not {alternative(module) for module in modules} & {alternative("apex.nothing"), alternative("apex.contrib.nothing")}
 
 
 # What is not there -> part of what the error says to use.
 MISSING = {
     "import apex.RNN": "torch.nn.LSTM", "from apex import RNN": "torch.nn.LSTM",
     "import apex; apex.RNN": "torch.nn.LSTM", "from apex.RNN import LSTM": "torch.nn.LSTM",
-    "from apex.mlp import MLP": "torch.nn.Sequential", "import apex; apex.mlp.MLP": "torch.nn.Sequential",
-    "from apex.fused_dense import FusedDense": "torch.nn.Linear",
-    "from apex.contrib.xentropy import SoftmaxCrossEntropyLoss": "label_smoothing",
-    "from apex.contrib import xentropy": "label_smoothing",
-    "import apex.contrib; apex.contrib.xentropy": "label_smoothing",
+    "from apex.contrib.bottleneck import Bottleneck": "apexfx.transform",
+    "from apex.contrib import sparsity": "to_sparse_semi_structured",
+    "import apex.contrib; apex.contrib.focal_loss": "sigmoid_focal_loss",
+    "import apex; apex.transformer": "Megatron Core",
     "import apex.contrib.optimizers.distributed_fused_adam": "ZeroRedundancyOptimizer",
     "from apex.contrib.multihead_attn import SelfMultiheadAttn": "scaled_dot_product_attention",
-    "from apex.contrib.layer_norm import FastLayerNorm": "FusedLayerNorm",
     "import apex.contrib.nothing": "torch.compile",
-    "from apex.transformer import parallel_state": "torch.distributed.tensor.parallel",
+    "from apex.transformer import parallel_state": "device_mesh",
     "from apex import pyprof": "torch.profiler", "from apex.amp import wrap": "register_half_function",
     "import apex.amp.wrap": "register_half_function", "from apex.amp.utils import cached_cast": "half_function",
     "from apex.amp.rnn_compat import has_old_rnns": "torch.nn.LSTM",
     "from apex.amp.compat import filter_attrs": "torch.is_tensor",
     "from apex.amp._initialize import check_params_fp32": "apex.amp.initialize",
     "from apex.amp._process_optimizer import AmpOptimizerState": "_amp_stash",
-    "from apex.parallel import sync_batchnorm_kernel": "SyncBatchNorm", "import syncbn": "SyncBatchNorm",
-    "import fused_layer_norm_cuda": "FusedLayerNorm", "import fused_adam_cuda": "FusedAdam",
-    "import mlp_cuda": "torch.nn.Sequential", "import fused_dense_cuda": "torch.nn.Linear",
+    "from apex.parallel import sync_batchnorm_kernel": "SyncBatchNorm", "import fused_adam_cuda": "FusedAdam",
     "import apex.nothing": "NVIDIA's own package", "import amp_C; amp_C.multi_tensor_nothing": "apex.optimizers",
 }  # fmt: skip
 
@@ -174,15 +109,86 @@ def test_nothing_of_this_package_is_called_missing():
     assert not [name for name in parents if importlib.util.find_spec(name)]
 
 
-def test_an_extension_that_was_built_by_itself_is_found(python, tmp_path):
-    (tmp_path / "fused_layer_norm_cuda.py").write_text("theirs = True")
+def test_what_is_not_provided_is_none_to_those_who_ask(python):
+    python("""
+        import importlib.util, apexfx.compat
+        apexfx.compat.install()
+        find_spec = importlib.util.find_spec
+        assert find_spec("apex") and find_spec("apex.mlp") and find_spec("apex.contrib.group_norm") and find_spec("amp_C")
+        assert find_spec("apex.RNN") is find_spec("apex.contrib.sparsity") is find_spec("fused_adam_cuda") is None
+    """)
+
+
+def test_modules_are_there_as_attributes_and_in_every_spelling(python):
     python("""
         import apexfx.compat
         apexfx.compat.install()
-        import fused_layer_norm_cuda
-        assert fused_layer_norm_cuda.theirs
+        import apex
+        assert apex.mlp.MLP and apex.contrib.xentropy.SoftmaxCrossEntropyLoss and not hasattr(apex, "RNN")
+        import apex.mlp.mlp, apex.contrib.layer_norm.layer_norm as layer_norm
+        from apex.contrib import layer_norm as package
+        assert apex.mlp.mlp.MLP is apex.mlp.MLP and layer_norm.FastLayerNorm is package.FastLayerNorm
+        import amp_C, apex_C, fused_dense_cuda, fused_layer_norm_cuda, mlp_cuda, syncbn
+    """)
+
+
+@pytest.mark.parametrize("extension", ["fused_layer_norm_cuda", "fused_adam_cuda"])
+def test_an_extension_that_was_built_by_itself_is_found(python, tmp_path, extension):
+    (tmp_path / f"{extension}.py").write_text("theirs = True")
+    python(f"""
+        import apexfx.compat
+        apexfx.compat.install()
+        import {extension}
+        assert {extension}.theirs
     """, path=[tmp_path])
-    sys.modules.pop("fused_layer_norm_cuda", None)
+    sys.modules.pop(extension, None)
+
+
+def test_only_what_is_named_is_there(python, tmp_path):
+    python("""
+        import apexfx.compat
+        assert apexfx.compat.install(only=("apex.amp", "apex.contrib.xentropy", "amp_C")) == "installed"
+        import amp_C, apex
+        from apex import amp
+        from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+        assert apex.__all__ == ["amp"] and not hasattr(apex, "optimizers")
+        for name in ("apex.optimizers", "apex.contrib.group_norm", "apex.parallel.LARC"):
+            try:
+                __import__(name)
+            except ImportError as error:
+                assert f"leaves out {name!r}" in str(error) or "apex.parallel" in str(error), error
+            else:
+                raise SystemExit(name)
+        try:
+            import mlp_cuda
+        except ModuleNotFoundError as error:
+            assert str(error) == "No module named 'mlp_cuda'"
+    """)
+    python("""
+        import apexfx.compat
+        apexfx.compat.install(only=["amp_C"])
+        try:
+            import apex
+        except ModuleNotFoundError:
+            import amp_C
+        else:
+            raise SystemExit("apex is there")
+    """)
+    with pytest.raises(ValueError, match="only= has .'apex.RNN'."):
+        apexfx.compat.install(only=("apex.RNN", "apex.amp"))
+    package(tmp_path, "optimizers", "normalization", "mlp")
+    python("""
+        import apexfx.compat
+        assert apexfx.compat.install(only=("apex.mlp",)) == "nvidia"  # which is its own there
+        assert apexfx.compat.install(only=("apex.amp", "apex.mlp")) == "added"
+        import apex.mlp, apex.amp
+        assert apex.mlp.theirs and apex.amp.initialize
+    """, path=[tmp_path])
+    python("""
+        import apexfx.compat
+        assert apexfx.compat.install(only=("apex.mlp",), force=True) == "installed"
+        from apex.mlp import MLP
+    """, path=[tmp_path])
 
 
 def package(folder, *modules):
@@ -279,6 +285,18 @@ def test_an_unmodified_finetuning_script(tmp_path):
 def test_an_unmodified_distributed_script():
     out = run_script(SCRIPTS / "distributed.py", "--world-size", 2)
     assert "ranks agree" in out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("installed", [(), ("amp", "optimizers")], ids=["none", "nvidia"])
+def test_a_process_that_a_script_starts_has_the_names(tmp_path, monkeypatch, installed):
+    if installed:
+        package(tmp_path, *installed)
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])))
+    child = "import apex; print(apex.theirs)" if installed else "import syncbn; from apex.mlp import MLP; print(syncbn.reduce_bn)"
+    script = tmp_path / "script.py"
+    script.write_text(f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}], check=True)")
+    assert "True" in run_script(script) if installed else "reduce_bn" in run_script(script)
 
 
 def test_the_command_line_explains_itself(capsys):

@@ -1,12 +1,7 @@
-"""Found by processes that a script under `python -m apexfx.compat` starts: turns into the real names."""
+"""Found by processes that a script under `python -m apexfx.compat` starts: turns into the real module."""
 
 from __future__ import annotations
 
-import importlib
-import sys
+from apexfx.compat.install import replace_shim
 
-from apexfx.compat import install
-
-sys.modules.pop(__name__)
-install()
-sys.modules[__name__] = importlib.import_module(__name__)
+replace_shim(__name__)

@@ -1,0 +1,197 @@
+"""How public projects import Apex, bare, guarded and by extension name: what resolves, falls back, or raises."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+# Project -> the shape of its imports, and an expression that holds after them, or part of the error that they raise.
+BLOCKS = {
+    "DeepSpeed": ("""
+        try:
+            import apex
+            from apex import amp
+            APEX_INSTALLED = True
+        except ImportError:
+            APEX_INSTALLED = False
+        from apex.multi_tensor_apply import multi_tensor_applier
+        import amp_C
+        """, "APEX_INSTALLED and multi_tensor_applier.available and amp_C.multi_tensor_l2norm"),
+    "Megatron-LM, norms": ("""
+        try:
+            import apex
+            HAVE_APEX = True
+        except ImportError:
+            HAVE_APEX = False
+        try:
+            from apex.contrib.layer_norm.layer_norm import FastLayerNormFN
+            HAVE_PERSIST_LAYER_NORM = True
+        except ImportError:
+            HAVE_PERSIST_LAYER_NORM = False
+        try:
+            from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, FusedRMSNormAffineFunction
+            HAVE_FUSED_LAYER_NORM = True
+        except ImportError:
+            HAVE_FUSED_LAYER_NORM = False
+        """, "HAVE_APEX and HAVE_PERSIST_LAYER_NORM and HAVE_FUSED_LAYER_NORM"),
+    "Megatron-LM, weight gradients and rotary embedding": ("""
+        fused, rope = True, True
+        try:
+            import fused_weight_gradient_mlp_cuda
+        except ImportError:
+            fused = False
+        try:
+            from apex.transformer.functional import fused_apply_rotary_pos_emb
+        except ImportError:
+            rope = False
+        """, "not fused and not rope"),
+    "NeMo, language models": ("""
+        try:
+            from apex.transformer import tensor_parallel
+            from apex.transformer.enums import AttnMaskType
+            HAVE_APEX = True
+        except (ImportError, ModuleNotFoundError):
+            HAVE_APEX = False
+        """, "not HAVE_APEX"),
+    "NeMo, diffusion": ("""
+        try:
+            from apex.contrib.group_norm import GroupNorm
+            OPT_GROUP_NORM = True
+        except Exception:
+            OPT_GROUP_NORM = False
+        """, "OPT_GROUP_NORM and GroupNorm(2, 4, act='silu')"),
+    "gpt-neox": ("""
+        import importlib
+        from apex.normalization import FusedLayerNorm as LayerNorm
+        fused_layer_norm_cuda = importlib.import_module("fused_layer_norm_cuda")
+        """, "fused_layer_norm_cuda.forward_affine and LayerNorm(4)"),
+    "nanotron": ("""
+        import importlib
+        try:
+            importlib.import_module("fused_layer_norm_cuda")
+        except ImportError as e:
+            raise e
+        """, "True"),
+    "ColossalAI": ("""
+        Fast_LN = None
+        try:
+            from apex.contrib.layer_norm.layer_norm import FastLayerNorm
+            Fast_LN = FastLayerNorm
+        except ImportError:
+            pass
+        """, "Fast_LN(4)"),
+    "transformers": ("""
+        import importlib.util
+        def is_apex_available():
+            return importlib.util.find_spec("apex") is not None
+        try:
+            from apex.normalization import FusedRMSNorm
+            T5LayerNorm = FusedRMSNorm
+        except ImportError:
+            T5LayerNorm = None
+        """, "is_apex_available() and T5LayerNorm(4)"),
+    "timm": ("""
+        try:
+            from apex import amp
+            from apex.parallel import DistributedDataParallel as ApexDDP
+            from apex.parallel import convert_syncbn_model
+            has_apex = True
+        except ImportError:
+            has_apex = False
+        """, "has_apex"),
+    "fairseq": ("""
+        import importlib
+        try:
+            from apex.optimizers import FusedAdam as _FusedAdam
+            from apex.multi_tensor_apply import multi_tensor_applier
+        except ImportError:
+            _FusedAdam = None
+        try:
+            importlib.import_module("fused_adam_cuda")
+            has_v1 = True
+        except ImportError:
+            has_v1 = False
+        """, "_FusedAdam and not has_v1"),
+    "maskrcnn-benchmark": ("""
+        try:
+            from apex import amp
+        except ImportError:
+            raise ImportError("Use APEX for multi-precision via apex.amp")
+        half = amp.float_function(lambda x: x)
+        """, "half"),
+    "Transformers4Rec": ("""
+        try:
+            from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
+            apex_installed = True
+        except ImportError as e:
+            apex_installed = False
+        """, "apex_installed and SoftmaxCrossEntropyLoss.apply"),
+    "InternLM": ("""
+        try:
+            from apex.fused_dense import FusedDense as ApexFusedDense
+            from apex.normalization.fused_layer_norm import FusedRMSNorm
+        except ModuleNotFoundError:
+            ApexFusedDense = FusedRMSNorm = None
+        """, "ApexFusedDense(2, 3) and FusedRMSNorm"),
+    "ATorch": ("""
+        try:
+            from apex.fused_dense.fused_dense import DenseNoBiasFunc, FusedDense, FusedDenseFunc
+        except (ImportError, ModuleNotFoundError) as e:
+            FusedDense = object
+        """, "FusedDense is not object"),
+    "OpenChatKit": ("""
+        try:
+            import apex.contrib.layer_norm
+            LayerNorm = apex.contrib.layer_norm.FastLayerNorm
+            import apex.fused_dense
+            fused = apex.fused_dense.FusedDenseGeluDenseFunc.apply
+        except:
+            LayerNorm = fused = None
+        """, "LayerNorm and fused"),
+    "torchani": ("from apex.mlp import MLP", "MLP([2, 2])"),
+    "MLPerf RNN-T": ("""
+        from apex.mlp import MLP
+        from apex.contrib.transducer import TransducerJoint
+        """, "use torchaudio.functional.rnnt_loss"),
+    "ASP recipes": ("from apex.contrib.sparsity import ASP", "use torch.sparse.to_sparse_semi_structured"),
+    "OpenFold": ("from apex.contrib.openfold_triton.mha import CanSchTriMHA", "use torch.nn.functional.layer_norm"),
+    "MLPerf BERT": ("from apex.contrib.multihead_attn import fast_mask_softmax_dropout_func", "use torch.nn.functional"),
+    "Apex's own tests": ("""
+        try:
+            import bnp
+            from apex.contrib.groupbn.batch_norm import BatchNorm2d_NHWC
+            SKIP_TEST = None
+        except ImportError as e:
+            SKIP_TEST = e
+        """, "'torch.nn.BatchNorm2d' in str(SKIP_TEST)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("project", BLOCKS)
+def test_what_a_projects_imports_do(python, project):
+    block, result = BLOCKS[project]
+    code = f"import apexfx.compat\napexfx.compat.install()\n{textwrap.dedent(block)}"
+    if result.startswith("use "):
+        with pytest.raises(ModuleNotFoundError, match=result):
+            python(code)
+    else:
+        python(f"{code}\nassert {result}")
+
+
+SWITCHES = ("HAVE_PERSIST_LAYER_NORM", "HAVE_FUSED_LAYER_NORM", "OPT_GROUP_NORM", "Fast_LN", "T5LayerNorm", "_FusedAdam",
+            "has_v1", "apex_installed", "ApexFusedDense", "LayerNorm", "fused", "rope")
+GUARDED = [project for project, (block, result) in BLOCKS.items() if "except" in block and "raise" not in block]
+
+
+@pytest.mark.parametrize("project", [project for project in GUARDED if project not in ("DeepSpeed", "timm")])
+def test_a_part_switches_no_project_into_what_it_leaves_out(python, project):
+    """With amp alone every guard says no, but for those that ask for no more than `import apex`."""
+    block, _ = BLOCKS[project]
+    python(f"""
+import apexfx.compat
+apexfx.compat.install(only=("apex.amp",))
+{textwrap.dedent(block)}
+found = [name for name in {SWITCHES} if globals().get(name)]
+assert not found, found
+""")
