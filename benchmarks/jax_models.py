@@ -109,13 +109,17 @@ def main(model: str, path: str) -> None:
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), new_state, moments, loss
 
-    params, state, x, y = jax.device_put((params, state, x, y))
-    moments = optimizer.init(params)
+    serve(step, (params, state, optimizer.init(params)), (x, y))
+
+
+def serve(step: Callable[..., tuple[Any, ...]], carried: tuple[Any, ...], batch: tuple[Any, ...]) -> None:
+    """Run steps, which return what they carry on and a loss, as stdin asks for them."""
+    carried, batch = jax.device_put((carried, batch))
     for line in sys.stdin:
         begin = time.perf_counter()
         for _ in range(int(line)):
-            params, state, moments, loss = step(params, state, moments, x, y)
-        jax.block_until_ready((params, state, moments, loss))
+            *carried, loss = step(*carried, *batch)
+        jax.block_until_ready((carried, loss))
         print(json.dumps({"seconds": time.perf_counter() - begin, "loss": float(loss)}), flush=True)
 
 

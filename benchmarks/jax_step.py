@@ -56,8 +56,8 @@ def jax_python(environment: Path) -> Path | None:
 class Jax:
     """A process that trains by jax, as many steps at a time as it is asked for."""
 
-    def __init__(self, python: Path, model: str, file: Path) -> None:
-        command = [python, Path(__file__).with_name("jax_models.py"), model, file]
+    def __init__(self, python: Path, model: str, file: Path, script: str = "jax_models.py") -> None:
+        command = [python, Path(__file__).with_name(script), model, file]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                                          env=os.environ | ONE_THREAD)
 
@@ -67,7 +67,7 @@ class Jax:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"jax_models.py ended with status {self._process.wait()}: see its message above")
+            raise RuntimeError(f"{self._process.args[1]} ended with status {self._process.wait()}: see its message above")
         return json.loads(line)
 
     def close(self) -> None:
