@@ -88,6 +88,8 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     compare.add_argument("file", metavar="FILE", help="the Python file")
     compare.add_argument("--reference", choices=["float64", "float32"], default="float64", help="the wide dtype")
+    compare.add_argument("--splits", action="store_true", help="instead, whether `step` has the same gradient however `batch` is "
+                         "split over ranks and calls (check_splits); status 1 says that it has not")
     compare.add_argument("--json", metavar="PATH", help="write all of it to a file")
     compare.set_defaults(run=_compare)
 
@@ -178,6 +180,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     import runpy
 
     from .compare import compare
+    from .splits import check_splits
 
     if not Path(arguments.file).is_file():
         print(f"apexfx: {arguments.file!r} is not there; give a Python file that defines `batch`, and `step` or `model`",
@@ -189,11 +192,16 @@ def _compare(arguments: argparse.Namespace) -> int:
     except Exception:  # the file's own, with its own lines
         traceback.print_exc()
         return 2
-    if "batch" not in names or not {"step", "model"} & names.keys():
-        print(f"apexfx: {arguments.file} has to define `batch`, and `step` or `model`", file=sys.stderr)
+    subjects = ["step"] if arguments.splits else ["step", "model"]
+    if "batch" not in names or not names.keys() & subjects:
+        print(f"apexfx: {arguments.file} has to define `batch`, and {' or '.join(map('`{}`'.format, subjects))}", file=sys.stderr)
         return 2
     subject = names["step"] if "step" in names else names["model"]
     try:
+        if arguments.splits:
+            splits = check_splits(names["step"], *names["batch"])
+            print(splits)
+            return 0 if splits.is_right else 1
         comparison = compare(subject, names["batch"], arguments.reference,
                              loss_fn=names.get("loss_fn") if "step" not in names else None)
         if arguments.json is not None:

@@ -153,3 +153,16 @@ def test_compare_runs_a_file_as_a_program(capsys, tmp_path, monkeypatch):
         "batch = torch.ones(2, 4), torch.tensor([0, 9])\n")
     status, _, err = run(capsys, "compare", str(tmp_path / "file.py"), "--reference", "float32")
     assert status == 2 and "out of bounds" in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("loss, status, said", [("", 0, "the same"), (" * len(out)", 1, "1 / (ranks x calls)")])
+def test_compare_asks_whether_splits_are_one_step(loss, status, said, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", ["apexfx", "compare"])
+    (tmp_path / "file.py").write_text(
+        "import torch, apexfx\nmodel = torch.nn.Linear(4, 3)\n"
+        f"step = apexfx.train_step(model, lambda out, y: torch.nn.functional.cross_entropy(out, y){loss},\n"
+        "                         torch.optim.SGD(model.parameters(), lr=0.1), inner='eager')\n"
+        "batch = torch.ones(16, 4), torch.arange(16) % 3\n")
+    found, out, _ = run(capsys, "compare", str(tmp_path / "file.py"), "--splits")
+    assert found == status and said in out

@@ -111,10 +111,10 @@ def forces_on_a_graph():
 
         def forward(self, x, source, target):
             messages = self.edges((x[source] - x[target]).norm(dim=1, keepdim=True))
-            return self.nodes(torch.zeros(8, 8, dtype=messages.dtype).index_add(0, target, messages)[:, :3])
+            return self.nodes(torch.zeros(len(x), 8, dtype=messages.dtype).index_add(0, target, messages)[:, :3])
 
     def objective(model, x, source, target, force):
-        return forces(lambda x: model(x, source, target), x, torch.zeros(8, 1), force)
+        return forces(lambda x: model(x, source, target), x, torch.zeros(len(x), 1), force)
 
     source, target = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 0, 2]), torch.tensor([1, 2, 3, 4, 5, 6, 7, 0, 4, 6])
     return Net(), objective, (X, source, target, FORCE)

@@ -58,6 +58,24 @@ def test_code_of_inductor_is_that_of_eager(name):
     assert (found - expected).norm() <= 1e-4 * expected.norm()
 
 
+def test_sizes_that_vary_take_one_graph():
+    torch.manual_seed(0)
+    model, objective, _ = LOSSES["forces_on_a_graph"]()
+    expected = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0",
+                             dynamic=True, inner="eager")
+    for atoms in (8, 5, 12, 9, 6):
+        source = torch.arange(2 * atoms) % atoms
+        batch = torch.randn(atoms, 3), source, (source + torch.randint(1, atoms, source.shape)) % atoms, torch.randn(atoms, 3)
+        optimizer.zero_grad()
+        objective(expected, *batch).backward()
+        optimizer.step()
+        step(*batch)
+    torch.testing.assert_close(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert len(step.report.graphs) == 1
+
+
 def of_images(channels):
     return nn.Sequential(nn.Unflatten(1, (4, channels // 4)), nn.InstanceNorm1d(4, affine=True), nn.Flatten())
 
