@@ -37,8 +37,6 @@ _MODULES = ("graph", "ops", "buckets")  # for passes of one's own, the ops by th
 def __getattr__(name: str) -> Any:  # Apex's packages, when they are reached for: the graphs need none of them
     if name in (*_SUBPACKAGES, *_MODULES):
         return importlib.import_module(f".{name}", __name__)
-    if name == "fx":  # the name that `graph` had
-        return importlib.import_module(".graph", __name__)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

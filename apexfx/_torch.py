@@ -382,16 +382,6 @@ def submodules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     return module._modules
 
 
-def fake_store() -> object:
-    """Return the store with which `init_process_group("fake", ...)` makes a world of one real rank.
-
-    Importing it registers that backend.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    return FakeStore()
-
-
 def below_functorch(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor inside the wrappers that functorch transforms put around one, or `tensor`."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):

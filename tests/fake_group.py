@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 
 import torch.distributed as dist
-
-from apexfx._torch import fake_store
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 @contextlib.contextmanager
 def fake_process_group(num_ranks):
     """Make this process rank 0 of a group of so many."""
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=num_ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield
     finally:

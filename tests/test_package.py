@@ -39,4 +39,3 @@ def test_only_what_is_promised_is_shown():
         "train_step", "transform",
     ]  # fmt: skip
     assert "__version__" in dir(apexfx)
-    assert apexfx.fx is apexfx.graph  # its older name

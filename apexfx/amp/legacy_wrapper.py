@@ -23,7 +23,6 @@ class OptimWrapper:
     def __init__(self, optimizer: torch.optim.Optimizer, amp_handle: Any, num_loss: int) -> None:
         self._optimizer = optimizer
         self._amp_handle = amp_handle
-        self._num_loss = num_loss
         self._loss_idx = 0
         device = next((p.device for p in master_params(optimizer)), torch.device("cpu"))
         scale = getattr(amp_handle, "_loss_scale", 1.0)

@@ -46,10 +46,6 @@ class AmpOptimizerState:
         self._known: set[Tensor] = set()  # masters, and what is its own
         self._reconciled = False
 
-    @property
-    def all_fp32_params(self) -> list[Tensor]:
-        return self.all_fp32_from_fp32_params
-
     # ---- parameters -------------------------------------------------------------------------------------------------
 
     def adopt_all(self, optimizer: torch.optim.Optimizer) -> None:

@@ -38,12 +38,6 @@ class Properties:
             raise AttributeError(f"amp has no option {name!r}; expected one of {', '.join(_BEFORE_INITIALIZE)}")
         self.options[name] = _checked(name, value, self.options["opt_level"])
 
-    def _update_options_dict(self, new_options: dict[str, Any]) -> None:
-        for name, value in new_options.items():
-            if name not in self.options:
-                raise ValueError(f"Tried to set unexpected option {name}")
-            self.options[name] = value
-
 
 _REFUSED_AT_O1 = {
     "cast_model_type": "O1 inserts casts around Torch functions rather than model weights, so with O1, the model weights "
@@ -54,7 +48,6 @@ _REFUSED_AT_O1 = {
     "master_weights": "It doesn't make sense to use master_weights with O1. With O1, your model weights themselves should be "
                       "FP32.",
 }
-
 
 
 def _checked(name: str, value: Any, level: str | None) -> Any:

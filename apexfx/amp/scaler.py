@@ -126,9 +126,6 @@ class LossScaler:
         self.group.allreduce([shared], options).wait()
         return shared.reshape(())
 
-    def clear_overflow_state(self) -> None:
-        """Do nothing: every iteration has its own flag."""
-
     def report_overflows(self, *, wait: bool = False, printer: Callable[[str], None] = maybe_print) -> None:
         """Print a line for every overflow whose flag has reached the host; with `wait`, for all."""
         while self._overflows and (wait or self._overflows[0].ready()):

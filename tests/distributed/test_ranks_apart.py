@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import apexfx
-from apexfx._torch import fake_store
 from tests.distributed.launch import on_ranks, run_ranks
 from tests.own_optimizers import RMSprop
 
@@ -77,7 +77,7 @@ def test_ranks_that_come_together_later_are_told_so(tmp_path):
 
 @pytest.mark.parametrize("backend, world_size", [("gloo", 1), ("fake", 2)])
 def test_without_real_peers_nothing_is_said(backend, world_size):
-    store = fake_store() if backend == "fake" else dist.HashStore()
+    store = FakeStore() if backend == "fake" else dist.HashStore()
     dist.init_process_group(backend, store=store, rank=0, world_size=world_size)
     try:
         assert told_by(step) == told_by(transformed) == [[], []]
