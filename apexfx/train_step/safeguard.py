@@ -40,9 +40,8 @@ class Safeguard:
         max_consecutive_skips: so many skips in a row raise `NonFiniteError` on every rank.
         replica_check_interval: every so many updates compare parameters and optimizer state over the ranks; where a bit differs,
             the next call raises `ReplicaMismatchError` on every rank. None: never.
-        record_dir: a folder in which each skipped step leaves a bundle for `python -m apexfx replay`, one a rank, and so does one
-            that raises before it has written anything. A call then waits for the device, to know whether the one before was
-            skipped. None: nothing is written, and nothing waits.
+        record_dir: a folder in which each skipped step leaves a bundle for `python -m apexfx replay`, one a rank. A call then
+            waits for the device, to know whether the one before was skipped. None: nothing is written, and nothing waits.
         max_records: so many bundles of a rank are enough; those that are in the folder count.
     """
 
