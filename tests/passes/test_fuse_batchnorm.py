@@ -58,12 +58,10 @@ def test_printed_graph():
 @pytest.mark.parametrize(("model", "options"), [
     (Block().eval(), {}),
     (Block(), {"ratios": {}}),
-    (Block(), {"ratios": {("batch_norm", "cpu", "float32"): (1.04, 1.0)}}),
-    (Block(), {"ratios": {("batch_norm", "cpu", "float32"): (2.0, 0.5)}}),
     (Block(), {"ratios": {("batch_norm", "cpu", "bfloat16"): (2.0, 2.0)}}),
     (Block(), {"least_elements": {"batch_norm": 2 * 8 * 4 * 4 + 1}}),
     (nn.InstanceNorm2d(8, affine=True), {}),
-], ids=["eval", "unmeasured", "mean", "smallest", "dtype", "smaller", "instance norm"])
+], ids=["eval", "unmeasured", "dtype", "smaller", "instance norm"])
 def test_left_alone(model, options):
     pass_, gm, _ = rewrite(model, torch.randn(2, 8, 4, 4), **options)
     assert not pass_.matches and not gm.graph.find_nodes(op="call_function", target=SYNC)

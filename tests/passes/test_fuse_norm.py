@@ -368,11 +368,7 @@ def test_casts_of_o1_go_into_the_op_and_leave_the_ledger(affine):
 
 
 def test_table_decides():
-    x = draw(3, 8)
-    slow = dict.fromkeys(EVERYWHERE, (1.04, 1.04))
-    uneven = dict.fromkeys(EVERYWHERE, (2.0, 0.5))
-    for ratios in ({}, slow, uneven):
-        assert fused(rewrite(nn.LayerNorm(8), x, ratios=ratios)[1]) == []
+    assert fused(rewrite(nn.LayerNorm(8), draw(3, 8), ratios={})[1]) == []
 
 
 @needs_kernel
@@ -411,4 +407,4 @@ def test_the_table_is_well_formed():
     for (op, device, dtype), (mean, smallest) in RATIO.items():
         assert (op, "cpu", "float32") in EVERYWHERE and device in ("cpu", "cuda")
         assert isinstance(getattr(torch, dtype), torch.dtype)
-        assert 0 < smallest <= mean and LEAST_ELEMENTS[op] > 0
+        assert 0.9 <= smallest <= mean >= 1.05 and LEAST_ELEMENTS[op] > 0
