@@ -13,7 +13,7 @@ from .. import _torch_compilers  # noqa: F401  has Dynamo know the marks, whatev
 from .._torch import OpOverload, OpOverloadPacket, tree_leaves, tree_map
 from ..config import default_half
 from ..graph.op_names import canonical_name, is_foreign
-from ..precision.arguments import MARKS
+from ..precision.argument_marks import MARKS
 from ..precision.rules import FLOATS, HALVES, Rule
 from ._amp_state import _amp_state
 from .cast_plan import CastPlan
@@ -51,7 +51,7 @@ def _handle_is_active() -> bool:
 
 
 def _marked(kind: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of a call that is being captured, marked for the precision pass; see `precision.arguments`.
+    """Return the arguments of a call that is being captured, marked for the precision pass; see `precision.argument_marks`.
 
     What will be half is float32 still: the dtypes of this moment do not tell what to cast.
     """

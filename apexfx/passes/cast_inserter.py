@@ -14,7 +14,7 @@ from ..errors import PassError
 from ..graph.mutation import body_of, storages, written, written_storages
 from ..graph.nodes import RULE, call, evaluate, op_name, set_value, signature, value
 from ..graph.op_names import canonical_name
-from ..precision import arguments
+from ..precision import argument_marks
 from ..precision.casts import CastRow, dtype_of, insert_cast, insert_limits, is_inserted_cast, ledger_row, user_cast
 from ..precision.policy import (
     Policy,
@@ -96,7 +96,7 @@ class CastInserter:
                 self._higher_order(node)
             else:
                 self._node(node, casts_off=bool(regions) and self.policy.level.patch_ops)
-        self.edited |= arguments.take_out(gm.graph)
+        self.edited |= argument_marks.take_out(gm.graph)
 
     def restore_outputs(self, gm: fx.GraphModule) -> None:
         """Cast what the graph returns back to the dtype it was captured with; what shared memory then still does."""

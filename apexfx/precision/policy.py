@@ -18,7 +18,7 @@ from ..config import OptLevel
 from ..graph.mutation import body_of
 from ..graph.nodes import OUTSIDE_OF_MODEL, argument, module_paths, op_name
 from ..graph.op_names import canonical_name
-from . import arguments
+from . import argument_marks
 from .rules import ADDITIVE_MASKS, FLOATS, HALVES, RESIDUALS, RULES, STORED_NUMBERS, Rule, consistent, lookup
 
 _NAMED_DTYPES = {
@@ -164,7 +164,7 @@ class Policy:
     def __init__(self, level: OptLevel, half: torch.dtype, overrides: Mapping[str, Any]) -> None:
         self.level = level
         self.half = half
-        marks = {name: Rule(kind, f"amp.{kind}_function") for name, kind in arguments.NAMES.items()}
+        marks = {name: Rule(kind, f"amp.{kind}_function") for name, kind in argument_marks.NAMES.items()}
         self.rules = {**RULES, **marks, **{key: rule for key, rule in overrides.items() if isinstance(rule, Rule)}}
         self.overrides = {key: self._override(key, value) for key, value in overrides.items() if not isinstance(value, Rule)}
         self.used: set[str] = set()
