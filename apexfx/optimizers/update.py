@@ -111,26 +111,68 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
     present = present_of(grads)
     scale = scalars[plan.scale] if plan.scale is not None else None
     inverse = inverse_of(scale, norm_dtype(list(map(_value, present))), call) if scale is not None else None
-    found_inf = norm = clip = skip = None
+    verdict = _judge(plan, grads, inverse, scalars, count, call)
+    clip = clip_coefficient(verdict.norm, plan.max_grad_norm, plan.clip_epsilon, call) \
+        if plan.max_grad_norm not in (None, math.inf) else None
+    averages = _update_groups(plan, params, grads, states, scalars, _Factors(scale, inverse, clip, verdict.skip), call)
+    if (row := plan.ema) is not None:
+        call(ema.follow, *averages, scalars[row.counts], row.decay, verdict.skip)
+    gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
+    if plan.growth_tracker is not None:
+        _adapt_scale(plan, scale, scalars[plan.growth_tracker], verdict, call)
+    if plan.skips is not None:
+        _count_skips(scalars[plan.skips], verdict.fault, call)
+    full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
+    said, norm = verdict.said, verdict.norm
+    return (said if said is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """Whether a step is skipped, as device scalars or the nodes that stand for them; None where nobody looks.
+
+    Attributes:
+        norm: of all gradients.
+        found_inf: 1 where a gradient is not finite.
+        fault: 1 where one is not, or their norm is a spike: what skips are counted by.
+        skip: 1 there, and where the loss is a mean of nothing: nothing is updated.
+        said: what `apply` returns of it.
+    """
+
+    norm: Any = None
+    found_inf: Any = None
+    fault: Any = None
+    skip: Any = None
+    said: Any = None
+
+
+def _judge(plan: StepPlan, grads: Sequence[Any], inverse: Any, scalars: Sequence[Any], count: Any,
+           call: Callable[..., Any]) -> _Verdict:
+    """Measure the gradients where the plan asks for that, and decide whether the step is skipped; arguments as of `apply`."""
+    norm = found_inf = fault = None
     empty = call(prims.convert_element_type.default, call(aten.eq.Scalar, count, 0), torch.float32) if count is not None else None
     if plan.skips is not None or plan.max_grad_norm is not None:
-        norm, norms, found_inf = _measured(present, inverse, plan.safeguard is not None, call)
-        skip = found_inf = found_inf if plan.skips is not None else None
-    if plan.safeguard is not None:
-        judged, members = plan.safeguard, [place for place, g in enumerate(grads) if g is not None]
+        norm, norms, found_inf = _measured(present_of(grads), inverse, plan.safeguard is not None, call)
+        fault = found_inf = found_inf if plan.skips is not None else None
+    if (judged := plan.safeguard) is not None:
+        members = [place for place, g in enumerate(grads) if g is not None]
         averaged = norm if empty is None else call(aten.div.Tensor, norm, _not(empty, call))  # 0 / 0 where empty: in no average
-        skip = call(safeguard.judge, found_inf, averaged, norms, members, scalars[plan.skips], scalars[judged.state],
-                    scalars[judged.log], judged.window, judged.spike_factor, judged.calls)
-    fault = said = skip  # `skip` holds for what is written from here on, `fault` is what skips are counted by
-    if empty is not None:
-        skip = empty if fault is None else call(aten.maximum.default, fault, empty)
-        said = call(aten.mul.Tensor, empty, -1.0) if fault is None else \
-            call(aten.sub.Tensor, fault, call(aten.sub.Tensor, skip, fault))
-    if plan.max_grad_norm not in (None, math.inf):
-        clip = clip_coefficient(norm, plan.max_grad_norm, plan.clip_epsilon, call)
+        fault = call(safeguard.judge, found_inf, averaged, norms, members, scalars[plan.skips], scalars[judged.state],
+                     scalars[judged.log], judged.window, judged.spike_factor, judged.calls)
+    if empty is None:
+        return _Verdict(norm, found_inf, fault, fault, fault)
+    if fault is None:
+        return _Verdict(norm, found_inf, None, empty, call(aten.mul.Tensor, empty, -1.0))
+    skip = call(aten.maximum.default, fault, empty)
+    return _Verdict(norm, found_inf, fault, skip, call(aten.sub.Tensor, fault, call(aten.sub.Tensor, skip, fault)))
+
+
+def _update_groups(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: Sequence[Any], scalars: Sequence[Any],
+                   factors: _Factors, call: Callable[..., Any]) -> tuple[Sequence[Any], list[Any]]:
+    """Update what has a gradient, and count it; return what is left of the states, and what has an average, masters as such."""
     counted: dict[int, list[int]] = {}  # index of a step count -> the updated parameters of a group, by place
     updated: list[Any] = []  # the parameters, or their masters
-    start, factors = 0, _Factors(scale, inverse, clip, skip)
+    start = 0
     for group in plan.groups:
         places = [i for i in range(group.num_params) if grads[start + i] is not None]
         if places:
@@ -144,21 +186,18 @@ def apply(plan: StepPlan, params: Sequence[Any], grads: Sequence[Any], states: S
         updated += states[num_states:num_states + group.num_params] if group.masters else params[start:end]
         states, start = states[num_states + group.num_params * group.masters:], end
     for index, members in counted.items():
-        more = 1.0 if skip is None else _not(skip, call)
+        more = 1.0 if factors.skip is None else _not(factors.skip, call)
         for updates in _counts(scalars[index], members, call):
             call(aten.add_.Tensor, updates, more)
-    if (row := plan.ema) is not None:
-        values = [value for place, value in enumerate(updated) if place not in row.left_out]
-        call(ema.follow, states, values, scalars[row.counts], row.decay, skip)
-    gradients = [_kept(g, inverse, clip, call) for g in present] if plan.keeps_gradients else []
-    if plan.growth_tracker is not None:
-        _adapt_scale(plan, scale, scalars[plan.growth_tracker], found_inf, fault, call)
-    if plan.skips is not None:
-        in_a_row = call(aten.select.int, scalars[plan.skips], 0, 1)
-        call(aten.add_.Tensor, scalars[plan.skips], fault)
-        call(aten.mul_.Tensor, in_a_row, fault)
-    full = functools.partial(call, aten.full.default, [], dtype=torch.float32, device=_value(present[0]).device)
-    return (said if said is not None else full(0.0), norm if norm is not None else full(math.nan), gradients)
+    left_out = plan.ema.left_out if plan.ema is not None else ()
+    return states, [value for place, value in enumerate(updated) if place not in left_out]
+
+
+def _count_skips(skips: Any, fault: Any, call: Callable[..., Any]) -> None:
+    """Count a skip, in all and in a row."""
+    in_a_row = call(aten.select.int, skips, 0, 1)
+    call(aten.add_.Tensor, skips, fault)
+    call(aten.mul_.Tensor, in_a_row, fault)
 
 
 def _not(flag: Any, call: Callable[..., Any]) -> Any:
@@ -182,15 +221,15 @@ def clip_coefficient(norm: Any, max_grad_norm: float, epsilon: float, call: Call
     return call(aten.clamp_max.default, call(aten.mul.Tensor, inverse_norm, max_grad_norm), 1.0)
 
 
-def _adapt_scale(plan: StepPlan, scale: Any, growth_tracker: Any, found_inf: Any, skip: Any, call: Callable[..., Any]) -> None:
+def _adapt_scale(plan: StepPlan, scale: Any, growth_tracker: Any, verdict: _Verdict, call: Callable[..., Any]) -> None:
     """Let a dynamic scale grow or back off; a spike says nothing of it."""
     may_be_spike = plan.safeguard is not None and plan.safeguard.spike_factor is not None
     before = [(tensor, call(aten.clone.default, tensor)) for tensor in (scale, growth_tracker)] if may_be_spike else []
-    call(aten._amp_update_scale_.default, scale, growth_tracker, found_inf, plan.growth_factor, plan.backoff_factor,
+    call(aten._amp_update_scale_.default, scale, growth_tracker, verdict.found_inf, plan.growth_factor, plan.backoff_factor,
          plan.growth_interval)
     if plan.max_scale is not None:
         call(aten.copy_.default, scale, call(aten.clamp_max.default, scale, plan.max_scale))  # Inductor knows no clamp_max_
-    is_spike = call(aten.gt.Tensor, skip, found_inf) if before else None
+    is_spike = call(aten.gt.Tensor, verdict.fault, verdict.found_inf) if before else None
     for tensor, old in before:
         call(aten.copy_.default, tensor, call(aten.where.self, is_spike, old, tensor))
 
