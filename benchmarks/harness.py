@@ -156,6 +156,7 @@ def resident(field: str) -> int:
 
 def give_back_memory() -> None:
     """Have malloc give back what is freed, so that this process's resident set holds live tensors and no free memory between."""
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**16)  # which a training step then leaves alone, too
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD of malloc.h; set, glibc moves it no more
 
 

@@ -1,0 +1,33 @@
+"""What a training step frees on the CPU stays with the process."""
+
+from __future__ import annotations
+
+import platform
+import resource
+
+import pytest
+import torch
+from torch import nn
+
+import apexfx
+from tests import fresh_process
+
+NUM_LAYERS, WIDTH = 16, 1024  # 64 MiB of gradients
+
+
+def page_faults():
+    """Return those of a step after the first two."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    step = apexfx.train_step(model, nn.functional.mse_loss, optimizer, opt_level="O0", inner="eager")
+    x = torch.randn(8, WIDTH)
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        step(x, x)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="about glibc")
+def test_a_step_takes_no_memory_anew():
+    pages = NUM_LAYERS * WIDTH * WIDTH * 4 // resource.getpagesize()
+    assert fresh_process.call(page_faults) < pages // 10
