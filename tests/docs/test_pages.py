@@ -78,3 +78,11 @@ def test_the_ratios_of_the_pages_are_those_on_record():
                       *((name, [large[model], large[f"{model} O1"], large[f"{model} O2"]])
                         for name, model in (("ResNet-50", "resnet50"), ("BERT 6x512", "bert")))):
         assert [cell.split()[0] for cell in table[name] if cell.strip()] == row
+
+
+def test_the_memory_and_times_of_a_large_vocabulary_are_those_on_record():
+    record = json.loads((pages.ROOT / "benchmarks/results/xentropy.json").read_text())
+    page = (pages.ROOT / "docs/apex.md").read_text()
+    for name in {row["loss"] for row in record["rows"]}:
+        cells = [f"{row['ms'] / 1e3:.1f} s, {row['MiB']:.0f} MiB" for row in record["rows"] if row["loss"] == name]
+        assert f"| `{name}` | {' | '.join(cells)} |" in page
