@@ -17,6 +17,7 @@ from ..ops.batch_norm import bn_backward_elementwise, bn_backward_reduce, bn_loc
 def welford_mean_var(input: Tensor) -> list[Tensor]:
     """Return the mean and the biased variance of each channel."""
     count, total, squares = bn_local_stats(input).split([1, input.shape[1], input.shape[1]])
+    count = count.clamp(min=1)
     mean = total / count
     return [each.to(accumulation(input.dtype)) for each in (mean, (squares / count - mean * mean).clamp(min=0))]
 

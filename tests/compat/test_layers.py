@@ -117,6 +117,19 @@ def test_group_norm(dtypes, memory_format, act):
         assert_close(gradient, other, dtype=lower, scale=16)  # sums of 30 terms
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_group_norm_of_channels_last_images_that_need_no_gradient(dtype):
+    """Where torch.nn.GroupNorm crashes in backward (torch 2.13, CPU)."""
+    norm = GroupNorm(2, 4)
+    images = torch.randn(3, 4, 5, 2).to(dtype).contiguous(memory_format=torch.channels_last)
+    output = norm(images)
+    output.float().square().sum().backward()
+    expected = torch.autograd.functional.jacobian(lambda w: F.group_norm(images.double().contiguous(), 2, w).square().sum(),
+                                                  norm.weight.detach().double())  # fmt: skip
+    assert output.is_contiguous(memory_format=torch.channels_last)
+    assert_close(norm.weight.grad, expected, dtype=dtype, scale=16)
+
+
 def test_group_norm_has_apexs_names_and_errors():
     assert str(GroupNorm(2, 4, act="silu")).startswith("GroupNorm(2, 4, eps=1e-05, affine=True")
     assert "act=silu" in str(GroupNorm(2, 4, act="SiLU")) and "act" not in str(GroupNorm(2, 4))
