@@ -90,6 +90,9 @@ def _add_compare(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     compare.add_argument("--reference", choices=["float64", "float32"], default="float64", help="the wide dtype")
     compare.add_argument("--splits", action="store_true", help="instead, whether `step` has the same gradient however `batch` is "
                          "split over ranks and calls (check_splits); status 1 says that it has not")
+    for name, what in (("ranks", "numbers of ranks"), ("accumulate", "numbers of calls")):
+        compare.add_argument(f"--{name}", type=_whole_number, nargs="+", default=(1, 2, 4), metavar="N",
+                             help=f"with --splits: {what} to try, whose products divide the length of the batch; default 1 2 4")
     compare.add_argument("--json", metavar="PATH", help="write all of it to a file")
     compare.set_defaults(run=_compare)
 
@@ -199,7 +202,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     subject = names["step"] if "step" in names else names["model"]
     try:
         if arguments.splits:
-            splits = check_splits(names["step"], *names["batch"])
+            splits = check_splits(names["step"], *names["batch"], ranks=arguments.ranks, accumulate=arguments.accumulate)
             print(splits)
             return 0 if splits.is_right else 1
         comparison = compare(subject, names["batch"], arguments.reference,

@@ -290,6 +290,19 @@ def below_autograd() -> object:
     return torch._C._AutoDispatchBelowAutograd()
 
 
+def close_frames(error: BaseException) -> None:
+    """Clear the frames of what torch raised while it traced a forward derivative.
+
+    They hold generators that, when the garbage collector closes them, set this thread's dispatch keys to those of a transform
+    which is over: autograd is off from then on, in eager, too (2.13).
+    """
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()):
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__cause__ or error.__context__
+        gc.collect()
+
+
 @contextlib.contextmanager
 def recording_autograd() -> Iterator[None]:
     """Have autograd record what an op's own code calls, as outside of the op."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import operator
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from .train_step.mean import Mean
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _TOLERANCE = 1e-6  # in float64, of what may compute a few ops in float32
+_SAME = (1e-9, 1e-12)  # values of one op
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def check_splits(step: TrainStep, /, *batch: Any, ranks: Sequence[int] = (1, 2, 
         grads = {parts: _gradients([loss(part_of(parts, place)) for place in range(parts)], params)
                  for parts in {1, *(r * a for r in ranks for a in accumulate)}}
         rows = tuple(_compared(r, a, grads[1], grads[r * a]) for r in ranks for a in accumulate)
-        mixes = "" if all(row.is_right for row in rows) else _first_mixing(loss, part_of(2, 0), part_of(1, 0), size)
+        mixes = "" if all(row.is_right for row in rows) else _first_mixing(loss, part_of(2, 0), part_of(1, 0))
     return Splits(rows, mixes)
 
 
@@ -160,9 +162,10 @@ def _prepared(module: nn.Module, *, sync_bn: bool) -> list[nn.Module]:
 def _explained() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (ArithmeticError, IndexError, RuntimeError, TypeError) as error:
         error.add_note("apexfx: check_splits() computes in float64, on a copy of the model. What the objective reaches otherwise "
-                       "(a module or a tensor of its closure) is as it was, and a cast to float32 before a layer fits no more")
+                       "(a module or a tensor of its closure) is as it was, and a cast to float32 before a layer fits no more. A "
+                       "part has the first rows of every tensor that is as long as the first one, whatever an index means")
         raise
 
 
@@ -205,7 +208,7 @@ def _relative(difference: Tensor, reference: Tensor) -> float:
 
 
 class _Ops(TorchDispatchMode):
-    """Hands each op with its results to a function."""
+    """Hands each op that computes with tensors to a function, with its results."""
 
     def __init__(self, look: Callable[[Any, Any], None]) -> None:
         super().__init__()
@@ -213,11 +216,12 @@ class _Ops(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._look(func, out)
+        if any(isinstance(x, Tensor) for x in tree_leaves((args, kwargs))):
+            self._look(func, out)
         return out
 
 
-def _first_mixing(loss: Callable[[Any], Any], half_batch: Any, batch: Any, size: int) -> str:
+def _first_mixing(loss: Callable[[Any], Any], half_batch: Any, batch: Any) -> str:
     """Return the first op that gives the first half of the batch other values than where it is alone, and its line."""
     alone: list[tuple[Any, list[Tensor]]] = []
     with torch.no_grad(), _Ops(lambda func, out: alone.append((func, _tensors(out, copies=True)))):
@@ -227,7 +231,7 @@ def _first_mixing(loss: Callable[[Any], Any], half_batch: Any, batch: Any, size:
 
     def look(func: Any, out: Any) -> None:
         name, half = next(halves, (None, []))
-        if not found and name is func and any(_mixes(a, b, size) for a, b in zip(_tensors(out), half)):
+        if not found and name is func and any(_mixes(a, b) for a, b in zip(_tensors(out), half)):
             lines = frames_of_user("".join(traceback.format_stack()))
             found.append(f"{func} {place(*lines[-1])}" if lines else str(func))
 
@@ -240,11 +244,13 @@ def _tensors(out: Any, *, copies: bool = False) -> list[Tensor]:
     return [x.detach().clone() if copies else x for x in tree_leaves(out) if isinstance(x, Tensor)]
 
 
-def _mixes(whole: Tensor, half: Tensor, size: int) -> bool:
-    """Return whether results for a batch and for its first half differ where both have them."""
-    if whole.dim() != half.dim() or not whole.is_floating_point():
+def _mixes(whole: Tensor, half: Tensor) -> bool:
+    """Return whether results for the first half of a batch hold values that those for the batch have nowhere."""
+    if whole.dim() != half.dim() or not whole.is_floating_point() or whole.numel() < 2 * half.numel():
         return False
-    apart = [d for d in range(whole.dim()) if whole.size(d) != half.size(d)]
-    if len(apart) != 1 or whole.size(apart[0]) % size or whole.size(apart[0]) != 2 * half.size(apart[0]):
-        return len(apart) > 1
-    return not torch.allclose(whole.narrow(apart[0], 0, half.size(apart[0])), half, rtol=1e-9, atol=1e-12, equal_nan=True)
+    if sum(map(operator.ne, whole.shape, half.shape)) > 1:  # of pairs of examples
+        return True
+    among, values = whole.flatten().sort().values, half.flatten()
+    places = torch.searchsorted(among, values)
+    near = [among[places.add(d).clamp(0, len(among) - 1)] for d in (-1, 0)]
+    return not all((torch.isclose(near[0], values, *_SAME) | torch.isclose(near[1], values, *_SAME, equal_nan=True)).tolist())

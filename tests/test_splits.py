@@ -32,6 +32,17 @@ def language():
     return nn.Sequential(nn.Embedding(WORDS, 6), nn.Linear(6, WORDS))
 
 
+class Recurrent(nn.Module):
+    """Time first inside, as nn.GRU has it: examples are no rows of what its layers compute."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.cells, self.head = nn.Embedding(WORDS, 6), nn.GRU(6, 6), nn.Linear(6, WORDS)
+
+    def forward(self, ids):
+        return self.head(self.cells(self.words(ids).transpose(0, 1))[0]).transpose(0, 1)
+
+
 def classifier(*layers):
     return nn.Sequential(nn.Linear(6, 8), *layers, nn.ReLU(), nn.Linear(8, WORDS))
 
@@ -96,6 +107,7 @@ COUNT = (words()[1] != IGNORED).sum()
 SHORT = r"0.25 = 1 / \(ranks x calls\)"
 FAULTS = {
     "a mean of means": (language, mean_of_means, words(), {}, "the parts have other denominators"),
+    "a mean of means over time first": (Recurrent, mean_of_means, words(), {}, "No op mixes examples"),
     "a count of the whole batch": (language, lambda m, x, y, n: total(m, x, y) / n, (*words(), COUNT), {}, SHORT),
     "a sum": (classifier, lambda m, x, y: F.cross_entropy(m(x), y, reduction="sum"), images(), {}, SHORT),
     "multiplied": (classifier, lambda m, x, y: supervised(m, x, y) * 8 / len(x), images(), {}, "4.00 = ranks x calls"),

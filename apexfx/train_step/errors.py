@@ -8,39 +8,41 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from .._torch import quiet_fakes
+from .._torch import close_frames, quiet_fakes
 from ..compiler.capture import local_name
 from ..compiler.forward_errors import LENGTHS, DataDependentError, as_in_eager, frames_of_user, place, with_place
 
 _IN_PIECES = "pass fallback='transform' to run the step in pieces"
 _OF_CHECKPOINTS = "does not support RNG ops|disjoint backward regions"
 _DATA_DEPENDENT = r"data-dependent|got SymInt|PendingUnbackedSymbolNotFound"
+_DUAL_NUMBERS = re.compile(r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self")  # of fake tensors
 # What torch says, in a word, and the reason and the advice that a user gets for it.
-_OBSTACLES = tuple((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
-    (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
-    (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
-     "compute again", "Checkpoint without dropout"),
-    (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
-     "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
-    # torch's own: dual numbers of fake tensors
-    (r"convert all Tensors to FakeTensors|InferenceMode::is_enabled\(\) && self",
+_OBSTACLES = (
+    (_DUAL_NUMBERS,
      "torch cannot differentiate forward (jvp, jacfwd, hessian) through every op, norms among others, while it captures a graph",
      "Differentiate backward: jacrev(f) in the place of jacfwd(f), jacrev(grad(f)) in that of hessian(f)"),
-    (r"disjoint backward regions", "the loss holds a derivative of what checkpoints activations, and torch computes those again "
-     "for one backward", "Leave the checkpoint out"),
-    (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
-     "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
-     "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
-     "that they compute; use those of torch.nn.utils.parametrizations"),
-    (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
-    (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
-     "Draw by torch.rand(())"),
-    (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
-     "{0}() of Python is called, which is in no graph", "Move that out of the model and the loss"),
-    (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index or a shape depends on a number that is known when the graph runs "
-     "only: read from a tensor (.item(), int(t)) or drawn by Python's random", "Move that out of the model and the loss"),
-    (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", "Move that out of the model and the loss"),
-))
+    (re.compile("disjoint backward regions"), "the loss holds a derivative of what checkpoints activations, and torch computes "
+     "those again for one backward", "Leave the checkpoint out"),
+    *((re.compile(pattern), reason, f"{advice}, or {_IN_PIECES}") for pattern, reason, advice in (
+        (r"apexfx: (.* reads a number or a size from data, and .*)", "{0}", "Give it from outside"),
+        (r"does not support RNG ops", "the model checkpoints activations around random numbers (dropout), which a graph cannot "
+         "compute again", "Checkpoint without dropout"),
+        (r"UserDefinedObjectVariable\(Mean\)", "torch computes nothing with an apexfx.Mean",
+         "Add Mean(scalar, 1) to it in the place of a scalar; weigh it by a number, or its total by a tensor"),
+        (r"consumed returned tensor's grad_fn", "the model keeps a tensor of this step for the next one, with its history",
+         "Clear a part of the loss that the forward keeps for the objective after its use (loss, model.aux = loss + model.aux, "
+         "None), and keep tensor.detach() of anything else. torch.nn.utils.weight_norm, spectral_norm and prune keep the weight "
+         "that they compute; use those of torch.nn.utils.parametrizations"),
+        (r"use_numpy_random_stream", "np.random of NumPy is called, whose numbers are in no graph", "Draw by torch.rand()"),
+        (r"how to trace .*`(?:<unknown module>\.)?Random\.(\w+)\.?`", "random.{0}() of Python is called, which is in no graph",
+         "Draw by torch.rand(())"),
+        (r"how to trace (?:builtin operator|the builtin) `(?:<unknown module>\.)?([\w.]*\w)",
+         "{0}() of Python is called, which is in no graph", "Move that out of the model and the loss"),
+        (f"^.*(?:{_DATA_DEPENDENT})", "a branch, an index or a shape depends on a number that is known when the graph runs "
+         "only: read from a tensor (.item(), int(t)) or drawn by Python's random", "Move that out of the model and the loss"),
+        (r"^(.*?)\.?(?:\n|$)(?:(?:.*\n)*?  Explanation: (.+))?", "{0}", "Move that out of the model and the loss"),
+    )),
+)
 # Graph breaks of Dynamo's at what fails in eager, too.
 _OF_USER = ("failed to bind arguments when attempting to inline", "TypeError when making fake tensor call",
             "RuntimeError when making fake tensor call")
@@ -80,13 +82,15 @@ def sparse_gradient(name: str) -> ValueError:
 def calls_backward() -> RuntimeError:
     """Return the error of an objective that adds to the `.grad` of what the step updates."""
     return RuntimeError("apexfx: the objective or the model calls backward() itself, and what that adds to .grad is in no update "
-                        "of the step; add that loss to the one that the objective returns")
+                        "of the step; add that loss to the one that the objective returns. If it calls torch.autograd.grad(), "
+                        "that needs create_graph=True")
 
 
 def untrainable_loss() -> ValueError:
     """Return the error of a loss that has no history, or none that leads to what the step trains."""
     return ValueError("apexfx: the loss does not depend on any parameter that is trained, of a step those that the "
-                      "optimizer holds: it is detached, computed under no_grad(), or of other parameters")
+                      "optimizer holds: it is detached, computed under no_grad(), or of other parameters; a derivative in it "
+                      "needs create_graph=True, by a tensor that requires a gradient")
 
 
 @contextlib.contextmanager
@@ -140,6 +144,8 @@ def _of_dynamo(error: Exception) -> Exception:
     from .._torch_compilers import TorchRuntimeError
 
     said = str(error)
+    if _DUAL_NUMBERS.search(said):
+        close_frames(error)
     if "does not require grad" in said or "One of the differentiated Tensors" in said:
         return untrainable_loss()
     if "already consumed grad_fn" in said:  # as of a loss that is returned after its own backward()
@@ -150,7 +156,7 @@ def _of_dynamo(error: Exception) -> Exception:
         kind, text = getattr(builtins, raised[1], None), ast.literal_eval(raised[2]) if raised[2] else ""
         return with_place(kind(text) if kind in _RAISED_AGAIN else RuntimeError(f"{raised[1]}: {text}"), said)
     of_user = getattr(error, "gb_type", "") in _OF_USER or isinstance(error, TorchRuntimeError)
-    if of_user and not re.search("to FakeTensors|InferenceMode::", said):
+    if of_user and not _DUAL_NUMBERS.search(said):
         return as_in_eager(error) or _not_one_graph(said)
     return _not_one_graph(said)
 

@@ -51,6 +51,9 @@ class Mean:
 
     __rmul__ = __mul__
 
+    def __truediv__(self, by: float) -> Mean:
+        return self * (1 / by)
+
 
 def _of(terms: tuple[tuple[Any, Any], ...]) -> Mean:
     result = Mean(*terms[0])
@@ -88,7 +91,7 @@ def weigh(mean: Mean, before: Tensor | None, group: str | None, factor: int) -> 
 
     Raises:
         TypeError: a total is no scalar, or a count neither a number nor one.
-        ValueError: several terms are to accumulate.
+        ValueError: a number that counts is below 0; several terms are to accumulate.
     """
     _check(mean.terms, accumulates=before is not None)
     totals = [total if total.dtype == torch.float64 else total.float() for total, _ in mean.terms]
@@ -118,6 +121,8 @@ def _check(terms: Sequence[tuple[Any, Any]], *, accumulates: bool) -> None:
                 or not isinstance(count, (Tensor, int, float, torch.SymInt, torch.SymFloat)):
             raise TypeError(f"apexfx: Mean(total, count) was given a count that is {_described(count)}, expected a number, or a "
                             "scalar tensor: (labels != ignore_index).sum()")
+        if isinstance(count, (int, float)) and count < 0:
+            raise ValueError(f"apexfx: Mean(total, count) was given a count of {count}, expected at least 0")
     if accumulates and len(terms) > 1:
         raise ValueError(f"apexfx: the loss is a sum of {len(terms)} means, each with its own count, and accumulate= keeps one "
                          "sum of gradients, which one count divides; leave accumulate out, or give all of them one count: "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 
 import pytest
 import torch
@@ -123,6 +124,33 @@ def test_a_derivative_of_a_checkpoint_is_refused():
                              optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", inner="eager")
     with pytest.raises(RuntimeError, match="a derivative of what checkpoints activations.*\n.*Leave the checkpoint out"):
         step(X, ENERGY, FORCE)
+
+
+def test_a_derivative_without_create_graph_is_refused():
+    def objective(model, x, energy, force):
+        x = x.detach().requires_grad_()
+        out = model(x)
+        return (out - energy).square().mean() + (torch.autograd.grad(out.sum(), x)[0] + force).square().mean()
+
+    model = mlp()
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), inner="eager")
+    with pytest.raises(RuntimeError, match="needs create_graph=True"):
+        step(X, ENERGY, FORCE)
+
+
+def test_a_forward_derivative_that_is_not_captured_leaves_autograd_on():
+    """torch's frames, closed by the garbage collector, would switch it off for this thread."""
+    def objective(model, x):
+        return jvp(model, (x,), (x,))[1].square().mean()
+
+    model = mlp(nn.LayerNorm)
+    step = apexfx.train_step(model, objective=objective, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0",
+                             inner="eager")
+    expected = objective(model, X)
+    with pytest.raises(RuntimeError, match=r"Differentiate backward: .* in that of hessian\(f\)\. All"):
+        step(X)
+    gc.collect()
+    assert torch.equal(objective(model, X), expected)
 
 
 class Cube(torch.autograd.Function):
