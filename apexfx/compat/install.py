@@ -7,6 +7,7 @@ import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -147,7 +148,7 @@ def _alias_submodules(packages: Sequence[str]) -> None:
 
 def _is_asked() -> bool:
     """Whether `importlib.util.find_spec` looks, which returns None for what is not there, and nothing is imported."""
-    frame = sys._getframe(2)
+    frame = inspect.currentframe().f_back.f_back
     while frame.f_code.co_filename == "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame.f_globals.get("__name__") == "importlib.util"
