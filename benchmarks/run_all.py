@@ -56,6 +56,7 @@ SHORT = (  # in order of worth
     "coverage.py --models vit --programs distillation --levels O1 --json results/coverage.json --page results/coverage.md",
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
     "derivatives.py --programs forces --rounds 10 --json results/derivatives.json",
+    "xentropy.py --rows 32 --rounds 1",
 )
 NO_BENCHMARKS = ("jax_models.py", "roofline.py", "run_all.py")  # run by jax_step.py; a page from a record; this
 
