@@ -90,10 +90,10 @@ class RewrittenGraph:
             report.note(f"apexfx: {sentence}; `python -m apexfx doctor` has more")
         return compiled
 
-    def trace(self, other_stages: BackwardPasses) -> Callable[..., Any]:
-        """Return what raises `inner_compilers.Traced` in place of running the graph; no report has it."""
+    def trace(self, other_stages: BackwardPasses, run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:
+        """Return what gives `run` the graph after all passes, and its inputs, when it is called; no report has it."""
         with traceable_rnn(self.gm), _scalar_writes(self.gm):
-            return trace(self.gm, self.example_inputs, other_stages)
+            return trace(self.gm, self.example_inputs, other_stages, run)
 
 
 def rewrite(gm: fx.GraphModule, example_inputs: Sequence[Any], context: passes.Context, config: TransformConfig, groups: Groups,

@@ -14,7 +14,6 @@ from .._torch import boxed, cache_entry, keep_saved_tensors
 from .._torch_compilers import aot_autograd, compile_fx, compile_fx_inner, count_calls, inductor_config, keep_kernels
 from ..graph.nodes import graphs
 from . import lowerings
-from .traced import Traced
 
 lowerings.register()
 
@@ -85,17 +84,14 @@ def _boxed(gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
     return boxed(call)
 
 
-def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any) -> Callable[..., Any]:
-    """Return what raises `Traced` when it is called, with the graph that "eager" would run."""
+def trace(gm: fx.GraphModule, example_inputs: Sequence[Any], backward: Any,
+          run: Callable[[fx.GraphModule, list[Any]], Any]) -> Callable[..., Any]:
+    """Return what gives `run` the graph that "eager" would run, and its inputs, when it is called."""
     def compiler(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
         graph.graph.eliminate_dead_code()
         backward.run(graph)
         graph.recompile()
-
-        def call(args: list[Any]) -> Any:
-            raise Traced(graph, list(args))
-
-        return boxed(call)
+        return boxed(lambda args: run(graph, list(args)))
 
     return aot_autograd(fw_compiler=compiler, keep_inference_input_mutations=True)(gm, list(example_inputs))
 

@@ -42,14 +42,16 @@ from ..report.memory import memory_timeline
 from ..report.records import GraphReport, StageReport
 from .derivatives import check_functions, compose_norms
 from .errors import calls_backward, sparse_gradient
-from .function import ACCUMULATED, NotCompiled
+from .function import ACCUMULATED
 from .leaves import check_leaf, check_leaves, is_of_batch, leaves_of
 
 log = logging.getLogger(__name__)
 
 
-class _Captured(Exception):
-    """Raised in place of the first run of a graph that was to be compiled only: its results would be written to the model."""
+class NotRun(Exception):
+    """Raised in place of the run of a graph: behind it, Dynamo's code writes what the step's function changes in Python objects,
+    and nothing else leaves that code out.
+    """
 
 
 class StepCompiler:
@@ -69,10 +71,11 @@ class StepCompiler:
         memory_budget: bytes alive at once that are enough, or None.
         reduce_gradients: False compiles the variant that accumulates.
         safeguard: whether a step that is skipped changes nothing at all.
-        traces: raise `traced.Traced` in place of running a graph; its nodes say what they are the backward of.
+        traces: keep a graph in place of running it; its nodes say what they are the backward of.
 
     Attributes:
         compiled: graphs, while Dynamo has what runs them.
+        traced: the graph that was kept.
     """
 
     def __init__(self, config: TransformConfig, *, report: Report, groups: Groups, agreement: Agreement | None,
@@ -89,27 +92,21 @@ class StepCompiler:
         self.reduce_gradients = reduce_gradients
         self.safeguard = safeguard
         self.traces = traces
-        self._captures_only = self._repeats_only = False
+        self.traced: Traced | None = None
+        self._runs = "all"
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def capturing(self) -> Iterator[None]:
-        """Compile, in this context, what a call needs, and end it in front of the first run."""
-        self._captures_only = True
-        try:
-            with contextlib.suppress(_Captured):
-                yield
-        finally:
-            self._captures_only = False
+    def running(self, graphs: str) -> Iterator[None]:
+        """Run, in this context, only graphs that have run "before", or "none", and raise `NotRun` in place of the others' runs.
 
-    @contextlib.contextmanager
-    def repeating(self) -> Iterator[None]:
-        """Have a graph raise `NotCompiled`, in this context, in place of its first run, which more is to be looked at around."""
-        self._repeats_only = True
+        A first run is one that more is to be looked at around; what a run returns would be written to the model.
+        """
+        self._runs = graphs
         try:
             yield
         finally:
-            self._repeats_only = False
+            self._runs = "all"
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **_: Any) -> Callable[..., Any]:
         # What was captured: its inputs by name, and what is refused of it.
@@ -143,7 +140,7 @@ class StepCompiler:
         # AOTAutograd, the passes of backward and step, and code.
         step_passes = StepPasses(graph, present, self.on_run, before_communicating)
         if self.traces:
-            return _trace(graph, step_passes)
+            return self._keeping(graph, step_passes)
         gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1].target = _numbered_gradients
         compiled = graph.compile(step_passes, self.report)
         self._check_budget(graph.record)
@@ -200,14 +197,14 @@ class StepCompiler:
 
         def run(*args: Any) -> Any:
             nonlocal has_run
-            if self._repeats_only and not has_run:
-                raise NotCompiled
+            if self._runs == "before" and not has_run:
+                raise NotRun
             for leaf in leaves:
                 check_leaf(leaf.name, args[leaf.index])
             if check_memory is not None:
                 check_memory(args)
-            if self._captures_only:
-                raise _Captured
+            if self._runs == "none":
+                raise NotRun
             with waits():
                 if self.config.inner != "eager":
                     before_communicating()
@@ -218,6 +215,25 @@ class StepCompiler:
                 return outputs
 
         return run
+
+    def _keeping(self, graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:
+        """Return what keeps a graph, its nodes marked by the op that they belong to, and those of the backward as such."""
+        gm, outputs = graph.gm, []
+        grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
+        for node in gm.graph.output_node().args[0]:
+            while isinstance(node, fx.Node) and is_inserted_cast(node):
+                node = node.args[0]
+            of = grad.args[1][node.args[1]] if isinstance(node, fx.Node) and grad in node.args else None
+            outputs.append(of.meta["apexfx_name"] if of is not None else "")
+        mark_ops(gm)
+        grad.target = _traced_gradients
+        gm.recompile()
+
+        def keep(lowered: fx.GraphModule, inputs: list[Any]) -> None:
+            self.traced = Traced(lowered, inputs, graph.record.forward.ops, _in_order(lowered, outputs))
+            raise NotRun
+
+        return graph.trace(other_stages, keep)
 
 
 def _written_by_forward(gm: fx.GraphModule, placeholders: Sequence[Placeholder]) -> list[int]:
@@ -338,30 +354,6 @@ def _traced_gradients(*args: Any, **options: Any) -> Any:
     """The same, by ops that carry a mark, too."""
     with annotate({BACKWARD: True}):
         return _numbered_gradients(*args, **options)
-
-
-def _trace(graph: RewrittenGraph, other_stages: StepPasses) -> Callable[..., Any]:
-    """Return what raises `Traced`, its graph's nodes marked by the op that they belong to, and those of the backward as such."""
-    gm, outputs = graph.gm, []
-    grad = gm.graph.find_nodes(op="call_function", target=torch.autograd.grad)[-1]
-    for node in gm.graph.output_node().args[0]:
-        while isinstance(node, fx.Node) and is_inserted_cast(node):
-            node = node.args[0]
-        of = grad.args[1][node.args[1]] if isinstance(node, fx.Node) and grad in node.args else None
-        outputs.append(of.meta["apexfx_name"] if of is not None else "")
-    mark_ops(gm)
-    grad.target = _traced_gradients
-    gm.recompile()
-    run = graph.trace(other_stages)
-
-    def run_and_describe(*args: Any) -> Any:
-        try:
-            return run(*args)
-        except Traced as traced:
-            traced.ops, traced.outputs = graph.record.forward.ops, _in_order(traced.gm, outputs)
-            raise
-
-    return run_and_describe
 
 
 def _in_order(gm: fx.GraphModule, outputs: Sequence[str]) -> list[str]:

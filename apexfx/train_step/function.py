@@ -184,7 +184,7 @@ def _sum(buffer: Tensor, held: bool, gradient: Tensor | None) -> Tensor | None:
 
 
 class NotCompiled(RuntimeError):
-    """There is no graph for a call, and Python is about to run the step op by op, or the graph has never run."""
+    """There is no graph for a call, and Python is about to run the step op by op."""
 
 
 def _check_traced() -> None:

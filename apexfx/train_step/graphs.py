@@ -25,7 +25,7 @@ from ..compiler.process_groups import Groups
 from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..report.data import Report
-from .compiler import StepCompiler
+from .compiler import NotRun, StepCompiler
 from .errors import NotOneGraph, calls_backward, capture_errors
 from .function import NotCompiled, StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
 from .model import StepModel
@@ -82,14 +82,14 @@ class StepGraphs:
         """Run a call: `run_accumulate` where it accumulates gradients alone, else `run_step`; return what that does."""
         _check_contexts()
         variant = self._earlier if accumulates else self._last
-        with contextlib.suppress(NotCompiled):
+        with contextlib.suppress(NotCompiled, NotRun):
             return self._run_cached(variant, batch, named)
         return self._compile_and_run(variant, batch, named)
 
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Compile the one graph that ends an accumulation, and run nothing."""
         _check_contexts()
-        with self._last.compiler.capturing():
+        with contextlib.suppress(NotRun), self._last.compiler.running("none"):
             self._compile_and_run(self._last, batch, named)
 
     def trace(self, batch: tuple[Any, ...], named: dict[str, Any]) -> Traced:
@@ -110,10 +110,10 @@ class StepGraphs:
         """Run the graph that has run for such a call before; nothing is looked at that its guards see.
 
         Raises:
-            NotCompiled: there is none; nothing has run.
+            NotCompiled, NotRun: there is none; nothing has run.
         """
         self._state.keep_buffers(cached=True)
-        with torch.no_grad(), self._parts.step_model.traceable(cached=True) as model, variant.compiler.repeating():
+        with torch.no_grad(), self._parts.step_model.traceable(cached=True) as model, variant.compiler.running("before"):
             return variant.cached(self._inputs(model), batch, named)
 
     def _compile_and_run(self, variant: _Variant, batch: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
@@ -176,11 +176,9 @@ def trace(function: Callable[..., Any], compiler: StepCompiler, model: StepModel
         As a call of a step.
     """
     compiled = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True, dynamic=False)
-    try:
-        with patched_dynamo(_dynamo_settings()), torch.no_grad(), capture_errors(), model.traceable():
-            compiled(inputs, batch, named)
-    except Traced as traced:
-        return traced.with_traceback(None)
+    with contextlib.suppress(NotRun), patched_dynamo(_dynamo_settings()), torch.no_grad(), capture_errors(), model.traceable():
+        compiled(inputs, batch, named)
+    return compiler.traced
 
 
 def trace_gradients(model: StepModel, objective: Callable[..., Any], config: TransformConfig, groups: Groups,
