@@ -45,3 +45,8 @@ class StepParts:
     def may_skip(self) -> bool:
         """Whether a step may be skipped."""
         return self.scale.mode is not None or self.safeguard is not None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks train the model together."""
+        return self.groups.user.size() if self.groups.user is not None else 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import math
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import passes
@@ -26,6 +24,7 @@ from ..graph.printing import count_text
 from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from ..report.text import options_text
+from . import checkpoint
 from .averages import averaged_copies
 from .ema import EmaState
 from .function import StepInputs, apply_gradients
@@ -64,31 +63,28 @@ class TrainStep:
         check_model(model, config, "train_step", give="give train_step() the module",
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
         passes.check_names(config, is_train_step=True)
-        self.model, self.optimizer, self.objective, self._options = model, optimizer, objective, options
+        self.model, self.optimizer, self.objective = model, optimizer, objective
         self.report = report = Report(options.describe())
-        self._groups = groups = Groups(config)
+        groups = Groups(config)
         check_modules(model, groups.batch_norm)
-        self._objective_modules = objective_modules = ObjectiveModules(objective, model, modules)
-        self._optimizers = optimizers = OptimizerList(optimizer)
+        objective_modules, optimizers = ObjectiveModules(objective, model, modules), OptimizerList(optimizer)
         trained = trained_parameters(model, objective_modules, optimizers)
-        self._device = device = trained[0].device
         half = config.half_dtype(p.device for p in model.parameters())
         casts_to = half if config.level.half_parameters else None
         in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
-        scale = options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None
-        self._scale = LossScale(scale, device)
-        self._safeguard = None if options.safeguard is None else SafeguardState(
-            options.safeguard, device, self._scale.tensors.get(SKIPS), options.accumulate)
-        self._ema = EmaState(options.ema) if options.ema is not None else None
-        self._outside = check_optimizer(optimizers, trained, options, self._scale.mode, report, casts_to)
-        self._note_ranks_apart()
+        device = trained[0].device
+        scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None, device)
+        safeguard = None if options.safeguard is None else SafeguardState(
+            options.safeguard, device, scale.tensors.get(SKIPS), options.accumulate)
+        ema = EmaState(options.ema) if options.ema is not None else None
+        self._outside = check_optimizer(optimizers, trained, options, scale.mode, report, casts_to)
+        self._note_ranks_apart(options)
         # From here on, things change.
-        self._agreement = set_up_step(model, objective_modules, optimizers, groups, options)
+        agreement = set_up_step(model, objective_modules, optimizers, groups, options)
         step_model = StepModel(model, objective_modules, groups.batch_norm, casts_to, report)
-        parts = self._parts = StepParts(
-            model, step_model, objective, objective_modules, optimizers, options, self._scale, self._safeguard, self._ema, report,
-            ModelIndex(lambda: model), groups, self._agreement, device)
-        buffers = None if options.safeguard is None else KeptBuffers(
+        self._parts = parts = StepParts(model, step_model, objective, objective_modules, optimizers, options, scale, safeguard,
+                                        ema, report, ModelIndex(lambda: model), groups, agreement, device)
+        buffers = None if safeguard is None else KeptBuffers(
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
             accumulates=options.accumulate > 1)
         self._state = TrainingState(parts, buffers)
@@ -118,17 +114,18 @@ class TrainStep:
         """
         if torch.is_inference_mode_enabled():
             raise RuntimeError("apexfx: the step was called under torch.inference_mode(), where nothing trains; leave that first")
-        check_alive(self._groups.user)
-        self._note_ranks_apart()
+        parts, state = self._parts, self._state
+        check_alive(parts.groups.user)
+        self._note_ranks_apart(parts.options)
         self._recorder.record_where_skipped()
-        state, call = self._state, Call(self.objective, batch, named, self.report)
+        call = Call(self.objective, batch, named, self.report)
         with state.all_or_nothing():
             state.prepare(cached=True)
             self._check_autocast()
             self._skipped.start_call(batch, named)
-            accumulates = state.num_accumulated_calls() + 1 < self._options.accumulate
-            if self._agreement is not None and not accumulates:
-                self._agreement.begin()
+            accumulates = state.num_accumulated_calls() + 1 < parts.options.accumulate
+            if parts.agreement is not None and not accumulates:
+                parts.agreement.begin()
             with call.explained():
                 loss, rest, *ran = self._graphs.run(batch, named, accumulates=accumulates)
             if accumulates:
@@ -138,22 +135,22 @@ class TrainStep:
         self._after_call(updated=not accumulates)
         return (loss, *rest) if rest else loss
 
-    def _note_ranks_apart(self) -> None:
+    def _note_ranks_apart(self, options: StepOptions) -> None:
         """Say once that no gradient is averaged where other ranks are there.
 
         It is a warning, too, unless an optimizer outside of the graph, or a reader of `.grad`, may average by itself.
         """
-        none = averaged_over_none(self.config)
+        none = averaged_over_none(options.config)
         if none and not any(note.startswith(none) for note in self.report.notes):
             message = (f"{none}: each rank trains a model of its own. Give ddp=True, and leave it out only where ranks are to "
                        "train apart, or something else averages")
             self.report.note(message)
-            if not self._outside and not self._options.keep_grads:
+            if not self._outside and not options.keep_grads:
                 log.warning(message)
 
     def _check_autocast(self) -> None:
-        if self._scale.mode is None and torch.is_autocast_enabled(self._device.type) \
-                and torch.get_autocast_dtype(self._device.type) == torch.float16:
+        kind = self._parts.device.type
+        if self._parts.scale.mode is None and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             raise ValueError("apexfx: the step was called inside of torch.autocast of float16 and scales no loss, so small "
                              "gradients would become zero; leave autocast out and make the step with opt_level='O1', or "
                              "pass loss_scale='dynamic'")
@@ -174,25 +171,26 @@ class TrainStep:
             Others: as a call.
         """
         self._recorder.record_where_skipped()
-        state, num_calls = self._state, self._state.num_accumulated_calls()
+        parts, state = self._parts, self._state
+        num_calls = state.num_accumulated_calls()
         with state.all_or_nothing(), torch.no_grad():
             self._skipped.forget_call()
-            if self._agreement is not None and self._groups.gradients is not None:
-                self._agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
+            if parts.agreement is not None and parts.groups.gradients is not None:
+                parts.agreement.ensure("calls that flush() applies", [f"after call {state.num_calls}", num_calls])
             if not num_calls:
                 return
             state.prepare()
             state.note_communication()
             weighted, lists = state.flushed_means(), state.lists
-            factor = self._options.accumulate / num_calls if weighted is None else weighted.earlier
+            factor = parts.options.accumulate / num_calls if weighted is None else weighted.earlier
             grads = [b * factor if id(p) in state.accumulated else None for p, b in zip(lists.params, lists.buffers)]
-            grads = averaged_copies(lists.names, lists.params, grads, self._options.config.buckets, self._groups.gradients)
+            grads = averaged_copies(lists.names, lists.params, grads, parts.options.config.buckets, parts.groups.gradients)
             if all(g is None for g in grads):  # the losses depend on nothing that is trained, and step() of eager does nothing
                 state.note_mean(weighted and weighted.mean, accumulates=False)
                 state.means.zero_()
                 state.end_accumulation()
-                if self._safeguard is not None:
-                    self._safeguard.count_accumulated(num_calls)
+                if parts.safeguard is not None:
+                    parts.safeguard.count_accumulated(num_calls)
                 return
             state.note_change()
             inputs = StepInputs(self.model, self.objective, **state.inputs())
@@ -205,15 +203,16 @@ class TrainStep:
 
     def _after_call(self, *, updated: bool) -> None:
         """Compare replicas, count skips and tell of them after a call, where that was asked for."""
+        parts, lists = self._parts, self._state.lists
         if self._replicas is not None:
             self._replicas.finish()
             if updated:
-                self._replicas.note_update(self._state.lists.names, self._state.lists.params, self._optimizers, self._ema)
-        if updated and self._safeguard is not None and (skips := self._safeguard.too_many()):
+                self._replicas.note_update(lists.names, lists.params, parts.optimizers, parts.ema)
+        if updated and parts.safeguard is not None and (skips := parts.safeguard.too_many()):
             self._recorder.record_where_skipped()
             raise NonFiniteError(f"apexfx: {count_text(skips, 'step')} in a row skipped, and nothing is trained any more. The "
                                  f"last: {self.events[-1]}")
-        if self._scale.mode is not None and (skips := self._scale.skips_to_tell()):
+        if parts.scale.mode is not None and (skips := parts.scale.skips_to_tell()):
             log.warning("apexfx: %d steps in a row were skipped, because a gradient was not finite; the loss scale is %g now. %s",
                         skips, self.loss_scale, self._skipped.where())
 
@@ -233,7 +232,7 @@ class TrainStep:
     @property
     def config(self) -> TransformConfig:
         """The options that `transform` has, too."""
-        return self._options.config
+        return self._parts.options.config
 
     def trace_gradients(self, batch: tuple[Any, ...], named: dict[str, Any], config: TransformConfig) -> Traced:
         """Return the graph of loss and gradients for a batch, by other options, and its inputs; run nothing.
@@ -246,15 +245,16 @@ class TrainStep:
         """
         from .graphs import trace_gradients
 
-        params = trained_parameters(self.model, self._objective_modules, self._optimizers)
-        return trace_gradients(self._parts.step_model, self.objective, config, self._groups, params, batch, named,
-                               scale=self._scale.tensors.get(SCALE), calls=self._options.accumulate)
+        parts = self._parts
+        params = trained_parameters(self.model, parts.objective_modules, parts.optimizers)
+        return trace_gradients(parts.step_model, self.objective, config, parts.groups, params, batch, named,
+                               scale=parts.scale.tensors.get(SCALE), calls=parts.options.accumulate)
 
     def __repr__(self) -> str:
         num_graphs = len(self.report.graphs)
         compiled = count_text(num_graphs, "graph") if num_graphs else "no graph"
-        return (f"TrainStep({type(self.model).__name__}, {self._optimizers.name}, {options_text(self.report.config)}, "
-                f"{count_text(self._num_ranks(), 'rank')}): {compiled}")
+        return (f"TrainStep({type(self.model).__name__}, {self._parts.optimizers.name}, {options_text(self.report.config)}, "
+                f"{count_text(self._parts.num_ranks, 'rank')}): {compiled}")
 
     def __reduce__(self) -> Any:
         raise TypeError("apexfx: a training step can be neither copied nor pickled; copy the model and make another step of "
@@ -265,7 +265,7 @@ class TrainStep:
     @property
     def loss_scale(self) -> float:
         """The factor that the next loss is multiplied with; waits for the device."""
-        return self._scale.value
+        return self._parts.scale.value
 
     @property
     def skipped(self) -> int:
@@ -282,7 +282,7 @@ class TrainStep:
         Raises:
             RuntimeError: the step has no safeguard.
         """
-        if self._safeguard is None:
+        if self._parts.safeguard is None:
             raise RuntimeError("apexfx: step.events are those of a safeguard; make the step with safeguard=True")
         return self._skipped.events()
 
@@ -311,11 +311,12 @@ class TrainStep:
         Raises:
             RuntimeError: nothing measures it, which costs a pass over the gradients.
         """
-        if not self._parts.may_skip and self._optimizers.clipping(self._options.max_grad_norm)[0] is None:
+        parts = self._parts
+        if not parts.may_skip and parts.optimizers.clipping(parts.options.max_grad_norm)[0] is None:
             raise RuntimeError("apexfx: step.grad_norm is measured where gradients are clipped, a loss is scaled or a safeguard "
                                "looks, and this step does nothing of that; make it with max_grad_norm=float('inf'), which clips "
                                "nothing")
-        return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=self._device)
+        return self._skipped.norm if self._skipped.norm is not None else torch.full((), math.nan, device=parts.device)
 
     @property
     def mean_loss(self) -> Tensor | None:
@@ -328,7 +329,7 @@ class TrainStep:
     def updated(self) -> Tensor:
         """Whether the last call, or `flush()`, updated the parameters, neither accumulated nor skipped: 0-d, bool."""
         skip = self._skipped.skip
-        return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._device)
+        return skip == 0 if skip is not None else torch.zeros((), dtype=torch.bool, device=self._parts.device)
 
     @property
     def ema_model(self) -> nn.Module:
@@ -341,11 +342,11 @@ class TrainStep:
             RuntimeError: the step averages nothing, or a previous step failed after it had modified state.
             TypeError: the model holds what cannot be copied.
         """
-        if self._ema is None:
+        if self._parts.ema is None:
             raise RuntimeError("apexfx: step.ema_model is a model of averages, and this step has none; make it with "
                                "ema=apexfx.EMA(decay=0.9999)")
         self._state.check_whole()
-        return self._ema.module(self.model)
+        return self._parts.ema.module(self.model)
 
     def print_readable(self, *, stage: str = "step", after: str | None = None, graph: int = 0, print_output: bool = True) -> str:
         """Print and return a graph as Python: as captured, or after the pass named `after` (default: the last)."""
@@ -367,13 +368,9 @@ class TrainStep:
         if self._replicas is not None:
             self._replicas.finish()
         if num_calls := self._state.num_accumulated_calls():
-            raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {self._options.accumulate} calls that "
-                               "accumulate gradients; save after the call that applies them, or call flush() before")
-        of_objective = self._objective_modules.state_dict()
-        return {"model": self.model.state_dict(), "optimizer": self._optimizers.state_dict(), "scaler": self._scale.state_dict(),
-                "num_ranks": self._num_ranks(), **({"objective": of_objective} if of_objective else {}),
-                **({"safeguard": self._safeguard.state_dict()} if self._safeguard is not None else {}),
-                **({"ema": self._ema.state_dict(self.model)} if self._ema is not None else {})}
+            raise RuntimeError(f"apexfx: state_dict() was called after {num_calls} of {self._parts.options.accumulate} calls "
+                               "that accumulate gradients; save after the call that applies them, or call flush() before")
+        return checkpoint.save(self._parts)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load what `state_dict` returned; gradients that were accumulated are dropped.
@@ -382,45 +379,9 @@ class TrainStep:
             ValueError: it is no such state. That of another loss scale is loaded as far as it fits, with a warning.
             RuntimeError, ValueError: it is of another model or optimizer; torch says which entries differ. Nothing has changed.
         """
-        expected = {"model", "optimizer", "scaler", "num_ranks"}
-        if not isinstance(state, dict) or set(state) - {"objective", "safeguard", "ema"} != expected:
-            kind = sorted(state) if isinstance(state, dict) else type(state).__name__
-            raise ValueError(f"apexfx: load_state_dict() was given {kind}, expected what state_dict() returns: "
-                             f"{sorted(expected)}")
-        self._scale.check(state["scaler"])
-        if self._safeguard is not None:
-            self._safeguard.check(state.get("safeguard", {}))
-        if self._ema is not None and "ema" in state:
-            self._ema.check(state["ema"], self.model)
-        elif self._ema is not None:
-            log.warning("apexfx: the state has no averages of ema=, which begin anew")
-        elif "ema" in state:
-            log.warning("apexfx: the state has averages, which are dropped; make the step with ema= to go on with them")
-        self._objective_modules.refresh(self._optimizers)
-        holders = {"model": self.model, "optimizer": self._optimizers, "objective": self._objective_modules}
-        if "objective" not in state and holders.pop("objective").state_dict():
-            log.warning("apexfx: the state has nothing of the objective, whose parameters stay as they are")
-        before = {name: copy.deepcopy(holder.state_dict()) for name, holder in holders.items()}
-        try:
-            for name, holder in holders.items():
-                holder.load_state_dict(state[name])
-        except BaseException:
-            for name, holder in holders.items():
-                holder.load_state_dict(before[name])
-            raise
-        if state["num_ranks"] != self._num_ranks():
-            log.warning("apexfx: the state was saved by %d ranks and is loaded by %d: the batch that a step sees, and with it "
-                        "the right learning rate, may be another", state["num_ranks"], self._num_ranks())
-        self._scale.load_state_dict(state["scaler"])
-        if self._safeguard is not None:
-            self._safeguard.load_state_dict(state.get("safeguard", {}))
-        if self._ema is not None:
-            self._ema.load_state_dict(state.get("ema", {"averages": {}, "counts": {}}), self.model)
+        checkpoint.load(self._parts, state)
         if self._replicas is not None:
             self._replicas.forget()
         self._state.drop_accumulated()
         self._skipped.forget_call()
         self._skipped.norm = None
-
-    def _num_ranks(self) -> int:
-        return dist.get_world_size(self._groups.user) if self._groups.user is not None else 1

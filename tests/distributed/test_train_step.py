@@ -161,7 +161,7 @@ def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_
     """A rank that steps, or makes a step, alone gives up within the timeout; then the group is of no use, and another one is."""
     step = step_of(nn.Linear(3, 2), process_group=dist.new_group())
     step(torch.ones(4, 3), torch.ones(4, 2))
-    step._agreement._timeout_s = 1.0
+    step._parts.agreement._timeout_s = 1.0
     alone = {"collectives of training step 0": lambda group: step(torch.ones(4, 3), torch.ones(4, 2)),
              "options of the training step": lambda group: step_of(nn.Linear(3, 2), process_group=group),
              "parameters": lambda group: apexfx.transform(nn.Linear(3, 2), ddp=True, process_group=group)}
@@ -379,7 +379,7 @@ def test_skips_are_told_by_a_rank_that_waits_for_nobody(rank, world_size):
     step = apexfx.train_step(model, F.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", ddp=True,
                              inner="eager", loss_scale="dynamic")
     if rank == 1:  # which alone is told
-        step._scale.skips_to_tell = lambda: 0
+        step._parts.scale.skips_to_tell = lambda: 0
     for _ in range(12):
         step(torch.full((4, 8), torch.inf if rank == 1 else 1.0), torch.ones(4, 4))
     assert step.skipped == 12

@@ -75,7 +75,7 @@ class Reference:
     def compare(self):
         model, now = self.step.model, self.step.ema_model
         assert list(now.state_dict()) == list(model.state_dict()) and now.training is model.training
-        averages = self.step._ema.state_dict(model)["averages"]
+        averages = self.step._parts.ema.state_dict(model)["averages"]
         for name, p in self.averaged.module.named_parameters():
             torch.testing.assert_close(averages[name], p.detach(), rtol=1e-5, atol=1e-6)
             in_model = now.get_parameter(name)
@@ -87,7 +87,7 @@ class Reference:
 
 
 def averages_of(step):
-    return copy.deepcopy(step._ema.state_dict(step.model))
+    return copy.deepcopy(step._parts.ema.state_dict(step.model))
 
 
 def assert_equal(one, other):
@@ -178,9 +178,9 @@ def test_an_average_belongs_to_its_parameter():
     data = iter(batches(8))
 
     def averages_follow(frozen=()):
-        before, begun = averages_of(step)["averages"], dict(step._ema.state_dict(model)["averages"])
+        before, begun = averages_of(step)["averages"], dict(step._parts.ema.state_dict(model)["averages"])
         step(*next(data))
-        for name, average in step._ema.state_dict(model)["averages"].items():
+        for name, average in step._parts.ema.state_dict(model)["averages"].items():
             p = model.get_parameter(name).detach()
             expected = before[name] if name in frozen else before[name].lerp(p, 0.2) if name in begun else p
             torch.testing.assert_close(average, expected)
