@@ -1,10 +1,12 @@
-"""A model in one line: what it holds, and what its forward does."""
+"""A model in one line: what it holds, and what its forward does; and what tests of several rooms train by."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import nn
 
 
@@ -19,3 +21,24 @@ class Model(nn.Module):
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.of(self, *inputs, **named)
+
+
+class Temperature(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, y: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(y * self.log.exp(), t)
+
+
+def branching(loss_fn: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return `loss_fn` of a model as an objective that no single graph can hold."""
+
+    def objective(model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = loss_fn(model(inputs), targets)
+        return loss * 2 if loss.item() > 1000 else loss
+
+    return objective

@@ -14,6 +14,7 @@ from torch import fx, nn
 import apexfx
 from tests.backward_graphs import TwoGraphs
 from tests.own_optimizers import RMSprop
+from tests.small_models import branching
 
 
 def net(**batch_norm):
@@ -22,12 +23,6 @@ def net(**batch_norm):
 
 def batch():
     return torch.randn(6, 4), torch.randint(2, (6,))
-
-
-def branching(model, inputs, targets):
-    """A loss that no single graph can hold."""
-    loss = F.cross_entropy(model(inputs), targets)
-    return loss * 2 if loss.item() > 1000 else loss
 
 
 def with_own_forward(model):
@@ -84,7 +79,7 @@ MAKES = {
     "step at O2, float16, accumulating": lambda: step_of(net(), opt_level="O2", dtype=torch.float16, accumulate=2, calls=3),
     "step with another optimizer": lambda: step_of(net(), opt_level="O0", optimizer=RMSprop, keep_grads=True),
     "step with a batch norm of ours": lambda: step_of(referring_to_itself(net(momentum=None))),
-    "step in pieces": lambda: step_of(net(), objective=branching, fallback="transform"),
+    "step in pieces": lambda: step_of(net(), objective=branching(F.cross_entropy), fallback="transform"),
     "step held by its model": lambda: step_of(net(), on_model=True, calls=2),
     "step that is captured only": lambda: step_of(net(), capture=True),
     "step that fails": lambda: failing_step(net()),

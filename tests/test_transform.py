@@ -14,6 +14,7 @@ from torch.fx.passes.infra.pass_base import PassResult
 import apexfx
 from apexfx._torch import tree_leaves
 from apexfx.testing import assert_close
+from tests.small_models import Temperature
 from tests.tables import table
 from tests.transform_models import Net, images, transformed
 
@@ -345,15 +346,6 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.linear(x) * self.kept[0]
-
-
-class Temperature(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.log = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, y, t):
-        return F.mse_loss(y * self.log.exp(), t)
 
 
 def gradients_of_leaves(compiled):

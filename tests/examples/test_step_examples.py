@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import runpy
 import subprocess
@@ -12,11 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.examples.test_train import train
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-class Stopped(Exception):
-    pass
 
 
 @pytest.fixture(autouse=True)
@@ -43,24 +42,8 @@ def number(line, after):
     return float(line.partition(f"{after} ")[2].split()[0].rstrip(","))
 
 
-def train_classifier(folder, monkeypatch, *, stop_after=None):
-    """Run the program in `folder`, up to the epoch after which it is stopped; return its last checkpoint."""
-    folder.mkdir(exist_ok=True)
-    monkeypatch.chdir(folder)
-    save = torch.save
-
-    def save_and_stop(state, path):
-        save(state, path)
-        if state["epoch"] == stop_after:
-            raise Stopped
-
-    monkeypatch.setattr(torch, "save", save_and_stop)
-    try:
-        runpy.run_path(str(EXAMPLES / "step_image_classifier.py"))
-    except Stopped:
-        pass
-    monkeypatch.undo()
-    return torch.load(folder / "step_image_classifier.pt")
+train_classifier = functools.partial(
+    train, program=EXAMPLES / "step_image_classifier.py", checkpoint="step_image_classifier.pt")
 
 
 @pytest.mark.long

@@ -15,8 +15,8 @@ class Stopped(Exception):
     pass
 
 
-def train(folder, monkeypatch, *, stop_after=None):
-    """Run the program in `folder`, up to the epoch after which it is stopped; return its last checkpoint."""
+def train(folder, monkeypatch, *, program=TRAIN, checkpoint="checkpoint.pt", stop_after=None):
+    """Run a program in `folder`, up to the epoch after which it is stopped; return its last checkpoint."""
     folder.mkdir(exist_ok=True)
     monkeypatch.chdir(folder)
     save = torch.save
@@ -28,11 +28,11 @@ def train(folder, monkeypatch, *, stop_after=None):
 
     monkeypatch.setattr(torch, "save", save_and_stop)
     try:
-        runpy.run_path(str(TRAIN))
+        runpy.run_path(str(program))
     except Stopped:
         pass
     monkeypatch.undo()
-    return torch.load(folder / "checkpoint.pt")
+    return torch.load(folder / checkpoint)
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from torch import nn
 import apexfx
 from apexfx.optimizers import FusedNovoGrad
 from tests.own_optimizers import RMSprop
+from tests.small_models import branching
 from tests.tables import table
 from tests.train_step.test_step import ROUNDING, assert_same
 
@@ -30,13 +31,7 @@ def batches(count, dtype=torch.float32):
             for _ in range(count)]
 
 
-def branching(model, inputs, targets):
-    """The same loss, which no single graph can hold."""
-    loss = F.cross_entropy(model(inputs), targets)
-    return loss * 2 if loss.item() > 1000 else loss
-
-
-PIECES = {"objective": branching, "fallback": "transform"}
+PIECES = {"objective": branching(F.cross_entropy), "fallback": "transform"}
 
 
 def make(optimizer=SGD, *, model=None, objective=None, lr=0.1, **options):

@@ -12,22 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 import apexfx
+from tests.small_models import Temperature
 from tests.tables import table
 from tests.train_step.test_in_pieces import fails
 from tests.train_step.test_step import ROUNDING, SGD, assert_same
 
 WIDTH = 4
-
-
-class Temperature(nn.Module):
-    """A loss with a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.log = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, y, t):
-        return F.mse_loss(y * self.log.exp(), t)
 
 
 class Swap(torch.autograd.Function):
