@@ -40,13 +40,6 @@ def perceptron(m, x):
     return F.log_softmax(m.b(F.dropout(x, 0.1, training=m.training)).clamp(-3, 3), -1)
 
 
-def chosen(m, x):
-    """Cast by hand: a matmul whose operands were all made float32 stays in float32."""
-    hidden = m.a(x)
-    routing = F.linear(hidden.float(), m.gate.weight.float()).softmax(-1)
-    return hidden * routing.sum(-1, keepdim=True)
-
-
 def tied():
     model = Model(lambda m, x: m.out(m.embedding(x)), embedding=nn.Embedding(20, 8), out=nn.Linear(8, 20, bias=False))
     model.out.weight = model.embedding.weight
@@ -65,7 +58,6 @@ OWN = {
     "perceptron": Entry(lambda: Model(perceptron, a=nn.Linear(16, 32), b=nn.Linear(32, 4), slope=nn.PReLU()), numbers(16), None),
     "tied": Entry(tied, lambda n: {"x": torch.randint(0, 20, (n, 5))}, None),
     "own_attention": Entry(OwnAttention, numbers(5, 16), None),
-    "chosen": Entry(lambda: Model(chosen, a=nn.Linear(16, 16), gate=nn.Linear(16, 4, bias=False)), numbers(16), None),
     "on_the_host": Entry(lambda: Model(lambda m, x: m.b(m.a(x).cpu() * x.half().cpu()), a=nn.Linear(16, 16), b=nn.Linear(16, 16)),
                          numbers(16), None),
     "checkpointed": Entry(lambda: Model(checkpointed, a=nn.Linear(16, 16), b=nn.Linear(16, 16)), numbers(16), None),

@@ -1,4 +1,7 @@
-"""One policy, two executors: every op of the rule table through a graph and through eager, dtypes and values to the bit."""
+"""One policy, two executors: numbers and programs through a graph and through eager, dtypes and values to the bit.
+
+`passes/test_precision_ops.py` does the same to every op of the rule table.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from apexfx.amp.executor import CastExecutor
 from apexfx.compiler.pipeline import Pipeline
 from apexfx.ops.sync_batch_norm import sync_batch_norm
-from apexfx.precision.rules import HALVES, RULES
+from apexfx.precision.rules import HALVES
 from tests.forward_graphs import compiled, precision
-from tests.passes.op_samples import NOT_UNIQUE, SAMPLES, Recording, call, fitting, graph_of, mask, x
+from tests.passes.op_samples import Recording, call, graph_of, mask, x
 from tests.tables import table
 
 MIN, MAX = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
@@ -41,30 +44,13 @@ def without_nan(a):
     return a.masked_fill(a.isnan(), 0)
 
 
-def differences(half, function, args, kwargs, *, values=True):
-    torch.manual_seed(0)
-    graph = tree_leaves(in_graph(half, function, args, kwargs))
-    torch.manual_seed(0)
-    eager = tree_leaves(in_eager(half, function, args, kwargs))
+def differences(graph, eager, *, values=True):
+    graph, eager = tree_leaves(graph), tree_leaves(eager)
     if [a.dtype for a in graph if isinstance(a, Tensor)] != [b.dtype for b in eager if isinstance(b, Tensor)]:
         return f"graph {[getattr(a, 'dtype', a) for a in graph]}, eager {[getattr(b, 'dtype', b) for b in eager]}"
     same = [torch.equal(without_nan(a), without_nan(b)) if isinstance(a, Tensor) else a == b
             for a, b in zip(graph, eager, strict=True)]
     return "" if all(same) or not values else f"graph {graph}, eager {eager}"
-
-
-COMPOSED = ("svd_lowrank",)  # torch shows the executor the functions it is composed of, not the call itself
-
-
-@table(1, "half", HALVES, ids=str)
-@pytest.mark.parametrize("family", sorted({RULES[name].family for name in SAMPLES}))
-def test_every_op_of(family, half):
-    failures = {}
-    for name in SAMPLES:
-        if RULES[name].family == family and name not in COMPOSED:
-            if different := differences(half, *fitting(name, half), values=name not in NOT_UNIQUE):
-                failures[name] = different
-    assert not failures
 
 
 # Numbers that are limits of float32, or beyond those of float16, in ops that add, compare, choose and store.
@@ -89,7 +75,7 @@ def test_numbers_beyond_the_range_of_half(half):
     failures = {}
     for name, (function, *given) in NUMBERS.items():
         given = tree_map(lambda a: a.to(half) if isinstance(a, Tensor) and a.is_floating_point() else a, given)
-        if different := differences(half, function, *given):
+        if different := differences(in_graph(half, function, *given), in_eager(half, function, *given)):
             failures[name] = different
     assert not failures
 

@@ -264,8 +264,9 @@ class Automaton:
             self.scale, self.streak = min(self.scale * self.plan.growth_factor, self.plan.max_scale), 0
 
 
-def check_sequences(seeds, length):
-    for seed in seeds:
+@pytest.mark.parametrize("num_seeds, length", [(100, 12), pytest.param(10_000, 24, marks=pytest.mark.long)])
+def test_the_scale_is_that_of_an_automaton(num_seeds, length):
+    for seed in range(num_seeds):
         draw = random.Random(seed)
         plan = StepPlan(groups=(UpdateRow("sgd_", 2, 0, False, 0, None, (0.0, 0.0, 0.0, False, False, False)),), scale=1,
                         growth_tracker=2, max_scale=2.0 ** draw.randint(8, 20), growth_factor=draw.choice((2.0, 4.0)),
@@ -284,16 +285,6 @@ def check_sequences(seeds, length):
             assert [scalars[1].item(), scalars[2].item(), *scalars[3].tolist()] == \
                 [automaton.scale, automaton.streak, automaton.skips, automaton.in_a_row], f"seed {seed}"
             assert all((p == automaton.updates).all() for p in params), f"seed {seed}"
-
-
-def test_the_scale_is_that_of_an_automaton():
-    check_sequences(range(100), 12)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("start", range(0, 10_000, 1000))
-def test_ten_thousand_sequences_are_those_of_an_automaton(start):
-    check_sequences(range(start, start + 1000), 24)
 
 
 def test_float16_has_a_dynamic_scale_and_bfloat16_none():
