@@ -55,7 +55,8 @@ _EARLY = ("tests/passes/test_update_early.py", "tests/train_step/test_styles.py"
 _SCHEDULE = ("tests/passes/test_schedule_comm.py",)
 _RECOMPUTE = ("tests/passes/test_recompute.py",)
 _CASTS = ("tests/passes/test_cancel_casts.py",)
-_CHANGES = ("tests/train_step/test_changes.py",)
+_CHANGES = ("tests/train_step/test_missing_gradients.py", "tests/train_step/test_optimizer_changes.py",
+            "tests/train_step/test_model_changes.py", "tests/train_step/test_failed_calls.py")
 _SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
          *_CHANGES)

@@ -12,7 +12,7 @@ from torch.optim import Adam, NAdam
 
 import apexfx
 from tests.tables import table
-from tests.train_step.test_changes import WIDTH, Eager, Heads, assert_same_training, heads, samples
+from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
 from tests.train_step.test_step import ROUNDING, SGD, assert_same
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import apexfx
 from tests.tables import table
-from tests.train_step.test_changes import WIDTH, heads, samples
+from tests.train_step.changing_models import WIDTH, heads, samples
 from tests.train_step.test_other_leaves import Swap
 from tests.train_step.test_step import ROUNDING, SGD, Adam, assert_same, batches, make, net
 
@@ -196,7 +196,7 @@ def test_dropout_inside_of_a_checkpoint_is_refused():
 
 def test_an_error_of_the_model_is_not_taken_for_one_of_the_capture():
     step = heads()
-    with pytest.raises(RuntimeError, match=r"(?s)same reduction dim.*test_changes\.py:.*self\.body"):
+    with pytest.raises(RuntimeError, match=r"(?s)same reduction dim.*changing_models\.py:.*self\.body"):
         step(torch.randn(3, WIDTH + 1), torch.randn(3, WIDTH))
 
 

@@ -1,0 +1,128 @@
+"""train_step(): a call that fails changes nothing, or is followed by none."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import apexfx
+from apexfx.optimizers import FusedAdam
+from tests.own_optimizers import RMSprop
+from tests.tables import table
+from tests.train_step.changing_models import WIDTH, Eager, Heads, assert_same_training, heads, samples
+from tests.train_step.test_step import SGD, Adam, assert_same
+
+
+def no_gradient(m, x, y):
+    with torch.no_grad():
+        return F.mse_loss(m(x), y)
+
+
+def other_parameters(m, x, y):
+    return F.mse_loss(m.heads[0](x), y)
+
+
+@pytest.mark.parametrize("objective, error, message", [
+    (lambda m, x, y: (m(x).sum(), 1, 2), TypeError, "returned a tuple of 3; it has to return the loss"),
+    (lambda m, x, y: {"loss": F.mse_loss(m(x), y)}, TypeError, "returned a dict; it has to return the loss"),
+    (lambda m, x, y: [F.mse_loss(m(x), y)], TypeError, "has to return the loss"),
+    (lambda m, x, y: (m(x) - y).square(), ValueError, r"the loss is not a scalar, its shape is \[3, 4\]; have"),
+    (no_gradient, ValueError, "does not depend on any parameter"),
+    (other_parameters, ValueError, "does not depend on any parameter|heads.0.weight.*in no optimizer of the step"),
+])  # fmt: skip
+def test_a_call_that_fails_leaves_all_as_it_was(objective, error, message):
+    model = Heads()
+    optimizer = Adam(model.body.parameters())
+    step = apexfx.train_step(model, optimizer=optimizer, objective=objective, opt_level="O0", inner="eager",
+                             loss_scale="dynamic", max_grad_norm=1.0)
+    before = copy.deepcopy(step.state_dict())
+    with pytest.raises(error, match=message):
+        step(*samples(1)[0])
+    assert_same(step.state_dict(), before)
+    assert not optimizer.state
+
+
+@table(1, "optimizer", [SGD, RMSprop])
+def test_a_step_that_failed_half_way_is_followed_by_none(optimizer, monkeypatch):
+    step = heads(optimizer)
+    batch = samples(1)[0]
+    step(*batch)
+    checkpoint = copy.deepcopy(step.state_dict())
+    kept = copy.deepcopy(checkpoint)  # torch's optimizers go on with the tensors that they load
+
+    def fails(*_):
+        raise KeyboardInterrupt("stop")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step, "_note_applied", fails)  # the graph has run
+        with pytest.raises(KeyboardInterrupt):
+            step(*batch)
+    for use in (lambda: step(*batch), step.state_dict):
+        with pytest.raises(RuntimeError, match="failed after it had begun .*KeyboardInterrupt: stop.*load a checkpoint"):
+            use()
+    step.load_state_dict(checkpoint)
+    step(*batch)
+    again = heads(optimizer)
+    again.load_state_dict(kept)
+    again(*batch)
+    assert_same(step.model.state_dict(), again.model.state_dict())
+
+
+def test_a_state_of_another_model_changes_nothing():
+    step, other = heads(), heads(model=Heads(3))
+    step(*samples(1)[0])
+    other(*samples(1)[0])
+    before = copy.deepcopy(step.state_dict())
+    mixed = {**before, "model": {**other.state_dict()["model"], "body.weight": torch.zeros(WIDTH, WIDTH)}}
+    for state in (other.state_dict(), mixed, {**mixed, "model": before["model"], "optimizer": other.state_dict()["optimizer"]}):
+        with pytest.raises((RuntimeError, ValueError)):
+            step.load_state_dict(state)
+        assert_same(step.state_dict(), before)
+
+
+@pytest.mark.long
+def test_a_checkpoint_is_loaded_in_the_middle_of_an_accumulation():
+    step, reference = heads(accumulate=2), heads(accumulate=2)
+    checkpoint = copy.deepcopy(step.state_dict())
+    step((samples(1)[0][0], 1), samples(1)[0][1])
+    step.load_state_dict(checkpoint)
+    for batch in samples(2):
+        step(*batch)
+        reference(*batch)
+    assert_same(step.state_dict(), reference.state_dict())
+
+
+def test_a_parameter_is_not_frozen_in_the_middle_of_an_accumulation():
+    step = heads(accumulate=2)
+    step(*samples(1)[0])
+    step.model.unused.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="after 1 of 2 calls that accumulate"):
+        step(*samples(1)[0])
+    step.model.unused.requires_grad_(True)
+    step(*samples(1)[0])
+
+
+def test_what_was_gathered_stays_when_the_optimizer_changes():
+    step, reference = heads(accumulate=2), Eager(Heads(), accumulate=2)
+    for place, batch in enumerate(samples(2)):
+        for each in (step, reference):
+            if place:
+                each.optimizer.param_groups[0]["params"].reverse()
+            each(*batch)
+    assert_same_training(step, reference)
+
+
+def test_float16_gradients_are_not_unscaled_in_float16():
+    for options in ({"optimizer": RMSprop}, {"optimizer": Adam}, {"optimizer": FusedAdam, "keep_grads": True}):
+        model = Heads()
+        with pytest.raises(ValueError, match="float16, and so are their gradients"):
+            heads(model=model, opt_level="O3", dtype="float16", **options)
+        assert {p.dtype for p in model.parameters()} == {torch.float32}
+        with pytest.raises(ValueError, match="float16, and so are their gradients"):
+            heads(model=Heads().half(), **options)
+    step = heads(FusedAdam, Heads().half())
+    step(*(x.half() for x in samples(1)[0]))
+    assert step.loss_scale == 2.0**16
