@@ -100,7 +100,9 @@ class SupervisedObjective:
 
 
 class WeightedOutputs:
-    """A sum of all that a model returns, with weights that differ, as an objective for a model that has no loss.
+    """A sum of all that a model returns, with weights that differ, as an objective for a model that has no loss: of `compare`.
+
+    It stands in this file since its lines are in no stack trace of a graph, and so none of the user's.
 
     Args:
         anchor: what the gradient is taken by where no parameter is to be: a scalar; else None.
