@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import inspect
-import json
 import logging
 import os
 import re
 import sys
-import time
 import traceback
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -73,6 +72,10 @@ ProfilerSpan = torch._C._profiler._RecordFunctionFast
 
 # What a captured graph calls where the program switches gradients on or off.
 set_grad_enabled = torch._C._set_grad_enabled
+
+
+# A context in which ops compute in the dtypes that they are given, whatever torch.autocast is around it.
+without_autocast = torch._C._DisableAutocast
 
 
 def active_ddp_module() -> object | None:
@@ -604,3 +607,35 @@ def profiled_events(profiler: torch.profiler.profile) -> list[ProfiledEvent]:
     return sorted((ProfiledEvent(e.name(), e.start_ns(), e.start_ns() + e.duration_ns(), e.start_thread_id(),
                                  e.device_type() != cpu, e.correlation_id(), e.linked_correlation_id()) for e in events),
                   key=lambda event: (event.start, -event.end))
+
+
+def load_kernel(path: Path) -> Callable[..., None]:
+    """Return the kernel in a library that Inductor has built for the CPU (2.13)."""
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr)
+    spec = importlib.util.spec_from_file_location(f"apexfx_artifact.{path.stem}.kernel", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.kernel
+
+
+def process_state() -> dict[str, Any]:
+    """Return what of the process and this thread a captured graph depends on: Dynamo's guards of the global state."""
+    cpu = torch.backends.mkldnn
+    return {
+        "gradients": torch.is_grad_enabled(), "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": [torch.is_autocast_enabled("cpu"), str(torch.get_autocast_dtype("cpu")), torch.is_autocast_cache_enabled()],
+        "default dtype": str(torch.get_default_dtype()), "default device": str(torch.get_default_device()),
+        "deterministic algorithms": [torch.are_deterministic_algorithms_enabled(),
+                                     torch.is_deterministic_algorithms_warn_only_enabled()],
+        "attention": [torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()],
+        "threads": torch.get_num_threads(), "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "oneDNN": [cpu.enabled, cpu.deterministic], "torch.func": functorch_is_active(),
+        "torch function modes": [type(mode).__name__ for mode in function_modes()], "dispatch modes": dispatch_mode_depth(),
+    }
+
+
+def changed_inductor_settings() -> dict[str, str]:
+    """Return what of Inductor's configuration is not the default, as texts."""
+    config = sys.modules.get("torch._inductor.config")  # without which nothing was set
+    return {} if config is None else {name: repr(value) for name, value in config.get_config_copy().items()
+                                      if name in config._config and value != config._config[name].default}

@@ -41,6 +41,7 @@ from torch._inductor.debug import reset_provenance_globals as keep_kernels  # wi
 from torch._inductor.graph import GraphLowering
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime.cache_dir_utils import cache_dir as inductor_cache_dir
+from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.virtualized import V as inductor_state
 from torch._inductor.virtualized import ops as inductor_ops
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -202,6 +203,50 @@ def generated_code() -> list[GeneratedCode]:
             tables = json.loads(mapping)
             codes.append(GeneratedCode(call, graph.source_code, tables.get("cppCodeToPost", {}), tables.get("postToPre", {})))
     return codes
+
+
+def changes_of_python() -> list[str]:
+    """Return where the frame that Dynamo is compiling changes objects that were there before it, beside tensors."""
+    output = current_translator().output
+    changed = [each for each in output.side_effects.id_to_variable.values() if output.side_effects.is_modified(each)
+               and "Existing" in type(each.mutation_type).__name__]
+    return [each.source.name if each.source is not None else type(each).__name__ for each in changed] \
+        + ["a hook on a tensor"] * bool(output.side_effects.tensor_hooks)
+
+
+def traced_code() -> list[types.CodeType]:
+    """Return the code of the functions that are in the graph which Dynamo is compiling."""
+    return list(torch._guards.TracingContext.get().get_traced_code() or ())
+
+
+class Lowered(NamedTuple):
+    """What AOTAutograd has made of a graph's inputs and outputs.
+
+    Attributes:
+        num_inputs, num_outputs: of its graph.
+        noted_writes: places of inputs whose versions count that the graph has written them.
+        obstacle: what it does around the graph; "" where that is nothing, and inputs and outputs are those of the graph.
+    """
+
+    num_inputs: int
+    num_outputs: int
+    noted_writes: list[int]
+    obstacle: str
+
+
+def lowered_convention(gm: torch.fx.GraphModule) -> Lowered:
+    """Return how the graph that AOTAutograd hands to its compiler now is called (2.13)."""
+    metadata = torch._guards.TracingContext.get().fw_metadata
+    kinds = {info.output_type.name for info in metadata.output_info}
+    obstacles = {"an output that is the memory of an input": kinds - {"non_alias", "unsafe_view_alias"},
+                 "outputs that share memory": metadata.num_intermediate_bases,
+                 "an input that is written outside of the graph": metadata.mutated_inp_runtime_indices,
+                 "ops with an order of their own": metadata.tokens,
+                 "random numbers of its own": metadata.is_rng_op_functionalized,
+                 "a subclass of Tensor": any(type(each).__name__ != "PlainTensorMeta" for each in metadata.subclass_inp_meta)}
+    return Lowered(len(gm.graph.find_nodes(op="placeholder")), len(metadata.output_info),
+                   list(metadata.mutated_graph_handled_indices_seen_by_autograd),
+                   next((what for what, there in obstacles.items() if there), ""))
 
 
 for function in in_graphs:

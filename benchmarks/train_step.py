@@ -13,6 +13,7 @@ Every variant clips the norm of all gradients to 1 (`--no-clip`: none does) and 
     torch.compile    the same around torch.compile(model); over ranks, around torch DDP of it
     transform        apexfx.transform(model), over ranks with ddp=True, and FusedAdam, which clips by itself
     train_step       apexfx.train_step() with torch's AdamW
+    artifact         the same with artifact=, for --start alone: its "warm" begins with that file and an empty compile cache
 
 `--batches N`: batches N times as large, as a GPU wants them. `--cpp-wrapper`: all but eager have Inductor call its kernels from
 C++, and their rows say so. At O1 and O2, in `--dtype` bfloat16 or float16, the first two run under autocast, of float16 with a
@@ -138,10 +139,10 @@ def transformed(model: nn.Module, options: dict[str, Any], device: str, clip: bo
     return step
 
 
-def whole(model: nn.Module, options: dict[str, Any], device: str, clip: bool) -> Step:
+def whole(model: nn.Module, options: dict[str, Any], device: str, clip: bool, **more: Any) -> Step:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     return apexfx.train_step(model, F.cross_entropy, optimizer, max_grad_norm=1.0 if clip else None, ddp=dist.is_initialized(),
-                             **options)
+                             **options, **more)
 
 
 VARIANTS: dict[str, Callable[..., Step]] = {
@@ -149,6 +150,7 @@ VARIANTS: dict[str, Callable[..., Step]] = {
     PEER: by_hand(lambda model, inner_options: torch.compile(_over_ranks(model), options=inner_options)),
     "transform": transformed,
     "train_step": whole,
+    "artifact": lambda *args: whole(*args, artifact=os.environ["STEP_ARTIFACT"]),
 }
 
 
@@ -236,18 +238,21 @@ def starts(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def cold_and_warm(name: str, variant: str, level: str, given: argparse.Namespace) -> list[dict[str, float]]:
-    """Return what `first_step` does with an empty compile cache, and with what that has left in it."""
+    """Return what `first_step` does with an empty compile cache, and with what that has left in it, or in the file alone."""
+    found = []
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-        found = [harness.in_new_process(first_step, name, variant, level, given) for _ in range(2)]
-        del os.environ["TORCHINDUCTOR_CACHE_DIR"]
+        os.environ["STEP_ARTIFACT"] = f"{folder}/step"
+        for cache in ("cache", "empty" if variant == "artifact" else "cache"):
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{cache}"
+            found.append(harness.in_new_process(first_step, name, variant, level, given))
+        del os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["STEP_ARTIFACT"]
     return found
 
 
 def main() -> None:
     parser = harness.parser(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(SMALL))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[name for name in VARIANTS if name != "artifact"])
     parser.add_argument("--levels", nargs="+", choices=("O0", "O1", "O2"), default=["O0"])
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--no-clip", action="store_true")

@@ -20,7 +20,6 @@ from typing import Any
 
 from torch import fx
 
-from .._torch_compilers import inductor_cache_dir
 from ..graph.nodes import graphs
 from ..graph.printing import format_graph
 from ..passes.base import Pass
@@ -78,6 +77,8 @@ def graph_key(uuid_: str, gm: fx.GraphModule) -> str:
 
 
 def _path(key: str) -> Path:
+    from .._torch_compilers import inductor_cache_dir
+
     return Path(inductor_cache_dir()) / "apexfx" / f"{key}.json"
 
 

@@ -51,6 +51,7 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:
         backward.keep(cache_entry(compiled))
+        backward.note_compiled(gm, compiled)
     return compiled
 
 

@@ -48,13 +48,18 @@ class MemoryCheck:
         placeholders: the inputs.
         updated: the places of those that the step updates.
         written: the places of those that the forward writes.
+        shared: what `shared` was, of the graph in another process.
+
+    Attributes:
+        shared: the places of two that share what the forward writes, and how, in the first call; None before it.
     """
 
-    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int], written: Sequence[int]) -> None:
+    def __init__(self, placeholders: Sequence[Placeholder], updated: Sequence[int], written: Sequence[int],
+                 shared: dict[tuple[int, int], int] | None = None) -> None:
         self._placeholders, self._updated, self._written = placeholders, set(updated), {*updated, *written}
         self._others = [place for place, p in enumerate(placeholders) if p.shape is not None and place not in self._written]
         self._is_written = [place in self._written for place in range(len(placeholders))]
-        self._shared: dict[tuple[int, int], int] | None = None  # places of two that share what the forward writes, and how
+        self.shared = shared
         self._where: list[int] | None = None  # is what is written
         self._extents: list[tuple[int, int]] = []  # of that, sorted
 
@@ -65,7 +70,7 @@ class MemoryCheck:
             ValueError: it names both.
         """
         where = list(map(Tensor.data_ptr, itertools.compress(args, self._is_written)))
-        if self._shared or where != self._where or any(map(self._meets, (args[place] for place in self._others))):
+        if self.shared or where != self._where or any(map(self._meets, (args[place] for place in self._others))):
             self._check_all(args)
             self._extents = sorted(map(_extent, filter(_has_memory, itertools.compress(args, self._is_written))))
             self._where = where
@@ -84,15 +89,15 @@ class MemoryCheck:
         refused = [pair for pair in pairs if not self._updated.isdisjoint(pair)]
         shared = {pair: self._distance(args, *pair) for pair in pairs
                   if pair not in refused and not self._written.isdisjoint(pair)}
-        if self._shared is None:
-            self._shared = shared
+        if self.shared is None:
+            self.shared = shared
         for pair in refused:
             first, second = (self._placeholders[place].name for place in pair)
             raise ValueError(f"apexfx: {first!r} and {second!r}, which the step reads, share memory that it updates; give it "
                              "a copy (.clone()) of a parameter, or use the parameter itself")
-        for pair in sorted({pair for pair, _ in shared.items() ^ self._shared.items()}):
+        for pair in sorted({pair for pair, _ in shared.items() ^ self.shared.items()}):
             first, second = (self._placeholders[place].name for place in pair)
-            change = "no longer share" if pair not in shared else "share other" if pair in self._shared else "share"
+            change = "no longer share" if pair not in shared else "share other" if pair in self.shared else "share"
             raise ValueError(f"apexfx: since the graph was compiled, {first!r} and {second!r} {change} memory that the forward "
                              "writes, and it would compute as before; undo that, or make a new step or model")
 

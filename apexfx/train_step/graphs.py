@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import saves_by_hooks, tensor_version
+from .._torch import functorch_config, tensor_version
 from .._torch_compilers import dynamo_config, patched_dynamo, run_cached_graphs
 from ..compiler.compile_graph import WeakBackend
 from ..compiler.model_index import ModelIndex
@@ -25,10 +25,11 @@ from ..compiler.process_groups import Groups
 from ..compiler.traced import Traced
 from ..config import TransformConfig
 from ..report.data import Report
+from .artifact import Recorder
 from .compiler import NotRun, StepCompiler
-from .errors import NotOneGraph, calls_backward, capture_errors
+from .errors import calls_backward, capture_errors
 from .function import NotCompiled, StepInputs, compiled_separately, run_accumulate, run_gradients, run_step
-from .model import StepModel
+from .model import StepModel, check_contexts
 from .parts import StepParts
 from .state import TrainingState
 
@@ -60,14 +61,15 @@ class StepGraphs:
     Args:
         parts: of the step.
         state: what the step reads and writes besides its batch.
+        recorder: looks on while a graph is captured and compiled, or None.
     """
 
-    def __init__(self, parts: StepParts, state: TrainingState) -> None:
-        self._parts, self._state = parts, state
+    def __init__(self, parts: StepParts, state: TrainingState, recorder: Recorder | None = None) -> None:
+        self._parts, self._state, self._recorder = parts, state, recorder
         self._make_compiler = functools.partial(
             StepCompiler, parts.options.config, report=parts.report, groups=parts.groups, agreement=parts.agreement,
             index=parts.index, on_run=state.note_change, on_communication=state.note_communication,
-            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None)
+            memory_budget=parts.options.memory_budget, safeguard=parts.safeguard is not None, recorder=recorder)
         self._last, self._earlier = self._variant(run_step), self._variant(run_accumulate, reduce_gradients=False)
         self._settings = _dynamo_settings()
         self._patch = patched_dynamo(self._settings)  # making one costs more than entering it
@@ -75,12 +77,13 @@ class StepGraphs:
     def _variant(self, function: Callable[..., Any], **options: Any) -> _Variant:
         compiler = self._make_compiler(**options)
         compiling = torch.compile(compiled_separately(function), backend=WeakBackend(compiler), fullgraph=True,
-                                  dynamic=self._parts.options.config.dynamic)
+                                  dynamic=False if self._recorder is not None else self._parts.options.config.dynamic,
+                                  options={"guard_filter_fn": self._recorder.note_guards} if self._recorder is not None else None)
         return _Variant(compiler, compiling, run_cached_graphs(compiling))
 
     def run(self, batch: tuple[Any, ...], named: dict[str, Any], *, accumulates: bool) -> tuple[Any, ...]:
         """Run a call: `run_accumulate` where it accumulates gradients alone, else `run_step`; return what that does."""
-        _check_contexts()
+        check_contexts()
         variant = self._earlier if accumulates else self._last
         with contextlib.suppress(NotCompiled, NotRun):
             return self._run_cached(variant, batch, named)
@@ -88,7 +91,7 @@ class StepGraphs:
 
     def capture(self, batch: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Compile the one graph that ends an accumulation, and run nothing."""
-        _check_contexts()
+        check_contexts()
         with contextlib.suppress(NotRun), self._last.compiler.running("none"):
             self._compile_and_run(self._last, batch, named)
 
@@ -100,7 +103,7 @@ class StepGraphs:
         Raises:
             As a call.
         """
-        compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True)
+        compiler = self._make_compiler(report=Report(self._parts.report.config), agreement=None, traces=True, recorder=None)
         return trace(run_step, compiler, self._parts.step_model, self._inputs(self._parts.model), batch, named)
 
     def _inputs(self, model: nn.Module) -> StepInputs:
@@ -123,11 +126,19 @@ class StepGraphs:
         self._state.keep_buffers()
         is_set = all(getattr(dynamo_config, name) == value for name, value in self._settings.items())
         with contextlib.nullcontext() if is_set else self._patch, torch.no_grad(), capture_errors(), \
-                self._parts.step_model.traceable() as model:
+                self._parts.step_model.traceable() as model, self._recording(model, batch, named, variant is self._earlier):
             outputs = variant.compiling(self._inputs(model), batch, named)
         if grad_versions(self._state.lists.params) != gradients:  # by what the compiler does not know for a backward
             raise calls_backward()
         return outputs
+
+    def _recording(self, model: nn.Module, batch: tuple[Any, ...], named: dict[str, Any],
+                   accumulates: bool) -> contextlib.AbstractContextManager[Any]:
+        """Have the recorder look on in this context, where AOTAutograd's cache would hide what is compiled from it."""
+        if self._recorder is None:
+            return contextlib.nullcontext()
+        self._recorder.begin(model, self._state.inputs(), batch, named, accumulates)
+        return functorch_config.patch(enable_autograd_cache=False)
 
     def warn_of_eval_mode(self) -> None:
         """Say that no module of the model is in training mode; guards of graphs see the modes that they depend on."""
@@ -142,20 +153,6 @@ class StepGraphs:
         if message not in self._parts.report.notes:
             self._parts.report.note(message)
             log.warning(message)
-
-
-def _check_contexts() -> None:
-    """Refuse a call in a context that looks at a backward, of which a graph has none."""
-    # Without check_nan, torch itself may have it on: for the lines of ops, while another thread captures a graph.
-    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
-        reason = "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient"
-        raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
-                          "fallback='transform', where it sees the model's backward as one function, or look for the op in "
-                          "eager torch", reason)
-    if saves_by_hooks():
-        reason = "torch.autograd.graph.saved_tensors_hooks (save_on_cpu, too) changes what a backward reads"
-        raise NotOneGraph(f"apexfx: {reason}, and a training step as one graph keeps nothing for one; leave it out "
-                          "(memory_budget= has a step keep less), or pass fallback='transform'", reason)
 
 
 def grad_versions(params: Sequence[Tensor]) -> list[Any]:

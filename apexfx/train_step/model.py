@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import forward_hooks, global_module_hooks, has_backward_hooks
+from .._torch import forward_hooks, global_module_hooks, has_backward_hooks, saves_by_hooks
 from ..compiler.dynamo_batch_norm import traceable_batch_norm
 from ..compiler.traceable import TraceableClasses, all_modules, path_of
 from ..precision.call_casts import Cast, CastCall
 from ..precision.rules import HALVES
 from ..report.data import Report
+from .errors import NotOneGraph
 from .objective import ObjectiveModules
 
 _HALF_INPUTS = "apexfx_half_inputs"  # the name of two hooks
@@ -81,6 +82,20 @@ def check_modules(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         if has_backward_hooks(module):
             raise ValueError(f"apexfx: {path_of(model, module)} has a backward hook, which a training step as one graph would "
                              "not run; remove it, register a hook on a tensor in the forward, or train with apexfx.transform()")
+
+
+def check_contexts() -> None:
+    """Refuse a call in a context that looks at a backward, of which a graph has none."""
+    # Without check_nan, torch itself may have it on: for the lines of ops, while another thread captures a graph.
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        reason = "torch.autograd.set_detect_anomaly(True) looks at the values of each gradient"
+        raise NotOneGraph(f"apexfx: {reason}, which a training step as one graph does not stop for; leave it out, pass "
+                          "fallback='transform', where it sees the model's backward as one function, or look for the op in "
+                          "eager torch", reason)
+    if saves_by_hooks():
+        reason = "torch.autograd.graph.saved_tensors_hooks (save_on_cpu, too) changes what a backward reads"
+        raise NotOneGraph(f"apexfx: {reason}, and a training step as one graph keeps nothing for one; leave it out "
+                          "(memory_budget= has a step keep less), or pass fallback='transform'", reason)
 
 
 class _CastInputs:

@@ -25,6 +25,7 @@ from ..ops.apply_gradients import StepPlan
 from ..report.data import Report
 from ..report.text import options_text
 from . import checkpoint
+from .artifact_graphs import ArtifactGraphs
 from .averages import averaged_copies
 from .ema import EmaState
 from .function import StepInputs, apply_gradients
@@ -56,9 +57,6 @@ class TrainStep:
     def __init__(self, model: nn.Module, objective: Callable[..., Any],
                  optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], options: StepOptions,
                  modules: Sequence[nn.Module] = ()) -> None:
-        from .graphs import StepGraphs  # and with it torch's compilers, which take their time
-        from .in_pieces import StepInPieces
-
         config = options.config
         check_model(model, config, "train_step", give="give train_step() the module",
                     inner="give train_step() the inner module, and ddp=True instead of the wrapper")
@@ -73,6 +71,8 @@ class TrainStep:
         casts_to = half if config.level.half_parameters else None
         in_float16 = config.level.casts and half == torch.float16 or any(p.dtype == torch.float16 for p in trained)
         device = trained[0].device
+        if options.artifact is not None and device.type != "cpu":
+            raise ValueError(f"apexfx: artifact= keeps code for the CPU only, and the model is on {device}; leave it out")
         scale = LossScale(options.loss_scale if options.loss_scale is not None else "dynamic" if in_float16 else None, device)
         safeguard = None if options.safeguard is None else SafeguardState(
             options.safeguard, device, scale.tensors.get(SKIPS), options.accumulate)
@@ -88,7 +88,7 @@ class TrainStep:
             lambda: itertools.chain(*(each.modules() for each in (model, *objective_modules.given))),
             accumulates=options.accumulate > 1)
         self._state = TrainingState(parts, buffers)
-        self._graphs = (StepGraphs if options.fallback is None else StepInPieces)(parts, self._state)
+        self._graphs = _graphs(parts, self._state)
         self._replicas = replica_check(options.safeguard, groups, report)
         self._skipped = SkippedSteps(parts, self._graphs, self._state.name_of)
         self._recorder = Recorder(parts, self._graphs, self._state, self._skipped)
@@ -134,6 +134,18 @@ class TrainStep:
                 self._note_applied(*ran)
         self._after_call(updated=not accumulates)
         return (loss, *rest) if rest else loss
+
+    def save_artifact(self, path: str | Path) -> None:
+        """Write what was compiled, and what it was compiled for, to another file than `artifact=`, as that has it.
+
+        Raises:
+            RuntimeError: the step was made without artifact=, which looks on while a step is compiled; there is nothing compiled.
+            OSError: it cannot be written.
+        """
+        if self._parts.options.artifact is None:
+            raise RuntimeError("apexfx: save_artifact() writes what artifact= has kept, and the step was made without; make it "
+                               "with artifact='step.apexfx'")
+        self._graphs.save(Path(path))
 
     def _note_ranks_apart(self, options: StepOptions) -> None:
         """Say once that no gradient is averaged where other ranks are there.
@@ -385,3 +397,16 @@ class TrainStep:
         self._state.drop_accumulated()
         self._skipped.forget_call()
         self._skipped.norm = None
+
+
+def _graphs(parts: StepParts, state: TrainingState) -> Any:
+    """Return what runs the calls of a step. That imports torch's compilers, unless there may be code in a file."""
+    if parts.options.artifact is not None:
+        return ArtifactGraphs(parts, state, parts.options.artifact)
+    if parts.options.fallback is not None:
+        from .in_pieces import StepInPieces
+
+        return StepInPieces(parts, state)
+    from .graphs import StepGraphs
+
+    return StepGraphs(parts, state)

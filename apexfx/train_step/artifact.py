@@ -1,0 +1,330 @@
+"""A compiled step in a file: a program that is the same takes its graphs from there, and captures and compiles nothing.
+
+`Recorder` looks on while a graph is captured, compiled and first run, and `StoredCall` runs what it has made of that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from .._torch import changed_inductor_settings, num_hooks, process_state, registries, tree_flatten, without_autocast
+from ..compiler.cache import package_digest, pass_digest
+from ..distributed.agreement import Communication, explained
+from ..errors import ArtifactMismatch
+from ..graph.inputs import Placeholder
+from ..graph.nodes import graphs
+from ..graph.shared_memory import MemoryCheck
+from ..report.records import GraphReport
+from .function import StepInputs, run_accumulate, run_step
+from .leaves import check_leaf
+from .optimizer_state import same_tensors
+from .parts import StepParts
+from .python_facts import Facts, NotComparable, Scope, first_difference, is_plain, rows_of
+from .state import StepLists
+from .stored_code import StoredCode, stored
+
+_LISTS = ("params", "buffers", "states", "scalars")  # of `StepInputs`
+_SINGLE = ("means",)
+_BATCH = "batch"
+_TENSORS = (Tensor, nn.Parameter)
+_KNOWN_OPS = ("aten", "prims", "apexfx", "_c10d_functional", "higher_order")  # whose derivatives are torch's, or this package's
+
+
+def program_facts(parts: StepParts, lists: StepLists) -> dict[str, str]:
+    """Return what an artifact was made for, besides the Python that was captured: what -> text."""
+    facts = Facts()
+    rows = {"torch": f"{torch.__version__} {torch.version.git_version}", "apexfx": package_digest()[:12],
+            "Python": f"{sys.implementation.name} {sys.version_info.major}.{sys.version_info.minor}", "processor": _processor()}
+    rows |= {f"option {name}": json.dumps(value, default=str) for name, value in parts.options.describe().items()}
+    rows |= {f"pass {each.name}": str(pass_digest(each)) for each in parts.options.config.passes}
+    rows |= {"process groups": json.dumps(parts.groups.describe()), "optimizer": parts.optimizers.name}
+    rows |= {f"torch._inductor.config.{name}": text for name, text in changed_inductor_settings().items()}
+    for prefix, root in zip(("", "objective."), _roots(parts)):
+        for kind, named in (("parameter", root.named_parameters()), ("buffer", root.named_buffers())):
+            rows |= {f"{kind} {prefix}{name}": facts.of(tensor) for name, tensor in named}
+    rows["trained"] = ", ".join(lists.names[id(p)] for p in lists.params)
+    state = {f"{name}": facts.of(tensor) for name, tensor in lists.optimizer.named(lists.names)} if lists.optimizer else {}
+    return rows | {f"state {name}": text for name, text in state.items()}
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    found = [next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags", "Features")]
+    name = found[0].partition(":")[2].strip() or platform.processor() or platform.machine()
+    flags = hashlib.sha256("".join(found[1:]).encode()).hexdigest()[:12]
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}, features {flags}"
+
+
+def _roots(parts: StepParts) -> list[nn.Module]:
+    return [parts.model, *parts.objective_modules.given]
+
+
+def mismatch(path: Path, what: str, before: str, now: str) -> ArtifactMismatch:
+    """Return the error of an artifact that is another program's."""
+    place = next((i for i, (a, b) in enumerate(zip(before, now)) if a != b), min(len(before), len(now)))
+    start = max(0, place - 60) if max(len(before), len(now)) > 160 else 0
+    before, now = (f"{'...' * bool(start)}{each[start:start + 160]}" for each in (before, now))
+    return ArtifactMismatch(f"apexfx: the artifact {str(path)!r} was made for another program. The first difference: {what}. "
+                            f"The file has {before}, and the program has {now}. Delete the file, and the step compiles anew and "
+                            "writes it; or give another path")
+
+
+def differing(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """Return (what, as it was, as it is) of the first row that is not the same, or None."""
+    return next(((what, before.get(what, "nothing of that"), now.get(what, "nothing of that")) for what in {**before, **now}
+                 if before.get(what) != now.get(what)), None)
+
+
+def call_key(parts: StepParts, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
+             accumulates: bool) -> str:
+    """Return which kind of call this is: a graph is for one."""
+    leaves, structure = tree_flatten((batch, named))
+    facts, modes = Facts(), "".join("ET"[module.training] for root in _roots(parts) for module in root.modules())
+    return "\n".join(["accumulates" if accumulates else "updates", "".join("01"[held] for held in inputs["accumulated"]),
+                      hashlib.sha256(modes.encode()).hexdigest()[:12], " ".join(str(structure).split()), *map(facts.of, leaves)])
+
+
+def scope_of(model: nn.Module, parts: StepParts, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
+             accumulates: bool) -> Scope:
+    """Return where Dynamo's guards of a call find what they are about."""
+    return Scope(run_accumulate if accumulates else run_step, {
+        "inputs": StepInputs(model, parts.objective, **inputs), "batch": batch, "named_inputs": named})
+
+
+class Watch:
+    """Notices at each call, in a few comparisons, that modules are not as they were: their attributes, and what they hold.
+
+    What is not noticed: another method in a class, another global or closure, what is in an attribute that is no module.
+    """
+
+    def __init__(self, parts: StepParts) -> None:
+        modules = [module for root in _roots(parts) for module in root.modules()]
+        self._live = [*map(vars, modules), *(held for module in modules for held in registries(module))]
+        self._before, self._hooks = list(map(dict, self._live)), num_hooks()
+
+    def has_changed(self) -> bool:
+        return num_hooks() != self._hooks or not same_tensors(self._live, self._before)
+
+
+class StoredCall:
+    """Runs one kind of call by code from a file.
+
+    Args:
+        row: what `Recorder` has made of it.
+        libraries: of the kernels, by name.
+        parts: of the step.
+
+    Attributes:
+        row: as given.
+        was_compared: whether the program was found to be the row's before.
+    """
+
+    def __init__(self, row: Mapping[str, Any], libraries: Mapping[str, bytes], parts: StepParts) -> None:
+        self.row, self._parts, self.was_compared = row, parts, False
+        self._sources: list[tuple[Any, Any]] = []  # of the inputs: a dictionary, or the name of what holds it, and where there
+        kernels = {name: libraries[library] for name, library in row["kernels"].items()}
+        self._call = StoredCode(row["source"], kernels, tuple(row["functions"])).load()
+        placeholders = [Placeholder(i, name, kind, tuple(shape)) for i, (name, kind, shape) in enumerate(row["placeholders"])]
+        shared = {(one, other): distance for one, other, distance in row["shared"]}
+        self._check_memory = MemoryCheck(placeholders, row["updated"], row["written"], shared)
+        self._communication = Communication(row["what"], row["collectives"], parts.index.mode)
+        self._agreement = parts.agreement if row["collectives"] else None
+        parts.report.add(GraphReport.from_json({**row["report"], "index": len(parts.report.graphs)}))
+
+    def difference(self, scope: Scope, plan: str) -> tuple[str, str, str] | None:
+        """Return what of the program is not as it was when the graph was captured (what, as it was, as it is), or None."""
+        return differing({"the update": self.row["plan"], **self.row["process"]},
+                         {"the update": plan, **_texts(process_state())}) or first_difference(self.row["facts"], scope)
+
+    def agrees(self, plan: str) -> bool:
+        """Return whether what may change from call to call is as it was."""
+        return plan == self.row["plan"] and _texts(process_state()) == self.row["process"]
+
+    def bind(self) -> None:
+        """Find the inputs, in modules as they are now: the program is the one that the graph was captured from."""
+        self.was_compared = True
+        self._sources = [_source(place, self._parts) for place in self.row["inputs"]]
+
+    def run(self, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any], on_change: Callable[[], None],
+            on_communication: Callable[[], None]) -> tuple[Any, ...] | None:
+        """Run it, and return what the step's function does; None where two inputs are one tensor, which no graph was made for."""
+        held = {**inputs, _BATCH: tree_flatten((batch, named))[0], **{name: {None: inputs[name]} for name in _SINGLE}}
+        args = [(held[source] if type(source) is str else source)[where] for source, where in self._sources]
+        if len(set(map(id, args))) != len(args):
+            return None
+        for place, name in self.row["leaves"]:
+            check_leaf(name, args[place])
+        self._check_memory(args)
+        with explained(self._agreement and self._agreement.group, f"the {self._communication.what}"):
+            if self._agreement is not None:
+                self._agreement.before_run(self._communication)
+            on_communication()
+            on_change()
+            torch.autograd.graph.increment_version([args[place] for place in self.row["noted_writes"]])
+            with without_autocast():
+                outputs = self._call(list(args))
+            on_change()
+        return _built(self.row["outputs"], outputs, args)
+
+
+def _texts(state: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(value) for name, value in state.items()}
+
+
+def _source(place: Sequence[Any], parts: StepParts) -> tuple[Any, Any]:
+    kind, *where = place
+    if kind not in ("parameter", "buffer"):
+        return kind, where[0] if where else None
+    root, path, name = where
+    held = registries(_roots(parts)[root].get_submodule(path))
+    return held.parameters if kind == "parameter" else held.buffers, name
+
+
+def _places(parts: StepParts, inputs: Mapping[str, Any], leaves: Sequence[Any]) -> dict[int, list[Any]]:
+    """Return where each tensor of a step is found, by its id."""
+    places: dict[int, list[Any]] = {id(leaf): [_BATCH, i] for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+    for number, root in enumerate(_roots(parts)):
+        for path, module in root.named_modules():
+            held = registries(module)
+            for kind, tensors in (("parameter", held.parameters), ("buffer", held.buffers)):
+                places |= {id(tensor): [kind, number, path, name] for name, tensor in tensors.items() if tensor is not None}
+    for name in _LISTS:
+        places |= {id(tensor): [name, i] for i, tensor in enumerate(inputs[name])}
+    return places | {id(inputs[name]): [name] for name in _SINGLE if inputs[name] is not None}
+
+
+def _template(value: Any, places: Mapping[int, list[Any]]) -> list[Any]:
+    """Describe what a step's function has returned, by outputs and inputs of its graph."""
+    if id(value) in places:
+        return places[id(value)]
+    if type(value) in (tuple, list):
+        return [type(value).__name__, [_template(each, places) for each in value]]
+    if type(value) is dict and all(isinstance(key, str) for key in value):
+        return ["dict", [[key, _template(each, places)] for key, each in value.items()]]
+    if value is None or type(value) in (bool, int, float, str):
+        return ["constant", value]
+    raise NotComparable(f"a {type(value).__name__} that the objective returns")
+
+
+def _built(template: Sequence[Any], outputs: Sequence[Any], args: Sequence[Any]) -> Any:
+    kind, value = template
+    if kind in ("tuple", "list"):
+        return (tuple if kind == "tuple" else list)(_built(each, outputs, args) for each in value)
+    if kind == "dict":
+        return {key: _built(each, outputs, args) for key, each in value}
+    return value if kind == "constant" else (outputs if kind == "output" else args)[value]
+
+
+class Recorder:
+    """Looks on while Dynamo captures a graph of a step, and Inductor compiles it, and makes data of it all."""
+
+    def __init__(self, parts: StepParts) -> None:
+        self._parts, self._call = parts, None
+        self._begin(None)
+
+    def _begin(self, scope: Scope | None) -> None:
+        self._scope, self._obstacle, self._rows, self._graph, self._ran = scope, "", [], None, None
+
+    def begin(self, model: nn.Module, inputs: Mapping[str, Any], batch: tuple[Any, ...], named: dict[str, Any],
+              accumulates: bool) -> None:
+        """Note a call that may capture a graph."""
+        self._begin(scope_of(model, self._parts, inputs, batch, named, accumulates))
+        self._call = inputs, batch, named, accumulates
+        self._process = _texts(process_state())
+
+    def note_graph(self, graph: dict[str, Any], gm: fx.GraphModule, run: Any) -> Any:
+        """Note a graph that is compiled, and return what runs it and notes that.
+
+        Args:
+            graph: what `StepCompiler` knows of it.
+            gm: as Dynamo captured it.
+            run: runs it.
+        """
+        from .._torch_compilers import changes_of_python, traced_code
+
+        foreign = [node for each in graphs(gm) for node in each.graph.nodes if node.op == "call_function"
+                   and getattr(node.target, "namespace", "aten") not in _KNOWN_OPS]
+        obstacles = [f"{place}, which the forward changes" for place in changes_of_python()]
+        obstacles += [f"{foreign[0].target}, whose derivative may change"] if foreign else []
+        self._graph, self._obstacle, self._codes = graph, next(iter(obstacles), ""), traced_code()
+
+        def recorded(*args: Any) -> Any:
+            outputs = run(*args)
+            if self._scope is not None:
+                self._ran = args, outputs
+            return outputs
+
+        return recorded
+
+    def note_guards(self, guards: Sequence[Any]) -> list[bool]:
+        """Note what Dynamo guards, which is a `guard_filter_fn`: it keeps all guards."""
+        facts = Facts()
+        try:
+            if self._scope is not None:
+                self._rows = rows_of(guards, self._scope, facts)
+                seen = facts.codes
+                if (unseen := [code for code in self._codes if code not in seen and not _is_own(code)]):
+                    raise NotComparable(f"{unseen[0].co_qualname}() in {unseen[0].co_filename}, which no guard is about")
+        except NotComparable as error:
+            self._obstacle = self._obstacle or str(error)
+        return [True] * len(guards)
+
+    def finish(self, returned: Any) -> tuple[dict[str, Any], dict[str, bytes]] | None:
+        """Return the call that has ended as a row and its libraries; None where no graph was captured for it.
+
+        Raises:
+            NotComparable: no other program could be told from this one, or not run by it.
+        """
+        graph, ran, call, self._call = self._graph, self._ran, self._call, None
+        obstacle, rows = self._obstacle, self._rows
+        self._begin(None)
+        if graph is None or ran is None:
+            return None
+        (args, outputs), (inputs, batch, named, accumulates) = ran, call
+        code, lowered = graph["code"]()
+        leaves, _ = tree_flatten((batch, named))
+        if obstacle or lowered.obstacle:
+            raise NotComparable(obstacle or lowered.obstacle)
+        if not all(type(leaf) in _TENSORS or is_plain(leaf) for leaf in leaves):
+            raise NotComparable("an object in the batch")
+        if any(type(arg) not in _TENSORS for arg in args) \
+                or (lowered.num_inputs, lowered.num_outputs) != (len(args), len(outputs)):
+            raise NotComparable("an input that is a number, a size or a subclass of Tensor")
+        places = _places(self._parts, inputs, leaves)
+        if (unknown := next((p.name for p, arg in zip(graph["placeholders"], args) if id(arg) not in places), None)) is not None:
+            raise NotComparable(f"{unknown}, a tensor that is neither of a module, nor of the optimizer, nor of the batch")
+        if (check := graph["check_memory"]) is None:
+            raise NotComparable("a graph that updates nothing")
+        stored_code = stored(code)
+        of_graph = {id(each): [kind, i] for kind, several in (("input", args), ("output", outputs))
+                    for i, each in enumerate(several)}
+        names = {name: f"{hashlib.sha256(library).hexdigest()[:24]}.so" for name, library in stored_code.kernels.items()}
+        row = {"key": call_key(self._parts, inputs, batch, named, accumulates), "plan": inputs["plan"], "process": self._process,
+               "facts": rows, "inputs": [places[id(arg)] for arg in args], "outputs": _template(returned, of_graph),
+               "placeholders": [[p.name, p.kind, list(p.shape)] for p in graph["placeholders"]],
+               "shared": [[*pair, distance] for pair, distance in check.shared.items()],
+               **{name: graph[name] for name in ("updated", "written", "leaves", "what", "collectives")},
+               "noted_writes": lowered.noted_writes, "source": stored_code.source, "functions": list(stored_code.functions),
+               "kernels": names, "report": graph["record"].to_json()}
+        return row, {names[name]: library for name, library in stored_code.kernels.items()}
+
+
+_OWN = tuple(f"{Path(file).parent}/" for file in (torch.__file__, Path(__file__).parent, os.__file__))
+
+
+def _is_own(code: CodeType) -> bool:
+    """Return whether code is torch's, this package's or Python's own, whose versions are compared."""
+    file = code.co_filename
+    return file.startswith(_OWN[:2]) or file.startswith(_OWN[2]) and "site-packages" not in file

@@ -1,0 +1,256 @@
+"""What Python a graph was captured from: facts about all that Dynamo guarded, by which another program is compared with it.
+
+Dynamo guards the objects of one process: this function, that class. Here a function is its code, a class the code of its
+methods, a module its class; numbers, flags and texts are themselves.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import functools
+import hashlib
+import importlib
+import re
+import types
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._torch import OpOverload, OpOverloadPacket
+from ..compiler.dynamo_layers import SCOPES
+
+Row = list[Any]  # where a value was read, what was asked of it, what that was asked with, the answer
+
+_PLAIN = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType, torch.dtype, torch.device, torch.Size,
+          torch.layout, torch.memory_format, slice, range, enum.Enum)
+_BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType,
+            types.GetSetDescriptorType, types.ClassMethodDescriptorType)
+_NOT_OF_CLASS = ("__module__", "__doc__", "__dict__", "__weakref__", "__qualname__", "__annotations__", "__firstlineno__",
+                 "__static_attributes__", "__abstractmethods__", "_abc_impl", "__parameters__", "__slots__")
+# Guards by what they ask. Those of the process are compared by `_torch.process_state()`.
+_OF_PROCESS = {"GRAD_MODE", "DETERMINISTIC_ALGORITHMS", "TORCH_FUNCTION_STATE", "DEFAULT_DEVICE", "GLOBAL_STATE", "SHAPE_ENV",
+               "AUTOGRAD_SAVED_TENSORS_HOOKS", "FUNCTORCH_STACK_MATCH", "DUAL_LEVEL"}
+_OF_TYPE = {"TYPE_MATCH", "NN_MODULE", "NOT_NONE_MATCH", "SEQUENCE_LENGTH", "DICT_KEYS_MATCH", "MAPPING_KEYS_CHECK",
+            "EMPTY_NN_MODULE_HOOKS_DICT", "TENSOR_MATCH", "WEAKREF_ALIVE"}
+_OF_VALUE = {"ID_MATCH", "EQUALS_MATCH", "CONSTANT_MATCH", "BOOL_MATCH", "NONE_MATCH", "FUNCTION_MATCH", "CLASS_MATCH",
+             "MODULE_MATCH", "CLOSURE_MATCH", "BUILTIN_MATCH", "RANGE_ITERATOR_MATCH"}
+_OF_ATTRIBUTE = {"HASATTR": "attr", "NOT_PRESENT_IN_GENERIC_DICT": "attr", "DICT_CONTAINS": "key", "DICT_NOT_CONTAINS": "key",
+                 "SET_CONTAINS": "item", "SET_NOT_CONTAINS": "item"}
+
+
+class NotComparable(Exception):
+    """Another program could not be told from this one; the text says by what."""
+
+
+class Facts:
+    """Says what values are, in texts that are the same in another process.
+
+    Attributes:
+        codes: of the functions that were looked at.
+    """
+
+    def __init__(self) -> None:
+        self.codes: set[types.CodeType] = set()
+        self._classes: dict[type, str] = {}
+        self._bases: dict[type, str] = {}
+
+    def of(self, value: Any) -> str:
+        """Return what `value` is; of any other object, what its class is."""
+        if is_plain(value):
+            return text(value)
+        if isinstance(value, Tensor):
+            strides = tuple(value.stride()) if value.layout == torch.strided else value.layout
+            return (f"{type(value).__name__} {value.dtype} {tuple(value.shape)} strides {strides} on {value.device}"
+                    + (", requires_grad" if value.requires_grad else ""))
+        if isinstance(value, types.FunctionType):
+            return f"function {value.__module__}.{value.__qualname__} {self._function(value)}"
+        if isinstance(value, (types.MethodType, staticmethod, classmethod)):
+            return f"method {self.of(value.__func__)}"
+        if isinstance(value, type):
+            return self._class(value)
+        if isinstance(value, types.ModuleType):
+            return f"module {value.__name__}"
+        if isinstance(value, (OpOverload, OpOverloadPacket)):
+            return f"op {value}"
+        if isinstance(value, _BUILTIN):
+            return f"{type(value).__name__} {value.__qualname__}"
+        if isinstance(value, functools.partial) and is_plain([*value.args, *value.keywords.values()]):
+            return f"partial of {self.of(value.func)} {text([value.args, list(value.keywords.items())])}"
+        if isinstance(value, dict):
+            return f"{type(value).__name__} of {[key if is_plain(key) else type(key).__name__ for key in value]}"
+        if isinstance(value, (list, tuple, set, frozenset)):
+            return f"{type(value).__name__} of {len(value)}"
+        return f"a {self._class(type(value))}"
+
+    def _function(self, function: types.FunctionType) -> str:
+        self.codes.update(_all_codes(function.__code__))
+        defaults = [text(each) if is_plain(each) else type(each).__name__
+                    for each in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())]
+        return _digest(code_digest(function.__code__), *defaults)
+
+    def _class(self, cls: type) -> str:
+        if cls not in self._classes:
+            parts = [self._own(base) for base in cls.__mro__ if _is_compared(base)]
+            self._classes[cls] = " ".join([f"class {cls.__module__}.{cls.__qualname__}", *([_digest(*parts)] if parts else [])])
+        return self._classes[cls]
+
+    def _own(self, cls: type) -> str:
+        """Return a hash of what a class itself adds to those below it: its functions, and constants."""
+        if cls not in self._bases:
+            self._bases[cls] = _digest(f"{cls.__module__}.{cls.__qualname__}", *self._attributes(cls))
+        return self._bases[cls]
+
+    def _attributes(self, cls: type) -> Iterator[str]:
+        for name, attribute in sorted(vars(cls).items()):
+            functions = [getattr(attribute, part, None) for part in ("__func__", "fget", "func")]
+            for function in (attribute, *functions):
+                if isinstance(function, types.FunctionType):
+                    yield f"{name} {self._function(function)}"
+            if name not in _NOT_OF_CLASS and is_plain(attribute):
+                yield f"{name} {text(attribute)}"
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is told by its text: a number, a flag, a text, a dtype, a container of them."""
+    return all(map(is_plain, value)) if type(value) in (tuple, list, set, frozenset) else isinstance(value, _PLAIN)
+
+
+def text(value: Any) -> str:
+    """Return the text of a plain value, that of a set in an order of its own."""
+    if type(value) in (set, frozenset):
+        return f"{type(value).__name__} {sorted(map(text, value))}"
+    return f"{type(value).__name__} [{', '.join(map(text, value))}]" if type(value) in (tuple, list) else repr(value)
+
+
+def _is_told(value: Any) -> bool:
+    """Return whether two values of one text are the same to a graph: of a module, Dynamo guards what it reads."""
+    return is_plain(value) or isinstance(value, (
+        types.FunctionType, types.MethodType, type, types.ModuleType, OpOverload, OpOverloadPacket, nn.Module, *_BUILTIN))
+
+
+def _is_compared(cls: type) -> bool:
+    of_torch = cls.__module__.partition(".")[0] == "torch" and not issubclass(cls, nn.Module)
+    return cls not in (nn.Module, object) and cls.__module__ != "builtins" and not of_torch  # torch patches nn.Module itself
+
+
+def code_digest(code: types.CodeType) -> str:
+    """Return a hash of what a function does, wherever it is written."""
+    constants = [code_digest(each) if isinstance(each, types.CodeType) else
+                 repr(sorted(map(repr, each))) if isinstance(each, frozenset) else repr(each) for each in code.co_consts]
+    return _digest(code.co_code.hex(), *map(repr, (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars,
+                                                   code.co_argcount, code.co_kwonlyargcount, code.co_flags)), *constants)
+
+
+def _all_codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _all_codes(each)
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:12]
+
+
+class _Globals(dict):
+    """The globals of a traced function, and what Dynamo adds to them: modules and built-in functions."""
+
+    def __missing__(self, name: str) -> Any:
+        if name.startswith("__builtins_dict__"):
+            return vars(builtins)
+        if name.startswith("__import_"):
+            return importlib.import_module(name.removeprefix("__import_").replace("_dot_", "."))
+        return SCOPES[name]
+
+
+class Scope:
+    """Evaluates the places at which Dynamo has read values: sources of guards.
+
+    Args:
+        function: that is traced.
+        arguments: what it is called with, by name.
+    """
+
+    def __init__(self, function: types.FunctionType, arguments: dict[str, Any]) -> None:
+        self._function = function
+        self._names = {"L": arguments, "G": _Globals(function.__globals__)}
+
+    def value(self, source: str) -> Any:
+        return eval(source, dict(self._names))
+
+    def in_any_process(self, source: str) -> str:
+        """Return a source without the numbers of this process."""
+        for name in re.findall(r"G\['(___unnamed_scope_\w+)'\]", source):
+            names = [stable for stable, scope in SCOPES.items() if scope is self._function.__globals__.get(name)]
+            source = source.replace(name, names[0] if names else name)
+        return source
+
+
+def rows_of(guards: Iterable[Any], scope: Scope, facts: Facts) -> list[Row]:
+    """Return what Dynamo's guards hold a graph to, as rows that another process can ask.
+
+    Args:
+        guards: as torch.compile gives them to a `guard_filter_fn`.
+
+    Raises:
+        NotComparable: one of them is about something that means nothing in another process.
+    """
+    rows: dict[str, Row] = {}
+    for guard in guards:
+        kind, source = guard.guard_type, scope.in_any_process(guard.orig_guard.name)
+        if kind in _OF_PROCESS:
+            continue
+        options = getattr(guard.orig_guard.create_fn, "keywords", None) or {}
+        given: Any = None
+        if kind == "DUPLICATE_INPUT":
+            given = scope.in_any_process(options["source_b"].name)
+        elif kind in _OF_ATTRIBUTE:
+            given = options.get(_OF_ATTRIBUTE[kind])
+        if kind not in _OF_TYPE | _OF_VALUE | {"DUPLICATE_INPUT"} and not (kind in _OF_ATTRIBUTE and type(given) in (str, int)):
+            raise NotComparable(f"Dynamo's {kind} of {readable(source)}")
+        try:
+            answer, value = _ask(kind, given, source, scope, facts), scope.value(source)
+        except Exception as error:
+            raise NotComparable(f"{readable(source)}, which Dynamo has read ({type(error).__name__}: {error})") from error
+        if guard.has_value and facts.of(value) != facts.of(guard.value):
+            raise NotComparable(f"{readable(source)}, which Dynamo has found elsewhere")
+        if kind in _OF_VALUE and not _is_told(value):
+            raise NotComparable(f"{readable(source)}, one {type(value).__name__} of perhaps several")
+        rows[f"{kind} {source} {given}"] = [source, kind, given, answer]
+    return list(rows.values())
+
+
+def _ask(kind: str, given: Any, source: str, scope: Scope, facts: Facts) -> str:
+    value = scope.value(source)
+    if kind == "DUPLICATE_INPUT":
+        return repr(value is scope.value(given))
+    if kind == "HASATTR":
+        return repr(hasattr(value, given))
+    if kind == "NOT_PRESENT_IN_GENERIC_DICT":
+        return repr(given in vars(value))
+    return repr(given in value) if kind in _OF_ATTRIBUTE else facts.of(value)
+
+
+def first_difference(rows: Iterable[Sequence[Any]], scope: Scope) -> tuple[str, str, str] | None:
+    """Return of what is not as rows say it (what, as it was, as it is) the first; None where all is as it was."""
+    facts = Facts()
+    for source, kind, given, before in rows:
+        try:
+            now = _ask(kind, given, source, scope, facts)
+        except Exception as error:
+            now = f"nothing that could be read there ({type(error).__name__}: {error})"
+        if now != before:
+            about = {"DUPLICATE_INPUT": "is {}", "HASATTR": "has {}", "NOT_PRESENT_IN_GENERIC_DICT": "has its own {}"}
+            text = about.get(kind, "contains {}").format(readable(str(given))) if given is not None else ""
+            return f"{readable(source)} {text}".rstrip(), before, now
+    return None
+
+
+def readable(source: str) -> str:
+    """Return the source of a guard as a user would write it: "model.blocks.0.drop.p"."""
+    source = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", source)
+    source = re.sub(r"\b[LG]\['(?:__import_)?([^']*)'\]", lambda found: found[1].replace("_dot_", "."), source)
+    return source.removeprefix("inputs.")

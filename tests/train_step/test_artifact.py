@@ -1,0 +1,300 @@
+"""Artifacts: a step that another process compiled computes the same bits, and no other program gets it."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import apexfx
+from apexfx.__main__ import main
+from apexfx.train_step import artifact_file
+from apexfx.train_step.python_facts import Facts, code_digest
+from tests import fresh_process
+from tests.distributed.launch import run_ranks
+
+SCALE = 1.0
+X, Y = torch.linspace(-1, 1, 30).reshape(5, 6), torch.arange(5) % 3
+
+
+class Net(nn.Module):
+    def __init__(self, p=0.3, eps=1e-5, activation=F.relu):
+        super().__init__()
+        self.body, self.norm, self.drop, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8, eps=eps), nn.Dropout(p), nn.Linear(8, 3)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.head(self.drop(self.activation(self.norm(self.body(x))))) * SCALE
+
+
+def other_forward(self, x):
+    return self.head(self.activation(self.drop(self.norm(self.body(x))))) * SCALE
+
+
+def loss_of(weight):
+    def loss(output, y):
+        return F.cross_entropy(output, y) * weight
+    return loss
+
+
+def make(path, model=None, loss=None, optimizer=torch.optim.AdamW, weight_decay=0.01, **options):
+    torch.manual_seed(0)
+    model = model or Net()
+    optimizer = optimizer((p for p in model.parameters() if p.requires_grad), lr=0.01, weight_decay=weight_decay)
+    return apexfx.train_step(model, loss or loss_of(1.0), optimizer, artifact=path, **{"max_grad_norm": 1.0, **options})
+
+
+def digest(step):
+    state = hashlib.sha256()
+    for tensor in (*step.model.parameters(), *step.model.buffers()):
+        state.update(tensor.detach().double().numpy().tobytes())
+    return state.hexdigest()
+
+
+def train(path, cache, num_steps=6, compiles=True, **options):
+    """Return what a new process computes, and what of Dynamo's and Inductor's it has run."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache)
+    if not compiles:
+        os.environ["CXX"] = "false"
+    from torch._dynamo.utils import get_compilation_metrics
+
+    step, frames = make(path, **options), len(get_compilation_metrics())
+    torch.manual_seed(1)
+    losses = [step(X, Y).item() for _ in range(num_steps)]
+    built = [file.name for file in Path(cache).rglob("*.so")] if Path(cache).exists() else []
+    return losses, digest(step), len(get_compilation_metrics()) - frames, built, step.report.notes, str(step.report)
+
+
+def in_new_process(path, cache, **options):
+    return fresh_process.call(functools.partial(train, path, cache, **options))
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """An artifact, and what the process has computed that wrote it."""
+    folder = tmp_path_factory.mktemp("artifact")
+    return folder / "step", in_new_process(folder / "step", folder / "cache")
+
+
+@pytest.mark.long
+def test_another_process_computes_the_same_bits_and_compiles_nothing(kept, tmp_path):
+    path, (losses, state, frames, built, notes, report) = kept
+    assert frames == 1 and built and notes == [] and path.exists()
+    again = in_new_process(path, tmp_path, compiles=False)
+    assert again == (losses, state, 0, [], [], report)
+    without = in_new_process(None, tmp_path / "cache")
+    assert without[:2] == (losses, state)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"accumulate": 2}, {"opt_level": "O2", "safeguard": True},
+                                     {"opt_level": "O0", "keep_grads": True}])
+def test_other_steps_do_so_too(options, tmp_path):
+    first = in_new_process(tmp_path / "step", tmp_path / "cache", **options)
+    again = in_new_process(tmp_path / "step", tmp_path / "empty", compiles=False, **options)
+    assert first[4] == [] and again[:5] == (*first[:2], 0, [], [])
+
+
+def with_transposed_weight():
+    model = Net()
+    model.body.weight.data = model.body.weight.data.t().contiguous().t()
+    return model
+
+
+def frozen():
+    model = Net()
+    model.body.bias.requires_grad_(False)
+    return model
+
+
+def hooked():
+    model = Net()
+    model.head.register_forward_hook(lambda *_: None)
+    return model
+
+
+CHANGES = {
+    "eps": ({"model": lambda: Net(eps=1e-4)}, r"model.norm.eps. The file has 1e-05, and the program has 0.0001"),
+    "p": ({"model": lambda: Net(p=0.4)}, r"model.drop.p. The file has 0.3, and the program has 0.4"),
+    "activation": ({"model": lambda: Net(activation=torch.tanh)}, "model.activation. The file has function .*relu"),
+    "closure": ({"loss": lambda: loss_of(2.0)}, r"loss_fn.__closure__\[0\].* The file has 1.0, and the program has 2.0"),
+    "optimizer option": ({"weight_decay": lambda: 0.5}, "the update. The file has .*0.01.* program has .*0.5"),
+    "optimizer": ({"optimizer": lambda: torch.optim.SGD}, "optimizer. The file has AdamW, and the program has SGD"),
+    "option": ({"max_grad_norm": lambda: 2.0}, "option max_grad_norm. The file has 1.0, and the program has 2.0"),
+    "frozen": ({"model": frozen}, "parameter body.bias. The file has .*requires_grad, and"),
+    "strides": ({"model": with_transposed_weight}, r"parameter body.weight. The file has .*\(6, 1\).* has .*\(1, 8\)"),
+    "dtype": ({"model": lambda: Net().double()}, "parameter body.weight. The file has .*float32.* has .*float64"),
+    "hook": ({"model": hooked}, r"model.head._forward_hooks. The file has OrderedDict of \[\]"),
+    "name": ({"model": lambda: nn.Sequential(Net())}, "parameter body.weight. .* program has nothing of that"),
+}
+PATCHES = {
+    "global": ("tests.train_step.test_artifact.SCALE", 2.0, "SCALE. The file has 1.0, and the program has 2.0"),
+    "line": ("tests.train_step.test_artifact.Net.forward", other_forward, "class tests.train_step.test_artifact.Net"),
+    "torch": ("torch.__version__", "2.99.0", "torch. The file has 2.*, and the program has 2.99.0"),
+}
+
+
+def refused(path, pattern, **options):
+    with pytest.raises(apexfx.ArtifactMismatch, match=pattern) as caught:
+        step = make(path, **options)
+        before = digest(step)
+        step(X, Y)
+    assert "Delete the file, and the step compiles anew" in str(caught.value)
+    if "step" in locals():
+        assert digest(step) == before and not step.optimizer.state_dict()["state"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_program_does_not_get_it(kept, name):
+    options, pattern = CHANGES[name]
+    refused(kept[0], pattern, **{option: value() for option, value in options.items()})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PATCHES)
+def test_nor_does_one_with_other_code_around(kept, name, monkeypatch):
+    place, value, pattern = PATCHES[name]
+    monkeypatch.setattr(place, value)
+    refused(kept[0], pattern)
+
+
+@pytest.mark.long
+def test_threads_and_autocast_are_compared(kept):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(before + 1)
+        refused(kept[0], f"threads. The file has {before}, and the program has {before + 1}")
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.long
+def test_what_changes_between_calls_compiles_as_always(kept, tmp_path):
+    def run(path):
+        step = make(path)
+        torch.manual_seed(1)
+        step(X, Y)
+        step.model.activation = torch.tanh
+        step(X, Y)
+        step.model.drop.p = 0.9
+        step(X, Y)
+        step.model.eval()
+        return step, step(X[:4], Y[:4]).item(), digest(step)
+
+    (tmp_path / "step").write_bytes(kept[0].read_bytes())
+    step, *results = run(tmp_path / "step")
+    assert results == list(run(None)[1:])
+    assert len(artifact_file.read(tmp_path / "step")[0]["calls"]) == 2  # of the same kind, and of another
+    step.save_artifact(tmp_path / "other")
+    assert artifact_file.read(tmp_path / "other")[0] == artifact_file.read(tmp_path / "step")[0]
+
+
+@pytest.mark.long
+def test_the_command(kept, capsys):
+    main(["artifact", str(kept[0])])
+    text = capsys.readouterr().out
+    assert "call 0, which updates: Tensor torch.float32 (5, 6)" in text and "optimizer: AdamW" in text
+    assert main(["artifact", f"{kept[0]}.not_there"]) == 2
+
+
+def of_ranks(rank, world_size, path):
+    def run(artifact):
+        step = make(artifact, ddp=True)
+        torch.manual_seed(rank)
+        for _ in range(3):
+            step(X + rank, Y)
+        return digest(step)
+
+    first = run(path)
+    dist.barrier()
+    os.environ["CXX"] = "false"
+    again = run(path)
+    assert first == again
+    states = [None] * world_size
+    dist.all_gather_object(states, first)
+    assert Path(path).exists()
+    if rank == 1:
+        path = f"{path}.other"
+    with pytest.raises(apexfx.RankMismatchError, match="artifact of the step"):
+        make(path, ddp=True)
+
+
+@pytest.mark.long
+def test_ranks_take_one_file(tmp_path):
+    run_ranks(of_ranks, 2, str(tmp_path / "step"))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.calls = nn.Linear(6, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(x)
+
+
+@pytest.mark.long
+def test_what_cannot_be_told_from_another_program_is_not_written(tmp_path):
+    step = make(tmp_path / "step", model=Counts())
+    step(X, Y)
+    assert step.model.calls == 1 and not (tmp_path / "step").exists()
+    assert any("model, which the forward changes" in note for note in step.report.notes)
+    with pytest.raises(RuntimeError, match="no compiled graph"):
+        step.save_artifact(tmp_path / "step")
+
+
+# ---- without compiling anything ---------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    path, program = tmp_path / "step", {"program": {"torch": "2"}, "calls": []}
+    artifact_file.write(path, program, {"a.so": bytes(range(256))})
+    assert artifact_file.read(path)[:2] == (program, {"a.so": bytes(range(256))})
+    assert [file.name for file in tmp_path.iterdir()] == ["step"]
+    data, generator = path.read_bytes(), random.Random(0)
+    for place in {0, 39, 40, 104, 105, len(data) - 1, *(generator.randrange(len(data)) for _ in range(200))}:
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1:])
+        with pytest.raises(apexfx.ArtifactMismatch, match="is damaged or cut|is no artifact of this version"):
+            artifact_file.read(path)
+        path.write_bytes(data[:place])
+        with pytest.raises(apexfx.ArtifactMismatch, match="is damaged or cut|is no artifact|is empty"):
+            make(path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(apexfx.ArtifactMismatch, match="cannot be read .Is a directory.*; delete the file"):
+        make(path)
+
+
+@pytest.mark.parametrize("options, pattern", [
+    ({"inner": "eager"}, "artifact= keeps the code that Inductor makes.*inner='eager'"),
+    ({"fallback": "transform"}, "fallback='transform' asks for something else"),
+    ({"dynamic": True}, "dynamic=True asks for something else")])
+def test_what_has_no_artifact_is_refused(options, pattern, tmp_path):
+    with pytest.raises(ValueError, match=pattern):
+        make(tmp_path / "step", **options)
+    with pytest.raises(TypeError, match="artifact=3 was given, expected the path of a file"):
+        make(3)
+    with pytest.raises(RuntimeError, match="make it with artifact="):
+        make(None, inner="eager").save_artifact(tmp_path / "step")
+
+
+def test_functions_and_classes_are_what_they_compute():
+    spaces = [{"__name__": "program"} for _ in range(3)]
+    text = "def f(x, k=1.0):\n    return [x + k for k in {'a', 'b'}]\nclass C:\n    y = 2\n    def g(self): return self.y"
+    for space, source in zip(spaces, (text, f"\n\n{text}", text.replace("x + k", "x - k").replace("self.y", "-self.y"))):
+        exec(source, space)
+    same, moved, other = ([Facts().of(space["f"]), Facts().of(space["C"])] for space in spaces)
+    assert same == moved and all(a != b for a, b in zip(same, other))
+    assert code_digest(spaces[0]["f"].__code__) == code_digest(spaces[1]["f"].__code__)
+    assert Facts().of({"a": 1}) != Facts().of({"b": 1}) and Facts().of({"x", "y", "z"}) == Facts().of({"z", "y", "x"})
+    assert Facts().of(torch.ones(2)) != Facts().of(torch.ones(2, requires_grad=True))
