@@ -70,6 +70,11 @@ _DERIVATIVES = ("tests/train_step/test_derivatives.py",)
 _UNUSED = ("tests/test_unused_outputs.py",)
 
 FAULTS = (
+    Fault("a damaged artifact is refused before anything is loaded", "train_step/artifact_file.py",
+          "if data[len(_KIND):start] != f\"{digest}\\n\".encode():", "if len(data) < start:",
+          ("tests/train_step/test_artifact.py",)),
+    Fault("a function is told from another by its code", "train_step/python_facts.py",
+          "return _digest(code.co_code.hex(), *map(repr", "return _digest(*map(repr", ("tests/train_step/test_artifact.py",)),
     Fault("an update stays behind the last reader of its parameter", "passes/update_early.py",
           "            behind.update(readers(tensor))", "            pass", _EARLY),
     Fault("a reader through a view counts", "graph/order.py",
