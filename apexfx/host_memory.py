@@ -18,5 +18,5 @@ def keep_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if os.name == "posix" else None
     if mallopt is not None and not any(name in os.environ for name in _SETTINGS):
-        mallopt(_MMAP_THRESHOLD, 2**25)  # the most that glibc itself comes to; what is larger is pages of its own
+        mallopt(_MMAP_THRESHOLD, 2**30)  # what is larger is pages of its own
         mallopt(_TRIM_THRESHOLD, -1)  # no limit

@@ -80,9 +80,10 @@ def measure(name: str, python: str | None, rounds: int, steps: int) -> dict[str,
                 seconds[who].append(runs[who](steps)["seconds"] / steps)
     row: dict[str, float | str] = {"name": name}
     row |= {f"{who}_ms": 1e3 * statistics.median(taken) for who, taken in seconds.items()}
-    for who in (who for who in runs if who != "train_step"):
-        interval = harness.interval([a / b for a, b in zip(seconds[who], seconds["train_step"])])
-        row |= dict(zip((f"{who}_low", f"{who}_ratio", f"{who}_high"), interval))
+    for who, prefix in {"eager": "", "jax": "jax_"}.items():
+        if who in runs:
+            interval = harness.interval([a / b for a, b in zip(seconds[who], seconds["train_step"])])
+            row |= dict(zip((f"{prefix}low", f"{prefix}ratio", f"{prefix}high"), interval))
     return row | {"first_s": first}
 
 

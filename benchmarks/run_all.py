@@ -55,10 +55,10 @@ SHORT = (  # in order of worth
     "diagnose.py --programs detector_groups.py moving_average.py --blocks 10 --rounds 1 --json results/diagnose.json",
     "coverage.py --models vit --programs distillation --levels O1 --json results/coverage.json --page results/coverage.md",
     "programs.py --programs distillation --rounds 5 --json results/programs.json",
-    "derivatives.py --programs forces --rounds 10 --json results/derivatives.json",
+    "derivatives.py --programs forces --rounds 10 --environment ../../build/jax --json results/derivatives.json",
     "xentropy.py --rows 32 --rounds 1",
 )
-NO_BENCHMARKS = ("jax_models.py", "roofline.py", "run_all.py")  # run by jax_step.py; a page from a record; this
+NO_BENCHMARKS = ("jax_derivatives.py", "jax_models.py", "roofline.py", "run_all.py")  # run by others; a page from a record; this
 
 # Record -> what is compared of a row of it: more is better.
 RATIO: dict[str, Callable[[dict[str, Any]], float]] = {

@@ -61,6 +61,7 @@ _SHARED = ("tests/train_step/test_shared_memory.py",)
 _STEP = ("tests/passes/test_unscale_clip_update.py", "tests/train_step/test_step.py", "tests/train_step/test_styles.py",
          *_CHANGES)
 _PIECES = ("tests/train_step/test_in_pieces.py",)
+_MISSING = ("tests/train_step/test_missing_gradients.py",)
 _OPTIMIZERS = ("tests/train_step/test_optimizers.py",)
 _PRECISION = ("tests/passes/test_precision.py", "tests/passes/test_precision_ops.py", "tests/passes/test_precision_values.py")
 _SAFEGUARD = ("tests/train_step/test_safeguard.py",)
@@ -177,7 +178,7 @@ FAULTS = (
     Fault("a gradient is copied before its memory is written", "passes/unscale_clip_update.py",
           "    with insert_after(gradient):", "    with gradient.graph.inserting_before(gradient.graph.output_node()):", _STEP),
     Fault("what was gathered is copied before its memory is cleared", "train_step/function.py",
-          "        return buffer.clone() if held else None", "        return buffer if held else None", _PIECES),
+          "        return buffer.clone() if held else None", "        return buffer if held else None", _MISSING),
     Fault("what was gathered stays when the optimizer is read again", "train_step/state.py",
           "known[id(p)].to(p.dtype) if id(p) in known else torch", "torch", _CHANGES),
     Fault("memory is looked at again once what is updated has moved", "graph/shared_memory.py",

@@ -101,6 +101,10 @@ def test_what_leaves_an_accumulation_is_no_buffer(optimizer, inner):
     for p, q in zip(step.model.parameters(), reference.model.parameters()):
         if q.grad is not None:
             assert_same(p.grad, q.grad, **ROUNDING)
+    (x, y), = samples(1)
+    left = [(p.grad, p.grad.clone()) for p in step.model.parameters() if p.grad is not None]
+    step((x, 1), y)  # what accumulates now is elsewhere
+    assert all(torch.equal(*pair) for pair in left)
 
 
 @pytest.mark.parametrize("inner", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
