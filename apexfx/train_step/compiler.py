@@ -127,7 +127,9 @@ class StepCompiler:
                                  is_train_step=True, memory_budget=self.memory_budget, safeguard=self.safeguard)
         graph = rewrite(gm, example_inputs, context, self.config, self.groups, self.report, trains=True,
                         mode=self.index.mode())
-        compose_norms(gm)
+        if composed := compose_norms(gm):
+            self.report.note(f"apexfx: the loss holds a derivative of a derivative, so {', '.join(composed)} is composed of ops: "
+                             "torch's own third derivative of it is wrong")
         # What the end of the step applies.
         params, grads, updated = _applied(gm)
         present = [gradient is not None for gradient in grads]

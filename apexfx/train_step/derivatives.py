@@ -7,7 +7,6 @@ through two inner ones, is wrong. Group norm's are composed of ops that have eve
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,10 @@ from torch import Tensor, fx
 
 from .._torch import functorch_grad
 from ..graph.mutation import bodies
-from ..graph.nodes import source_line
+from ..graph.nodes import argument, source_line
 from ..graph.op_names import canonical_name
 
+_WRONG_AT_THIRD_ORDER = ("layer_norm", "batch_norm", "instance_norm")
 _WRONG_BEHIND_JVP = ("det", "linalg_det", "linalg_solve", "linalg_solve_ex", "linalg_tensorsolve", "linalg_householder_product")
 
 
@@ -34,14 +34,27 @@ def check_functions(gm: fx.GraphModule) -> None:
                              "of which torch then computes a wrong gradient; differentiate backward (vjp, jacrev)")
 
 
-def compose_norms(gm: fx.GraphModule) -> None:
-    """Have the norms of a loss that holds a derivative of a derivative differentiated rightly."""
-    if len(_inner_derivatives(gm)) < 2:
-        return
-    for body in bodies(gm):
+def compose_norms(gm: fx.GraphModule) -> list[str]:
+    """Have the norms of a loss that holds a derivative of a derivative differentiated rightly; return which, with their lines.
+
+    Raises:
+        ValueError: such a norm that is called otherwise than by torch.nn.functional, or an instance norm with running statistics.
+    """
+    composed = []
+    for body in bodies(gm) if len(_inner_derivatives(gm)) > 1 else ():
         for node in body.graph.nodes:
-            node.target = _COMPOSED.get(node.target, node.target) if node.op == "call_function" else node.target
+            name = canonical_name(node.target) if node.op == "call_function" else ""
+            if name not in _WRONG_AT_THIRD_ORDER or name == "batch_norm" and not argument(node, "training"):
+                continue
+            if node.target not in _COMPOSED or name == "instance_norm" and argument(node, "running_mean") is not None:
+                raise ValueError("apexfx: the loss holds a derivative of a derivative, and "
+                                 f"{source_line(node)} calls {name}, whose "
+                                 "third derivative is wrong in torch; call that of torch.nn.functional, an instance norm without "
+                                 "running statistics, or a group norm")
+            node.target = _COMPOSED[node.target]
+            composed.append(f"{name} at {source_line(node)}")
         body.recompile()
+    return composed
 
 
 def _inner_derivatives(gm: fx.GraphModule) -> list[fx.Node]:
@@ -63,15 +76,13 @@ def _scaled(y: Tensor, weight: Tensor | None, bias: Tensor | None, dtype: torch.
 
 
 def _layer_norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, bias: Tensor | None = None,
-                eps: float = 1e-5, *_: Any) -> Tensor:
+                eps: float = 1e-5) -> Tensor:
     num_rows = math.prod(input.shape[:input.dim() - len(normalized_shape)])
     return _scaled(_normalized(input, num_rows, eps), weight, bias, input.dtype)
 
 
 def _batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor | None, weight: Tensor | None = None,
                 bias: Tensor | None = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
-    if not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if running_mean is not None:  # and running_var: are updated
         F.batch_norm(input.detach(), running_mean, running_var, None, None, training, momentum, eps)
     y = _normalized(input.transpose(0, 1), input.shape[1], eps).movedim(0, -1)
@@ -81,10 +92,7 @@ def _batch_norm(input: Tensor, running_mean: Tensor | None, running_var: Tensor 
 def _instance_norm(input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None,
                    weight: Tensor | None = None, bias: Tensor | None = None, use_input_stats: bool = True,
                    momentum: float = 0.1, eps: float = 1e-5) -> Tensor:
-    if running_mean is not None:
-        raise NotImplementedError("apexfx: the loss holds a derivative of a derivative through an instance norm with running "
-                                  "statistics, which torch differentiates wrongly; use track_running_stats=False")
     return F.group_norm(input, input.shape[1], weight, bias, eps)
 
 
-_COMPOSED = {F.layer_norm: _layer_norm, torch.layer_norm: _layer_norm, F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}
+_COMPOSED = {F.layer_norm: _layer_norm, F.batch_norm: _batch_norm, F.instance_norm: _instance_norm}

@@ -96,6 +96,24 @@ def test_a_third_derivative_of_a_norm_is_right(norm):
                                    rtol=1e-3, atol=1e-5)
     for (name, buffer), want in zip(model.named_buffers(), source.buffers()):
         assert name.endswith("num_batches_tracked") or not torch.equal(buffer, want)
+    assert any("is composed of ops" in note for note in step.report.notes)
+
+
+def of_c(x):
+    return torch.layer_norm(x, (16,))
+
+
+RUNNING = nn.Sequential(nn.Unflatten(1, (4, 4)), nn.InstanceNorm1d(4, track_running_stats=True), nn.Flatten())
+
+
+@pytest.mark.parametrize("norm", [of_c, RUNNING])
+def test_a_third_derivative_of_a_norm_that_is_not_composed_is_refused(norm):
+    first, last = nn.Linear(3, 16), nn.Linear(16, 1)
+    params = [*first.parameters(), *last.parameters()]
+    step = apexfx.train_step(nn.ModuleList([first, last]), optimizer=torch.optim.SGD(params, lr=0.1), opt_level="O0",
+                             inner="eager", objective=lambda m, x: heat(lambda x: m[1](norm(m[0](x)).tanh()), x))
+    with pytest.raises(ValueError, match=r"a derivative of a derivative, and \S+:\d+ calls \w+_norm, whose"):
+        step(X)
 
 
 class Recurrent(nn.Module):
