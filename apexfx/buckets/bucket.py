@@ -151,13 +151,6 @@ class Bucket:
                 raise ValueError(f"{where} has {name}={getattr(self, name)!r}, expected the name of a dtype")
         if not self.slots:
             raise ValueError(f"{where} holds no gradient; leave it out")
-        try:
-            self._check_places(where)
-        except ValueError:
-            self._check_reduce_dtype(where)  # the likelier mistake, where it explains the other
-            raise
-
-    def _check_places(self, where: str) -> None:
         itemsize = self.reduce_dtype.itemsize
         advice = (f"; offset_bytes and total_bytes count elements of reduce_dtype={dtype_name(self.reduce_dtype)}, and "
                   "BucketConfig(comm_dtype=...) makes a plan that is reduced in another dtype")
@@ -179,21 +172,6 @@ class Bucket:
             raise ValueError(f"{where} has total_bytes={self.total_bytes}, of which {sum(padding) * itemsize} hold no gradient; "
                              "set total_bytes to the end of the last slot and move the slots together, or use "
                              f"plan.regroup(...){advice}")
-
-    def _check_reduce_dtype(self, where: str) -> None:
-        """Raise where the offsets are those of elements of another size: then it was the dtype that was edited."""
-        def laid_out(dtype: torch.dtype, packed: bool) -> list[int]:
-            other = dataclasses.replace(self, reduce_dtype=dtype).with_slots(self.slots, packed=packed)
-            return [slot.offset_bytes for slot in other.slots] + [other.total_bytes]
-
-        if any(not isinstance(size, int) for slot in self.slots for size in slot.shape):
-            return
-        offsets, own = [slot.offset_bytes for slot in self.slots] + [self.total_bytes], self.reduce_dtype
-        for dtype in (torch.float16, torch.float32, torch.float64):
-            if dtype.itemsize != own.itemsize and offsets in (laid_out(dtype, False), laid_out(dtype, True)):
-                raise ValueError(f"{where} has reduce_dtype={dtype_name(own)}, of {own.itemsize} bytes an element, and "
-                                 f"offset_bytes and total_bytes of elements of {dtype.itemsize} bytes; put the dtype back: "
-                                 "BucketConfig(comm_dtype=...) makes a plan that is reduced in another dtype") from None
 
     def dtypes(self) -> str:
         """Return "bfloat16 > float32": of the gradients, of the buffer that is reduced, of the results."""

@@ -16,8 +16,7 @@ from .plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 
 
 def reduce_gradients(
-    parameters: Mapping[str, nn.Parameter], config: BucketConfig, group: dist.ProcessGroup,
-    used: Sequence[bool] | None = None, keep: list[Tensor] | None = None,
+    parameters: Mapping[str, nn.Parameter], config: BucketConfig, group: dist.ProcessGroup, keep: list[Tensor] | None = None
 ) -> BucketPlan | None:
     """Average (by `config`) the `.grad` of every parameter over the ranks of `group`, in place; return the plan used.
 
@@ -28,14 +27,12 @@ def reduce_gradients(
         parameters: by name, in the same order on every rank.
         config: the bucket options; of a `plan` only the divisors: other gradients of the same parameters may come now.
         group: the ranks.
-        used: which parameters have a gradient on any rank, where that is known already.
         keep: gets the reduced buffers, of which the gradients become views.
 
     Raises:
         ValueError: a gradient that is not dense.
     """
-    used = _used_anywhere(parameters, group) if used is None else used
-    live = {name: p for (name, p), is_used in zip(parameters.items(), used) if is_used}
+    live = {name: p for (name, p), is_used in zip(parameters.items(), _used_anywhere(parameters, group)) if is_used}
     if not live:
         return None
     for name, p in live.items():

@@ -140,62 +140,6 @@ class BucketPlan:
         raise ValueError(f"apexfx: the bucket plan holds no parameter {parameter!r}"
                          + (f"; did you mean {near[0]!r}?" if near else ""))
 
-    def move(self, parameter: str, bucket: int) -> BucketPlan:
-        """Return this plan with a parameter at the end of another bucket. A bucket that this empties is gone.
-
-        Raises:
-            ValueError: no such parameter or bucket; gradients that cannot share one.
-        """
-        groups = self._groups()
-        source, target = self.bucket_of(parameter), self._index(bucket, "bucket")
-        slot = next(s.parameter for s in self.buckets[source].slots if parameter in (s.parameter, *s.shared_with))
-        groups[source].remove(slot)
-        groups[target].append(slot)
-        return self.regroup(groups)
-
-    def split(self, bucket: int, at: str | int) -> BucketPlan:
-        """Return this plan with a bucket cut in two.
-
-        Args:
-            at: the parameter with which the second begins, or how many the first holds.
-
-        Raises:
-            ValueError: no such bucket or parameter; a part would be empty.
-        """
-        groups, index = self._groups(), self._index(bucket, "bucket")
-        members = groups[index]
-        if isinstance(at, str) and at not in members:
-            raise ValueError(f"apexfx: split(at={at!r}) was given, expected a parameter of bucket {index}: {_fold(members)}")
-        place = members.index(at) if isinstance(at, str) else at
-        if not isinstance(place, int) or not 0 < place < len(members):
-            raise ValueError(f"apexfx: split(at={at!r}) leaves a part of bucket {index} empty, expected one of "
-                             f"{_fold(members[1:]) or 'several parameters'}, or 1 to {len(members) - 1}")
-        groups[index:index + 1] = [members[:place], members[place:]]
-        return self.regroup(groups)
-
-    def merge(self, first: int, second: int) -> BucketPlan:
-        """Return this plan with the gradients of two buckets in one, in the place of the later: when all of them are ready.
-
-        Raises:
-            ValueError: no such bucket, one and the same, or gradients that cannot share one.
-        """
-        groups = self._groups()
-        early, late = sorted((self._index(first, "first"), self._index(second, "second")))
-        if early == late:
-            raise ValueError(f"apexfx: merge({first}, {second}) was given, expected two buckets")
-        groups[late] = groups[early] + groups[late]
-        del groups[early]
-        return self.regroup(groups)
-
-    def _groups(self) -> list[list[str]]:
-        return [list(bucket.parameters) for bucket in self.buckets]
-
-    def _index(self, bucket: int, argument: str) -> int:
-        if not isinstance(bucket, int) or not 0 <= bucket < len(self.buckets):
-            raise ValueError(f"apexfx: {argument}={bucket!r} was given, expected a bucket of the plan, 0 to "
-                             f"{len(self.buckets) - 1}")
-        return bucket
-
     def with_windows(self, windows: Sequence[Window]) -> BucketPlan:
         """Return this plan with where its communication lies in a graph."""
         by_bucket = {window.bucket: window for window in windows}

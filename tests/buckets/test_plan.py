@@ -223,6 +223,9 @@ def test_regroup_edits_the_buckets():
     plan = plan_buckets([spec(f"p{i}", (3,)) for i in range(4)], BucketConfig(), 2)
     edited = plan.regroup([["p3"], ["p0", "p2", "p1"]])
     assert groups(edited) == [["p3"], ["p0", "p2", "p1"]] and edited.layout == "edited"
+    assert [edited.bucket_of(name) for name in ("p3", "p1")] == [0, 1]
+    with pytest.raises(ValueError, match=r"holds no parameter 'pp3'; did you mean 'p3'\?"):
+        edited.bucket_of("pp3")
     assert offsets(edited.buckets[1]) == [0, 16, 32]
     with pytest.raises(ValueError, match="every parameter of the plan once; see 'p0'"):
         plan.regroup([["p3", "p2", "p1"]])
@@ -265,8 +268,8 @@ def test_an_edited_file_is_checked_when_it_is_read(tmp_path):
         ({"bucket": {"total_bytes": 80}}, "no room for 'p0' at offset_bytes=48"),
         ({"bucket": {"total_bytes": 97}}, "total_bytes=97, expected a multiple of 4 bytes"),
         ({"bucket": {"total_bytes": "96"}}, "total_bytes='96', expected"),
-        ({"bucket": {"reduce_dtype": "float64"}}, "bucket 0 of the plan has reduce_dtype=float64, of 8 bytes .* of 4 bytes"),
-        ({"bucket": {"reduce_dtype": "float16"}}, "reduce_dtype=float16, of 2 bytes .* put the dtype back: .* in another"),
+        ({"bucket": {"reduce_dtype": "float64"}}, "elements of reduce_dtype=float64, and BucketConfig"),
+        ({"bucket": {"reduce_dtype": "float16"}}, "elements of reduce_dtype=float16, and BucketConfig"),
         ({"bucket": {"dtype": "nn"}}, "dtype='nn', expected the name of a dtype"),
         ({"bucket": {"dtype": "float33"}}, "bucket 0 of the plan has dtype='float33', expected the name of a dtype"),
         ({"bucket": {"predivid": 1.0}}, "has 'predivid', which is no field of one; they are device, dtype"),
@@ -294,50 +297,6 @@ def test_a_plan_edited_in_code_is_checked_too():
                     [dataclasses.replace(bucket, slots=bucket.slots[:3])], [bucket, bucket]):
         with pytest.raises(ValueError, match="hold no gradient|holds 'p5' twice"):
             dataclasses.replace(plan, buckets=tuple(buckets))
-
-
-def test_a_plan_is_edited_by_parameter_and_bucket(tmp_path):
-    plan = plan_buckets(specs_of(), BucketConfig(message_size=25), world_size=2)
-    assert groups(plan) == [["p5", "p4", "p3"], ["p2", "p1", "p0"]]
-    assert [plan.bucket_of(name) for name in ("p5", "p0")] == [0, 1]
-    moved = plan.move("p4", 1)
-    assert groups(moved) == [["p5", "p3"], ["p2", "p1", "p0", "p4"]] and moved.layout == "edited"
-    cut = plan.split(1, "p1")
-    assert groups(cut) == groups(plan.split(1, 1)) == [["p5", "p4", "p3"], ["p2"], ["p1", "p0"]]
-    assert groups(cut.merge(0, 2)) == [["p2"], ["p5", "p4", "p3", "p1", "p0"]] == groups(cut.merge(2, 0))
-    assert groups(cut.move("p2", 0)) == [["p5", "p4", "p3", "p2"], ["p1", "p0"]]  # an emptied bucket is gone
-    assert dataclasses.replace(cut.merge(1, 2), layout=plan.layout) == plan
-    moved.save(tmp_path / "plan.json")
-    assert BucketPlan.load(tmp_path / "plan.json") == moved
-    moved.check(specs_of(), world_size=2)
-
-
-def test_a_shared_gradient_moves_as_one():
-    shared = [spec("a", (3,)), dataclasses.replace(spec("b", (3,)), shared_with=("tied",)), spec("c", (3,))]
-    plan = plan_buckets(shared, BucketConfig(message_size=1), 2)
-    assert groups(plan) == [["c"], ["b"], ["a"]] and plan.bucket_of("tied") == 1
-    assert groups(plan.move("tied", 0)) == [["c", "b"], ["a"]]
-
-
-@pytest.mark.parametrize("edit, message", [
-    (lambda plan: plan.move("p9", 0), "holds no parameter 'p9'"),
-    (lambda plan: plan.bucket_of("pp5"), r"holds no parameter 'pp5'; did you mean 'p5'\?"),
-    (lambda plan: plan.move("p0", 2), "bucket=2 was given, expected a bucket of the plan, 0 to 1"),
-    (lambda plan: plan.move("p0", "1"), "bucket='1' was given"),
-    (lambda plan: plan.split(0, "p0"), r"split\(at='p0'\) was given, expected a parameter of bucket 0: p5 ... p3"),
-    (lambda plan: plan.split(0, "p5"), r"split\(at='p5'\) leaves a part of bucket 0 empty, expected one of p4, p3, or 1 to 2"),
-    (lambda plan: plan.split(0, 3), "leaves a part of bucket 0 empty"),
-    (lambda plan: plan.merge(1, 1), "expected two buckets"), (lambda plan: plan.merge(0, -1), "second=-1 was given"),
-])
-def test_an_edit_that_cannot_be_says_why(edit, message):
-    with pytest.raises(ValueError, match=message):
-        edit(plan_buckets(specs_of(), BucketConfig(message_size=25), world_size=2))
-
-
-def test_gradients_that_differ_are_not_merged():
-    mixed = plan_buckets([spec("a", (3,)), spec("h", (3,), torch.float16)], BucketConfig(), 2)
-    with pytest.raises(ValueError, match="cannot share a bucket: dtype is float"):
-        mixed.merge(0, 1)
 
 
 def test_print():
