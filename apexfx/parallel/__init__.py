@@ -11,7 +11,6 @@ from torch.distributed import ReduceOp as ReduceOp
 from ..errors import RankFailureError as RankFailureError
 from .convert import convert_syncbn_model as convert_syncbn_model
 from .convert import create_syncbn_process_group as create_syncbn_process_group
-from .convert import revert_syncbn_model as revert_syncbn_model
 from .distributed import DistributedDataParallel as DistributedDataParallel
 from .flat import flatten as flatten
 from .flat import unflatten as unflatten

@@ -1,4 +1,4 @@
-"""Turn the batch norms of a model into SyncBatchNorm, in place and reversibly; process groups for their statistics."""
+"""Turn the batch norms of a model into SyncBatchNorm, in place; process groups for their statistics."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import BatchNorm, process_group_timeout, resolve_process_group
+from .._torch import BatchNorm, process_group_timeout
 from .sync_batchnorm import SyncBatchNorm
 
-_ORIGINAL = "_apexfx_converted_from"  # in a converted module's __dict__: its class, and the name of its process group
-_ADDED = ("process_group", "channel_last", "fuse_relu")
 _KNOWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward, SyncBatchNorm.forward)
 
 
@@ -22,7 +20,7 @@ def convert_syncbn_model(
 
     Only the class of each batch norm changes: the module objects, parameters, buffers, hooks, `training`,
     `requires_grad`, dtypes and devices stay, so an optimizer built before still holds the parameters that train.
-    `revert_syncbn_model` undoes it. Instance norms are left alone.
+    Instance norms are left alone.
 
     Args:
         module: any module, a batch norm included.
@@ -41,21 +39,6 @@ def convert_syncbn_model(
     return module
 
 
-def revert_syncbn_model(module: nn.Module) -> nn.Module:
-    """Give every batch norm that `convert_syncbn_model` converted its class back, in place; return `module`."""
-    for converted in module.modules():
-        original = converted.__dict__.pop(_ORIGINAL, None)
-        if original is None:
-            continue
-        cls, own_group = original
-        for name in _ADDED:
-            converted.__dict__.pop(name, None)
-        if issubclass(cls, nn.SyncBatchNorm):
-            converted.process_group = resolve_process_group(own_group) if own_group else None
-        converted.__class__ = cls
-    return module
-
-
 def _check(path: str, module: nn.Module) -> None:
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
         raise ValueError(f"apexfx: {path!r} is a {type(module).__name__} without shape; run the model once before converting it")
@@ -67,14 +50,9 @@ def _check(path: str, module: nn.Module) -> None:
 
 
 def _convert(module: Any, process_group: dist.ProcessGroup | None, channel_last: bool) -> None:
-    state = module.__dict__
-    group = process_group or state.get("process_group")
-    if _ORIGINAL not in state and type(module) is not SyncBatchNorm:
-        own = state.get("process_group")
-        state[_ORIGINAL] = (type(module), own.group_name if own is not None else None)
-        state["fuse_relu"] = False
-        module.__class__ = SyncBatchNorm
-    module._specify_process_group(group)
+    if type(module) is not SyncBatchNorm:
+        module.__class__, module.fuse_relu = SyncBatchNorm, False
+    module._specify_process_group(process_group or module.__dict__.get("process_group"))
     module._specify_channel_last(channel_last)
 
 

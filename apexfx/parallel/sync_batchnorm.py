@@ -34,7 +34,8 @@ class SyncBatchNorm(BatchNorm):
 
     Shape:
         (N, C), (N, C, L...) or, with `channel_last`, (N, L..., C), of float64, float32, float16 or bfloat16; the
-        output has the shape, dtype and memory format of the input. Parameters may be of another floating dtype.
+        output has the shape, dtype and memory format of the input. Parameters may be of another floating dtype; in eval those
+        that torch's batch norm takes.
 
     Raises:
         RuntimeError: it trains before there is a process group, in a process that a launcher has started beside others.
@@ -111,11 +112,8 @@ class SyncBatchNorm(BatchNorm):
         return name
 
     def _local(self, x: Tensor, z: Tensor | None) -> Tensor:
-        vectors = (self.running_mean, self.running_var, self.weight, self.bias)
-        dtype = _common_dtype(x, vectors)
-        mean, var, weight, bias = (v.to(dtype) if v is not None else None for v in vectors)
-        wide = x if _takes(x.dtype, dtype) else x.to(dtype)
-        y = F.batch_norm(wide, mean, var, weight, bias, mean is None, 0.0, self.eps).to(x.dtype)
+        mean, var = self.running_mean, self.running_var
+        y = F.batch_norm(x, mean, var, self.weight, self.bias, mean is None, 0.0, self.eps)
         y = y if z is None else y + z
         return y.relu() if self.fuse_relu else y
 
@@ -131,18 +129,3 @@ class SyncBatchNorm(BatchNorm):
         name = state.get("process_group")
         known = isinstance(name, str) and dist.is_available() and dist.is_initialized()
         super().__setstate__({**state, "process_group": resolve_process_group(name) if known else None})
-
-
-def _common_dtype(x: Tensor, vectors: tuple[Tensor | None, ...]) -> torch.dtype:
-    """Return the dtype of the parameters and buffers for `F.batch_norm`, which wants them alike and as wide as `x`."""
-    dtypes = {v.dtype for v in vectors if v is not None}
-    if len(dtypes) <= 1 and all(_takes(x.dtype, dtype) for dtype in dtypes):
-        return next(iter(dtypes), x.dtype)
-    dtype = torch.float32 if x.dtype.itemsize < 4 else x.dtype
-    for other in dtypes:
-        dtype = torch.promote_types(dtype, other)
-    return dtype
-
-
-def _takes(x: torch.dtype, parameter: torch.dtype) -> bool:
-    return x == parameter or (x.itemsize < 4 and parameter == torch.float32)
