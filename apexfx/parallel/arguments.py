@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from .._torch import process_group_timeout
 from ..compiler.refusals import check_whole
 from ..compiler.transformed import check_not_averaged
 from ..transform import TransformedModule
@@ -25,7 +24,7 @@ def check_arguments(arguments: Mapping[str, Any], buffer_policies: Sequence[Any]
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("apexfx: DistributedDataParallel needs a process group; call torch.distributed.init_process_group() "
                          "first (under torchrun)")
-    for name in ("retain_allreduce_buffers", "prof", "find_unused_parameters", "static_graph"):
+    for name in ("retain_allreduce_buffers", "find_unused_parameters", "static_graph"):
         if not isinstance(arguments[name], bool):
             raise TypeError(f"apexfx: {name}={arguments[name]!r} was given, expected True or False")
     every = arguments["check_parameters_every"]
@@ -39,22 +38,15 @@ def check_arguments(arguments: Mapping[str, Any], buffer_policies: Sequence[Any]
     if arguments["delay_allreduce"] and arguments["static_graph"]:
         raise ValueError("apexfx: static_graph settles after the first backward which gradients come, and delay_allreduce finds "
                          "it out in each; give one of them")
-    _check_communicators(arguments["num_allreduce_streams"], arguments["allreduce_communicators"])
+    if arguments["allreduce_communicators"] is not None:
+        raise ValueError("apexfx: allreduce_communicators is not supported: buckets share one communicator; give process_group=")
     _check_device(module, arguments["device_ids"], arguments["output_device"])
     policy = arguments["broadcast_buffers"]
     if not any(policy is known or (isinstance(policy, str) and policy == known) for known in buffer_policies):
         raise ValueError(f"apexfx: broadcast_buffers={policy!r} was given, expected one of {buffer_policies}")
-    if isinstance(module, TransformedModule):
-        _check_graph(module, arguments)
-
-
-def _check_communicators(num: Any, groups_and_streams: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None) -> None:
-    if isinstance(num, bool) or not isinstance(num, int) or num < 1:
-        raise ValueError(f"apexfx: num_allreduce_streams={num!r} was given, expected a positive number")
-    if groups_and_streams is not None and (num < 2 or any(len(members) != num for members in groups_and_streams)):
-        groups, streams = groups_and_streams
-        raise ValueError(f"apexfx: allreduce_communicators holds {len(groups)} groups and {len(streams)} streams, expected "
-                         f"num_allreduce_streams={num} (more than 1) of each")
+    if isinstance(module, TransformedModule) and arguments["retain_allreduce_buffers"]:
+        raise ValueError("apexfx: retain_allreduce_buffers has no effect on a transformed module, whose allreduces are nodes of "
+                         "its graph; leave it out")
 
 
 def _check_device(module: nn.Module, device_ids: Any, output_device: Any) -> None:
@@ -69,15 +61,6 @@ def _check_device(module: nn.Module, device_ids: Any, output_device: Any) -> Non
                              "module there first, or leave device_ids out")
 
 
-def _check_graph(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    for name in ("retain_allreduce_buffers", "prof", "allreduce_communicators"):
-        if arguments[name]:
-            raise ValueError(f"apexfx: {name} has no effect on a transformed module, whose allreduces are nodes of its graph; "
-                             "leave it out")
-    if arguments["num_allreduce_streams"] > 1:
-        raise ValueError("apexfx: a transformed module reduces over one communicator; leave out num_allreduce_streams")
-
-
 def names_of(module: nn.Module, parameters: Sequence[nn.Parameter] | None) -> tuple[str, ...]:
     """Return the names of `parameters` in `module`."""
     names = {id(p): name for name, p in module.named_parameters()}
@@ -88,15 +71,3 @@ def names_of(module: nn.Module, parameters: Sequence[nn.Parameter] | None) -> tu
                              f"{tuple(getattr(p, 'shape', ()))} that is no parameter of the module")
         trigger_names.append(names[id(p)])
     return tuple(trigger_names)
-
-
-def communicators(
-    group: dist.ProcessGroup, num: int, groups_and_streams: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None
-) -> Sequence[dist.ProcessGroup]:
-    """Return the process groups that buckets take turns on; every rank must call this."""
-    if groups_and_streams is not None:
-        return list(groups_and_streams[0])
-    if num == 1:
-        return [group]
-    ranks, timeout = dist.get_process_group_ranks(group), process_group_timeout(group)
-    return [dist.new_group(ranks, timeout, use_local_synchronization=True) for _ in range(num)]

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from ..distributed.synchronizer import SET_ASIDE, Synchronizer, local_gradients
 from ..errors import UnsynchronizedGradientError
 from ..precision.rules import HALVES
 
-CommHook = Callable[[Any, Any], "torch.futures.Future[Tensor]"]
 _DEFAULT_CAP_MB = 25.0
 
 
@@ -39,17 +38,13 @@ class AveragingOptions:
     """How gradients are averaged, beyond the plan.
 
     Attributes:
-        groups: communicators, used in turn.
         retain_buffers: gradients become views of the reduced buffers.
         find_unused, static: as torch's `find_unused_parameters` and `static_graph`.
-        hook: (state, hook) of the user's that reduces each bucket, or None.
     """
 
-    groups: Sequence[dist.ProcessGroup]
     retain_buffers: bool = False
     find_unused: bool = False
     static: bool = False
-    hook: tuple[Any, CommHook] | None = None
 
 
 class EagerAveraging(Synchronizer):
@@ -81,10 +76,6 @@ class EagerAveraging(Synchronizer):
         self._came: set[int] = set()  # whose gradients have come in the backward under way
         self._callback = BackwardCallback()
         self._use_parameters()
-
-    def use_hook(self, state: Any, hook: CommHook) -> None:
-        """Have `hook(state, bucket)` reduce each bucket of torch's DistributedDataParallel."""
-        self.options.hook, self._ddp = (state, hook), None
 
     def forward(self, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the module, and prepare for its backward."""
@@ -122,7 +113,7 @@ class EagerAveraging(Synchronizer):
     def _torch_can(self) -> bool:
         """Whether torch's DistributedDataParallel averages the backward to come; it is made here."""
         options = self.options
-        knows = options.static or self.config.layout == "ddp" or options.hook is not None
+        knows = options.static or self.config.layout == "ddp"
         if self._never_by_torch or not (knows or self._used):
             return False
         if self._ddp is None:
@@ -132,10 +123,8 @@ class EagerAveraging(Synchronizer):
                                   bucket_cap_mb=self._cap_mb(), static_graph=options.static,
                                   find_unused_parameters=options.find_unused,
                                   gradient_as_bucket_view=options.retain_buffers)
-            if options.hook is not None:
-                self._ddp.register_comm_hook(*options.hook)
-            elif not self._is_plain():
-                reduction = _BucketReduction(self.config, options, self.buffers)
+            if not self._is_plain():
+                reduction = _BucketReduction(self.config, self.group, self.buffers if options.retain_buffers else None)
                 self._ddp.register_comm_hook(None, lambda _, bucket: _reduce_bucket(reduction, bucket))  # it checks annotations
         return True
 
@@ -148,7 +137,7 @@ class EagerAveraging(Synchronizer):
         """Whether torch's own sum of what is divided before, in the gradients' dtype, is what was asked for."""
         config = self.config
         return (config.gradient_average and config.gradient_predivide_factor == 1.0 and config.comm_dtype is None
-                and not config.allreduce_always_fp32 and len(self.options.groups) == 1 and not self.options.retain_buffers)
+                and not config.allreduce_always_fp32 and not self.options.retain_buffers)
 
     # ---- in backward ---------------------------------------------------------------------------------------------------
 
@@ -196,7 +185,7 @@ class EagerAveraging(Synchronizer):
                 "before cannot be reduced again. Call the wrapper before each backward.")
         kept: list[Tensor] | None = [] if self.options.retain_buffers else None
         named = dict(self._active.values())
-        plan = reduce_gradients(named, self.config, self.options.groups[0], keep=kept)
+        plan = reduce_gradients(named, self.config, self.group, keep=kept)
         if kept is not None:
             self.buffers.clear()
             self.buffers.update(enumerate(kept))
@@ -221,18 +210,17 @@ class _BucketReduction:
     """What a communication hook of torch's DistributedDataParallel does where its own sum is not what was asked for."""
 
     config: BucketConfig
-    options: AveragingOptions
-    buffers: dict[int, Tensor] = field(default_factory=dict)
+    group: dist.ProcessGroup
+    buffers: dict[int, Tensor] | None  # that are retained
 
 
 def _reduce_bucket(state: _BucketReduction, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     config, flat = state.config, bucket.buffer()
     always_fp32 = config.allreduce_always_fp32 and flat.dtype in HALVES
     dtype = torch.float32 if always_fp32 else config.comm_dtype or flat.dtype
-    group = state.options.groups[bucket.index() % len(state.options.groups)]
-    predivide, postdivide = divisors(config, group.size())
+    predivide, postdivide = divisors(config, state.group.size())
     wide = scaled(flat, predivide, dtype)
-    if state.options.retain_buffers:
+    if state.buffers is not None:
         if not bucket.index():
             state.buffers.clear()
         state.buffers[bucket.index()] = flat
@@ -241,4 +229,4 @@ def _reduce_bucket(state: _BucketReduction, bucket: dist.GradBucket) -> torch.fu
         averages = scaled(*future.value(), postdivide, flat.dtype)
         return flat if averages is flat else flat.copy_(averages)
 
-    return dist.all_reduce(wide, group=group, async_op=True).get_future().then(finish)
+    return dist.all_reduce(wide, group=state.group, async_op=True).get_future().then(finish)

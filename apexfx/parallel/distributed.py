@@ -20,8 +20,8 @@ from ..distributed.agreement import Agreement
 from ..distributed.broadcast import broadcast_from_first
 from ..train_step.replicas import check_parameters
 from ..transform import TransformedModule, make_transformed, source_class
-from .arguments import check_arguments, communicators, names_of
-from .averaging import AveragingOptions, CommHook, EagerAveraging
+from .arguments import check_arguments, names_of
+from .averaging import AveragingOptions, EagerAveraging
 from .flat import apply_flat_dist_call as apply_flat_dist_call
 from .flat import extract_tensors as extract_tensors
 from .flat import flat_dist_call as flat_dist_call
@@ -32,7 +32,7 @@ from .flat import unflatten as unflatten
 from .reducer import Reducer as Reducer
 
 _BUFFER_POLICIES = ("start", True, False)
-_NOT_COPIED = ("process_group", "communicators", "_averaging", "_agreement")
+_NOT_COPIED = ("process_group", "_averaging", "_agreement")
 
 
 class DistributedDataParallel(nn.Module):
@@ -52,9 +52,8 @@ class DistributedDataParallel(nn.Module):
         allreduce_trigger_params: parameters whose gradient closes a bucket, instead of `message_size`.
         retain_allreduce_buffers: gradients become views of the reduced buffers, which are kept in `allreduce_buffers`.
         allreduce_always_fp32: reduce half gradients in float32.
-        num_allreduce_streams: buckets take turns on that many communicators.
-        allreduce_communicators: (process groups, CUDA streams or Nones) to take turns on, `num_allreduce_streams` of each; NCCL
-            has streams of its own.
+        num_allreduce_streams: ignored: NCCL has a stream of its own, and what is averaged is the same.
+        allreduce_communicators: must be None; `process_group` is the communicator.
         gradient_average: False leaves the sum.
         gradient_predivide_factor: divide by it before the sum, and by world size / it after.
         gradient_average_split_factor: ignored, as in Apex.
@@ -91,7 +90,7 @@ class DistributedDataParallel(nn.Module):
         retain_allreduce_buffers: bool = False,
         allreduce_always_fp32: bool = False,
         num_allreduce_streams: int = 1,
-        allreduce_communicators: tuple[Sequence[dist.ProcessGroup], Sequence[Any]] | None = None,
+        allreduce_communicators: Any = None,
         gradient_average: bool = True,
         gradient_predivide_factor: float = 1.0,
         gradient_average_split_factor: float | None = None,
@@ -128,7 +127,6 @@ class DistributedDataParallel(nn.Module):
         self.check_parameters_every = check_parameters_every
         self.in_graph = isinstance(module, TransformedModule)
         self._num_forwards = 0
-        self.communicators: Sequence[dist.ProcessGroup] = [self.process_group]
         self._averaging: EagerAveraging | None = None
         if self.in_graph:
             self.module = data_parallel_copy(module, config, self.process_group, broadcast_buffers=bool(broadcast_buffers))
@@ -139,8 +137,6 @@ class DistributedDataParallel(nn.Module):
         self._start()
         self._agreement.ensure("options of DistributedDataParallel", [self._describe()])
         self._agreement.ensure_model([*module.named_parameters(), *module.named_buffers()])
-        self.communicators = communicators(self.process_group, num_allreduce_streams, allreduce_communicators)
-        self._averaging.options.groups = self.communicators
         broadcast_from_first(module.parameters(), self.process_group)
         if broadcast_buffers:
             broadcast_from_first(module.buffers(), self.process_group)
@@ -148,8 +144,7 @@ class DistributedDataParallel(nn.Module):
     def _start(self) -> None:
         """Make what lives on this process: what averages, and its agreement with the other ranks."""
         self._agreement = Agreement(self.process_group, self.config.timeout_s)
-        options = AveragingOptions(self.communicators, self.retain_allreduce_buffers, self.find_unused_parameters,
-                                   self.static_graph)
+        options = AveragingOptions(self.retain_allreduce_buffers, self.find_unused_parameters, self.static_graph)
         self._averaging = EagerAveraging(self.module, self.process_group, self.config, options)
 
     def _describe(self) -> dict[str, Any]:
@@ -208,25 +203,6 @@ class DistributedDataParallel(nn.Module):
 
     # ---- inspection ----------------------------------------------------------------------------------------------------
 
-    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
-        """Let `hook(state, bucket)` reduce each bucket, as torch DDP does: it divides by itself and returns a future."""
-        if self.in_graph:
-            raise ValueError("apexfx: the allreduces of a transformed module are nodes of its graph, where no hook runs; use "
-                             "comm_dtype=, or wrap the module that is not transformed")
-        if not callable(hook):
-            raise TypeError(f"apexfx: hook={hook!r} was given, expected a callable of (state, bucket)")
-        contradicted = [name for name, value in (
-            ("gradient_average=False", not self.config.gradient_average),
-            ("gradient_predivide_factor", self.config.gradient_predivide_factor != 1.0),
-            ("num_allreduce_streams", len(self.communicators) > 1),
-            ("retain_allreduce_buffers", self.retain_allreduce_buffers),
-            ("delay_allreduce", self.config.delay_allreduce), ("allreduce_trigger_params", bool(self.config.trigger_params)),
-        ) if value]
-        if contradicted:
-            raise ValueError(f"apexfx: a communication hook divides and communicates by itself, so {contradicted[0]} has no "
-                             "effect beside it; leave that out, or do it in the hook")
-        self._live_averaging().use_hook(state, hook)
-
     @property
     def bucket_plan(self) -> Any:
         """The buckets of a transformed module: print, save, edit, replay with `plan=`; None where torch's DDP has them."""
@@ -241,15 +217,13 @@ class DistributedDataParallel(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = {k: v for k, v in self.__dict__.items() if k not in _NOT_COPIED}
-        groups = [self.process_group, *self.communicators] if self.process_group is not None else []
-        return {**state, "_group_names": [group.group_name for group in groups]}
+        return {**state, "_group_name": self.process_group.group_name if self.process_group is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = state.pop("_group_names")
+        name = state.pop("_group_name")
         super().__setstate__(state)
-        self.process_group, self.communicators, self._averaging = None, [], None
-        if names and dist.is_available() and dist.is_initialized():
-            self.process_group, *self.communicators = (resolve_process_group(name) for name in names)
+        known = name is not None and dist.is_available() and dist.is_initialized()
+        self.process_group, self._averaging = resolve_process_group(name) if known else None, None
 
 
 def data_parallel_copy(

@@ -98,20 +98,7 @@ def _divides(rank):
     check_mean(model, twin, x)
 
 
-def _communicators(rank):
-    world = dist.group.WORLD.group_name
-    model, twin, x = wrapped(rank, message_size=1, num_allreduce_streams=3)
-    backward(model, x)
-    groups = [c.group for c in backward(model, x).buckets]
-    assert len(set(groups)) == 3 and world not in groups and groups[:3] == groups[3:]  # in turn
-    check_mean(model, twin, x)
-    given = [dist.new_group(), dist.new_group()]
-    model, twin, x = wrapped(rank, message_size=1, num_allreduce_streams=2, allreduce_communicators=(given, [None, None]))
-    backward(model, x)
-    assert [c.group for c in backward(model, x).buckets] == [g.group_name for g in given] * 3
-    for streams, communicators in ((3, (given, [None] * 2)), (1, (given[:1], [None])), (2, (given, [None]))):
-        with pytest.raises(ValueError, match="allreduce_communicators holds"):
-            DistributedDataParallel(Net(), num_allreduce_streams=streams, allreduce_communicators=communicators)
+def _process_group(rank):
     own = dist.new_group()
     model, twin, x = wrapped(rank, process_group=own, gradient_predivide_factor=2.0)
     assert {c.group for c in backward(model, x)} == {own.group_name}
@@ -130,7 +117,7 @@ def _refused(rank):
                              ({"delay_allreduce": True, "static_graph": True}, "give one of them"),
                              ({"delay_allreduce": True, "layout": "ddp"}, "delay_allreduce needs layout='reverse'"),
                              ({"bucket_cap_mb": 1.0}, "give message_size"), ({"plan": "plan.json"}, "replayed by graphs alone"),
-                             ({"num_allreduce_streams": 0}, "num_allreduce_streams=0"),
+                             ({"allreduce_communicators": ([], [])}, "allreduce_communicators is not supported"),
                              ({"find_unused_parameters": "yes"}, "find_unused_parameters='yes'"),
                              ({"check_parameters_every": -1}, "check_parameters_every=-1"),
                              ({"message_size": 0}, "message_size=0")):
@@ -138,10 +125,10 @@ def _refused(rank):
             DistributedDataParallel(Net(), **arguments)
     with pytest.raises(ValueError, match="the model is wrapped in DistributedDataParallel, which averages"):
         DistributedDataParallel(model)
-    DistributedDataParallel(Net(), gradient_average_split_factor=2.0, prof=True)  # ignored
+    DistributedDataParallel(Net(), gradient_average_split_factor=2.0, prof=True, num_allreduce_streams=3)  # ignored
 
 
-CASES = (_message_size, _delay_allreduce, _trigger_params, _retain_buffers, _dtypes, _divides, _communicators, _refused)
+CASES = (_message_size, _delay_allreduce, _trigger_params, _retain_buffers, _dtypes, _divides, _process_group, _refused)
 
 
 def every_argument(rank, world_size):

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from apexfx import RankMismatchError, UnsynchronizedGradientError
 from apexfx.errors import ReplicaMismatchError
@@ -50,29 +49,6 @@ def _static_graph(rank):
     for _ in range(2):
         backward(model, x)
         check_mean(model, twin, x)
-
-
-def _in_another_buffer(state, bucket):
-    bucket.set_buffer(bucket.buffer() / dist.get_world_size())
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda future: future.value()[0])
-
-
-def _comm_hooks(rank):
-    for hook, dtype in ((default_hooks.allreduce_hook, torch.float32), (default_hooks.fp16_compress_hook, torch.float16),
-                        (_in_another_buffer, torch.float32)):
-        model, twin, x = wrapped(rank, message_size=30)
-        model.register_comm_hook(None, hook)
-        for _ in range(2):
-            assert {c.dtype for c in backward(model, x).buckets} == {dtype}
-            check_mean(model, twin, x, dtype=dtype)
-    with pytest.raises(TypeError, match="a callable"):
-        model.register_comm_hook(None, 3)
-    for name, value in (("gradient_average", False), ("gradient_predivide_factor", 2.0), ("num_allreduce_streams", 2),
-                        ("delay_allreduce", True), ("retain_allreduce_buffers", True)):
-        model = DistributedDataParallel(Net(), **{name: value})
-        with pytest.raises(ValueError, match=f"divides and communicates by itself, so {name}"):
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 def _several_backwards(rank):
@@ -208,7 +184,7 @@ def _penalty_alone(rank):
             assert_close(p.grad, q.grad / dist.get_world_size())
 
 
-CASES = (_no_sync, _only_in_no_sync, _static_graph, _comm_hooks, _several_backwards, _adversaries, _unused, _changed_parameters,
+CASES = (_no_sync, _only_in_no_sync, _static_graph, _several_backwards, _adversaries, _unused, _changed_parameters,
          _failed, _ranks_apart, _penalty_alone)
 
 
