@@ -213,7 +213,7 @@ class Report:
         return timeline
 
     def profile(self, step: Callable[..., Any], /, *batch: Any, num_steps: int = 5, num_warmup: int = 2, **named: Any) -> Profile:
-        """Run steps, and return where their time goes: by module, op, pass and line, with collectives and memory. `print` it.
+        """Run steps, and return where their time goes: by module, op, pass and line. `print` it.
 
         They are real steps: they train, and communicate, so every rank has to call this. `num_warmup` run first, then `num_steps`
         as they are, then 1 + `num_steps` under torch.profiler. To train nothing, give a step of a copy of the model.

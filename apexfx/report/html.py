@@ -22,7 +22,7 @@ from .diff import opcodes
 from .memory import MemoryTimeline
 from .node_numbers import Place, errors_of, kernels_of, rows_at
 from .ops import Explanation
-from .profile import COLLECTIVE_HEADERS, KernelTime, Profile, collective_cells, row_name
+from .profile import KernelTime, Profile, row_name
 from .records import GraphReport, StageReport
 from .text import ops_text, options_text, places, remarks
 
@@ -111,8 +111,7 @@ def _stage(stage: StageReport, number: _Texts, kernels: Iterable[tuple[KernelTim
 def _profile(profile: Profile) -> dict[str, Any]:
     tables = [[what, [[row_name(row), row.ms, row.calls] for row in rows]] for what, rows in profile.tables().items()]
     slowest = [row_name(row), row.ms] if (row := profile.slowest) is not None else None
-    return {"title": profile.summary, "ms": profile.ms, "slowest": slowest, "tables": tables, "headers": COLLECTIVE_HEADERS,
-            "collectives": collective_cells(profile.collectives)}
+    return {"title": profile.summary, "ms": profile.ms, "slowest": slowest, "tables": tables}
 
 
 def _comparison(report: Report, comparison: Any, places: Sequence[Mapping[Place, Sequence[str]]]) -> dict[str, Any]:

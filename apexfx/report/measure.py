@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from .._torch import ProfiledEvent, ProfilerSpan, profiled_events
-from .profile import COMMUNICATION, COMPUTE, LOSS, UNATTRIBUTED, UPDATE, CollectiveTime, KernelTime, Profile
+from .profile import COMMUNICATION, COMPUTE, LOSS, UNATTRIBUTED, UPDATE, KernelTime, Profile
 from .records import GraphReport
 from .spans import GraphCode, graph_codes, marked
 
@@ -22,7 +22,6 @@ _STEP = "apexfx step"
 _COLLECTIVE = "_c10d_functional"  # in the names of ops
 _VIEWS = {f"aten.{name}" for name in ("view", "reshape", "t", "permute", "transpose", "expand", "unsqueeze", "squeeze", "slice")}
 _UPDATES = ("unscale_clip_update", "update_early", "train_step")  # what puts in the optimizer's update
-_BACKENDS = ("gloo", "mpi", "ucc")  # that communicate on the host, by the names of their events
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,6 @@ def measure(graphs: Sequence[GraphReport], step: Callable[..., Any], batch: Sequ
     return Profile(
         device=torch.cuda.get_device_name() if timeline.on_device else "cpu", plain_ms=statistics.median(plain),
         step_ms=tuple((e.end - e.start) / 1e6 for e in timeline.steps), times=tuple(_times(timeline)),
-        collectives=tuple(_collectives(timeline)),
         classes={path: kind for graph in graphs for path, kind in graph.forward.places.classes.items()})
 
 
@@ -88,14 +86,6 @@ class _Timeline:
         device = [event for event in events if event.on_device and not event.name.startswith("apexfx ")]
         self.on_device = bool(device)
         self.runs = sorted(self._device_runs(device, host) if device else self._host_runs(host), key=lambda run: run.start)
-        self.in_flight = [event for event in host if event.name.partition(":")[0] in _BACKENDS]
-        waiting = list(self.in_flight)
-        self.sent = {}  # when the span of a start began -> the communication, which another thread may begin later
-        for event, code, kernel in self.spans:
-            if _kind(code, kernel) == COMMUNICATION and "wait_tensor" not in _op(code, kernel):
-                later = (place for place, other in enumerate(waiting) if other.start >= event.start)
-                if (place := next(later, None)) is not None:
-                    self.sent[event.start] = waiting.pop(place)
 
     def step_of(self, moment: int) -> int | None:
         """Return the number of the step in which a moment is."""
@@ -200,43 +190,6 @@ def _place(code: GraphCode, node: str) -> tuple[str, str, str, str, str] | None:
     origin = places.passes.get(node) or captured.passes.get(source, "")
     module = places.module_of.get(node, "") or (UPDATE if origin in _UPDATES else LOSS if code.is_of_loss(node, source) else "")
     return module, places.ops[node], origin, places.lines.get(node, ""), source
-
-
-def _collectives(timeline: _Timeline) -> Iterator[CollectiveTime]:
-    """Yield, for each collective that a pass has scheduled, its window, in flight and exposed, as medians over the steps."""
-    busy = _union((run.start, run.end) for run in timeline.runs if run.kind == COMPUTE)
-    codes = list({id(code): code for _, code in timeline.graphs if code.graph is not None}.values())
-    for code in codes:
-        stage = next(each for each in code.graph.stages if each.stage == code.stage)
-        schedule = next(filter(None, (entry.artifacts.schedule for entry in reversed(stage.passes))), ())
-        plan = next((entry.artifacts.plan for entry in stage.passes if entry.artifacts.plan is not None), None)
-        spans = {node: [event for event, of, kernel in timeline.spans if of is code and node in code.kernels.get(kernel, ())
-                        and _kind(code, kernel) == COMMUNICATION]
-                 for window in schedule for node in (window.start, window.wait)}
-        for window in schedule:
-            rows = [_measured(timeline, begin, end, busy, code) for begin, end in zip(spans[window.start], spans[window.wait])]
-            if not rows:
-                continue
-            in_flight, within, exposed = (statistics.median(column) / 1e6 for column in zip(*rows))
-            bucket = plan.buckets[window.bucket] if plan is not None and window.bucket is not None else None
-            yield CollectiveTime(
-                graph=code.graph.index, start=window.start, wait=window.wait, bucket=window.bucket,
-                parameters=tuple(bucket.parameters) if bucket else (), num_bytes=bucket.total_bytes if bucket else None,
-                module=code.places.module_of.get(window.start, ""), window_flops=window.flops, window_ms=within,
-                in_flight_ms=in_flight, exposed_ms=exposed)
-
-
-def _measured(timeline: _Timeline, begin: ProfiledEvent, end: ProfiledEvent, busy: Sequence[tuple[int, int]],
-              code: GraphCode) -> tuple[int, int, int]:
-    """Return ns in flight, of compute in the window, and exposed, of one collective between the spans that start and await it."""
-    within = sum(run.end - run.start for run in timeline.runs
-                 if run.kind == COMPUTE and begin.end <= run.launched <= end.start)
-    if timeline.on_device:
-        runs = [run for run in timeline.runs if run.code is code and run.launched == begin.start]
-        in_flight = sum(run.end - run.start for run in runs)
-        return in_flight, within, in_flight - sum(_overlap((run.start, run.end), busy) for run in runs)
-    sent = timeline.sent.get(begin.start)
-    return (sent.end - sent.start if sent else end.end - begin.start), within, begin.end - begin.start + end.end - end.start
 
 
 def _union(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

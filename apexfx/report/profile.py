@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: by module, op, pass and line; its collectives."""
+"""Where the time of a training step goes: by module, op, pass and line."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..graph.printing import count_text, first_names, size_text
+from ..graph.printing import count_text, first_names
 from .fold_repeats import fold, group, pieces
 
 COMPUTE, COMMUNICATION, UNATTRIBUTED = "compute", "communication", "unattributed"
 UPDATE, LOSS, _MODEL = "the update", "the loss", "model"  # of what belongs to no module
-_NO_MODULE, _CAPTURED, _OUTSIDE, _UNKNOWN = "no module", "as captured", "outside of graphs", "compiled code of no report"
+_CAPTURED, _OUTSIDE, _UNKNOWN = "as captured", "outside of graphs", "compiled code of no report"
 _MAX_ROWS, _MAX_NAMES = 12, 3
-COLLECTIVE_HEADERS = ("bucket", "gradients", "size", "window MFLOP", "window ms", "in flight ms", "exposed ms")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,33 +52,6 @@ class KernelTime:
     outside: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class CollectiveTime:
-    """One collective against the window that a pass has given it; medians over the steps.
-
-    Attributes:
-        start, wait: nodes of the graph.
-        bucket: of the bucket plan, with its parameters and bytes; None for another collective, such as of a batch norm.
-        module: that it belongs to.
-        window_flops: of matrix products between start and wait, as planned.
-        window_ms: of compute there, as measured.
-        in_flight_ms: while it communicates, other collectives besides.
-        exposed_ms: what it adds to the step: starting it and waiting, on the host; on a device, in flight while nothing computes.
-    """
-
-    graph: int
-    start: str
-    wait: str
-    bucket: int | None
-    parameters: tuple[str, ...]
-    num_bytes: int | None
-    module: str
-    window_flops: int
-    window_ms: float
-    in_flight_ms: float
-    exposed_ms: float
-
-
 @dataclass(frozen=True)
 class TimeRow:
     """A row of a table: `name`, of `number` equal layers; ms and calls a step; the one that takes most, and its ms."""
@@ -101,7 +73,6 @@ class Profile:
         plain_ms: what a step took before the profiler ran; median.
         step_ms: what each recorded step took.
         times: a row a kernel, and those of what is unattributed; together they are a recorded step.
-        collectives: those of the graphs.
         classes: module -> its class: layers of one class alone share a row.
     """
 
@@ -109,7 +80,6 @@ class Profile:
     plain_ms: float
     step_ms: tuple[float, ...]
     times: tuple[KernelTime, ...]
-    collectives: tuple[CollectiveTime, ...] = ()
     classes: dict[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -188,13 +158,12 @@ class Profile:
         lines = [self.summary]
         for what, rows in self.tables().items():
             lines += ["", *self._rows(what, rows)]
-        if self.collectives:
-            lines += ["", _collective_table(self.collectives)]
         return "\n".join(lines)
 
     def _rows(self, what: str, rows: Sequence[TimeRow]) -> list[str]:
         no_kernel = {t.kernel for t in self.times if t.kind == UNATTRIBUTED}
-        shown, rest = _cut(rows, [row for row in rows if row.name in no_kernel])
+        shown = [row for place, row in enumerate(rows) if place < _MAX_ROWS or row.name in no_kernel]
+        rest = [row for row in rows if row not in shown]
         cells = [(f"{row.ms:.3f}", f"{row.ms / self.ms:.1%}", f"{row.calls:g}", row_name(row)) for row in shown]
         text = tabulate(cells, headers=("ms", "share", "calls", what), disable_numparse=True, colalign=("right",) * 3 + ("left",),
                         maxcolwidths=[None, None, None, 90])
@@ -214,12 +183,6 @@ def row_name(row: TimeRow) -> str:
     return f"{row.name}, {row.most_ms:.3f} of it {row.most}" if uneven else row.name
 
 
-def _cut(rows: Sequence[Any], always: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Return the first rows, and those that are always shown; and the others."""
-    shown = [row for place, row in enumerate(rows) if place < _MAX_ROWS or row in always]
-    return shown, [row for row in rows if row not in shown]
-
-
 def _names(names: Iterable[str], instead: str) -> str:
     return first_names(list(names), _MAX_NAMES, " + ") or instead
 
@@ -235,15 +198,3 @@ def _paths(modules: Sequence[str]) -> str:
         same = [a == b for a, b in zip(above, path.split("."))]
         above = above[:(same + [False]).index(False)]
     return f"{'.'.join(above) or _MODEL}: more than {_MAX_NAMES} modules in a kernel"
-
-
-def _collective_table(collectives: Sequence[CollectiveTime]) -> str:
-    return tabulate(collective_cells(collectives), headers=COLLECTIVE_HEADERS, disable_numparse=True,
-                    colalign=("right", "left") + ("right",) * 5)
-
-
-def collective_cells(collectives: Sequence[CollectiveTime]) -> list[tuple[str, ...]]:
-    """Return the texts of a table, under `COLLECTIVE_HEADERS`."""
-    return [("-" if c.bucket is None else str(c.bucket), _names(c.parameters, f"{c.module or _NO_MODULE}: {c.start}"),
-             "-" if c.num_bytes is None else size_text(c.num_bytes), f"{c.window_flops / 1e6:.1f}", f"{c.window_ms:.3f}",
-             f"{c.in_flight_ms:.3f}", f"{c.exposed_ms:.3f}") for c in collectives]

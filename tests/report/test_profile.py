@@ -284,17 +284,13 @@ def test_a_product_of_the_backward_that_reads_a_parameter_is_of_its_module(level
 
 @pytest.mark.long
 @on_ranks(2)
-def test_collectives_are_measured_in_their_windows(rank, world_size):
+def test_collectives_are_rows_of_their_own(rank, world_size):
     torch.manual_seed(0)
     net = Net()
     step = apexfx.train_step(net, F.mse_loss, torch.optim.SGD(net.parameters(), lr=1e-3), opt_level="O0", inner="eager",
                              ddp=apexfx.BucketConfig(message_size=1_000_000))
     profile = step.report.profile(step, *BATCH, num_steps=3)
-    plan = step.report.buckets()
-    assert [(c.bucket, c.parameters, c.window_flops) for c in profile.collectives] == [
-        (index, tuple(bucket.parameters), bucket.window_flops) for index, bucket in enumerate(plan.buckets)]
-    first = profile.collectives[plan.bucket_of("big.weight")]
-    assert "big.weight" in first.parameters and first.window_flops > 0
-    assert first.window_ms > 0 and first.in_flight_ms > 0 and first.exposed_ms > 0
+    starts = [t for t in profile.times if t.kind == COMMUNICATION and "all_reduce" in t.ops[0]]
+    assert len(starts) == len(step.report.buckets().buckets) and all(t.ms > 0 for t in starts)
     assert {row.name for row in profile.by_module()} >= {COMMUNICATION}
     check_sums(profile)

@@ -68,7 +68,7 @@ const MOST_ROWS = 200;
 const rest = (number, noun) => number > 0 ? el("p", { class: "dim" }, `and ${counted(number, `more ${noun}`)}`) : "";
 
 function timeView() {
-  const { title, ms: whole, tables, headers, collectives } = data.profile;
+  const { title, ms: whole, tables } = data.profile;
   const modules = new Set(stages().flatMap(([, stage]) => [...stage.modules, ...stage.backward_of].map(([path]) => path)));
   const name = (what, text) => what === "module" && modules.has(text) ? link(text, "module", graphOf(text), "", text) : text;
   const cells = (what, [text, time, calls]) => [time.toFixed(3), percent(time / whole), bar(time / whole), String(calls), name(what, text)];
@@ -76,8 +76,7 @@ function timeView() {
     el("p", { class: "dim" }, "“Colour by time” shows it at the nodes of graphs and at drawn modules. How the time of a kernel is divided among "
       + "the nodes that it computes nobody can tell: each of them has the colour of all of it, a module that of equal parts."),
     tables.map(([what, rows]) => [el("h2", {}, `By ${what}`), table(["#ms", "#share", "", "#calls", what],
-      rows.slice(0, MOST_ROWS).map(row => cells(what, row))), rest(rows.length - MOST_ROWS, "row")]),
-    collectives.length ? [el("h2", {}, "Collectives"), table(headers.map((h, i) => i === 1 ? h : `#${h}`), collectives)] : ""];
+      rows.slice(0, MOST_ROWS).map(row => cells(what, row))), rest(rows.length - MOST_ROWS, "row")])];
 }
 
 const errorOrder = { byProgram: false };
