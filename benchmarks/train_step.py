@@ -21,9 +21,9 @@ GradScaler. Columns: median milliseconds of a step, of the slower rank; torch.co
 faster), the median with its 95 % interval; whether that lies above 1, below, or neither: "undecided". They take turns: a step
 of a large model, ten of a small one, whose weights then stay in the caches as in training. `--memory`: the MiB by which the
 resident set grew over its size after the imports, at its peak in ten steps, in a process of its own whose malloc gives back
-what is freed. `--start N`: seconds from the model to the end of the first step in a new process, with an empty compile cache
-("cold") and once more ("warm"), and this / torch.compile in the same turn (below 1 is faster); medians of N turns, and the
-ratio's lowest and highest. `--json` keeps the rows of other models.
+what is freed. `--start N`: seconds from the model to the end of the first step in a new process, or in that of the slowest rank,
+with an empty compile cache ("cold") and once more ("warm"), and this / torch.compile in the same turn (below 1 is faster);
+medians of N turns, and the ratio's lowest and highest. `--json` keeps the rows of other models.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ VARIANTS: dict[str, Callable[..., Step]] = {
 
 
 def label(name: str, level: str, given: argparse.Namespace) -> str:
-    return " ".join([name, *([level] if level != "O0" else []), *(["cpp_wrapper"] if given.cpp_wrapper else [])])
+    return " ".join([name, *([level] if level != "O0" else []), *(["cpp_wrapper"] if given.cpp_wrapper else []),
+                     *([f"{given.ranks} ranks"] if given.start and given.ranks > 1 else [])])
 
 
 def build(name: str, variant: str, level: str, given: argparse.Namespace) -> tuple[Step, Batch]:
@@ -203,6 +204,8 @@ def first_step(name: str, variant: str, level: str, given: argparse.Namespace) -
     step, batch = build(name, variant, level, given)
     step(*batch)
     seconds = time.perf_counter() - begin
+    if dist.is_initialized():
+        seconds = harness.slowest([seconds])[0]
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts from here: compiling has one of its own
     for _ in range(10):
         step(*batch)
@@ -244,7 +247,9 @@ def cold_and_warm(name: str, variant: str, level: str, given: argparse.Namespace
         os.environ["STEP_ARTIFACT"] = f"{folder}/step"
         for cache in ("cache", "empty" if variant == "artifact" else "cache"):
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{cache}"
-            found.append(harness.in_new_process(first_step, name, variant, level, given))
+            arguments = first_step, name, variant, level, given
+            found.append(harness.on_ranks(*arguments, num_ranks=given.ranks) if given.ranks > 1
+                         else harness.in_new_process(*arguments))
         del os.environ["TORCHINDUCTOR_CACHE_DIR"], os.environ["STEP_ARTIFACT"]
     return found
 

@@ -7,6 +7,7 @@ passes reported is stored in a file of the same key.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -14,10 +15,12 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+from filelock import FileLock, Timeout
 from torch import fx
 
 from ..graph.nodes import graphs
@@ -74,6 +77,29 @@ def graph_key(uuid_: str, gm: fx.GraphModule) -> str:
     """Return the key of the report that belongs to `gm` (after its forward passes) compiled under `uuid_`."""
     text = "\n".join(format_graph(graph) for graph in graphs(gm))
     return hashlib.sha256((uuid_ + text).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def compiled_by_one_rank(key: str | None) -> Iterator[None]:
+    """Have one rank of a host compile, in this context, what several are about to; the others find it in Inductor's cache.
+
+    The one is who comes first. The others wait until it has compiled, has failed, or is dead, which ends its hold on a file.
+
+    Args:
+        key: of what is compiled, the same on every rank; None where no cache keeps it.
+    """
+    with contextlib.ExitStack() as held:
+        if key is not None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            path = _path(key).with_suffix(".lock")
+            with contextlib.suppress(OSError, NotImplementedError):  # no file can be written or locked there: each compiles
+                path.parent.mkdir(parents=True, exist_ok=True)
+                lock = FileLock(path)
+                try:
+                    held.enter_context(lock.acquire(blocking=False))
+                except Timeout:
+                    with lock:
+                        log.info("another rank has compiled this graph")
+        yield
 
 
 def _path(key: str) -> Path:

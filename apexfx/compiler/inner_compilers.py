@@ -14,6 +14,7 @@ from .._torch import boxed, cache_entry, keep_saved_tensors
 from .._torch_compilers import aot_autograd, compile_fx, compile_fx_inner, count_calls, inductor_config, keep_kernels
 from ..graph.nodes import graphs
 from . import lowerings
+from .cache import compiled_by_one_rank
 
 lowerings.register()
 
@@ -47,7 +48,9 @@ def _inner_compile(backward: Any, gm: fx.GraphModule, example_inputs: Sequence[A
         return _boxed(gm)
     if not options.get("is_backward"):
         keep_saved_tensors()
-    with keep_kernels() if options.get("is_backward") else contextlib.nullcontext():
+    is_shared = backward.key is not None and not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs)
+    key = f"{backward.key}.{'backward' if options.get('is_backward') else 'forward'}" if is_shared else None
+    with keep_kernels() if options.get("is_backward") else contextlib.nullcontext(), compiled_by_one_rank(key):
         compiled = compile_fx_inner(gm, example_inputs, **options)
     if options.get("is_backward") or backward.is_train_step:
         backward.keep(cache_entry(compiled))

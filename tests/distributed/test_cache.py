@@ -97,3 +97,21 @@ def _run(rows, tmp_path):
 @pytest.mark.long
 def test_every_change_misses(tmp_path):
     _run(ROWS, tmp_path)
+
+
+def _compile_at_once(rank, world_size, folder):
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 4, bias=False))
+    step = apexfx.train_step(model, lambda y: y.square().mean(), torch.optim.SGD(model.parameters(), lr=0.1), ddp=True)
+    dist.barrier()
+    step(torch.ones(6, 8))
+    counters = torch._dynamo.utils.counters["inductor"]
+    misses = torch.tensor([counters["fxgraph_cache_miss"], counters["fxgraph_cache_hit"]])
+    dist.all_reduce(misses)
+    assert misses.tolist() == [1, world_size - 1]
+
+
+@pytest.mark.long
+def test_one_rank_compiles_what_the_others_find(tmp_path):
+    run_ranks(_compile_at_once, 3, str(tmp_path))
