@@ -210,8 +210,6 @@ def _apex_names() -> str:
     try:
         for module in dict.fromkeys([*public, *names_of_apex.ALTERNATIVES]):
             names = public.get(module, "").split()
-            if not names and any(each.startswith(f"{module}.") for each in public):
-                continue  # a package whose modules have rows
             try:
                 found = importlib.import_module(module)
                 assert all(hasattr(found, name) for name in names), module

@@ -103,7 +103,7 @@ ALTERNATIVES = {
     "xentropy_cuda": "apex.contrib.xentropy.SoftmaxCrossEntropyLoss",
 }
 
-# Apex's public modules -> the names that its documentation has, that they export, and that scripts take from them.
+# Apex's public modules that are here -> the names that its documentation has, that they export, and that scripts take from them.
 PUBLIC = {
     "apex": "amp fp16_utils multi_tensor_apply normalization optimizers parallel DeprecatedFeatureWarning",
     "apex.amp": """initialize scale_loss state_dict load_state_dict master_params half_function float_function
@@ -173,42 +173,6 @@ PUBLIC = {
     "mlp_cuda": "forward backward",
     "syncbn": """welford_mean_var welford_parallel batchnorm_forward reduce_bn batchnorm_backward
         welford_mean_var_c_last batchnorm_forward_c_last reduce_bn_c_last batchnorm_backward_c_last relu_bw_c_last""",
-    "apex.RNN": "LSTM GRU ReLU Tanh mLSTM",
-    "apex.contrib.bottleneck": """Bottleneck SpatialBottleneck HaloExchangerNoComm HaloExchangerAllGather
-        HaloExchangerSendRecv HaloExchangerPeer""",
-    "apex.contrib.conv_bias_relu": "ConvBiasReLU ConvBias ConvBiasMaskReLU ConvFrozenScaleBiasReLU",
-    "apex.contrib.cudnn_gbn": "GroupBatchNorm2d",
-    "apex.contrib.fmha": "FMHAFun",
-    "apex.contrib.focal_loss.focal_loss": "focal_loss FocalLoss",
-    "apex.contrib.gpu_direct_storage": "GDSFile",
-    "apex.contrib.groupbn.batch_norm": "BatchNorm2d_NHWC",
-    "apex.contrib.index_mul_2d": "index_mul_2d",
-    "apex.contrib.multihead_attn": "SelfMultiheadAttn EncdecMultiheadAttn fast_mask_softmax_dropout_func",
-    "apex.contrib.nccl_allocator": "init create_nccl_mem_pool nccl_mem",
-    "apex.contrib.openfold_triton": """LayerNormSmallShapeOptImpl sync_triton_auto_tune_cache_across_gpus CanSchTriMHA
-        AttnTri AttnBiasJIT AttnNoBiasJIT""",
-    "apex.contrib.optimizers": "FP16_Optimizer FusedAdam FusedLAMB",
-    "apex.contrib.optimizers.distributed_fused_adam": "DistributedFusedAdam",
-    "apex.contrib.optimizers.distributed_fused_lamb": "DistributedFusedLAMB",
-    "apex.contrib.peer_memory": "PeerMemoryPool PeerHaloExchanger1d",
-    "apex.contrib.sparsity": "ASP create_mask",
-    "apex.contrib.torchsched": "get_backend set_default_backend",
-    "apex.contrib.transducer": "TransducerJoint TransducerLoss",
-    "apex.distributed_testing": "DistributedTestBase NcclDistributedTestBase UccDistributedTestBase",
-    "apex.pyprof": "nvtx parse prof",
-    "apex.reparameterization": "WeightNorm apply_weight_norm remove_weight_norm",
-    "apex.transformer": "LayerType AttnType AttnMaskType utils",
-    "apex.transformer.amp": "GradScaler",
-    "apex.transformer.functional": """FusedScaleMaskSoftmax fused_apply_rotary_pos_emb fused_apply_rotary_pos_emb_cached
-        fused_apply_rotary_pos_emb_thd fused_apply_rotary_pos_emb_2d""",
-    "apex.transformer.layers": "FastLayerNorm FusedLayerNorm MixedFusedLayerNorm",
-    "apex.transformer.parallel_state": "initialize_model_parallel destroy_model_parallel",
-    "apex.transformer.pipeline_parallel": "get_forward_backward_func build_model",
-    "apex.transformer.tensor_parallel": """vocab_parallel_cross_entropy broadcast_data ColumnParallelLinear
-        RowParallelLinear VocabParallelEmbedding copy_to_tensor_model_parallel_region
-        gather_from_tensor_model_parallel_region reduce_from_tensor_model_parallel_region
-        scatter_to_tensor_model_parallel_region scatter_to_sequence_parallel_region checkpoint get_cuda_rng_tracker
-        model_parallel_cuda_manual_seed split_tensor_along_last_dim""",
 }
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import apexfx.compat
 from apexfx.compat.__main__ import main
-from apexfx.compat.names import ALTERNATIVES, PUBLIC, alternative, resolve
+from apexfx.compat.names import ALTERNATIVES, PUBLIC
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -52,25 +52,10 @@ def test_spellings_that_scripts_use_name_the_same_objects(python):
     """)
 
 
-PROVIDED = [module for module in PUBLIC if module == "apex" or resolve(module)]
-
-
-@pytest.mark.parametrize("module", PROVIDED)
+@pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_of_apex_can_be_imported(python, module):
     names = ", ".join(PUBLIC[module].split())
     python(f"import apexfx.compat; apexfx.compat.install()\nfrom {module} import {names}")
-
-
-@pytest.mark.parametrize("module", [module for module in PUBLIC if module not in PROVIDED])
-def test_every_other_public_name_says_what_to_use(python, module):
-    for name in PUBLIC[module].split():
-        with pytest.raises(ImportError, match=re.escape(f"use {alternative(module)}")):
-            python(f"import apexfx.compat; apexfx.compat.install()\nfrom {module} import {name}")
-
-
-def test_no_alternative_is_missing():
-    modules = [module for module in PUBLIC if module not in PROVIDED]
-    assert not {alternative(module) for module in modules} & {alternative("apex.nothing"), alternative("apex.contrib.nothing")}
 
 
 # What is not there -> part of what the error says to use.
