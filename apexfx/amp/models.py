@@ -19,7 +19,6 @@ from .._torch import backend_of, has_forward_pre_hook, has_state_dict_hook, tens
 from ..compiler.refusals import is_parallel_wrapper
 from ..compiler.transformed import get_compiled
 from ..precision.call_casts import Cast, CastCall
-from ..precision.half_model import keeps_float32
 from ..precision.rules import HALVES
 from ..subclassing import reduced, subclass
 from ._amp_state import _amp_state, warn_or_err
@@ -190,28 +189,6 @@ class _AmpModule:
         return f"apexfx: {where} was given to amp.initialize: its casts to {patch.inputs} are part of the captured graphs"
 
 
-def _uncast_parameters(model: nn.Module, dtype: torch.dtype | None) -> str:
-    """Name the parameters, but those of batch norms, that are in float32 in a model that was cast to a half `dtype`; or ""."""
-    if dtype not in HALVES:
-        return ""
-    names = [name for prefix, module in model.named_modules() if not keeps_float32(module)
-             for name, p in module.named_parameters(prefix, recurse=False) if p.dtype == torch.float32]
-    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
-
-
-def _call_explaining(patch: ForwardPatch, model: nn.Module, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the wrapped forward; an error about dtypes names parameters that were put into a half model since."""
-    try:
-        return patch.call(forward, args, kwargs)
-    except (RuntimeError, ValueError) as error:
-        if "type" in str(error) and (uncast := _uncast_parameters(model, patch.inputs)):
-            raise RuntimeError(
-                f"amp: this model was cast to {patch.inputs} by amp.initialize, and holds {uncast} in float32 now. Put modules "
-                f"in before amp.initialize, or cast them by hand, .to({patch.inputs}), before optimizer.add_param_group() takes "
-                f"their parameters. The model's forward raised: {error}") from error
-        raise
-
-
 @functools.cache
 def _amp_class(cls: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(cls.forward)  # keeps the signature, which Hugging Face inspects
@@ -220,7 +197,7 @@ def _amp_class(cls: type[nn.Module]) -> type[nn.Module]:
         own = patch.own_forward if patch.own_forward is not None else functools.partial(cls.forward, self)
         if torch.compiler.is_compiling():
             return patch.call(own, args, kwargs) if patch.executor is None else _call_eagerly(patch, own, args, kwargs)
-        return _call_explaining(patch, self, own, args, kwargs)
+        return patch.call(own, args, kwargs)
 
     return subclass(cls, _AmpModule, forward=forward)
 

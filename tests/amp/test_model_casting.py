@@ -201,36 +201,6 @@ def test_loading_float32_rounds_into_the_half_parameters():
     assert torch.equal(model.conv.weight, source.conv.weight.bfloat16())
 
 
-LATE = {"linear": lambda: nn.Linear(8, 4), "deeper": lambda: nn.Sequential(nn.ReLU(), nn.Linear(8, 4)),
-        "recurrent": lambda: nn.LSTM(8, 4),
-        "convolution": lambda: nn.Sequential(nn.Unflatten(1, (1, 8)), nn.Conv1d(1, 4, 3))}
-
-
-@pytest.mark.parametrize("name", LATE)
-@pytest.mark.parametrize("level", ["O2", "O3"])
-def test_a_module_that_is_put_in_after_initialize(level, name):
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), 0.1), opt_level=level, verbosity=0)
-    model[2], x = LATE[name](), torch.randn(6, 8)
-    with pytest.raises(RuntimeError, match=r"cast to torch.bfloat16 by amp.initialize, and holds '2.* in float32 now. Put"):
-        model(x)
-    model[2].to(torch.bfloat16)
-    optimizer.add_param_group({"params": model[2].parameters()})
-    before = [p.detach().float().clone() for p in model[2].parameters()]
-    result = model(x)
-    with amp.scale_loss((result[0] if name == "recurrent" else result).square().sum(), optimizer) as loss:
-        loss.backward()
-    optimizer.step()
-    saved = model.state_dict()
-    assert all(value.dtype == torch.float32 for value in saved.values() if value.is_floating_point())
-    assert all(not torch.equal(p.float(), q) for p, q in zip(model[2].parameters(), before, strict=True))
-    if level == "O2":
-        assert all(torch.equal(saved["2." + n], p) for (n, _), p in zip(
-            model[2].named_parameters(), optimizer.param_groups[1]["params"], strict=True))
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes"):  # says nothing of dtypes
-        model(x[:, :3])
-
-
 def test_torch_compile_of_an_initialised_model():
     x = batch()[0]
     model = initialized(ConvNet(), "O2").eval()
