@@ -50,19 +50,6 @@ def test_decorators_cast_while_o1_is_active(decorator, given, expected):
     assert seen.pop() == (given, torch.float32, given)
 
 
-@pytest.mark.parametrize(("decorator", "dtype", "kept"), [
-    (amp.half_function, torch.float32, True), (amp.float_function, B, False), (amp.promote_function, B, False),
-])  # fmt: skip
-def test_half_functions_use_the_half_copies_of_a_forward_and_others_do_not(decorator, dtype, kept):
-    function = decorator(lambda weight, other: weight)
-    amp.initialize(nn.Linear(2, 2), dtype=B, verbosity=0)
-    weight = nn.Parameter(ones(dtype))
-    with _amp_state.session.executor:
-        assert (function(weight, ones()) is function(weight, ones())) is kept
-        assert len(_amp_state.handle.cache) == kept
-    assert len(_amp_state.handle.cache) == 0
-
-
 def test_register_needs_an_existing_function():
     with pytest.raises(ValueError, match="No function named nothing"):
         amp.register_half_function(torch, "nothing")

@@ -62,13 +62,6 @@ def test_the_methods_downstream_code_calls_do_an_iteration():
     assert torch.equal(master.grad, half.grad.float() / 8.0)
 
 
-def test_model_gradients_stay_scaled_and_master_gradients_are_not():
-    model, optimizer = made(loss_scale=64.0)
-    backward(model, optimizer)
-    master = optimizer.param_groups[0]["params"][0]
-    assert master.grad.dtype == torch.float32 and torch.equal(master.grad * 64.0, model.conv.weight.grad.float())
-
-
 def test_step_writes_the_model_and_drops_master_gradients():
     model, optimizer = made()
     backward(model, optimizer)
@@ -133,14 +126,6 @@ def test_complex_parameters_are_refused(level):
         amp.initialize(model, optimizer, opt_level=level, verbosity=0)
 
 
-def test_gradients_clip_through_master_params():
-    model, optimizer = made()
-    backward(model, optimizer)
-    nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.01)
-    norm = torch.stack([p.grad.norm() for p in amp.master_params(optimizer)]).norm()
-    assert abs(norm.item() - 0.01) < 1e-5
-
-
 @pytest.mark.parametrize("first", ["scheduler", "initialize"])
 def test_schedulers_work_and_do_not_warn(first):
     torch.manual_seed(0)
@@ -186,22 +171,6 @@ def test_closures_where_no_step_is_skipped(make, level, scale, works):
     for _ in range(3):
         last = optimizer.step(closure)
     assert last < first
-
-
-def test_fused_sgd_without_materialized_gradients_adds_losses_of_different_scales():
-    results = []
-    for materialize in (True, False):
-        make = lambda p: optimizers.FusedSGD(p, lr=0.1, momentum=0.9, materialize_master_grads=materialize)  # noqa: E731
-        model, optimizer = made("O2", make, num_losses=2, loss_scale="dynamic")
-        amp._amp_state.loss_scalers[1]._loss_scale = 64.0
-        model.eval()
-        for step in range(2):
-            optimizer.zero_grad()
-            backward(model, optimizer, 2 * step, loss_id=0)
-            backward(model, optimizer, 2 * step + 1, loss_id=1)
-            optimizer.step()
-        results.append(model.state_dict())
-    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
 
 
 def test_sparse_gradients_are_unscaled():
@@ -290,13 +259,6 @@ def test_edits_of_the_model_during_training_reach_the_masters():
     optimizer.zero_grad()
     optimizer.step()
     assert master.abs().max() <= torch.tensor(0.1).bfloat16() and torch.equal(master[kept], precise)
-
-
-def test_state_dict_of_the_model_has_the_precision_of_the_masters():
-    model, optimizer = made(make=lambda p: torch.optim.SGD(p, lr=1e-4))
-    train(model, optimizer, 1)
-    master = optimizer.param_groups[0]["params"][0]
-    assert torch.equal(model.state_dict()["conv.weight"], master) and not torch.equal(master, master.bfloat16().float())
 
 
 def unfreeze(model, optimizer):

@@ -118,14 +118,6 @@ def test_hard_override_turns_errors_into_warnings(level, given, message, capsys)
     assert printed.startswith("Warning:  ") and message in printed
 
 
-def test_overrides_are_applied_in_the_order_of_the_table():
-    given = {"master_weights": True, "keep_batchnorm_fp32": True, "cast_model_type": HALF}
-    for name in ("cast_model_type", "keep_batchnorm_fp32", "master_weights"):
-        with pytest.raises(RuntimeError, match=name):
-            options("O1", **given)
-        del given[name]
-
-
 @pytest.mark.parametrize("value", [torch.float32, False])
 def test_o1_takes_float32_or_no_model_cast(value):
     assert options("O1", cast_model_type=value).cast_model_type == value

@@ -60,13 +60,6 @@ def test_automaton_over_thousands_of_steps(seed):
     follow(overflows, window=2000, low=1.0, high=2.0**24)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("seed", range(10))
-def test_automaton_campaign(seed):
-    chance = random.Random(seed)
-    follow([chance.random() < 0.01 for _ in range(20000)], window=chance.choice((3, 50, 2000)), low=None, high=2.0**24)
-
-
 def test_a_scale_set_by_hand_beyond_a_limit_moves_as_in_apex():
     scaler, model = LossScaler("dynamic", scale_window=2, max_loss_scale=8.0, min_loss_scale=2.0), Automaton(8.0, 2, 2.0, 8.0)
     for scale, overflow in ((64.0, False), (64.0, True), (1.0, True), (1.0, False)):

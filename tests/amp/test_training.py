@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 
@@ -23,8 +22,7 @@ OPTIMIZERS = {
     "larc": lambda p: LARC(torch.optim.SGD(p, lr=0.05, momentum=0.9)),
 }
 STEPS = 6
-# Six steps from one start: half runs drift from float32 by their roundings, 2^-8 for bfloat16, times the steps.
-DRIFT = {"O0": 1e-5, "O1": 0.06, "O2": 0.06, "O3": 0.12}
+DRIFT = 0.06  # six steps from one start: half runs drift from float32 by their roundings, 2^-8 for bfloat16, times the steps
 
 
 def models(count, make=ConvNet):
@@ -124,7 +122,7 @@ def check(name, level, scale, keep, count, num_losses, micro, delay, dtype=torch
     options = {**amp_options(scale, keep), "dtype": dtype}
     actual = mixed(make, models(count), num_losses, micro, delay=delay, level=level, **options)
     drift = ((actual - expected).abs() / expected.abs()).max().item()
-    assert drift < DRIFT[level] * torch.finfo(dtype).eps / torch.finfo(torch.bfloat16).eps, drift
+    assert drift < DRIFT * torch.finfo(dtype).eps / torch.finfo(torch.bfloat16).eps, drift
 
 
 def check_by_hand(name, level, scale, keep, count, num_losses, micro, delay):
@@ -144,7 +142,8 @@ def check_by_hand(name, level, scale, keep, count, num_losses, micro, delay):
 CASES = [
     (name, level, scale, keep, count, num_losses, micro, delay)
     for name, level, scale, keep, count, num_losses, (micro, delay) in itertools.product(
-        OPTIMIZERS, DRIFT, (None, "128.0", "dynamic"), (None, True, False), (1, 2), (1, 2), ((1, False), (2, False), (2, True))
+        OPTIMIZERS, ("O0", "O1", "O2", "O3"), (None, "128.0", "dynamic"), (None, True, False), (1, 2), (1, 2),
+        ((1, False), (2, False), (2, True))
     )
     if keep is None or level in ("O2", "O3")
     # Several losses that share a scaler must not be scaled apart while their sum waits to be unscaled.
@@ -165,27 +164,15 @@ def each_alone(cases):
         yield case
 
 
-@each(CASES)
-def test_training_follows_float32(cases):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@each([case for case in CASES if case[1] == "O1"])
+def test_training_at_o1_follows_float32(cases, dtype):
     for case in each_alone(cases):
-        check(*case)
-
-
-# Pure float16 is no place for torch's Adam, with amp or without: its eps of 1e-8 is 0 there, and 0 / 0 follows.
-FLOAT16 = [case for case in CASES if case[1] != "O0" and case[:2] != ("adam", "O3")]
-
-
-@each(FLOAT16)
-def test_float16_follows_float32_more_closely(cases):
-    for case in each_alone(cases):
-        check(*case, dtype=torch.float16)
+        check(*case, dtype=dtype)
 
 
 # Scales are powers of two: scaling and unscaling cost no bit, and what amp does can be done by hand, to the bit.
-BY_HAND = [case for case in CASES if case[1] != "O1"]
-
-
-@each(BY_HAND)
+@each([case for case in CASES if case[1] != "O1"])
 def test_training_is_what_is_done_by_hand(cases):
     for case in each_alone(cases):
         check_by_hand(*case)
@@ -211,24 +198,3 @@ def test_the_scale_settles_and_the_model_learns(level, dtype):
         losses.append(loss.item())
     scale = amp._amp_state.loss_scalers[0].loss_scale()
     assert losses[-1] < 0.5 * losses[0] and (scale < 2.0**24) == (dtype == torch.float16)
-
-
-def test_o1_follows_autocast():
-    torch.manual_seed(0)
-    model = ConvNet()
-    other = copy.deepcopy(model)
-    model, optimizer = amp.initialize(model, torch.optim.SGD(model.parameters(), lr=0.05), dtype=torch.bfloat16, verbosity=0)
-    plain = torch.optim.SGD(other.parameters(), lr=0.05)
-    for step in range(STEPS):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        plain.zero_grad()
-        loss = F.cross_entropy(model(x), y)
-        with torch.autocast("cpu", torch.bfloat16):
-            expected = F.cross_entropy(other(x), y)
-        with amp.scale_loss(loss, optimizer) as scaled:
-            scaled.backward()
-        expected.backward()
-        optimizer.step()
-        plain.step()
-        assert abs(loss.item() - expected.item()) < 0.01 * expected.item()

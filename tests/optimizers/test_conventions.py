@@ -155,16 +155,6 @@ def test_bad_settings_raise(make, error):
 
 
 @ALL
-def test_sparse_gradients_raise(name):
-    embedding = torch.nn.Embedding(4, 3, sparse=True)
-    cls, keywords = OPTIMIZERS[name]
-    optimizer = cls(embedding.parameters(), **keywords)
-    embedding(torch.tensor([1])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-
-
-@ALL
 def test_a_step_never_asks_for_a_host_value(name, monkeypatch):
     model, optimizer = build(name, torch.bfloat16, **({} if "mixed" in name else {"max_grad_norm": 1.0}))
     optimizer.grad_scale = torch.tensor(4.0)
