@@ -138,11 +138,11 @@ def main() -> None:
         run_in_turns(arguments.script)
         return
     sys.path.insert(0, str(ROOT))
-    from tests.tools.diagnose.expectations import KINDS, programs
+    from tests.tools.diagnose.expectations import KINDS, PROGRAMS
 
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for program in programs():
+        for program in PROGRAMS:
             if program.fixes and program.file in (arguments.programs or [program.file]):
                 rows += measure(program, KINDS, Path(folder), arguments.blocks, arguments.rounds)
                 print(f"{program.file} is measured", file=sys.stderr)

@@ -7,14 +7,13 @@ line give and what they give in float64 for the same inputs, added to the run in
 parameter by at least a third of its norm, and at least ten times as far as that of any other line. Of a clean model no line moves
 anything by more than 3 %.
 
-The line of a fault ends with a comment, `# fault:` and the name of its row. Rows with odd numbers are there to develop with;
-those with even numbers are run once, when a detector is finished.
+The line of a fault ends with a comment, `# fault:` and the name of its row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,6 @@ class Case:
         ops: the names that the faulty op may have: as written, as a kernel, or after decomposition; without "aten." and
             overload. Empty: there is nothing to find.
         direction: "forward" or "backward": where the error begins. The line is that of the forward either way.
-        number: the place in the table, from 1; 0 for a clean model.
     """
 
     name: str
@@ -50,7 +48,6 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=lambda: {"opt_level": "O0"})
     ops: frozenset[str] = frozenset()
     direction: str = "forward"
-    number: int = 0
 
     def build(self) -> nn.Module:
         """Return a module in train mode with the values of seed 0, and leave the generator as it was."""
@@ -66,14 +63,6 @@ class Case:
         return lines[0] if lines else None
 
 
-def cases(which: str = "all") -> list[Case]:
-    """Return the models: "development" (odd numbers), "final" (even ones), "clean", or "all"."""
-    if which not in ("all", "development", "final", "clean"):
-        raise ValueError(f"cases: {which!r}, expected 'all', 'development', 'final' or 'clean'.")
-    kinds = {case.name: "clean" if not case.number else ("final", "development")[case.number % 2] for case in CASES}
-    return [case for case in CASES if which in ("all", kinds[case.name])]
-
-
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -82,7 +71,7 @@ def uniform(*shape: int, seed: int = 0) -> Tensor:
     return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-# ---- 1 to 10 -----------------------------------------------------------------------------------------------------------------
+# ---- faults ------------------------------------------------------------------------------------------------------------------
 
 
 class ScaleAfterMatmul(nn.Module):
@@ -254,9 +243,6 @@ class FreeEnergy(nn.Module):
         energies = 400 * self.head(torch.tanh(self.encoder(x)))
         exponentials = torch.exp(energies)  # fault: log_sum_exp
         return torch.log(exponentials.sum(-1)) / 400
-
-
-# ---- 11 to 20 ----------------------------------------------------------------------------------------------------------------
 
 
 class MovingAverage(nn.Module):
@@ -503,4 +489,4 @@ _CLEAN = (
     Case("clean_residual", Residual, (X, LABELS), F.cross_entropy, O2_BFLOAT16),
     Case("clean_bag_of_words", BagOfWords, (TOKEN_IDS % 100, LABELS), F.cross_entropy, O1),
 )
-CASES = (*(replace(case, number=number) for number, case in enumerate(_FAULTS, 1)), *_CLEAN)
+CASES = (*_FAULTS, *_CLEAN)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
-
 import apexfx
-from tests.observe.planted_numerics import cases
+from tests.observe.planted_numerics import CASES
+from tests.tables import table
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("case", cases("all"), ids=lambda case: case.name)
+@table(6, "case", CASES, ids=lambda case: case.name)
 def test_a_planted_fault_is_named(case):
     comparison = apexfx.compare(apexfx.transform(case.build(), inner="eager", **case.options), case.batch, loss_fn=case.loss)
     if not case.ops:

@@ -1,8 +1,7 @@
 """What `diagnose` is to say of the ten programs under cases/: five that lose time, and five that do not.
 
 The first five are rebuilt from descriptions of what was found in published code, with models that a CPU trains in a second; the
-other five are written well, each in another style. Rows with odd numbers are there to develop with; those with even numbers are
-run once, when the tool is finished.
+other five are written well, each in another style.
 
 A line that is to be named ends with a comment, `# expected:` and kinds of findings, with semicolons between them. Where several
 lines carry the same kind, any of them is right: they are one finding. What a clean program does is no finding of any kind.
@@ -26,7 +25,6 @@ class Program:
 
     Attributes:
         file: under cases/.
-        number: the place in the table, from 1.
         num_ranks: how many processes torchrun starts. 1: `python FILE`.
         source: where it was published, and what of it is here.
         also: what else is true of the program, in words: no finding that is asked for, and none that is invented.
@@ -34,7 +32,6 @@ class Program:
     """
 
     file: str
-    number: int
     num_ranks: int = 1
     source: str = ""
     also: tuple[str, ...] = ()
@@ -84,41 +81,35 @@ _MERGED_GROUP = '''\
 '''
 
 PROGRAMS = (
-    Program("robot_policy.py", 1, num_ranks=2,
+    Program("robot_policy.py", num_ranks=2,
             source="huggingface/lerobot#4612 and #4607: each forward waits for the broadcast of buffers that nothing changes, "
                    "and reads two losses back to the host",
             also=("exposed communication", "a model in eager mode: many small kernels"),
             fixes=(("buffer broadcast", ((_DDP, _DDP.replace(")", ", broadcast_buffers=False)")),)),)),
-    Program("detector_compile.py", 2,
+    Program("detector_compile.py",
             source="roboflow/rf-detr#1410: `compile=True` is taken, and training goes on in eager mode. There an option kept the "
                    "model from being compiled; here the compiled model is made, and the other one called",
             also=("a model in eager mode: many small kernels",),
             fixes=(("compile never entered", (("predicted = self.model(images)", "predicted = self.compiled(images)"),)),)),
-    Program("detector_groups.py", 3,
+    Program("detector_groups.py",
             source="roboflow/rf-detr#1409 and #1423: 465 groups of one parameter each, for 28 pairs of learning rate and "
                    "weight decay",
             also=("a model in eager mode: many small kernels",),
             fixes=(("optimizer groups", (("    groups = []\n", "    groups = {}\n"), (_GROUP, _MERGED_GROUP))),)),
-    Program("molecules.py", 4,
+    Program("molecules.py",
             source="isayevlab/aimnetcentral#109: `.item()` in a compiled forward, to know how many molecules there are, breaks "
                    "it into graphs",
             also=("host sync in the model, at the same line",),
             fixes=(("graph break", (("        number = int(molecule[-1].item()) + 1  # expected: graph break\n", ""),
                                     ("new_zeros(number, WIDTH)", "new_zeros(MOLECULES, WIDTH)"))),)),
-    Program("moving_average.py", 5,
+    Program("moving_average.py",
             source="ultralytics/ultralytics#25315: the average of the weights is a loop over the state_dict, two ops a tensor",
             also=("a model in eager mode: many small kernels",),
             fixes=(("EMA loop", ((_EMA_LOOP, _EMA_LISTS),)),)),
-    Program("ddp_accumulation.py", 6, num_ranks=2, also=("exposed communication",)),
-    Program("compiled.py", 7),
-    Program("convolutions.py", 8),
-    Program("foreach_updates.py", 9),
-    Program("autocast.py", 10),
+    Program("ddp_accumulation.py", num_ranks=2, also=("exposed communication",)),
+    Program("compiled.py"),
+    Program("convolutions.py"),
+    Program("foreach_updates.py"),
+    Program("autocast.py"),
 )
 
-
-def programs(which: str = "all") -> list[Program]:
-    """Return the programs: "development" (odd numbers), "final" (even ones), or "all"."""
-    if which not in ("all", "development", "final"):
-        raise ValueError(f"programs: {which!r}, expected 'all', 'development' or 'final'.")
-    return [program for program in PROGRAMS if which in ("all", ("final", "development")[program.number % 2])]

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from tests.tools.diagnose.expectations import FOLDER, KINDS, programs
+from tests.tools.diagnose.expectations import FOLDER, KINDS, PROGRAMS
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program", programs(), ids=lambda program: program.file)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.file)
 def test_it_finds_what_is_there_and_no_more(program):
     launcher = [] if program.num_ranks == 1 else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *launcher, "-m", "apexfx", "diagnose", "--json", str(FOLDER / program.file)]
