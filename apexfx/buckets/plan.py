@@ -87,7 +87,7 @@ class BucketPlan:
         """
         if world_size is not None and world_size != self.world_size:
             raise ValueError(f"apexfx: the bucket plan divides for {self.world_size} ranks and the group has {world_size}; "
-                             "use plan.for_world_size(...) or leave BucketConfig(plan=) out")
+                             f"{_ADVICE}")
         planned = {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
         for spec in specs:
             if spec.name not in planned:
@@ -126,20 +126,6 @@ class BucketPlan:
             buckets.append(first.with_slots(slots, packed=packed))
         return dataclasses.replace(self, buckets=tuple(buckets), layout="edited")
 
-    def bucket_of(self, parameter: str) -> int:
-        """Return the index of the bucket that carries the gradient of `parameter`.
-
-        Raises:
-            ValueError: the plan does not hold it.
-        """
-        for index, bucket in enumerate(self.buckets):
-            for slot in bucket.slots:
-                if parameter in (slot.parameter, *slot.shared_with):
-                    return index
-        near = difflib.get_close_matches(str(parameter), self.parameters, n=1)
-        raise ValueError(f"apexfx: the bucket plan holds no parameter {parameter!r}"
-                         + (f"; did you mean {near[0]!r}?" if near else ""))
-
     def with_windows(self, windows: Sequence[Window]) -> BucketPlan:
         """Return this plan with where its communication lies in a graph."""
         by_bucket = {window.bucket: window for window in windows}
@@ -147,16 +133,6 @@ class BucketPlan:
             dataclasses.replace(bucket, start_after=by_bucket[index].start_after, wait_before=by_bucket[index].wait_before,
                                 window_flops=by_bucket[index].flops) if index in by_bucket else bucket
             for index, bucket in enumerate(self.buckets)))
-
-    def for_world_size(self, world_size: int) -> BucketPlan:
-        """Return this plan with its divisors made for another number of ranks."""
-        def rescaled(bucket: Bucket) -> Bucket:
-            if bucket.postdivide != 1.0:
-                return dataclasses.replace(bucket, postdivide=bucket.postdivide * world_size / self.world_size)
-            averages = bucket.predivide == self.world_size
-            return dataclasses.replace(bucket, predivide=float(world_size)) if averages else bucket
-
-        return dataclasses.replace(self, buckets=tuple(map(rescaled, self.buckets)), world_size=world_size)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-able values; `from_json` reads them back."""
