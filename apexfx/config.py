@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType, NoneType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ VERIFY_LEVELS = ("off", "final", "each")
 LAYOUTS = ("reverse", "ddp")
 HALVES = (torch.float16, torch.bfloat16)
 
-_Config = TypeVar("_Config")
 log = logging.getLogger(__name__)
 
 
@@ -69,21 +67,6 @@ def num_ranks_to_come() -> int:
     return int(count) if waits and count.isdigit() else 1
 
 
-def _names_the_nearest(cls: type[_Config]) -> type[_Config]:
-    """Have a dataclass refuse an unknown keyword with the nearest known one."""
-    init = cls.__init__
-
-    @functools.wraps(init)
-    def __init__(self: Any, *positional: Any, **options: Any) -> None:
-        for key in options:
-            if message := _unknown(key, cls):
-                raise TypeError(f"apexfx: {cls.__name__}: {message}")
-        init(self, *positional, **options)
-
-    cls.__init__ = __init__
-    return cls
-
-
 def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingProxyType({}), also: Iterable[str] = ()) -> str:
     """Say what is wrong with `key` as an option of the dataclass `cls`; "" where nothing is."""
     known = [*also, *(f.name for f in dataclasses.fields(cls))]
@@ -94,7 +77,6 @@ def _unknown(key: Any, cls: type[Any], elsewhere: Mapping[str, str] = MappingPro
     return f"unknown option {key!r}{hint} Known options: {', '.join(known)}"
 
 
-@_names_the_nearest
 @dataclass(frozen=True)
 class BucketConfig:
     """How gradients are grouped and averaged across ranks.
@@ -173,25 +155,11 @@ class BucketConfig:
 
 _LOSS_SCALING = ": the graphs hold no loss scaling; use torch.amp.GradScaler, or apexfx.amp.initialize(..., compile=True)."
 _LEVEL = ": opt_level='O1' casts per op, 'O2' and 'O3' cast the model, and 'O0' casts nothing; dtype= names the half type."
-# Options of Apex, autocast and trainers, and how the same is said here.
+# Options of Apex and autocast, and how the same is said here.
 _ELSEWHERE = {
-    **dict.fromkeys(("loss_scale", "min_loss_scale", "max_loss_scale", "num_losses", "dynamic_loss_scale"), _LOSS_SCALING),
-    **dict.fromkeys(("amp", "autocast", "mixed_precision", "enabled", "patch_torch_functions"), _LEVEL),
-    **dict.fromkeys(("fp16", "half", "float16"), "; did you mean dtype='float16', with opt_level='O1', 'O2' or 'O3'?"),
-    **dict.fromkeys(("bf16", "bfloat16"), "; did you mean dtype='bfloat16', with opt_level='O1', 'O2' or 'O3'?"),
-    **dict.fromkeys(("level", "optimization_level"), "; did you mean 'opt_level'?"),
-    **dict.fromkeys(("sync_batchnorm", "syncbn", "sync_batch_norm"), "; did you mean 'sync_bn'?"),
-    **dict.fromkeys(("distributed", "data_parallel", "buckets"), "; did you mean 'ddp', True or a BucketConfig?"),
-    "backend": "; did you mean 'inner', which compiles the rewritten graphs?",
-    **dict.fromkeys(("options", "cpp_wrapper", "max_autotune"),
-                    "; did you mean 'inner_options', which Inductor is given, as {'cpp_wrapper': True}?"),
-    "mode": ": give inner_options= what torch._inductor.list_mode_options(mode) returns; for CUDA graphs inner='cudagraphs'.",
-    **dict.fromkeys(("half_dtype", "cast_model_type"), ": it is called 'dtype' here."),
+    **dict.fromkeys(("loss_scale", "min_loss_scale", "max_loss_scale", "num_losses"), _LOSS_SCALING),
+    **dict.fromkeys(("amp", "autocast", "mixed_precision", "fp16", "bf16", "cast_model_type", "patch_torch_functions"), _LEVEL),
     "master_weights": ": at O1 and O2 the module keeps its float32 parameters, which are the master weights.",
-    "cast_model_outputs": ": what leaves the model has the dtype that it has without casts, float32 as a rule.",
-    "record_dir": ": a training step takes it as safeguard=apexfx.Safeguard(record_dir=...).",
-    "verbosity": ": print(model.report) shows what was done.",
-    "optimizers": ": an optimizer built before or after needs no change; apexfx.amp.initialize takes both.",
 }
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in HALVES}
 
@@ -303,7 +271,7 @@ class TransformConfig:
         return {**self.__dict__, "process_group": group.group_name if group is not None else None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(TransformConfig().__dict__ | state)  # an option that is newer than the file has its default
+        self.__dict__.update(state)
         name = state["process_group"]
         self.__dict__["process_group"] = resolve_process_group(name) if name is not None and dist.is_initialized() else None
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import pickle
 import re
 
@@ -28,27 +26,12 @@ def test_unknown_option_names_the_nearest():
 
 
 @pytest.mark.parametrize(("key", "hint"), [
-    ("fp16", "did you mean dtype='float16'"), ("bf16", "did you mean dtype='bfloat16'"), ("amp", "opt_level='O1'"),
-    ("enabled", "'O0' casts nothing"), ("sync_batchnorm", "did you mean 'sync_bn'"), ("backend", "did you mean 'inner'"),
-    ("cpp_wrapper", "did you mean 'inner_options'"), ("mode", "list_mode_options(mode)"),
-    ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"), ("num_losses", "use torch.amp.GradScaler"),
-    ("master_weights", "are the master weights"), ("verbosity", "print(model.report)"),
-    ("record_dir", "safeguard=apexfx.Safeguard(record_dir=...)"),
+    ("fp16", "dtype= names the half type"), ("amp", "opt_level='O1'"), ("keep_batchnorm", "did you mean 'keep_batchnorm_fp32'"),
+    ("num_losses", "use torch.amp.GradScaler"), ("master_weights", "are the master weights"),
 ])  # fmt: skip
-def test_options_of_apex_and_of_trainers_are_led_to_ours(key, hint):
+def test_options_of_apex_are_led_to_ours(key, hint):
     with pytest.raises(ValueError, match=f"unknown option '{key}'[:;] .*{re.escape(hint)}.* Known options: opt_level, "):
         TransformConfig.from_options({key: True})
-
-
-def test_a_misspelled_bucket_option_names_the_nearest():
-    with pytest.raises(TypeError, match="BucketConfig: unknown option 'mesage_size'; did you mean 'message_size'"):
-        BucketConfig(mesage_size=1000)
-    with pytest.raises(TypeError, match="BucketConfig: unknown option 'x'. Known options: message_size, layout"):
-        dataclasses.replace(BucketConfig(), x=1)
-    with pytest.raises(TypeError, match="positional argument"):
-        BucketConfig(*range(20))
-    assert str(inspect.signature(BucketConfig)).startswith("(message_size: 'int | None' = None, layout")
-    assert pickle.loads(pickle.dumps(BucketConfig(message_size=7))) == BucketConfig(7)
 
 
 @pytest.mark.parametrize(
@@ -138,16 +121,6 @@ def test_half_dtype_follows_the_device():
 def test_pickles():
     config = TransformConfig(opt_level="O2", precision={"head": "float32"})
     assert pickle.loads(pickle.dumps(config)).describe() == config.describe()
-
-
-def test_options_that_were_pickled_before_an_option_came():
-    config = TransformConfig(opt_level="O2", inner_options={"cpp_wrapper": True})
-    assert pickle.loads(pickle.dumps(config)) == config
-    state = config.__getstate__()
-    del state["inner_options"]
-    old = object.__new__(TransformConfig)
-    old.__setstate__(state)
-    assert old == TransformConfig(opt_level="O2")
 
 
 def test_ranks_compare_what_inductor_is_given():
