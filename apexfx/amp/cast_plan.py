@@ -204,8 +204,8 @@ class _Recast:
         cast, hit = executor.cast(source, dtype)
         if executor.any_user_cast and hasattr(cast, USER_CAST):
             delattr(cast, USER_CAST)  # around a decorated function the executor is on: it saw a cast, but not the user's
-        if executor.ledger is not None:
-            executor.ledger.note(self.plan.name, self.rule, tensor, dtype, hit)
+        if executor.on_cast is not None:
+            executor.on_cast(self.plan.name, self.rule, tensor.dtype, dtype, hit)
         self.casts[id(tensor)] = cast
         return cast
 

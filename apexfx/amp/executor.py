@@ -28,10 +28,10 @@ from .._torch import (
 from ..graph.op_names import canonical_name
 from ..precision.rules import HALVES, RULES, SAME_DATA_FAMILIES, STORED_NUMBERS, Rule, lookup
 from .cast_plan import FLOAT32_LIMITS, USER_CAST, CastPlan, following, gives_float32_limits, mark
-from .eager_ledger import EagerLedger
 
 Call = Callable[[Callable[..., Any], tuple[Any, ...], "dict[str, Any] | None"], Any]
 
+_LONG = {torch.float16: "Half", torch.bfloat16: "BFloat16", torch.float32: "Float", torch.float64: "Double"}
 _FOREIGN = Rule("float", "not torch's own: it gets the dtypes it was written for", "foreign")
 
 
@@ -51,7 +51,7 @@ class CastExecutor(TorchFunctionMode):
         user_rules: canonical op name -> rule, in front of the table.
 
     Attributes:
-        ledger: filled with one row a cast where not None; see `EagerLedger`.
+        on_cast: called with each cast where not None: op, rule, dtypes from and to, whether a forward had the copy already.
         deactivated: set by `handle._deactivate()`: nothing is cast any more.
     """
 
@@ -62,7 +62,7 @@ class CastExecutor(TorchFunctionMode):
         self.half = half
         self.user_rules = dict(user_rules or {})
         self.rules = {**RULES, **self.user_rules}
-        self.ledger: EagerLedger | None = None
+        self.on_cast: Callable[[str, Rule, torch.dtype, torch.dtype, bool], None] | None = None
         self.any_user_cast = self.any_float32_limits = False  # whether a tensor was marked, see `cast_plan`
         self.deactivated = False
         self._plans: dict[Any, Call | None] = {}
@@ -82,8 +82,11 @@ class CastExecutor(TorchFunctionMode):
         return not self.deactivated and not self.thread.disabled
 
     def print_casts(self) -> None:
-        """Print every cast from now on."""
-        self.ledger = EagerLedger(print)
+        """Print every cast from now on, as Apex did: "Float->Half (linear)"."""
+        def print_cast(op: str, _: Rule, source: torch.dtype, target: torch.dtype, cached: bool) -> None:
+            print(f"{_LONG[source]}->{_LONG[target]} ({op}{', cache hit' if cached else ''})")
+
+        self.on_cast = print_cast
 
     def disable(self, change: int) -> None:
         """Count an entered (1) or left (-1) `disable_casts()`."""

@@ -77,7 +77,6 @@ class _Level:
 
     opt_level: str
     brief: str  # as Apex prints it
-    more: str
 
     def __call__(self, properties: Properties) -> Properties:
         level = OPT_LEVELS[self.opt_level]
@@ -96,25 +95,21 @@ class _Level:
 class O0(_Level):
     opt_level = "O0"
     brief = "O0:  Pure FP32 training."
-    more = "Your models are checked to be FP32 and run as they are: the baseline for accuracy."
 
 
 class O1(_Level):
     opt_level = "O1"
     brief = "O1:  Insert automatic casts around Pytorch functions and Tensor methods."
-    more = "Inside the models' forward, each function runs in the dtype its rule asks for; weights stay FP32."
 
 
 class O2(_Level):
     opt_level = "O2"
     brief = "O2:  Half training with FP32 batchnorm and FP32 master weights."
-    more = "Weights and inputs are half, batch norm is FP32, and the optimizer updates FP32 master weights."
 
 
 class O3(_Level):
     opt_level = "O3"
     brief = "O3:  Pure half training."
-    more = "Everything is half: the baseline for speed."
 
 
 opt_levels: dict[str, _Level] = {"O0": O0(), "O1": O1(), "O2": O2(), "O3": O3()}
