@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from .._torch import ProfiledEvent, ProfilerSpan, profiled_events
-from .profile import COMMUNICATION, COMPUTE, LOSS, UNATTRIBUTED, UPDATE, KernelTime, Profile
+from .profile import COMMUNICATION, COMPUTE, UNATTRIBUTED, UPDATE, KernelTime, Profile
 from .records import GraphReport
 from .spans import GraphCode, graph_codes, marked
 
@@ -188,7 +188,7 @@ def _place(code: GraphCode, node: str) -> tuple[str, str, str, str, str] | None:
     if not node:
         return None
     origin = places.passes.get(node) or captured.passes.get(source, "")
-    module = places.module_of.get(node, "") or (UPDATE if origin in _UPDATES else LOSS if code.is_of_loss(node, source) else "")
+    module = places.module_of.get(node, "") or (UPDATE if origin in _UPDATES else "")
     return module, places.ops[node], origin, places.lines.get(node, ""), source
 
 

@@ -15,7 +15,7 @@ from ..graph.printing import count_text, first_names
 from .fold_repeats import fold, group, pieces
 
 COMPUTE, COMMUNICATION, UNATTRIBUTED = "compute", "communication", "unattributed"
-UPDATE, LOSS, _MODEL = "the update", "the loss", "model"  # of what belongs to no module
+UPDATE, _MODEL = "the update", "model"  # of what belongs to no module
 _CAPTURED, _OUTSIDE, _UNKNOWN = "as captured", "outside of graphs", "compiled code of no report"
 _MAX_ROWS, _MAX_NAMES = 12, 3
 
@@ -32,8 +32,8 @@ class KernelTime:
         graph, stage: of the report; None where it belongs to no graph of it.
         nodes: of the graph that runs that it computes; several where they are fused.
         captured: nodes of the captured graph that those were lowered from.
-        modules, ops, passes, lines: of these nodes, each once; "" is the model itself, and no pass; "the update" and "the loss"
-            are of a training step.
+        modules, ops, passes, lines: of these nodes, each once; "" is the model itself or its loss, and no pass; "the update" is
+            of a training step.
         outside: whether it ran in no graph.
     """
 

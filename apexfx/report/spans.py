@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import functools
 import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,28 +48,6 @@ class GraphCode:
     stage: str = ""
     places: NodePlaces = field(default_factory=NodePlaces)
     by_node: bool = False
-
-    def is_of_loss(self, node: str, source: str) -> bool:
-        """Return whether a node of no module is of a training step's loss, or of its backward; `source`: its captured node."""
-        op = self.places.ops.get(node, "")
-        forward, backward, _ = op.partition("_backward")
-        begins = op == "aten.ones_like" and source in self._grads  # with the gradient of the loss itself
-        return source in self._loss or begins or bool(backward) and forward in self._loss_ops
-
-    @functools.cached_property
-    def _loss(self) -> set[str]:
-        """Nodes of the captured graph."""
-        return {op.node for op in self.graph.forward.ops if op.outside and op.op != "torch.grad"}
-
-    @functools.cached_property
-    def _grads(self) -> set[str]:
-        return {op.node for op in self.graph.forward.ops if op.op == "torch.grad"}
-
-    @functools.cached_property
-    def _loss_ops(self) -> set[str]:
-        """What those were lowered to, less what is said of a forward: "aten.nll_loss"."""
-        places = self.places
-        return {places.ops[node].removesuffix("_forward") for node, source in places.sources.items() if source in self._loss}
 
 
 def graph_codes(graphs: Sequence[GraphReport]) -> list[GraphCode]:
