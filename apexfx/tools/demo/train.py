@@ -141,11 +141,10 @@ def train_float32(options: Options) -> Result:
 
 def _show(report: Report, out: Path) -> None:
     """Print what the passes did to the graph of a step, and write all of it."""
-    _say(f"\n{report}\n\n{report.casts().summary}; the rows are in casts.txt\n\n{report.buckets()}\n\n{report.memory()}\n")
+    _say(f"\n{report}\n\n{report.casts().summary}\n\n{report.buckets()}\n\n{report.memory()}\n")
     report.to_json(out / "report.json")
     report.to_html(out / "report.html")
     report.buckets().save(out / "bucket_plan.json")
-    (out / "casts.txt").write_text(f"{report.casts()}\n")
 
 
 if __name__ == "__main__":

@@ -59,7 +59,6 @@ def test_float32_training_learns(capsys):
     (0.975, 0.990, 1, "one point below float32"),
 ])  # fmt: skip
 def test_the_exit_status_is_the_verdict(tmp_path, capsys, ranks, float32, status, says):
-    (tmp_path / "ranks.json").write_text("{}")
     results = [Result("O2, 2 ranks", [1.0, 0.5], ranks),
                Result("float32", [1.0, 0.4], float32)]
     assert launch._conclude(*results, tmp_path, 12.0) == status
@@ -97,7 +96,7 @@ def test_the_whole_demo(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["passed"] and summary["ranks"]["accuracy"] >= 0.97
     left = {p.name for p in tmp_path.iterdir()}
-    assert left == {"report.json", "report.html", "bucket_plan.json", "casts.txt", "summary.json"}
+    assert left == {"report.json", "report.html", "bucket_plan.json", "ranks.json", "summary.json"}
 
 
 @pytest.mark.long
