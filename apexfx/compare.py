@@ -229,7 +229,7 @@ class _Run:
 
     def __init__(self, traced: Traced, dtype: torch.dtype, subject: _Step | _Model, call: _Call) -> None:
         self._traced, self._subject, self._call, self._notes = traced, subject, call, []
-        self._reference = Reference(traced.gm.graph, dtype, differentiable=True)
+        self._reference = Reference(dtype)
         self._non_finite = NonFinite(traced.gm.graph)
         call.run(traced, [self._reference, self._non_finite])
         wide = [x.detach() if isinstance(x, Tensor) else x for x in self._reference.wide_outputs]

@@ -63,9 +63,7 @@ class Reference:
     its own casts narrows.
 
     Args:
-        graph: that runs: of ops of aten and of custom ones, without a body.
         dtype: torch.float64 or torch.float32; what is as wide or wider stays.
-        differentiable: keep what `contributions` and `source_of_loss` need: all values, in the wide dtype.
 
     Attributes:
         errors: of each node that calls something, in order.
@@ -73,17 +71,11 @@ class Reference:
         wide_outputs: the reference's.
     """
 
-    def __init__(self, graph: fx.Graph, dtype: torch.dtype = torch.float64, *, differentiable: bool = False) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         self._dtypes = {narrow: dtype for narrow in _NARROW if narrow.itemsize < dtype.itemsize}
         if dtype == torch.float64:
             self._dtypes[torch.complex64] = torch.complex128
-        self._differentiable = differentiable
         self._values: dict[fx.Node, _Values] = {}
-        self._last_read_by: dict[fx.Node, list[fx.Node]] = {}
-        read: set[fx.Node] = set()
-        for node in reversed(graph.nodes):
-            self._last_read_by[node] = [source for source in node.all_input_nodes if source not in read]
-            read.update(node.all_input_nodes)
         self._constant_arguments: dict[Any, list[int]] = {}  # kind of a call -> places of those that it has no derivative by
         self._bodies: dict[fx.GraphModule, fx.GraphModule] = {}
         self._roots: list[Tensor] = []
@@ -101,9 +93,6 @@ class Reference:
             self._values[node] = _Values(result, wide)
         else:
             self._values[node] = self._evaluate(node, result)
-        if not self._differentiable:
-            for source in self._last_read_by[node]:
-                del self._values[source]
 
     # ---- one node --------------------------------------------------------------------------------------------------------
 
@@ -115,7 +104,7 @@ class Reference:
         is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
         if is_random and node.target not in _DROPOUT or "empty" in str(node.target):
             return _Values(got, tree_map(lambda x: self._lift(x).detach() if isinstance(x, Tensor) else x, got))
-        with torch.set_grad_enabled(self._differentiable):
+        with torch.enable_grad():
             wide, measured = self._wide(node, wide_call, call, got)
         exact = not inputs.error and not inputs.lost
         with torch.no_grad():
@@ -195,7 +184,7 @@ class Reference:
             introduced.append(float(first.norm()))
             inherited.append(float(second.norm()))
             scale.append(max(float(_finite(plain).norm()), float(_finite(got).norm())))
-            if self._differentiable and is_first and not wide.requires_grad:
+            if is_first and not wide.requires_grad:
                 self._roots.append(wide.requires_grad_())
             if wide.requires_grad:
                 self._deltas.setdefault(node, []).append((wide, first, second))
