@@ -126,9 +126,9 @@ class LossScaler:
         self.group.allreduce([shared], options).wait()
         return shared.reshape(())
 
-    def report_overflows(self, *, wait: bool = False, printer: Callable[[str], None] = maybe_print) -> None:
-        """Print a line for every overflow whose flag has reached the host; with `wait`, for all."""
-        while self._overflows and (wait or self._overflows[0].ready()):
+    def report_overflows(self, *, printer: Callable[[str], None] = maybe_print) -> None:
+        """Print a line for every overflow whose flag has reached the host."""
+        while self._overflows and self._overflows[0].ready():
             overflow, scale = self._overflows.popleft().get().numpy().tolist()  # no op that waits
             if overflow:
                 printer(f"Gradient overflow.  Skipping step, loss scaler {self.name} reducing loss scale to {scale}")

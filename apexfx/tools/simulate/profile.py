@@ -111,18 +111,17 @@ def analytic(model: nn.Module, inputs: Any, device: Device, *, dtype: torch.dtyp
     return Profile(forward, backward, seconds, gradients, f"shapes on {device.name}, {dtype}".replace("torch.", ""))
 
 
-def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False,
-             lr: float = 1e-3) -> Profile:
+def measured(model: nn.Module, inputs: Any, *, steps: int = 10, warmup: int = 3, sync_bn: bool = False) -> Profile:
     """Return the profile of `model` with SGD on this machine: medians over `steps` steps. It trains the model."""
-    take = sampler(model, inputs, sync_bn=sync_bn, lr=lr)
+    take = sampler(model, inputs, sync_bn=sync_bn)
     samples = [take() for _ in range(warmup + steps)][warmup:]
     return combine(samples, f"measured, {steps} steps")
 
 
-def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False, lr: float = 1e-3) -> Callable[[], Profile]:
+def sampler(model: nn.Module, inputs: Any, *, sync_bn: bool = False) -> Callable[[], Profile]:
     """Return a function that runs one training step and returns its profile, for measurements that take turns."""
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     on_cuda = any(p.is_cuda for p in model.parameters())
 
     def clock() -> float:

@@ -9,7 +9,6 @@ statistics at once. `simulate` writes this down as a program, and `timeline.py` 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -192,20 +191,16 @@ def _program(profile: Profile, network: Network, num_ranks: int, plan: BucketPla
 
 
 def best_bucket(profile: Profile, network: Network, num_ranks: int, config: BucketConfig | None = None,
-                sizes_mib: Sequence[float] | None = None, **options: Any) -> list[BucketChoice]:
+                **options: Any) -> list[BucketChoice]:
     """Return the bucket sizes tried, fastest step first; of equal ones, the fewest buckets.
 
-    Args:
-        profile, network, num_ranks, config, options: as `simulate` takes them.
-        sizes_mib: default: powers of the square root of two from 1/16 MiB to all gradients in one bucket. Sizes that give the
-            same buckets as a smaller one are left out.
+    They are powers of the square root of two from 1/16 MiB to all gradients in one bucket; those that give the same buckets as a
+    smaller one are left out. Arguments are as of `simulate`.
     """
     config = replace(config or BucketConfig(), layout="reverse", bucket_cap_mb=BucketConfig.bucket_cap_mb, delay_allreduce=False,
                      trigger_params=(), plan=None)
     total = max(profile.num_bytes, 1) / 2**20
-    if sizes_mib is None:
-        num = max(0, math.ceil(2 * math.log2(16 * total)))
-        sizes_mib = [2 ** (i / 2) / 16 for i in range(num + 1)]
+    sizes_mib = [2 ** (i / 2) / 16 for i in range(max(0, math.ceil(2 * math.log2(16 * total))) + 1)]
     itemsize = max((spec.dtype.itemsize for spec in profile.gradients), default=4)
     choices: dict[tuple[tuple[str, ...], ...], BucketChoice] = {}
     for size in sizes_mib:

@@ -94,7 +94,6 @@ def test_the_best_bucket_is_the_best_of_all_sizes():
     for choice in choices:
         made = simulate(profile, network, 2, BucketConfig(message_size=choice.message_size))
         assert (made.step_s, len(made.buckets)) == (choice.step_s, choice.num_buckets)
-    assert best_bucket(profile, network, 2, sizes_mib=[0.5])[0].step_s >= choices[0].step_s
     slow = Network((Level(Link(5.0, 2e6)),))
     assert best_bucket(profile, slow, 2)[0].num_buckets == 1, "where latency is all, one message"
 
