@@ -103,13 +103,9 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("level", "given", "message"), CONTRADICTIONS)
-def test_contradicting_overrides_raise(level, given, message):
+def test_contradicting_overrides_raise_and_under_hard_override_are_warnings(level, given, message, capsys):
     with pytest.raises(RuntimeError, match=message):
         options(level, **given)
-
-
-@pytest.mark.parametrize(("level", "given", "message"), CONTRADICTIONS)
-def test_hard_override_turns_errors_into_warnings(level, given, message, capsys):
     _amp_state.hard_override = True
     properties = options(level, **given)
     ((name, value),) = given.items()

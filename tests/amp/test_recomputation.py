@@ -127,22 +127,6 @@ def test_a_checkpoint_recomputes_under_the_casts_of_its_forward(case, reentrant)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_recomputed_has_the_dtypes_of_the_forward(reentrant):
-    dtypes = []
-
-    def watched(m, h):
-        h = m.a(h)
-        dtypes.append((h.dtype, F.softmax(h, -1).dtype))
-        return h.relu()
-
-    model = Model(lambda m, x: checkpoint(watched, m, x, use_reentrant=reentrant), a=linear())
-    amp.initialize(model, dtype=B, verbosity=0)
-    for step in range(2):
-        model(torch.randn(4, 8, requires_grad=True)).sum().backward()
-    assert dtypes == [(B, torch.float32)] * 4
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_outside_of_initialised_models_is_left_alone(reentrant):
     model = amp.initialize(Model(lambda m, x: m.a(x), a=linear()), dtype=B, verbosity=0)
     plain, x = block().eval(), torch.randn(4, 8, requires_grad=True)

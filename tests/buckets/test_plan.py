@@ -53,18 +53,6 @@ def test_devices_do_not_share_a_bucket():
     assert groups(plan) == [["b"], ["a"]] and [b.device for b in plan.buckets] == ["meta", "cpu"]
 
 
-def test_delay_allreduce_makes_one_bucket_a_dtype_at_the_end():
-    mixed = [spec("a", (10,)), spec("h", (10,), torch.bfloat16), spec("b", (10,))]
-    plan = plan_buckets(mixed, BucketConfig(message_size=1, delay_allreduce=True), 2)
-    assert groups(plan) == [["b", "a"], ["h"]]
-    assert {bucket.start for bucket in plan.buckets} == {"end"}
-
-
-def test_trigger_params_close_buckets_instead_of_size():
-    plan = plan_buckets(specs_of(), BucketConfig(message_size=1, trigger_params=("p4", "p1")), 2)
-    assert groups(plan) == [["p5", "p4"], ["p3", "p2", "p1"], ["p0"]]
-
-
 def test_a_trigger_that_shares_another_gradient_counts_too():
     shared = [spec("a", (4,)), spec("b", (4,), shared_with=("tied",)), spec("c", (4,))]
     assert groups(plan_buckets(shared, BucketConfig(trigger_params=("tied",)), 2)) == [["c", "b"], ["a"]]

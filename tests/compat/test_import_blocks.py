@@ -66,21 +66,6 @@ BLOCKS = {
         from apex.normalization import FusedLayerNorm as LayerNorm
         fused_layer_norm_cuda = importlib.import_module("fused_layer_norm_cuda")
         """, "fused_layer_norm_cuda.forward_affine and LayerNorm(4)"),
-    "nanotron": ("""
-        import importlib
-        try:
-            importlib.import_module("fused_layer_norm_cuda")
-        except ImportError as e:
-            raise e
-        """, "True"),
-    "ColossalAI": ("""
-        Fast_LN = None
-        try:
-            from apex.contrib.layer_norm.layer_norm import FastLayerNorm
-            Fast_LN = FastLayerNorm
-        except ImportError:
-            pass
-        """, "Fast_LN(4)"),
     "transformers": ("""
         import importlib.util
         def is_apex_available():
@@ -91,15 +76,6 @@ BLOCKS = {
         except ImportError:
             T5LayerNorm = None
         """, "is_apex_available() and T5LayerNorm(4)"),
-    "timm": ("""
-        try:
-            from apex import amp
-            from apex.parallel import DistributedDataParallel as ApexDDP
-            from apex.parallel import convert_syncbn_model
-            has_apex = True
-        except ImportError:
-            has_apex = False
-        """, "has_apex"),
     "fairseq": ("""
         import importlib
         try:
@@ -120,26 +96,6 @@ BLOCKS = {
             raise ImportError("Use APEX for multi-precision via apex.amp")
         half = amp.float_function(lambda x: x)
         """, "half"),
-    "Transformers4Rec": ("""
-        try:
-            from apex.contrib.xentropy import SoftmaxCrossEntropyLoss
-            apex_installed = True
-        except ImportError as e:
-            apex_installed = False
-        """, "apex_installed and SoftmaxCrossEntropyLoss.apply"),
-    "InternLM": ("""
-        try:
-            from apex.fused_dense import FusedDense as ApexFusedDense
-            from apex.normalization.fused_layer_norm import FusedRMSNorm
-        except ModuleNotFoundError:
-            ApexFusedDense = FusedRMSNorm = None
-        """, "ApexFusedDense(2, 3) and FusedRMSNorm"),
-    "ATorch": ("""
-        try:
-            from apex.fused_dense.fused_dense import DenseNoBiasFunc, FusedDense, FusedDenseFunc
-        except (ImportError, ModuleNotFoundError) as e:
-            FusedDense = object
-        """, "FusedDense is not object"),
     "OpenChatKit": ("""
         try:
             import apex.contrib.layer_norm
@@ -149,14 +105,10 @@ BLOCKS = {
         except:
             LayerNorm = fused = None
         """, "LayerNorm and fused"),
-    "torchani": ("from apex.mlp import MLP", "MLP([2, 2])"),
     "MLPerf RNN-T": ("""
         from apex.mlp import MLP
         from apex.contrib.transducer import TransducerJoint
         """, "use torchaudio.functional.rnnt_loss"),
-    "ASP recipes": ("from apex.contrib.sparsity import ASP", "use torch.sparse.to_sparse_semi_structured"),
-    "OpenFold": ("from apex.contrib.openfold_triton.mha import CanSchTriMHA", "use torch.nn.functional.layer_norm"),
-    "MLPerf BERT": ("from apex.contrib.multihead_attn import fast_mask_softmax_dropout_func", "use torch.nn.functional"),
     "Apex's own tests": ("""
         try:
             import bnp
@@ -179,12 +131,12 @@ def test_what_a_projects_imports_do(python, project):
         python(f"{code}\nassert {result}")
 
 
-SWITCHES = ("HAVE_PERSIST_LAYER_NORM", "HAVE_FUSED_LAYER_NORM", "OPT_GROUP_NORM", "Fast_LN", "T5LayerNorm", "_FusedAdam",
-            "has_v1", "apex_installed", "ApexFusedDense", "LayerNorm", "fused", "rope")
+SWITCHES = ("HAVE_PERSIST_LAYER_NORM", "HAVE_FUSED_LAYER_NORM", "OPT_GROUP_NORM", "T5LayerNorm", "_FusedAdam", "has_v1",
+            "LayerNorm", "fused", "rope")
 GUARDED = [project for project, (block, result) in BLOCKS.items() if "except" in block and "raise" not in block]
 
 
-@pytest.mark.parametrize("project", [project for project in GUARDED if project not in ("DeepSpeed", "timm")])
+@pytest.mark.parametrize("project", [project for project in GUARDED if project != "DeepSpeed"])
 def test_a_part_switches_no_project_into_what_it_leaves_out(python, project):
     """With amp alone every guard says no, but for those that ask for no more than `import apex`."""
     block, _ = BLOCKS[project]

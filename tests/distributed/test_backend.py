@@ -112,15 +112,6 @@ def test_buffer_put_in_place_of_another(rank, world_size):
 
 
 @on_ranks(2)
-def test_a_rank_that_compiles_alone(rank, world_size):
-    model = Net(rank)
-    compiled = torch.compile(model, backend="apex", options=dict(OPTIONS), dynamic=False)
-    for rows in (4, 4, 6 if rank == 0 else 4):
-        compiled(torch.ones(rows, 3)).sum().backward()
-    assert_equal_on_all_ranks([p.grad for p in model.parameters() if p.grad is not None], world_size)
-
-
-@on_ranks(2)
 def test_one_code_for_many_layers(rank, world_size):
     """Layers of one class, compiled one by one, share a graph; each has parameters of its own."""
     class Layer(nn.Linear):

@@ -167,13 +167,3 @@ def test_what_is_no_interval(interval):
 def test_the_error_is_pickled_with_what_it_knows():
     error = pickle.loads(pickle.dumps(ReplicaMismatchError("text", (2,), ("a",))))
     assert (str(error), error.ranks, error.parameters) == ("text", (2,), ("a",))
-
-
-@pytest.mark.long
-@on_ranks(2, timeout=3000.0)
-def test_no_false_alarm_in_ten_thousand_steps(rank, world_size):
-    _, step = make(1)
-    for _ in range(100):
-        for batch in batches(rank, 100):
-            step(*batch)
-    step.state_dict()

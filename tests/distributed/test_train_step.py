@@ -185,13 +185,6 @@ def test_what_is_said_where_a_rank_does_not_come_or_a_group_is_gone(rank, world_
 
 
 @pytest.mark.long
-@on_ranks(4)
-def test_a_step_of_four_ranks_is_that_of_torch_ddp(rank, world_size):
-    for options in ({}, {"max_grad_norm": 0.05}, {"accumulate": 2}, {"sync_bn": True}):
-        compare(rank, **options)
-
-
-@pytest.mark.long
 @on_ranks(2)
 def test_under_inductor(rank, world_size):
     compare(rank, inner="inductor", max_grad_norm=0.05, sync_bn=True, loss_scale=1024.0)

@@ -123,28 +123,6 @@ def test_accumulates_by_a_plan(rank, world_size):
 
 
 @on_ranks(2)
-def test_forward_before_no_sync(rank, world_size):
-    model, reference = model_and_reference(rank)
-    x1, x2 = batches(rank, 2)
-    loss = model(x1).square().mean()
-    with model.no_sync():
-        model(x2).square().mean().backward()
-    loss.backward()
-    check(model, expected_gradients(reference, [x1, x2], world_size))
-    model.zero_grad()
-    model(x1).square().mean().backward()
-    check(model, expected_gradients(reference, [x1], world_size))
-
-
-@on_ranks(2)
-def test_two_backwards(rank, world_size):
-    model, reference = model_and_reference(rank)
-    x1, x2 = batches(rank, 2)
-    (model(x1).square().mean() + model(x2).square().mean()).backward()  # two forwards, one backward
-    check(model, expected_gradients(reference, [x1, x2], world_size))
-
-
-@on_ranks(2)
 def test_bypassed(rank, world_size):
     source = Net()
     model = apexfx.transform(source, opt_level="O0", ddp=SMALL, inner="eager")

@@ -174,16 +174,6 @@ def test_sync_batch_norm_modules_stay_synchronized_unasked(rank, world_size):
     assert_close(model(whole[3 * rank:3 * rank + 3]), reference(whole.double())[3 * rank:3 * rank + 3])
 
 
-@on_ranks(3)
-def test_one_value_a_rank(rank, world_size):
-    torch.manual_seed(0)
-    source = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    reference = copy.deepcopy(source).double()
-    whole = torch.randn(world_size, 4)
-    model = apexfx.transform(source, opt_level="O0", sync_bn=True, inner="eager", fullgraph=True)
-    assert_close(model(whole[rank:rank + 1]), reference(whole.double())[rank:rank + 1])
-
-
 @on_ranks(2)
 def test_one_value_of_one_rank_under_the_backend(rank, world_size):
     """Torch checks its module before there is a graph; the other rank is told within the timeout of the group."""

@@ -14,7 +14,6 @@ from torch import nn
 import apexfx
 from apexfx.report.html import page_data
 from apexfx.report.memory import KINDS, MemoryTimeline
-from apexfx.report.records import stage_from_json, stage_to_json
 
 WIDTH, LAYERS = 512, 6
 LAYER = 4 * WIDTH * WIDTH  # bytes of a weight
@@ -106,11 +105,6 @@ def test_the_page_holds_the_areas():
     assert len(memory["steps"]) == 5 and memory["peak"] == timeline.peak  # no buffers
     for kind, steps in memory["steps"].items():
         assert list(accumulate(steps)) == timeline.alive[kind]
-
-
-def test_a_kept_report_has_it():
-    step, timeline = captured()
-    assert stage_from_json(stage_to_json(step.report.stage("step"))).memory == timeline
 
 
 def test_another_graph_has_none():

@@ -48,11 +48,6 @@ def test_the_tree_formula_counts_the_levels_of_a_tree(num_ranks):
     assert tree(LINK, 1e6, num_ranks) - tree(LINK, 0, num_ranks) == pytest.approx(2e6 / LINK.bytes_per_s, **CLOSE)
 
 
-def test_one_rank_needs_no_network():
-    assert PRESETS["nvlink4+ib400"].allreduce_seconds(1e9, 1) == 0.0
-    assert tree(LINK, 1e6, 1) == ring(LINK, 1e6, 1) == 0.0
-
-
 def test_a_hierarchy_reduces_inside_the_node_and_sends_one_share_between_nodes():
     inner, outer = Link(1e-6, 100e9), Link(5e-6, 10e9)
     network = Network((Level(inner, 4), Level(outer)), base_s=7e-6)
@@ -94,8 +89,3 @@ def test_the_ranks_of_a_node_share_its_link():
 def test_nonsense_is_refused(make, named):
     with pytest.raises(ValueError, match=named):
         make()
-
-
-@pytest.mark.parametrize("preset", PRESETS.values(), ids=PRESETS)
-def test_every_preset_says_where_its_numbers_come_from(preset):
-    assert preset.source

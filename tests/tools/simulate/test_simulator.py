@@ -53,11 +53,6 @@ def test_a_step_by_hand():
     assert made.efficiency == 9.5 / 16.5
 
 
-def test_one_bucket_starts_with_the_last_gradient():
-    made = simulate(profile_of([2, 5, 1]), NETWORK, 2, BucketConfig(message_size=100))
-    assert [(b.begin, b.end, b.num_bytes) for b in made.buckets] == [(9, 21, 48)]
-
-
 def test_delayed_buckets_start_after_backward():
     profile = profile_of([2, 5, 1])
     made = simulate(profile, NETWORK, 2, BucketConfig(delay_allreduce=True))
@@ -78,11 +73,6 @@ def test_statistics_are_waited_for_on_the_spot():
     made = simulate(profile_of([2, 5], sync_bytes=8), NETWORK, 2, BucketConfig(message_size=100))
     assert (local.sync_tax_s, made.sync_tax_s) == (0.0, 4.0)
     assert made.step_s == local.step_s + 4.0
-
-
-def test_one_rank_alone_communicates_nothing():
-    made = simulate(profile_of([2, 5], sync_bytes=8), NETWORK, 1)
-    assert (made.step_s, made.communication_s, made.exposed_s, made.sync_tax_s) == (8.0, 0.0, 0.0, 0.0)
 
 
 def test_the_best_bucket_is_the_best_of_all_sizes():
