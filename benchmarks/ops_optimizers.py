@@ -1,4 +1,4 @@
-"""Rows of the optimizer, clipping, norm and bucket ops, for `ops.py`, on parameter lists shaped like ResNet-50 and GPT-2."""
+"""Rows of the optimizer, clipping and norm ops, for `ops.py`, on parameter lists shaped like ResNet-50 and GPT-2."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from op_row import Row
 from torch import Tensor
 
-from apexfx.ops import bucket, multi_tensor
+from apexfx.ops import multi_tensor
 from apexfx.ops.checksum import checksum
 from apexfx.optimizers import FusedAdagrad, FusedAdam, FusedLAMB, FusedNovoGrad, FusedSGD, clip_grad_norm_
 
@@ -180,16 +180,3 @@ def _other_rows(model: str, shapes, device: str) -> Iterator[Row]:
     ours.step()  # makes the masters, which the other way has from the beginning
     upcast_step_copy()
     yield Row("adamw, bf16 model, fp32 masters", ours.step, {"cast + fused + copy": upcast_step_copy}, _bytes(shapes, 7))
-    offsets, numel = [], 0
-    for shape in shapes:
-        offsets.append(numel)
-        numel += (math.prod(shape) + 3) // 4 * 4
-    yield Row("flatten_bucket fp32 / 2", lambda: bucket.flatten_bucket(grads, offsets, numel, torch.float32, 2.0),
-              {"cat + div": lambda: torch.cat([g.reshape(-1) for g in grads]).div_(2.0)}, _bytes(shapes, 2))  # fmt: skip
-    yield Row("flatten_bucket bf16 / 2", lambda: bucket.flatten_bucket(grads, offsets, numel, torch.bfloat16, 2.0),
-              {"cat + to + div": lambda: torch.cat([g.reshape(-1) for g in grads]).to(torch.bfloat16).div_(2.0)},
-              _bytes(shapes, 1) * 3 // 2)  # fmt: skip
-    flat = torch.randn(numel, device=device)
-    yield Row("unflatten_bucket fp32", lambda: bucket.unflatten_bucket(flat, offsets, shapes, torch.float32),
-              {"split + view + clone": lambda: [flat[o:o + math.prod(s)].view(s).clone() for o, s in zip(offsets, shapes)]},
-              _bytes(shapes, 2))  # fmt: skip

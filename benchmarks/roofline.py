@@ -31,9 +31,6 @@ ROWS = (
     ("multi_tensor_axpby", "axpby gpt2"),
     ("multi_tensor_l2norm", "l2norm gpt2"),
     ("checksum", "checksum gpt2"),
-    ("flatten_bucket", "flatten_bucket fp32 / 2"),
-    ("flatten_bucket", "flatten_bucket bf16 / 2"),
-    ("unflatten_bucket", "unflatten_bucket fp32"),
     *((f"{prefix}{op}, {op}_backward", f"{prefix}{op} {dtype} 16384x4096") for prefix in ("", "add_")
       for op in ("layer_norm", "rms_norm") for dtype in ("float32", "bfloat16")),
     *((f"bn_{name}", f"batch_norm {name}+relu {kind} 128x256x56x56") for name in ("forward", "backward")

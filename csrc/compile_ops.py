@@ -4,7 +4,7 @@ Only the LibTorch stable ABI (target 2.11) is used, so one library serves every 
 Python. `setup.py` calls this file; it can be run by itself too:
 
     python csrc/compile_ops.py                                            every .cpp, into apexfx/_C_cpu.so
-    python csrc/compile_ops.py --only csrc/cpu/bucket.cpp --out out/a.so  one file, into a library of your own
+    python csrc/compile_ops.py --only csrc/cpu/checksum.cpp --out out/a.so  one file, into a library of your own
     python csrc/compile_ops.py --headers torch-2.11 --out out/a.so        with the headers of another torch package
     python csrc/compile_ops.py all --arch native                          both libraries, the CUDA one for this device
     python csrc/compile_ops.py check-cuda                                 every .cu with nvcc, no device needed; --write: also

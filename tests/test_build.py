@@ -65,7 +65,7 @@ def test_the_library_is_loaded_and_every_family_has_a_cpu_kernel():
     assert cpu.loaded, cpu.reason
     rows = {row.op: row for row in doctor.facts().ops}
     for op in ("adam_", "lamb_", "sgd_", "adagrad_", "novograd_", "multi_tensor_scale", "multi_tensor_axpby",
-               "multi_tensor_l2norm", "flatten_bucket", "unflatten_bucket", "checksum"):  # fmt: skip
+               "multi_tensor_l2norm", "checksum"):  # fmt: skip
         assert rows[op].reference and rows[op].cpu, op
 
 
@@ -89,7 +89,7 @@ def test_without_a_usable_library_the_references_run(tmp_path, change, reason):
 def test_the_signatures_in_a_library_are_those_of_the_registered_ops():
     text = "\n".join(["apexfx signatures:", *compile_ops.signatures()]).encode() + b"\n\0"
     assert mismatch(text) == ""
-    assert "apexfx::flatten_bucket" in mismatch(text.replace(b"flatten_bucket(List[Tensor]", b"flatten_bucket(Tensor", 1))
+    assert "apexfx::checksum" in mismatch(text.replace(b"checksum(List[Tensor]", b"checksum(Tensor", 1))
     assert "does not say which ops" in mismatch(text.replace(b"signatures:", b"", 1))
     adam = next(line for line in compile_ops.signatures() if line.startswith("adam_.unscale("))
     assert mismatch(text.replace(f"{adam}\n".encode(), b"", 1)) == "it was built before there was an apexfx::adam_.unscale"
@@ -208,7 +208,7 @@ def test_a_compiler_that_knows_none_of_them_is_an_error(nvcc, monkeypatch):
 
 @pytest.mark.skipif(compile_ops.find_nvcc() is None, reason="needs nvcc")
 def test_a_library_says_what_it_was_compiled_for(tmp_path):
-    units = compile_ops.cuda_units(tmp_path, "8.0;9.0+PTX", [ROOT / "csrc/cuda/bucket.cu"])
+    units = compile_ops.cuda_units(tmp_path, "8.0;9.0+PTX", [ROOT / "csrc/cuda/checksum.cu"])
     assert re.search(r"apexfx CUDA \d+\.\d+: sm_80 sm_90 compute_90", (tmp_path / "built_for.cpp").read_text())
     assert re.findall(r",code=(\w+)", " ".join(units[0].command)) == ["sm_80", "sm_90", "compute_90"]
 
@@ -354,16 +354,17 @@ def test_the_audit_notices_a_forbidden_symbol(tmp_path):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_messages_of_a_library_with_a_libstdcxx_of_its_own(tmp_path):
     """Some toolchains have libstdc++ as an archive alone; a stream's locale is then not the one of torch."""
-    compiler, library, units = tmp_path / "g++", tmp_path / "bucket.so", ("csrc/cpu/bucket.cpp", "csrc/cpu/convert.cpp")
+    compiler, library = tmp_path / "g++", tmp_path / "norm.so"
+    units = [f"csrc/cpu/{name}.cpp" for name in ("norm", "norm_rows", "convert")]
     compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
     compiler.chmod(0o755)
     status, output = run([sys.executable, "csrc/compile_ops.py", "--only", *units, "--out", str(library)],
                          CXX=str(compiler))  # fmt: skip
     assert status == 0, output
-    program = ("import sys, torch\nfrom apexfx.ops.bucket import flatten_bucket\ntorch.ops.load_library(sys.argv[1])\n"
-               "flatten_bucket([torch.ones(3)], [0, 3], 6, torch.float32, 0.5)")  # fmt: skip
+    program = ("import sys, torch\nimport apexfx.ops\ntorch.ops.load_library(sys.argv[1])\n"
+               "torch.ops.apexfx.layer_norm.default(torch.ones(3), None, None, 5, 0.5)")  # fmt: skip
     status, output = run([sys.executable, "-c", program, str(library)], APEXFX_EXT="0")
-    assert "RuntimeError: apexfx::flatten_bucket: 1 tensors but 2 offsets" in output, (status, output)
+    assert "RuntimeError: apexfx::layer_norm: num_dims=5, but x has 1 dims" in output, (status, output)
 
 
 @needs_library

@@ -61,7 +61,7 @@ def _in_place(op: Any) -> Callable[..., Any]:
     return lower
 
 
-def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype, divisor: float = 1.0) -> Any:
+def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, dtype: torch.dtype) -> Any:
     """Make each tensor's own buffer a slice of the flat one where nothing else reads it, and copy it there otherwise."""
     device = tensors[0].get_device()
     kernel = ir.ConcatKernel(name=None, layout=ir.FixedLayout(device, dtype, [numel], [1]), inputs=[])
@@ -78,8 +78,6 @@ def _flatten_bucket(tensors: Sequence[Any], offsets: Sequence[int], numel: int, 
         if offset > end:
             put(_zeros(offset - end, dtype, device), end)
         tensor = lowering.to_dtype(tensor, dtype)
-        if divisor != 1.0:
-            tensor = lowering.lowerings[aten.div.Tensor](tensor, divisor)
         if len(node.users) > 1:  # the flat buffer may be changed in place before the others read
             tensor = lowering.clone(tensor)
         end = put(tensor, offset)

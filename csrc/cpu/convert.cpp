@@ -49,10 +49,6 @@ int64_t widen_blocks(const uint16_t*, float*, int64_t) { return 0; }
 int64_t narrow_blocks(const float*, uint16_t*, int64_t) { return 0; }
 #endif
 
-APEXFX_CLONES void divide_floats(const float* in, float* out, float divisor, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) out[i] = in[i] / divisor;
-}
-
 }  // namespace
 
 void widen(const BFloat16* in, float* out, int64_t n) { widen_bfloat16(reinterpret_cast<const uint16_t*>(in), out, n); }
@@ -67,7 +63,6 @@ void narrow(const float* in, Half* out, int64_t n) {
   const int64_t done = has_f16c ? narrow_blocks(in, bits, n) : 0;
   if (done < n) narrow_float16(in + done, bits + done, n - done);
 }
-void divide(const float* in, float* out, float divisor, int64_t n) { divide_floats(in, out, divisor, n); }
 
 const float* load(const void* data, ScalarType dtype, float* scratch, int64_t n) {
   switch (dtype) {

@@ -13,7 +13,6 @@ void widen(const BFloat16* in, float* out, int64_t n);
 void widen(const Half* in, float* out, int64_t n);
 void narrow(const float* in, BFloat16* out, int64_t n);
 void narrow(const float* in, Half* out, int64_t n);
-void divide(const float* in, float* out, float divisor, int64_t n);
 
 // Returns a pointer to `n` floats with the values of `data`, which is `scratch` unless they are float32 already.
 const float* load(const void* data, ScalarType dtype, float* scratch, int64_t n);

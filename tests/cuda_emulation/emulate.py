@@ -1,7 +1,7 @@
 """Compile the CUDA sources for the CPU, and run tests on them in the place of the CPU's own kernels.
 
     python tests/cuda_emulation/emulate.py FOLDER all [argument of pytest ...]
-    python tests/cuda_emulation/emulate.py FOLDER multi_tensor,bucket [argument of pytest ...]
+    python tests/cuda_emulation/emulate.py FOLDER multi_tensor,checksum [argument of pytest ...]
     python tests/cuda_emulation/emulate.py build apexfx/_C_cpu.so      in the place of the CPU's library; runs no test
 
 The sources are the real ones, compiled through `include/`; a launch `kernel<<<grid, threads, ...>>>(arguments)` becomes

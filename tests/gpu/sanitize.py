@@ -18,13 +18,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from apexfx.ops import multi_tensor
-from apexfx.ops.bucket import flatten_bucket, unflatten_bucket
 from apexfx.ops.checksum import checksum
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
 from tests.gpu import test_norm_kernels as norms
 from tests.ops import multi_tensor_cases as lists
 from tests.ops import test_batch_norm as batch_norms
-from tests.ops.optimizer_cases import BF16, DTYPES, F16, F32, F64, LAYOUTS, OPS, SCALARS, make
+from tests.ops.optimizer_cases import DTYPES, LAYOUTS, OPS, SCALARS, make
 
 SIZES = [(), (7,), (0,), (3, 5, 2, 2), (8192 + 3,)]
 # Rows kept in registers and rows that are not.
@@ -85,17 +84,13 @@ def run_reductions(device: str) -> int:
 
 
 def run_lists(device: str) -> int:
-    """Run what goes over a list element by element: the other optimizers, scale, axpby, buckets."""
+    """Run what goes over a list element by element: the other optimizers, scale, axpby."""
     calls = run_optimizers([name for name in OPS if name not in NORM_TYPES], device)
     flag = torch.zeros((), device=device)
     for i, dtypes in enumerate(lists.DTYPES):
         x, y = (lists.random_list(dtype, LAYOUTS[i % len(LAYOUTS)], device, position=j) for j, dtype in enumerate(dtypes))
         multi_tensor.multi_tensor_scale(x, y, flag, 0.5)
         multi_tensor.multi_tensor_axpby(x, y, y, flag, 2.0, -0.25)
-        calls += 2
-    for source, target in itertools.product((F32, F16, BF16, F64), repeat=2):
-        flat = flatten_bucket([torch.randn(n, device=device).to(source) for n in (5, 9001)], [0, 8], 9016, target, 3.0)
-        unflatten_bucket(flat, [0, 8], [(5,), (9001,)], source, 3.0)
         calls += 2
     return calls
 

@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from apexfx.ops import multi_tensor
-from apexfx.ops.bucket import flatten_bucket
 from apexfx.testing import assert_close
 from tests.ops import multi_tensor_cases as lists
 from tests.ops.optimizer_cases import BF16, COUNTS_STEPS, DTYPES, F16, F32, F64, LAYOUTS, OPS, SCALARS, check, make
-from tests.ops.test_bucket import CASTS, check_bitwise
 from tests.ops.test_checksum import DTYPES as CHECKSUM_DTYPES
 from tests.ops.test_checksum import check_checksum
 
@@ -78,12 +76,6 @@ def test_checksum(dtype, device):
         check_checksum(dtype, layout, device)
 
 
-@pytest.mark.parametrize("source,target", CASTS)
-def test_bucket_is_bitwise_a_cast_and_a_true_division(source, target, device):
-    for layout in LAYOUTS:
-        check_bitwise(source, target, layout, device)
-
-
 def _cuda_only(device):
     if device != "cuda":
         pytest.skip("about CUDA itself")
@@ -136,5 +128,3 @@ def test_mixed_devices_raise(device):
         multi_tensor.multi_tensor_scale([on_device, on_cpu], [on_device, on_cpu], flag)
     with pytest.raises((RuntimeError, ValueError), match="device"):
         multi_tensor.multi_tensor_scale([on_device], [on_device], torch.zeros(()))
-    with pytest.raises((RuntimeError, ValueError), match="device"):
-        flatten_bucket([on_device, on_cpu], [0, 3], 6, F32)

@@ -15,7 +15,7 @@ from tests import fresh_process
 
 OPS = (
     "adam_", "lamb_", "sgd_", "adagrad_", "novograd_", "multi_tensor_scale", "multi_tensor_axpby", "multi_tensor_l2norm",
-    "flatten_bucket", "unflatten_bucket", "checksum",
+    "flatten_bucket", "checksum",
 )  # fmt: skip
 NAMED = (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError)
 
