@@ -1,5 +1,6 @@
 """Rows of batch norm, for benchmarks/ops.py: our ops against torch's own kernels.
 
+"step" is a batch norm with the add and ReLU that end a residual block, forward and backward, against Inductor's code.
 "forward" is statistics, running buffers and normalization (torch: native_batch_norm), and has to be at least as fast;
 "backward" is the gradients of x, weight and bias (torch: native_batch_norm_backward); "+relu" adds a ReLU, fused here,
 an op of its own in torch.
@@ -11,10 +12,13 @@ from collections.abc import Callable, Iterator
 
 import harness
 import torch
+import torch.nn.functional as F
 from op_row import Row
+from ops_norm import training_step
 from torch import Tensor
 
 from apexfx.ops.local_batch_norm import bn_backward, bn_forward_
+from apexfx.ops.sync_batch_norm import sync_batch_norm
 
 # Activations of ResNet-50 at batch 32 and of smaller and odder models.
 SHAPES = {
@@ -37,6 +41,21 @@ def rows(device: str) -> Iterator[Row]:
                     ours, theirs = (harness.rotate([case[name][i] for case in calls]) for i in range(2))
                     target = 1.0 if name == "forward" else None
                     yield Row(f"batch_norm {name} {kind}", ours, {"torch": theirs}, passes * several[0].nbytes, target)
+    for shape in ((16, 32, 24, 24), (32, 64, 56, 56), (32, 256, 14, 14), (32, 1024, 7, 7)) if device == "cpu" else ():
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x, residual = (torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last).requires_grad_()
+                           for _ in range(2))  # fmt: skip
+            parameters = [torch.randn(shape[1]).requires_grad_() for _ in range(2)]
+            torch._dynamo.reset()
+            steps = [training_step(torch.compile(block, dynamic=False), (x, residual, *parameters)) for block in BLOCKS]
+            yield Row(f"batch_norm step {str(dtype).removeprefix('torch.')} NHWC {'x'.join(map(str, shape))}", steps[0],
+                      {"Inductor": steps[1]}, 10 * x.nbytes, 1.0)  # fmt: skip
+
+
+BLOCKS = (
+    lambda x, residual, weight, bias: sync_batch_norm(x, weight, bias, residual=residual, relu=True),
+    lambda x, residual, weight, bias: F.relu(F.batch_norm(x, None, None, weight, bias, True) + residual),
+)
 
 
 def cases(x: Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], object], int]]:

@@ -45,7 +45,6 @@ SHORT = (  # in order of worth
     "safeguard.py --models mlp --rounds 20 --json results/safeguard.json",
     "jax_step.py --processes 1 --environment ../../build/jax --json results/jax_step.json",
     "host_time.py --rounds 20",
-    "ops_norm.py --op layer_norm --inner eager --shapes 64x64 --seconds 0.2",
     "optimizers.py AdamW --parameters 20",
     "recurrent.py --steps 20 --rounds 3",
     "gradient_check.py --steps 10",

@@ -34,8 +34,8 @@ inline void check_parameter(const char* op, const char* name, const Optional& pa
         " and x ", dtype_name(x.scalar_type()), "; float64 mixes with no other dtype, cast one of them");
 }
 
-inline Rows check_forward(const char* op, const Tensor& x, const Optional& residual, const Optional& weight,
-                          const Optional& bias, int64_t num_dims, double eps, std::optional<ScalarType> dtype) {
+inline Rows check_forward(const char* op, const Tensor& x, const Optional& weight, const Optional& bias,
+                          int64_t num_dims, double eps, std::optional<ScalarType> dtype) {
   check_floating(op, "x", x.scalar_type());
   check(1 <= num_dims && num_dims <= x.dim(), op, "num_dims=", num_dims, ", but x has ", x.dim(), " dims");
   check(eps >= 0 && eps <= 1.7976931348623157e308, op, "eps=", eps, "; expected a finite number that is not negative");
@@ -47,11 +47,6 @@ inline Rows check_forward(const char* op, const Tensor& x, const Optional& resid
     check(*dtype == x.scalar_type() || (weight.has_value() && *dtype == weight->scalar_type()) ||
               (bias.has_value() && *dtype == bias->scalar_type()),
           op, "dtype=", dtype_name(*dtype), "; expected x's dtype or the parameters'");
-  if (residual.has_value()) {
-    check(same_device(*residual, x), op, "residual is on another device than x");
-    check(same_sizes(*residual, x) && residual->scalar_type() == x.scalar_type(), op,
-          "residual has not the shape and dtype of x");
-  }
   Rows rows{1, 1};
   for (int64_t d = 0; d < x.dim(); ++d) (d < x.dim() - num_dims ? rows.count : rows.columns) *= x.size(d);
   return rows;
@@ -76,11 +71,10 @@ struct Backward {
   double eps;
   bool from_output;
   ScalarType input_dtype;
-  Optional grad_sum;  // added to dx
 };
 
 inline Rows check_backward(const Backward& a, bool needs_mean) {
-  const Rows rows = check_forward(a.op, a.saved, std::nullopt, a.weight, a.bias, a.num_dims, a.eps, std::nullopt);
+  const Rows rows = check_forward(a.op, a.saved, a.weight, a.bias, a.num_dims, a.eps, std::nullopt);
   const ScalarType saved = a.saved.scalar_type();
   check_floating(a.op, "grad", a.grad.scalar_type());
   check(same_device(a.grad, a.saved), a.op, "grad is on another device than saved");
@@ -93,17 +87,10 @@ inline Rows check_backward(const Backward& a, bool needs_mean) {
   check(a.mean.has_value() || !needs_mean || a.from_output, a.op,
         "mean is None; only a backward from the output (from_output=True) needs none");
   check_statistic(a.op, "rstd", a.rstd, a.saved, a.num_dims);
-  if (a.grad_sum.has_value()) {
-    check(!a.from_output, a.op, "grad_sum goes with a backward from the sum; expected from_output=False");
-    check(same_device(*a.grad_sum, a.saved), a.op, "grad_sum is on another device than saved");
-    check(same_sizes(*a.grad_sum, a.saved) && a.grad_sum->scalar_type() == a.input_dtype, a.op,
-          "grad_sum has not the shape of saved and the dtype of dx");
-  }
   return rows;
 }
 
 inline Tensor dense(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-inline Optional dense(const Optional& t) { return t.has_value() ? Optional(dense(*t)) : t; }
 
 inline std::vector<int64_t> sizes_of(const Tensor& t, int64_t dims) {
   std::vector<int64_t> sizes;
@@ -118,14 +105,14 @@ inline Tensor parameter_gradient(const Optional& parameter, const Tensor& rstd) 
 }
 
 struct Forward {
-  Tensor y, sum, mean, rstd;  // sum is undefined without a residual, mean for RMS norm
+  Tensor y, mean, rstd;  // mean is undefined for RMS norm
 };
 
 struct Gradients {
   Tensor dx, dweight, dbias;
 };
 
-// Backend::forward(op, x, residual, weight, bias, num_dims, eps, dtype, centered) -> Forward
+// Backend::forward(op, x, weight, bias, num_dims, eps, dtype, centered) -> Forward
 // Backend::backward(arguments, centered, parameters) -> Gradients; `centered`: layer norm; `parameters`: dweight and dbias
 template <typename Backend>
 struct NormOps {
@@ -133,59 +120,44 @@ struct NormOps {
   static std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, Optional weight, Optional bias,
                                                        int64_t num_dims, double eps, std::optional<ScalarType> dtype,
                                                        bool) {
-    auto out = Backend::forward("layer_norm", x, std::nullopt, weight, bias, num_dims, eps, dtype, true);
+    auto out = Backend::forward("layer_norm", x, weight, bias, num_dims, eps, dtype, true);
     return {out.y, out.mean, out.rstd};
-  }
-
-  // x, residual: [rows, n] -> y, sum: [rows, n], mean: [rows], rstd: [rows]
-  static std::tuple<Tensor, Tensor, Tensor, Tensor> add_layer_norm(const Tensor& x, const Tensor& residual,
-                                                                   Optional weight, Optional bias, int64_t num_dims,
-                                                                   double eps, std::optional<ScalarType> dtype) {
-    auto out = Backend::forward("add_layer_norm", x, residual, weight, bias, num_dims, eps, dtype, true);
-    return {out.y, out.sum, out.mean, out.rstd};
   }
 
   static Tensor layer_norm_backward_input(const Tensor& grad, const Tensor& saved, Optional mean, const Tensor& rstd,
                                           Optional weight, Optional bias, int64_t num_dims, double eps,
-                                          bool from_output, ScalarType input_dtype, Optional grad_sum) {
+                                          bool from_output, ScalarType input_dtype) {
     return Backend::backward({"layer_norm_backward_input", grad, saved, mean, rstd, weight, bias, num_dims, eps,
-                              from_output, input_dtype, grad_sum}, true, false).dx;
+                              from_output, input_dtype}, true, false).dx;
   }
 
   static std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& saved, Optional mean,
                                                                 const Tensor& rstd, Optional weight, Optional bias,
                                                                 int64_t num_dims, double eps, bool from_output,
-                                                                ScalarType input_dtype, Optional grad_sum) {
+                                                                ScalarType input_dtype) {
     auto out = Backend::backward({"layer_norm_backward", grad, saved, mean, rstd, weight, bias, num_dims, eps,
-                                  from_output, input_dtype, grad_sum}, true, true);
+                                  from_output, input_dtype}, true, true);
     return {out.dx, out.dweight, out.dbias};
   }
 
   // x: [rows, n] -> y: [rows, n], rstd: [rows]
   static std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, Optional weight, int64_t num_dims, double eps,
                                              std::optional<ScalarType> dtype, bool) {
-    auto out = Backend::forward("rms_norm", x, std::nullopt, weight, std::nullopt, num_dims, eps, dtype, false);
+    auto out = Backend::forward("rms_norm", x, weight, std::nullopt, num_dims, eps, dtype, false);
     return {out.y, out.rstd};
   }
 
-  // x, residual: [rows, n] -> y, sum: [rows, n], rstd: [rows]
-  static std::tuple<Tensor, Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, Optional weight,
-                                                         int64_t num_dims, double eps, std::optional<ScalarType> dtype) {
-    auto out = Backend::forward("add_rms_norm", x, residual, weight, std::nullopt, num_dims, eps, dtype, false);
-    return {out.y, out.sum, out.rstd};
-  }
-
   static Tensor rms_norm_backward_input(const Tensor& grad, const Tensor& saved, const Tensor& rstd, Optional weight,
-                                        int64_t num_dims, double eps, bool from_output, ScalarType input_dtype, Optional grad_sum) {
+                                        int64_t num_dims, double eps, bool from_output, ScalarType input_dtype) {
     return Backend::backward({"rms_norm_backward_input", grad, saved, std::nullopt, rstd, weight, std::nullopt,
-                              num_dims, eps, from_output, input_dtype, grad_sum}, false, false).dx;
+                              num_dims, eps, from_output, input_dtype}, false, false).dx;
   }
 
   static std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& saved, const Tensor& rstd,
                                                       Optional weight, int64_t num_dims, double eps, bool from_output,
-                                                      ScalarType input_dtype, Optional grad_sum) {
+                                                      ScalarType input_dtype) {
     auto out = Backend::backward({"rms_norm_backward", grad, saved, std::nullopt, rstd, weight, std::nullopt, num_dims,
-                                  eps, from_output, input_dtype, grad_sum}, false, true);
+                                  eps, from_output, input_dtype}, false, true);
     return {out.dx, out.dweight};
   }
 };
@@ -196,10 +168,8 @@ struct NormOps {
 // The registration that both devices share.
 #define APEXFX_REGISTER_NORMS(library, Backend)                                                                  \
   library.impl("layer_norm", TORCH_BOX(&NormOps<Backend>::layer_norm));                                          \
-  library.impl("add_layer_norm", TORCH_BOX(&NormOps<Backend>::add_layer_norm));                                  \
   library.impl("layer_norm_backward_input", TORCH_BOX(&NormOps<Backend>::layer_norm_backward_input));            \
   library.impl("layer_norm_backward", TORCH_BOX(&NormOps<Backend>::layer_norm_backward));                        \
   library.impl("rms_norm", TORCH_BOX(&NormOps<Backend>::rms_norm));                                              \
-  library.impl("add_rms_norm", TORCH_BOX(&NormOps<Backend>::add_rms_norm));                                      \
   library.impl("rms_norm_backward_input", TORCH_BOX(&NormOps<Backend>::rms_norm_backward_input));                \
   library.impl("rms_norm_backward", TORCH_BOX(&NormOps<Backend>::rms_norm_backward))

@@ -237,8 +237,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 # Functions written in C, and the op that has the same parameters.
-_OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default, torch.layer_norm: torch.ops.aten.layer_norm.default,
-              torch.rms_norm: torch.ops.aten.rms_norm.default}
+_OVERLOADS = {torch.batch_norm: torch.ops.aten.batch_norm.default}
 
 
 @functools.cache

@@ -3,12 +3,10 @@
 RMS norm is layer norm without a mean and a bias, and the arguments of both come in one order:
 
     forward    x, *parameters, num_dims, eps, dtype, memory_efficient                          -> y, *statistics
-    add        x, residual, *parameters, num_dims, eps, dtype                                  -> y, sum, *statistics
-    backward   grad, saved, *statistics, *parameters, num_dims, eps, from_output, input_dtype, grad_sum  -> dx, *dparameters
+    backward   grad, saved, *statistics, *parameters, num_dims, eps, from_output, input_dtype  -> dx, *dparameters
 
 where the parameters are weight and bias, or weight alone, and the statistics mean and rstd, or rstd alone. What is saved is
-x, or with `memory_efficient` y (`from_output`). `<name>_backward_input` returns dx alone. `add_<name>` normalizes
-sum = x + residual, and saves the sum; `grad_sum`, the gradient of its other uses, is added to dx.
+x, or with `memory_efficient` y (`from_output`). `<name>_backward_input` returns dx alone.
 """
 
 from __future__ import annotations
@@ -39,22 +37,16 @@ class Norm:
         self.parameter_names = ("weight", "bias") if centered else ("weight",)
         self.statistic_names = ("mean", "rstd") if centered else ("rstd",)
 
-    def register(self) -> tuple[Callable[..., tuple[Tensor, ...]], ...]:
-        """Register references, fakes and derivatives; return both forwards as functions, see `with_direct_autograd`."""
+    def register(self) -> Callable[..., tuple[Tensor, ...]]:
+        """Register references, fakes and the derivative; return the forward as a function, see `with_direct_autograd`."""
         for suffix, reference, fake in (
             ("", self.reference, self._fake),
             ("_backward_input", self.reference_backward_input, self._fake_backward_input),
             ("_backward", self.reference_backward, self._fake_backward),
         ):
             implement(self.name + suffix, reference, fake)
-        implement(f"add_{self.name}", self.reference_add, self._fake_add)
-        return (self._differentiable(self.name, self._setup_context, self._backward),
-                self._differentiable(f"add_{self.name}", self._setup_add_context, self._add_backward))
-
-    def _differentiable(self, name, setup_context, backward) -> Callable[..., tuple[Tensor, ...]]:
-        """Register an op's derivative; return the op as a function."""
-        torch.library.register_autograd(f"apexfx::{name}", backward, setup_context=setup_context, lib=LIBRARY)
-        return with_direct_autograd(getattr(torch.ops.apexfx, name).default, setup_context, backward)
+        torch.library.register_autograd(f"apexfx::{self.name}", self._backward, setup_context=self._setup_context, lib=LIBRARY)
+        return with_direct_autograd(self._op(""), self._setup_context, self._backward)
 
     def _op(self, suffix: str) -> Any:
         return getattr(torch.ops.apexfx, self.name + suffix).default
@@ -89,18 +81,7 @@ class Norm:
             raise TypeError(f"apexfx::{op}: dtype={dtype}; expected x's dtype or the parameters' "
                             f"({', '.join(sorted(map(str, allowed)))})")
 
-    def check_add(self, x: Tensor, residual: Tensor, *arguments: Any) -> None:
-        """Raise as `check` does, and for a residual that does not add to x without a conversion or a broadcast."""
-        op = f"add_{self.name}"
-        self.check(op, x, *arguments)
-        check_floating(op, "residual", residual, x)
-        if residual.shape != x.shape or residual.dtype != x.dtype:
-            raise ValueError(f"apexfx::{op}: residual is {residual.dtype}{list(residual.shape)}, expected what x is, "
-                             f"{x.dtype}{list(x.shape)}")
-
-    def _check_backward(
-        self, op, grad, saved, statistics, parameters, num_dims, eps, from_output, input_dtype, grad_sum
-    ) -> None:
+    def _check_backward(self, op, grad, saved, statistics, parameters, num_dims, eps, from_output, input_dtype) -> None:
         """Raise ValueError or TypeError for tensors that cannot come from one forward."""
         self.check(op, saved, parameters, num_dims, eps, None)
         check_floating(op, "grad", grad, saved, "saved")
@@ -121,13 +102,6 @@ class Norm:
             if value.shape != leading or value.dtype != expected:
                 raise ValueError(f"apexfx::{op}: {name} is {value.dtype}{list(value.shape)}, expected "
                                  f"{expected}{list(leading)} as the forward returned it")
-        if grad_sum is not None:
-            if from_output:
-                raise ValueError(f"apexfx::{op}: grad_sum goes with a backward from the sum; expected from_output=False")
-            check_floating(op, "grad_sum", grad_sum, saved, "saved")
-            if grad_sum.shape != saved.shape or grad_sum.dtype != input_dtype:
-                raise ValueError(f"apexfx::{op}: grad_sum is {grad_sum.dtype}{list(grad_sum.shape)}, expected "
-                                 f"{input_dtype}{list(saved.shape)}, as dx")
 
     # ---- references: oracle of the tests, and what runs where no kernel is compiled ---------------------------------
 
@@ -141,22 +115,12 @@ class Norm:
                 y = apply(y, parameter)
         return y.to(dtype or x.dtype).contiguous(), *(value.reshape(leading).contiguous() for value in statistics)
 
-    def reference_add(self, x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        """Return (y, sum, *statistics)."""
-        self.check_add(x, residual, *self._split(*arguments))
-        total = (x + residual).contiguous()
-        y, *statistics = self.reference(total, *arguments)
-        return y, total, *statistics
-
-    def _split(self, *arguments: Any) -> tuple[Any, ...]:
-        """Return (parameters, num_dims, eps, dtype) of a forward; the dispatcher leaves trailing defaults out."""
-        count = len(self.parameter_names)
-        return arguments[:count], *(*arguments[count:], None)[:3]
-
     def _forward_arguments(self, x: Tensor, *arguments: Any) -> tuple[Any, ...]:
-        """Return (parameters, num_dims, eps, dtype) of a forward, checked."""
-        self.check(self.name, x, *self._split(*arguments))
-        return self._split(*arguments)
+        """Return (parameters, num_dims, eps, dtype) of a forward, checked; the dispatcher leaves trailing defaults out."""
+        count = len(self.parameter_names)
+        split = arguments[:count], *(*arguments[count:], None)[:3]
+        self.check(self.name, x, *split)
+        return split
 
     def _normalize(self, x: Tensor, num_dims: int, eps: float) -> tuple[Tensor, ...]:
         """Return (normalized x, *statistics) in the accumulation dtype, the statistics with `num_dims` unit dims."""
@@ -167,15 +131,14 @@ class Norm:
         rstd = (x.square().mean(dims, keepdim=True) + eps).rsqrt()
         return x * rstd, *means, rstd
 
-    def _input_gradient(self, grad, normalized, rstd, weight, num_dims, input_dtype, grad_sum) -> Tensor:
+    def _input_gradient(self, grad, normalized, rstd, weight, num_dims, input_dtype) -> Tensor:
         dims, grad = tuple(range(-num_dims, 0)), grad.to(normalized.dtype)
         if weight is not None:
             grad = grad * weight
         projection = normalized * (grad * normalized).mean(dims, keepdim=True)
         if self.centered:
             projection = grad.mean(dims, keepdim=True) + projection
-        dx = (grad - projection) * rstd
-        return (dx if grad_sum is None else dx + grad_sum).to(input_dtype).contiguous()
+        return ((grad - projection) * rstd).to(input_dtype).contiguous()
 
     def reference_backward_input(self, *arguments: Any) -> Tensor:
         """Return the gradient of x."""
@@ -186,9 +149,8 @@ class Norm:
         return self._reference_gradients("_backward", *arguments)
 
     def _reference_gradients(self, suffix: str, *arguments: Any) -> tuple[Tensor, ...]:
-        grad, saved, statistics, parameters, num_dims, eps, from_output, input_dtype, grad_sum = self._backward_arguments(
-            suffix, *arguments
-        )
+        grad, saved, statistics, parameters, *options = self._backward_arguments(suffix, *arguments)
+        num_dims, eps, from_output, input_dtype = options
         (*mean, rstd), (weight, *bias) = statistics, parameters
         rstd = rstd.reshape(rstd.shape + (1,) * num_dims)
         normalized = saved.to(accumulation(saved.dtype))
@@ -199,7 +161,7 @@ class Norm:
             normalized = normalized * rstd
         elif weight is not None:
             normalized = normalized / _clamp_by_magnitude(weight.to(normalized.dtype), eps)
-        dx = self._input_gradient(grad, normalized, rstd, weight, num_dims, input_dtype, grad_sum)
+        dx = self._input_gradient(grad, normalized, rstd, weight, num_dims, input_dtype)
         if suffix == "_backward_input":
             return (dx,)
         return dx, *(_sum_rows(value, p) for value, p in zip(_per_parameter(grad, normalized), parameters))
@@ -207,7 +169,7 @@ class Norm:
     def _backward_arguments(self, suffix: str, grad: Tensor, saved: Tensor, *arguments: Any) -> tuple[Any, ...]:
         """Return the arguments of a backward, checked, with the statistics and the parameters each in a tuple."""
         count = len(self.parameter_names)
-        statistics, parameters, options = arguments[:count], arguments[count : 2 * count], (*arguments[2 * count :], None)[:5]
+        statistics, parameters, options = arguments[:count], arguments[count : 2 * count], arguments[2 * count :]
         self._check_backward(self.name + suffix, grad, saved, statistics, parameters, *options)
         return grad, saved, statistics, parameters, *options
 
@@ -218,17 +180,12 @@ class Norm:
         leading, wide = x.shape[: x.dim() - num_dims], accumulation(x.dtype)
         return x.new_empty(x.shape, dtype=dtype or x.dtype), *(x.new_empty(leading, dtype=wide) for _ in self.statistic_names)
 
-    def _fake_add(self, x: Tensor, residual: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        self.check_add(x, residual, *self._split(*arguments))
-        y, *statistics = self._fake(x, *arguments)
-        return y, x.new_empty(x.shape), *statistics
-
     def _fake_backward_input(self, *arguments: Any) -> Tensor:
-        _, saved, *_, input_dtype, _ = self._backward_arguments("_backward_input", *arguments)
+        _, saved, *_, input_dtype = self._backward_arguments("_backward_input", *arguments)
         return saved.new_empty(saved.shape, dtype=input_dtype)
 
     def _fake_backward(self, *arguments: Any) -> tuple[Tensor, ...]:
-        _, saved, (*_, rstd), parameters, *_, input_dtype, _ = self._backward_arguments("_backward", *arguments)
+        _, saved, (*_, rstd), parameters, *_, input_dtype = self._backward_arguments("_backward", *arguments)
         gradients = (rstd.new_empty(0) if p is None else p.new_empty(p.shape) for p in parameters)
         return saved.new_empty(saved.shape, dtype=input_dtype), *gradients
 
@@ -247,39 +204,16 @@ class Norm:
     def _backward(self, ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad
         gradients: tuple[Tensor | None, ...] = ()
-        if grad is not None:
-            gradients = self._gradients(ctx, grad, None, needed[0], needed[1:])
-        return _where_needed(gradients, needed)
+        if grad is not None and torch.is_grad_enabled():  # the caller asked for create_graph=True
+            gradients = self._differentiable_gradients(ctx, grad)
+        elif grad is not None and any(needed[1:]):
+            gradients = self._op("_backward")(grad, *ctx.saved_tensors, *ctx.options)
+        elif grad is not None and needed[0]:
+            gradients = (self._op("_backward_input")(grad, *ctx.saved_tensors, *ctx.options),)
+        gradients = tuple(value if wanted else None for wanted, value in zip(needed, gradients))
+        return *gradients, *(None,) * (len(needed) - len(gradients))
 
-    def _setup_add_context(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        x, _, *parameters, num_dims, eps, _ = inputs
-        _, total, *statistics = output
-        ctx.mark_non_differentiable(*statistics)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total, *statistics, *parameters)
-        ctx.options = num_dims, eps, False, x.dtype
-
-    def _add_backward(
-        self, ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad
-        gradients: tuple[Tensor | None, ...] = (grad_sum,)
-        if grad is not None:
-            gradients = self._gradients(ctx, grad, grad_sum, needed[0] or needed[1], needed[2:])
-        return _where_needed((*gradients[:1], *gradients), needed)  # that of the sum is that of x and of the residual
-
-    def _gradients(
-        self, ctx: Any, grad: Tensor, grad_sum: Tensor | None, input_needed: bool, parameters_needed: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of what was normalized and of the parameters; of the latter, none where none is needed."""
-        if torch.is_grad_enabled():  # the caller asked for create_graph=True
-            return self._differentiable_gradients(ctx, grad, grad_sum)
-        arguments = (grad, *ctx.saved_tensors, *ctx.options, grad_sum)
-        if any(parameters_needed):
-            return self._op("_backward")(*arguments)
-        return (self._op("_backward_input")(*arguments),) if input_needed else ()
-
-    def _differentiable_gradients(self, ctx: Any, grad: Tensor, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+    def _differentiable_gradients(self, ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x and the parameters from plain torch ops on x, which autograd can differentiate again."""
         num_dims, eps, memory_efficient, input_dtype = ctx.options
         if memory_efficient:
@@ -288,16 +222,10 @@ class Norm:
         x, *rest = ctx.saved_tensors
         parameters = rest[len(self.statistic_names) :]
         normalized, *_, rstd = self._normalize(x, num_dims, eps)
-        dx = self._input_gradient(grad, normalized, rstd, parameters[0], num_dims, input_dtype, grad_sum)
+        dx = self._input_gradient(grad, normalized, rstd, parameters[0], num_dims, input_dtype)
         return dx, *(
             None if p is None else _sum_rows(value, p) for value, p in zip(_per_parameter(grad, normalized), parameters)
         )
-
-
-def _where_needed(gradients: tuple[Tensor | None, ...], needed: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return a gradient for each input: None where it is not needed, and for the inputs after the last gradient."""
-    gradients = tuple(value if wanted else None for wanted, value in zip(needed, gradients))
-    return *gradients, *(None,) * (len(needed) - len(gradients))
 
 
 def _per_parameter(grad: Tensor, normalized: Tensor) -> tuple[Tensor, Tensor]:

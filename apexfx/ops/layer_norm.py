@@ -18,13 +18,9 @@ LIBRARY.define(
     "layer_norm(Tensor x, Tensor? weight, Tensor? bias, int num_dims, float eps, ScalarType? dtype=None, "
     "bool memory_efficient=False) -> (Tensor y, Tensor mean, Tensor rstd)"
 )
-LIBRARY.define(
-    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, int num_dims, float eps, ScalarType? dtype=None) "
-    "-> (Tensor y, Tensor sum, Tensor mean, Tensor rstd)"
-)
 _BACKWARD_ARGUMENTS = (
     "(Tensor grad, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, int num_dims, float eps, "
-    "bool from_output, ScalarType input_dtype, Tensor? grad_sum=None)"
+    "bool from_output, ScalarType input_dtype)"
 )
 LIBRARY.define(f"layer_norm_backward_input{_BACKWARD_ARGUMENTS} -> Tensor")
 LIBRARY.define(f"layer_norm_backward{_BACKWARD_ARGUMENTS} -> (Tensor dx, Tensor dweight, Tensor dbias)")
@@ -51,24 +47,5 @@ def layer_norm(
     return _direct(x, weight, bias, num_dims, eps, dtype, memory_efficient)
 
 
-def add_layer_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    num_dims: int = 1,
-    eps: float = 1e-5,
-    *,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:
-    """Normalize the sum of `x` and `residual`, which have one shape and dtype; else as `layer_norm`.
-
-    Returns `(y, sum, mean, rstd)`: the sum is rounded to x's dtype before it is normalized, as `layer_norm(x + residual)` would,
-    is contiguous and differentiable.
-    """
-    NORM.check_add(x, residual, (weight, bias), num_dims, eps, dtype)
-    return _direct_add(x, residual, weight, bias, num_dims, eps, dtype)
-
-
 NORM = Norm("layer_norm", centered=True)
-_direct, _direct_add = NORM.register()
+_direct = NORM.register()

@@ -19,13 +19,9 @@ LIBRARY.define(
     "rms_norm(Tensor x, Tensor? weight, int num_dims, float eps, ScalarType? dtype=None, bool memory_efficient=False) "
     "-> (Tensor y, Tensor rstd)"
 )
-LIBRARY.define(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor? weight, int num_dims, float eps, ScalarType? dtype=None) "
-    "-> (Tensor y, Tensor sum, Tensor rstd)"
-)
 _BACKWARD_ARGUMENTS = (
     "(Tensor grad, Tensor saved, Tensor rstd, Tensor? weight, int num_dims, float eps, bool from_output, "
-    "ScalarType input_dtype, Tensor? grad_sum=None)"
+    "ScalarType input_dtype)"
 )
 LIBRARY.define(f"rms_norm_backward_input{_BACKWARD_ARGUMENTS} -> Tensor")
 LIBRARY.define(f"rms_norm_backward{_BACKWARD_ARGUMENTS} -> (Tensor dx, Tensor dweight)")
@@ -51,23 +47,5 @@ def rms_norm(
     return _direct(x, weight, num_dims, eps, dtype, memory_efficient)
 
 
-def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    num_dims: int = 1,
-    eps: float = 1e-5,
-    *,
-    dtype: torch.dtype | None = None,
-) -> tuple[Tensor, ...]:
-    """Normalize the sum of `x` and `residual`, which have one shape and dtype; else as `rms_norm`.
-
-    Returns `(y, sum, rstd)`: the sum is rounded to x's dtype before it is normalized, as `rms_norm(x + residual)` would, is
-    contiguous and differentiable.
-    """
-    NORM.check_add(x, residual, (weight,), num_dims, eps, dtype)
-    return _direct_add(x, residual, weight, num_dims, eps, dtype)
-
-
 NORM = Norm("rms_norm", centered=False)
-_direct, _direct_add = NORM.register()
+_direct = NORM.register()

@@ -18,7 +18,6 @@ from .bucket_allreduce import BucketAllreduce
 from .cancel_casts import CancelCasts
 from .channels_last import ChannelsLast
 from .fuse_batchnorm import FuseBatchnorm
-from .fuse_norm import FuseNorm
 from .precision import Precision
 from .recompute import Recompute
 from .schedule_comm import ScheduleComm
@@ -85,12 +84,8 @@ def _cancel_casts(config: TransformConfig, context: Context) -> Pass | None:
     return CancelCasts()
 
 
-def _fuse_norm(config: TransformConfig, context: Context) -> Pass | None:
-    # Under "eager" the graph stays what eager would run, bit for bit.
-    return FuseNorm() if config.inner == "inductor" else None
-
-
 def _fuse_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
+    # Under "eager" the graph stays what eager would run, bit for bit.
     return FuseBatchnorm() if config.inner == "inductor" else None
 
 
@@ -133,7 +128,6 @@ TABLE: tuple[Row, ...] = (
     Row(Precision, "opt_level=", _precision),
     Row(CancelCasts, "always", _cancel_casts),
     Row(FuseBatchnorm, "inner=\"inductor\", where measured faster", _fuse_batchnorm),
-    Row(FuseNorm, "inner=\"inductor\", where measured faster", _fuse_norm),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
     Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
     Row(ChannelsLast, "train_step(), inner=\"inductor\"", _channels_last),

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 from torch.fx.passes.infra.pass_base import PassResult
 
-from .._torch import has_kernel, statically_known_true
+from .._torch import below_functorch, has_kernel, statically_known_true
 from ..graph.mutation import bodies
-from ..graph.nodes import argument, value
+from ..graph.nodes import argument, size_hint, value
 from .base import Pass
 from .batch_norm_rewrite import fuse_tails, rewrite, training_batch_norms
-from .fuse_norm import is_faster
+
+LEAST_ELEMENTS = 4 * 16 * 12 * 12
 
 
 class FuseBatchnorm(Pass):
     """Replace training-mode batch norms, with the [add and] ReLU after them, by the op where it measured faster.
 
-    It is the op of `sync_batchnorm` over no group: it issues no collective. What was not measured to be faster
-    (measured_speedups.py) for the device and dtype is left to Inductor. So are small images, where the kernel wins nothing:
-    on a CPU, two threads, time(torch) / time(apexfx) in float32 and bfloat16 was 0.94 and 0.96 for (2, 8, 8, 8), 1.01 and
-    1.00 for (4, 16, 8, 8), 1.19 and 1.21 for (4, 16, 12, 12), 2.72 and 2.48 for (8, 32, 16, 16).
+    It is the op of `sync_batchnorm` over no group: it issues no collective. On a CPU, forward and backward with add and ReLU take
+    Inductor 5.8 to 8.5 times as long at the sizes of a ResNet, in float32, bfloat16 and float16 (benchmarks/ops_batch_norm.py,
+    two threads). Other devices and dtypes are left to Inductor. So are small images: time(Inductor) / time(apexfx) was 0.94 for
+    (2, 8, 8, 8), 1.01 for (4, 16, 8, 8), 1.19 for (4, 16, 12, 12), 2.72 for (8, 32, 16, 16).
 
     Before:  y = F.batch_norm(x, running_mean, running_var, weight, bias, True, 0.1, 1e-05); relu(y + z)
     After:   apexfx.sync_batch_norm(x, weight, bias, running_mean, running_var, 0.1, 1e-05, "", None, z, True)
@@ -47,7 +50,9 @@ class FuseBatchnorm(Pass):
         return PassResult(gm, modified)
 
     def _is_faster(self, x: Any) -> bool:
-        # One value a channel is an error of F.batch_norm and of the op, but not of torch.batch_norm.
-        return (isinstance(x, Tensor) and not statically_known_true(x.numel() == x.shape[1])
-                and has_kernel("apexfx::bn_forward", x.device.type.upper())
-                and is_faster("batch_norm", x))
+        # A transform of torch.func knows torch's op alone. One value a channel is an error of F.batch_norm and of the op, but not
+        # of torch.batch_norm.
+        return (isinstance(x, Tensor) and below_functorch(x) is x and x.device.type == "cpu"
+                and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+                and math.prod(map(size_hint, x.shape)) >= LEAST_ELEMENTS
+                and not statically_known_true(x.numel() == x.shape[1]) and has_kernel("apexfx::bn_forward", "CPU"))

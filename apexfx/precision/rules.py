@@ -107,7 +107,7 @@ _TABLE: tuple[tuple[str, str, str, str], ...] = (
     ("batch_norm", "batch_norm", "half activations with float32 parameters and statistics: the kernel takes both", """
         batch_norm apexfx.sync_batch_norm"""),
     ("passthrough", "norm", "the kernel takes any mix of dtypes and computes in float32", """
-        apexfx.layer_norm apexfx.rms_norm apexfx.add_layer_norm apexfx.add_rms_norm"""),
+        apexfx.layer_norm apexfx.rms_norm"""),
     ("passthrough", "lookup", "a lookup computes nothing; the rows take the cast, not the table", "embedding one_hot"),
     ("passthrough", "activation", "bounded or piecewise linear: half is enough", """
         relu relu6 leaky_relu elu celu selu sigmoid tanh silu mish hardtanh hardswish hardsigmoid hardshrink softshrink

@@ -99,23 +99,13 @@ struct Parameter {
 
 int64_t grain(int64_t columns) { return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, columns)); }
 
-// Row `row` of the sum that is normalized, written to `out`.
-void add_row(const Tensor& x, const Tensor& residual, const Tensor& out, int64_t row, int64_t n) {
-  dispatch_float_or_double(x.scalar_type(), "add_layer_norm", "x", [&](auto zero) {
-    using E = decltype(zero);
-    add_rows(static_cast<const E*>(x.const_data_ptr()) + row * n, static_cast<const E*>(residual.const_data_ptr()) + row * n,
-             static_cast<E*>(out.mutable_data_ptr()) + row * n, n);
-  });
-}
-
-// With a `residual`, what is normalized is the sum of both, a row at a time: it is in the cache when it is read.
 template <typename T>
-void forward_rows(const Tensor& x, const Optional& residual, const Forward& out, const Optional& weight,
-                  const Optional& bias, Rows rows, T eps, bool centered) {
+void forward_rows(const Tensor& x, const Forward& out, const Optional& weight, const Optional& bias, Rows rows, T eps,
+                  bool centered) {
   const int64_t n = rows.columns;
   const Parameter<T> w(weight, T(1), n), b(bias, T(0), n);
   const ScalarType x_dtype = x.scalar_type(), y_dtype = out.y.scalar_type();
-  const void* x_data = (residual.has_value() ? out.sum : x).const_data_ptr();
+  const void* x_data = x.const_data_ptr();
   void* y_data = out.y.mutable_data_ptr();
   T* mean_data = centered ? static_cast<T*>(out.mean.mutable_data_ptr()) : nullptr;
   T* rstd_data = static_cast<T*>(out.rstd.mutable_data_ptr());
@@ -130,7 +120,6 @@ void forward_rows(const Tensor& x, const Optional& residual, const Forward& out,
     if constexpr (sizeof(T) == 4)
       if (x_dtype == ScalarType::BFloat16 && y_dtype == ScalarType::BFloat16) {
         for (int64_t row = begin; row < end; ++row) {
-          if (residual.has_value()) add_row(x, *residual, out.sum, row, n);
           const BFloat16* in = static_cast<const BFloat16*>(x_data) + row * n;
           const auto [mean, rstd] = moments(row, in);
           normalize(in, mean, rstd, w.data, b.data, static_cast<BFloat16*>(y_data) + row * n, n);
@@ -139,7 +128,6 @@ void forward_rows(const Tensor& x, const Optional& residual, const Forward& out,
       }
     const Scratch<T> scratch(x_dtype == kAccumulate<T> ? 0 : n);
     for (int64_t row = begin; row < end; ++row) {
-      if (residual.has_value()) add_row(x, *residual, out.sum, row, n);
       const T* in = values(element(x_data, x_dtype, row * n), x_dtype, scratch.data(), n);
       const auto [mean, rstd] = moments(row, in);
       make_row<T>(element(y_data, y_dtype, row * n), y_dtype, n,
@@ -180,7 +168,6 @@ template <typename T>
 struct BackwardRows {
   const Backward& a;
   Tensor grad, saved;
-  Optional grad_sum;
   const Tensor& dx;
   int64_t n;
   bool centered;
@@ -208,7 +195,6 @@ struct BackwardRows {
                  T* partial) const {
     inputs.grad += begin;
     inputs.x += begin;
-    if (inputs.added) inputs.added += begin;
     inputs.weight += begin;
     inputs.n = count;
     if (partial) gradients_row(inputs, of.first, of.second, rstd, out, partial + begin, partial + padded(n) + begin);
@@ -220,11 +206,9 @@ struct BackwardRows {
   void in_place(int64_t begin, int64_t end, T* partial) const {
     const E *g = static_cast<const E*>(grad.const_data_ptr()), *x = static_cast<const E*>(saved.const_data_ptr());
     const T *mean = mean_data(), *rstd = rstd_data();
-    const E* added = grad_sum.has_value() ? static_cast<const E*>(grad_sum->const_data_ptr()) : nullptr;
     E* out = static_cast<E*>(dx.mutable_data_ptr());
     for (int64_t r = begin; r < end; ++r) {
-      const RowGradient<E, T> inputs{g + r * n,   x + r * n,              added ? added + r * n : nullptr,
-                                     weight.data, mean ? mean[r] : T(0), rstd[r], n};
+      const RowGradient<E, T> inputs{g + r * n, x + r * n, weight.data, mean ? mean[r] : T(0), rstd[r], n};
       gradients(inputs, 0, n, means(inputs), rstd[r], out + r * n, partial);
     }
   }
@@ -232,18 +216,15 @@ struct BackwardRows {
   void converted(int64_t begin, int64_t end, T* partial) const {
     const ScalarType g_dtype = grad.scalar_type(), s_dtype = saved.scalar_type(), dx_dtype = a.input_dtype;
     const void *g_data = grad.const_data_ptr(), *s_data = saved.const_data_ptr();
-    const void* added_data = grad_sum.has_value() ? grad_sum->const_data_ptr() : nullptr;
     void* dx_data = dx.mutable_data_ptr();
     const T *mean = mean_data(), *rstd = rstd_data();
     const int64_t length = padded(n);
-    const Scratch<T> scratch(4 * length);
+    const Scratch<T> scratch(3 * length);
     T *g_scratch = scratch.data(), *s_scratch = g_scratch + length, *h_scratch = s_scratch + length;
-    T* added_scratch = h_scratch + length;
     for (int64_t r = begin; r < end; ++r) {
       const T* g = values(element(g_data, g_dtype, r * n), g_dtype, g_scratch, n);
       const T* x = values(element(s_data, s_dtype, r * n), s_dtype, s_scratch, n);
-      const T* added = added_data ? values(element(added_data, dx_dtype, r * n), dx_dtype, added_scratch, n) : nullptr;
-      RowGradient<T, T> inputs{g, x, added, weight.data, mean ? mean[r] : T(0), rstd[r], n};
+      RowGradient<T, T> inputs{g, x, weight.data, mean ? mean[r] : T(0), rstd[r], n};
       if (a.from_output) {
         recover(x, weight.data, bias.data, static_cast<T>(a.eps), h_scratch, n);
         inputs.x = h_scratch;
@@ -265,7 +246,7 @@ struct BackwardRows {
 template <typename T>
 void backward_rows(const Backward& a, Rows rows, const Gradients& out, bool centered, bool parameters) {
   const int64_t n = rows.columns;
-  const BackwardRows<T> run{a, dense(a.grad), dense(a.saved), dense(a.grad_sum), out.dx, n, centered,
+  const BackwardRows<T> run{a, dense(a.grad), dense(a.saved), out.dx, n, centered,
                             Parameter<T>(a.weight, T(1), n), Parameter<T>(a.bias, T(0), n)};
   if (!parameters) {
     torch::stable::parallel_for(0, rows.count, grain(n), [&](int64_t begin, int64_t end) { run(begin, end, nullptr); });
@@ -287,24 +268,22 @@ void backward_rows(const Backward& a, Rows rows, const Gradients& out, bool cent
 }
 
 struct Cpu {
-  static Forward forward(const char* op, const Tensor& x, const Optional& residual, const Optional& weight,
-                         const Optional& bias, int64_t num_dims, double eps, std::optional<ScalarType> dtype,
-                         bool centered) {
-    const Rows rows = check_forward(op, x, residual, weight, bias, num_dims, eps, dtype);
+  static Forward forward(const char* op, const Tensor& x, const Optional& weight, const Optional& bias,
+                         int64_t num_dims, double eps, std::optional<ScalarType> dtype, bool centered) {
+    const Rows rows = check_forward(op, x, weight, bias, num_dims, eps, dtype);
     const ScalarType accumulate = accumulate_dtype(x.scalar_type());
     const auto leading = sizes_of(x, x.dim() - num_dims);
     Forward out;
     out.y = torch::stable::new_empty(x, sizes_of(x, x.dim()), dtype.value_or(x.scalar_type()));
-    if (residual.has_value()) out.sum = torch::stable::new_empty(x, sizes_of(x, x.dim()));
     if (centered) out.mean = torch::stable::new_empty(x, leading, accumulate);
     out.rstd = torch::stable::new_empty(x, leading, accumulate);
     if (rows.columns == 0) {  // the mean of nothing, as torch
       if (centered) torch::stable::fill_(out.mean, std::numeric_limits<double>::quiet_NaN());
       torch::stable::fill_(out.rstd, std::numeric_limits<double>::quiet_NaN());
     } else if (accumulate == ScalarType::Double) {
-      forward_rows<double>(dense(x), dense(residual), out, weight, bias, rows, eps, centered);
+      forward_rows<double>(dense(x), out, weight, bias, rows, eps, centered);
     } else {
-      forward_rows<float>(dense(x), dense(residual), out, weight, bias, rows, static_cast<float>(eps), centered);
+      forward_rows<float>(dense(x), out, weight, bias, rows, static_cast<float>(eps), centered);
     }
     return out;
   }

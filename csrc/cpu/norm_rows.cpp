@@ -82,32 +82,30 @@ APEXFX_HD void normalize_loop(const E* __restrict__ x, T mean, T rstd, const T* 
   for (int64_t i = 0; i < n; ++i) assign(y[i], affine(normalized(value(x[i]), mean, rstd), weight[i], bias[i]));
 }
 
-template <bool kAdds, typename E, typename T>
+template <typename E, typename T>
 APEXFX_HD void input_gradient_loop(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* __restrict__ dx) {
   const E* __restrict__ grad = row.grad;
   const E* __restrict__ x = row.x;
-  const E* __restrict__ added = row.added;
   const T* __restrict__ weight = row.weight;
   const T shift = row.shift, scale = row.scale;
   for (int64_t i = 0; i < row.n; ++i) {
     const T h = normalized(value(x[i]), shift, scale);
     const T gradient = input_gradient(value(grad[i]) * weight[i], h, mean_g, mean_gh, rstd);
-    assign(dx[i], kAdds ? gradient + value(added[i]) : gradient);
+    assign(dx[i], gradient);
   }
 }
 
-template <bool kAdds, typename E, typename T>
+template <typename E, typename T>
 APEXFX_HD void gradients_loop(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* __restrict__ dx,
                               T* __restrict__ dweight, T* __restrict__ dbias) {
   const E* __restrict__ grad = row.grad;
   const E* __restrict__ x = row.x;
-  const E* __restrict__ added = row.added;
   const T* __restrict__ weight = row.weight;
   const T shift = row.shift, scale = row.scale;
   for (int64_t i = 0; i < row.n; ++i) {
     const T h = normalized(value(x[i]), shift, scale), dy = value(grad[i]);
     const T gradient = input_gradient(dy * weight[i], h, mean_g, mean_gh, rstd);
-    assign(dx[i], kAdds ? gradient + value(added[i]) : gradient);
+    assign(dx[i], gradient);
     dweight[i] += dy * h;
     dbias[i] += dy;
   }
@@ -124,11 +122,6 @@ APEXFX_HD void add_loop(const T* __restrict__ in, T* __restrict__ total, int64_t
   for (int64_t i = 0; i < n; ++i) total[i] += in[i];
 }
 
-template <typename E>
-APEXFX_HD void add_rows_loop(const E* __restrict__ a, const E* __restrict__ b, E* __restrict__ out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) assign(out[i], value(a[i]) + value(b[i]));
-}
-
 }  // namespace
 
 // target_clones applies to plain functions only: one set for each pair of types.
@@ -140,12 +133,10 @@ APEXFX_HD void add_rows_loop(const E* __restrict__ a, const E* __restrict__ b, E
   }                                                                                                                \
   APEXFX_CLONES void gradient_sums(const RowGradient<E, T>& row, double* out) { sums_loop(row, out); }             \
   APEXFX_CLONES void input_gradient_row(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* dx) {        \
-    if (row.added) input_gradient_loop<true>(row, mean_g, mean_gh, rstd, dx);                                      \
-    else input_gradient_loop<false>(row, mean_g, mean_gh, rstd, dx);                                               \
+    input_gradient_loop(row, mean_g, mean_gh, rstd, dx);                                                           \
   }                                                                                                                \
   APEXFX_CLONES void gradients_row(const RowGradient<E, T>& row, T mean_g, T mean_gh, T rstd, E* dx, T* dw, T* db) {\
-    if (row.added) gradients_loop<true>(row, mean_g, mean_gh, rstd, dx, dw, db);                                   \
-    else gradients_loop<false>(row, mean_g, mean_gh, rstd, dx, dw, db);                                            \
+    gradients_loop(row, mean_g, mean_gh, rstd, dx, dw, db);                                                        \
   }
 
 APEXFX_NORM_ROWS(float, float)
@@ -160,13 +151,6 @@ APEXFX_CLONES void recover(const double* y, const double* w, const double* b, do
 }
 APEXFX_CLONES void add(const float* in, float* total, int64_t n) { add_loop(in, total, n); }
 APEXFX_CLONES void add(const double* in, double* total, int64_t n) { add_loop(in, total, n); }
-
-#define APEXFX_ADD_ROWS(E) \
-  APEXFX_CLONES void add_rows(const E* a, const E* b, E* out, int64_t n) { add_rows_loop(a, b, out, n); }
-APEXFX_ADD_ROWS(float)
-APEXFX_ADD_ROWS(double)
-APEXFX_ADD_ROWS(BFloat16)
-APEXFX_ADD_ROWS(Half)
 
 }  // namespace norm
 }  // namespace apexfx

@@ -10,12 +10,11 @@
 namespace apexfx {
 namespace norm {
 
-// What a backward row needs: h = (x - shift) * scale, g = dy * weight; `added` to dx, where it is not null.
+// What a backward row needs: h = (x - shift) * scale, g = dy * weight.
 template <typename E, typename T>
 struct RowGradient {
   const E* grad;
   const E* x;
-  const E* added;
   const T* weight;
   T shift, scale;
   int64_t n;
@@ -41,12 +40,6 @@ void recover(const double* y, const double* weight, const double* bias, double e
 
 void add(const float* in, float* total, int64_t n);  // total += in
 void add(const double* in, double* total, int64_t n);
-
-// out = a + b, rounded once
-void add_rows(const float* a, const float* b, float* out, int64_t n);
-void add_rows(const double* a, const double* b, double* out, int64_t n);
-void add_rows(const BFloat16* a, const BFloat16* b, BFloat16* out, int64_t n);
-void add_rows(const Half* a, const Half* b, Half* out, int64_t n);
 
 }  // namespace norm
 }  // namespace apexfx

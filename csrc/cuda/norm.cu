@@ -20,10 +20,9 @@ ScalarType parameter_dtype(const Optional& weight, const Optional& bias, ScalarT
 }
 
 struct Cuda {
-  static Forward forward(const char* op, const Tensor& x, const Optional& residual, const Optional& weight,
-                         const Optional& bias, int64_t num_dims, double eps, std::optional<ScalarType> dtype,
-                         bool centered) {
-    const Rows rows = check_forward(op, x, residual, weight, bias, num_dims, eps, dtype);
+  static Forward forward(const char* op, const Tensor& x, const Optional& weight, const Optional& bias,
+                         int64_t num_dims, double eps, std::optional<ScalarType> dtype, bool centered) {
+    const Rows rows = check_forward(op, x, weight, bias, num_dims, eps, dtype);
     const DeviceGuard guard(x.get_device_index());
     const ScalarType x_dtype = x.scalar_type(), accumulate = accumulate_dtype(x_dtype);
     const ScalarType parameters = parameter_dtype(weight, bias, x_dtype), wanted = dtype.value_or(x_dtype);
@@ -31,8 +30,6 @@ struct Cuda {
     const auto leading = sizes_of(x, x.dim() - num_dims);
     ForwardTensors t;
     t.x = dense(x);
-    t.residual = dense(residual);
-    if (residual.has_value()) t.sum = torch::stable::new_empty(x, sizes_of(x, x.dim()));
     t.y = torch::stable::new_empty(x, sizes_of(x, x.dim()), y_dtype);
     if (centered) t.mean = torch::stable::new_empty(x, leading, accumulate);
     t.rstd = torch::stable::new_empty(x, leading, accumulate);
@@ -47,7 +44,7 @@ struct Cuda {
     } else if (rows.count > 0) {
       dispatch_float_or_double(x_dtype, op, "x", [&](auto zero) { forward_of<decltype(zero)>(t); });
     }
-    return {y_dtype == wanted ? t.y : torch::stable::to(t.y, wanted), t.sum, t.mean, t.rstd};
+    return {y_dtype == wanted ? t.y : torch::stable::to(t.y, wanted), t.mean, t.rstd};
   }
 
   static Gradients backward(Backward a, bool centered, bool parameters) {
@@ -75,7 +72,6 @@ struct Cuda {
     t.inputs.saved = *dense_as(a.saved, s_dtype);
     t.inputs.grad = *dense_as(a.grad, g_dtype);
     t.inputs.rstd = dense(a.rstd);
-    t.inputs.grad_sum = dense(a.grad_sum);
     if (a.mean.has_value()) t.inputs.mean = dense(*a.mean);
     t.inputs.weight = dense_as(a.weight, p_dtype);
     t.inputs.bias = dense_as(a.bias, p_dtype);

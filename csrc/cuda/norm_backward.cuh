@@ -20,7 +20,6 @@ struct BackwardArguments {
   const A* rstd;
   const W* weight;
   const W* bias;
-  const D* grad_sum;  // added to dx; null where there is none, and of the output
   D* dx;
   A* partial;  // [blocks, 2, n]: the sums for weight and bias; null where they are not wanted
   int64_t rows, n;
@@ -54,17 +53,11 @@ __device__ __forceinline__ void add_to_sums(A (&sums)[2], const A (&g)[N], const
 }
 
 // Writes dx of a pack from g = dy * weight and h; `means` are those of g and of g * h.
-template <bool kFromOutput, typename Arguments, int N, typename A>
+template <typename Arguments, int N, typename A>
 __device__ __forceinline__ void store_gradient(const Arguments& a, int64_t at, A (&g)[N], const A (&h)[N],
                                                const A (&means)[2], A rstd) {
 #pragma unroll
   for (int i = 0; i < N; ++i) g[i] = input_gradient(g[i], h[i], means[0], means[1], rstd);
-  if (!kFromOutput && a.grad_sum) {
-    A added[N];
-    widen(load_pack<N>(a.grad_sum + at), added);
-#pragma unroll
-    for (int i = 0; i < N; ++i) g[i] += added[i];
-  }
   store_pack(a.dx + at, g);
 }
 
@@ -127,7 +120,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) backward_kernel(const Backward
     const A means[2] = {a.centered ? sums[0] / static_cast<A>(n) : A(0), sums[1] / static_cast<A>(n)};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
-      if (first + p * step < end) store_gradient<kFromOutput>(a, row * a.n + first + p * step, g[p], h[p], means, rstd);
+      if (first + p * step < end) store_gradient(a, row * a.n + first + p * step, g[p], h[p], means, rstd);
     if constexpr (kFromOutput) fetch(row + stride);  // no earlier: the division leaves no registers for it
   }
 
@@ -219,7 +212,7 @@ __global__ void __launch_bounds__(kMaxThreads, 1) staged_backward_kernel(const B
     for_each_pack([&](int p, A(&g)[kPack], A(&h)[kPack], A(&weight)[kPack]) {
 #pragma unroll
       for (int i = 0; i < kPack; ++i) g[i] *= weight[i];
-      store_gradient<false>(a, row * a.n + first + p * step, g, h, means, rstd);
+      store_gradient(a, row * a.n + first + p * step, g, h, means, rstd);
     });
   }
   A* out = a.partial + static_cast<int64_t>(blockIdx.x) * 2 * a.n + first;
@@ -256,7 +249,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFromOutput ? 1 : 2) wide_backwar
     sum_over_row(sums, turn);
     const A means[2] = {a.centered ? sums[0] / static_cast<A>(a.n) : A(0), sums[1] / static_cast<A>(a.n)};
     for_each_pack([&](A(&g)[kPack], A(&h)[kPack], int64_t column) {
-      store_gradient<kFromOutput>(a, row * a.n + column, g, h, means, rstd);
+      store_gradient(a, row * a.n + column, g, h, means, rstd);
     });
   }
 }

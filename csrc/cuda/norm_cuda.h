@@ -9,8 +9,8 @@ namespace apexfx {
 namespace norm {
 
 struct ForwardTensors {
-  Tensor x, y, sum, mean, rstd;  // sum is undefined without a residual, mean for RMS norm
-  Optional residual, weight, bias;
+  Tensor x, y, mean, rstd;  // mean is undefined for RMS norm
+  Optional weight, bias;
   Rows rows;
   double eps;
   bool centered;

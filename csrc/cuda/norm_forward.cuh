@@ -1,4 +1,4 @@
-// y: [rows, n], and each row's mean (layer norm) and rstd; with a residual of x, the norm of the sum, which is written too.
+// y: [rows, n], and each row's mean (layer norm) and rstd.
 #pragma once
 
 #include "norm_row.cuh"
@@ -9,8 +9,6 @@ namespace norm {
 template <typename X, typename W, typename Y>
 struct ForwardArguments {
   const X* x;
-  const X* residual;
-  X* sum;
   const W* weight;
   const W* bias;
   Y* y;
@@ -20,18 +18,7 @@ struct ForwardArguments {
   Compute<X> eps;
 };
 
-// x + residual, rounded to X, and stored.
-template <int N, typename X, typename W, typename Y>
-__device__ __forceinline__ Pack<X, N> add_residual(const ForwardArguments<X, W, Y>& a, Pack<X, N> x, int64_t at) {
-  const Pack<X, N> residual = load_pack<N>(a.residual + at);
-#pragma unroll
-  for (int i = 0; i < N; ++i)
-    x.value[i] = static_cast<X>(static_cast<Compute<X>>(x.value[i]) + static_cast<Compute<X>>(residual.value[i]));
-  store(reinterpret_cast<Pack<X, N>*>(a.sum + at), x);
-  return x;
-}
-
-template <typename X, typename W, typename Y, int kPack, int kPacks, bool kResidual>
+template <typename X, typename W, typename Y, int kPack, int kPacks>
 __global__ void __launch_bounds__(kMaxThreads, kPack > 1 ? 2 : 1) forward_kernel(const ForwardArguments<X, W, Y> a) {
   using A = Compute<X>;
   const int64_t step = static_cast<int64_t>(blockDim.x) * kPack, first = static_cast<int64_t>(threadIdx.x) * kPack;
@@ -40,19 +27,11 @@ __global__ void __launch_bounds__(kMaxThreads, kPack > 1 ? 2 : 1) forward_kernel
   for (int64_t base = static_cast<int64_t>(blockIdx.x) * blockDim.y; base < a.rows;
        base += static_cast<int64_t>(gridDim.x) * blockDim.y) {  // the same number of turns for the whole block
     const int64_t row = base + threadIdx.y, begin = row * a.n, n = row < a.rows ? a.n : 0;
-    const X* x = (kResidual && !kPacks ? a.sum : a.x) + begin;
+    const X* x = a.x + begin;
     Pack<X, kPack> kept[kPacks ? kPacks : 1];
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
       if (first + p * step < n) kept[p] = load_pack<kPack>(x + first + p * step);
-    if constexpr (kResidual && kPacks) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p)
-        if (first + p * step < n) kept[p] = add_residual(a, kept[p], begin + first + p * step);
-    } else if constexpr (kResidual) {  // each thread reads back what it wrote
-      for (int64_t column = first; column < n; column += step)
-        add_residual(a, load_pack<kPack>(a.x + begin + column), begin + column);
-    }
     // Calls f(values, column) for each pack that the thread owns.
     const auto for_each_pack = [&](auto&& f) {
       A values[kPack];

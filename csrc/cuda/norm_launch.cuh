@@ -53,36 +53,28 @@ const T* data_of(const Optional& t) {
   return t.has_value() ? static_cast<const T*>(t->const_data_ptr()) : nullptr;
 }
 
-template <typename X, typename W, typename Y, bool kResidual>
+template <typename X, typename W, typename Y>
 void launch_forward(const ForwardTensors& t) {
   using A = Compute<X>;
   constexpr int N = kPackSize<X>;
-  const ForwardArguments<X, W, Y> a{static_cast<const X*>(t.x.const_data_ptr()), data_of<X>(t.residual),
-                                    kResidual ? static_cast<X*>(t.sum.mutable_data_ptr()) : nullptr,
-                                    data_of<W>(t.weight), data_of<W>(t.bias), static_cast<Y*>(t.y.mutable_data_ptr()),
+  const ForwardArguments<X, W, Y> a{static_cast<const X*>(t.x.const_data_ptr()), data_of<W>(t.weight), data_of<W>(t.bias),
+                                    static_cast<Y*>(t.y.mutable_data_ptr()),
                                     t.centered ? static_cast<A*>(t.mean.mutable_data_ptr()) : nullptr,
                                     static_cast<A*>(t.rstd.mutable_data_ptr()), t.rows.count, t.rows.columns,
                                     static_cast<A>(t.eps)};
-  const bool packs = a.n % N == 0 && fits<X, N>(a.x) && fits<X, N>(a.residual) && fits<X, N>(a.sum) &&
-                     fits<W, N>(a.weight) && fits<W, N>(a.bias) && fits<Y, N>(a.y);
+  const bool packs = a.n % N == 0 && fits<X, N>(a.x) && fits<W, N>(a.weight) && fits<W, N>(a.bias) && fits<Y, N>(a.y);
   const cudaStream_t stream = current_stream(t.x);
   const int64_t threads = threads_for(a.n, packs ? kForwardColumns<X> : kSingleColumns);
   const dim3 block = block_for(std::min<int64_t>(threads, kMaxThreads));
   const unsigned grid = grid_for(a.rows, block);
   if (threads > kMaxThreads) {
-    if (packs) forward_kernel<X, W, Y, N, 0, kResidual><<<grid, block, 0, stream>>>(a);
-    else forward_kernel<X, W, Y, 1, 0, kResidual><<<grid, block, 0, stream>>>(a);
+    if (packs) forward_kernel<X, W, Y, N, 0><<<grid, block, 0, stream>>>(a);
+    else forward_kernel<X, W, Y, 1, 0><<<grid, block, 0, stream>>>(a);
   } else {
-    if (packs) forward_kernel<X, W, Y, N, kForwardColumns<X> / N, kResidual><<<grid, block, 0, stream>>>(a);
-    else forward_kernel<X, W, Y, 1, kSingleColumns, kResidual><<<grid, block, 0, stream>>>(a);
+    if (packs) forward_kernel<X, W, Y, N, kForwardColumns<X> / N><<<grid, block, 0, stream>>>(a);
+    else forward_kernel<X, W, Y, 1, kSingleColumns><<<grid, block, 0, stream>>>(a);
   }
   STD_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-template <typename X, typename W, typename Y>
-void launch_forward(const ForwardTensors& t) {
-  if (t.residual.has_value()) launch_forward<X, W, Y, true>(t);
-  else launch_forward<X, W, Y, false>(t);
 }
 
 template <typename A>
@@ -169,10 +161,10 @@ void launch_backward(const BackwardTensors& t) {
   const BackwardArguments<G, S, D, W> a{
       static_cast<const G*>(in.grad.const_data_ptr()), static_cast<const S*>(in.saved.const_data_ptr()),
       t.centered && !kFromOutput ? data_of<A>(in.mean) : nullptr, static_cast<const A*>(in.rstd.const_data_ptr()),
-      data_of<W>(in.weight), data_of<W>(in.bias), data_of<D>(in.grad_sum), static_cast<D*>(t.dx.mutable_data_ptr()), nullptr,
+      data_of<W>(in.weight), data_of<W>(in.bias), static_cast<D*>(t.dx.mutable_data_ptr()), nullptr,
       t.rows.count, t.rows.columns, static_cast<A>(in.eps), t.centered};
   const bool packs = a.n % N == 0 && fits<G, N>(a.grad) && fits<S, N>(a.saved) && fits<W, N>(a.weight) &&
-                     fits<W, N>(a.bias) && fits<D, N>(a.grad_sum) && fits<D, N>(a.dx);
+                     fits<W, N>(a.bias) && fits<D, N>(a.dx);
   const cudaStream_t stream = current_stream(in.saved);
   const int64_t threads = threads_for(a.n, kBackwardColumns<S>);
   if (threads > kMaxThreads) {

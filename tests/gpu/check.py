@@ -111,13 +111,11 @@ def steps(results: Path, dry: bool = False) -> list[Step]:
     libraries, torch = ("apexfx/_C_cpu.so", "apexfx/_C_cuda.so"), Path(importlib.util.find_spec("torch").origin).parent
     build = script("csrc/compile_ops.py", "all", "--arch", "native")
     rows: tuple[str, ...] = ("--seconds", "50")
-    norm_rows: tuple[str, ...] = ("--seconds", "0.2")
     models: tuple[str, ...] = ("--rounds", "10", "--repeats", "5", "--models", "resnet50", "bert")
     if dry:
         libraries = libraries[:1]
         build = script("tests/cuda_emulation/emulate.py", "build", *libraries)
         rows = ("--seconds", "5", "--only", "ops_norm rms_norm float32 512")
-        norm_rows = ("--op", "layer_norm", "--shapes", "64x64")
         models = ("--rounds", "2", "--repeats", "1", "--models", "mlp")
     return [
         Step("build", build, 60.0, ("csrc", "apexfx/ops"), required=True, folder=emulated),
@@ -133,8 +131,6 @@ def steps(results: Path, dry: bool = False) -> list[Step]:
         tests("compiled steps", 55.0, "compiled_steps", "apexfx"),
         table("end to end", 30.0, "amp", f"amp_{device}.json", "--optimizers", "fused", *models, reads=("csrc", "apexfx")),
         *sanitizers(device, emulated),
-        *(table(f"{inner} norm table", 0.0, "ops_norm", f"norms_{inner}_{device}.json", "--missing", "--inner", inner, *norm_rows,
-                reads=KERNELS) for inner in ("eager", "inductor")),
     ]  # fmt: skip
 
 

@@ -37,7 +37,7 @@ def test_an_argument_is_found_however_it_was_passed(target, given, named):
 def test_an_argument_that_was_not_passed_is_its_default():
     graph, [x] = graph_of("x")
     assert argument(graph.call_function(F.batch_norm, (x, None, None)), "eps") == 1e-5
-    assert argument(graph.call_function(torch.layer_norm, (x, [3])), "eps") == 1e-5
+    assert argument(graph.call_function(torch.batch_norm, (x, None, None, None, None, True)), "training") is True
     assert argument(graph.call_function(F.rms_norm, (x, [3])), "eps") is None
     assert argument(graph.call_function(torch.mean, (x, 0)), "dtype") is None  # which has no single signature
 

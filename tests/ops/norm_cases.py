@@ -83,7 +83,6 @@ def pools():
     statistics = [torch.ones(4), torch.ones(4).double(), torch.ones(3), torch.ones(4, 1), torch.tensor(1.0)]
     return {
         "tensor": tensors,
-        "sum": [None, *tensors],
         "parameter": [*parameters, torch.ones(8, dtype=torch.int64), torch.ones(8, device="meta")],
         "statistic": [*statistics, torch.ones(0)],
         "num_dims": [1, 0, 2, 3, -1, 2**40],
@@ -101,8 +100,8 @@ def fuzz(name, kinds, reference):
         # mostly the fitting value, so that each argument is also met as the only wrong one
         picks = [int(torch.randint(0, 6 * len(kinds), (), generator=generator)) for _ in kinds]
         arguments = [values[kind][pick if pick < len(values[kind]) else 0] for kind, pick in zip(kinds, picks)]
-        if kinds[-1] == "sum" and arguments[-2] is None:
-            arguments[-2] = torch.float32  # of dx
+        if "statistic" in kinds and arguments[-1] is None:
+            arguments[-1] = torch.float32  # of dx
         expected = outcome(lambda: reference(*arguments))
         actual = outcome(lambda: op(*arguments))
         assert isinstance(actual, Exception) == isinstance(expected, Exception), (arguments, actual, expected)

@@ -12,7 +12,7 @@ import torch
 from apexfx._torch import has_kernel
 from apexfx.ops import layer_norm, rms_norm
 from apexfx.testing import assert_close
-from tests.ops.norm_cases import DTYPES, EPS, LAYOUTS, SIZES, arrange, compare, draw, fuzz, gradients
+from tests.ops.norm_cases import DTYPES, EPS, LAYOUTS, SIZES, compare, draw, fuzz, gradients
 from tests.tables import table
 
 
@@ -26,16 +26,12 @@ class Norm(NamedTuple):
     def __call__(self, *arguments, **options):
         return getattr(self.module, self.name)(*arguments, **options)
 
-    def add(self, *arguments, **options):
-        """Call the norm of a sum."""
-        return getattr(self.module, f"add_{self.name}")(*arguments, **options)
-
     def result(self, *arguments, **options):
         """Return y alone."""
         return self(*arguments, **options)[0]
 
-    def op(self, suffix="", prefix=""):
-        return getattr(torch.ops.apexfx, prefix + self.name + suffix)
+    def op(self, suffix=""):
+        return getattr(torch.ops.apexfx, self.name + suffix)
 
     def draw(self, *arguments):
         """Return ((x, parameters...), grad)."""
@@ -85,37 +81,6 @@ def test_layouts_equal_float64(norm, dtypes, layout):
 
 
 @both
-@pytest.mark.parametrize(
-    "size, layout", [*((size, "contiguous") for size in SIZES), *(((33, 129), layout) for layout in LAYOUTS[1:])], ids=str
-)
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_the_norm_of_a_sum_equals_float64(norm, dtypes, size, layout):
-    tensors, grad = norm.draw(size, dtypes, layout)
-    x, *parameters = [None if t is None else t.detach().requires_grad_() for t in tensors]
-    residual = arrange(x.detach().flip(-1), layout).requires_grad_()
-    y, total, *_ = norm.add(x, residual, *parameters, 1, EPS, dtype=dtypes[2])
-    assert torch.equal(total, x + residual) and total.is_contiguous()
-    # The gradient of x is that of the residual: what comes through the norm, and that of the sum's other uses.
-    oracle = gradients(norm.float64, total.detach(), *tensors[1:], grad.double())
-    inputs, grad_sum = [x, residual, *(p for p in parameters if p is not None)], arrange(grad.flip(0), layout).to(x.dtype)
-    for outputs, grads, added in (((y,), (grad,), 0.0), ((y, total), (grad, grad_sum), grad_sum.double())):
-        dx, dresidual, *dparameters = torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
-        assert torch.equal(dx, dresidual)
-        expected = oracle[0], oracle[1].double() + added, *oracle[2:]
-        compare((y, dx, *dparameters), expected, size, dtypes, layout, False)
-    assert torch.equal(torch.autograd.grad(total, residual, grad_sum)[0], grad_sum)
-
-
-@both
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
-def test_the_norm_of_a_sum_has_the_bits_of_the_norm(norm, dtypes):
-    (x, *parameters), grad = norm.draw((65, 515), dtypes)
-    y, total, *statistics = norm.op("", "add_")(x, x.flip(0), *parameters, 1, EPS, dtypes[2])
-    got = norm.op()(total, *parameters, 1, EPS, dtypes[2])
-    assert all(torch.equal(a, b) for a, b in zip((y, *statistics), got, strict=True))
-
-
-@both
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 def test_kernel_equals_reference(norm, dtypes):
     (x, *parameters), grad = norm.draw((65, 515), dtypes)
@@ -139,9 +104,6 @@ def test_opcheck(norm, dtypes, memory_efficient):
     half = torch.float16 in dtypes or torch.bfloat16 in dtypes
     tolerances = {"rtol": 1e-2, "atol": 1e-2} if half else {}
     torch.library.opcheck(norm.op().default, (*tensors, 1, EPS, dtypes[2], memory_efficient), **tolerances)
-    x, *parameters = tensors
-    residual = x.detach().flip(0).requires_grad_()
-    torch.library.opcheck(norm.op("", "add_").default, (x, residual, *parameters, 1, EPS, dtypes[2]), **tolerances)
 
 
 @both
@@ -150,9 +112,7 @@ def test_opcheck_backward(norm, dtypes):
     (x, *parameters), grad = norm.draw((6, 9), dtypes)
     statistics = norm(x, *parameters, 1, EPS, dtype=dtypes[2])[1:]
     for suffix in ("_backward", "_backward_input"):
-        for grad_sum in (None, x.flip(0)):
-            arguments = (grad, x, *statistics, *parameters, 1, EPS, False, x.dtype, grad_sum)
-            torch.library.opcheck(norm.op(suffix).default, arguments)
+        torch.library.opcheck(norm.op(suffix).default, (grad, x, *statistics, *parameters, 1, EPS, False, x.dtype))
 
 
 @both
@@ -201,8 +161,6 @@ def test_second_derivative(norm):
     tensors = [t.requires_grad_() for t in norm.draw((4, 6), DTYPES[0])[0]]
     assert torch.autograd.gradcheck(lambda *tensors: norm.result(*tensors, 1, EPS), tensors)
     assert torch.autograd.gradgradcheck(lambda *tensors: norm.result(*tensors, 1, EPS), tensors)
-    summed = (tensors[0], tensors[0].detach().clone().requires_grad_(), *tensors[1:])
-    assert torch.autograd.gradgradcheck(lambda *tensors: norm.add(*tensors, 1, EPS)[:2], summed)
     y, *statistics = norm(*tensors, memory_efficient=True)
     assert not any(s.requires_grad for s in statistics)
     with pytest.raises(RuntimeError, match=f"{norm.name}.*memory_efficient=False"):
@@ -273,28 +231,11 @@ def test_bad_arguments_are_named(norm, case):
         norm(**{**arguments, **change})
 
 
-@pytest.mark.parametrize("residual, message", [
-    (torch.ones(8), r"residual is torch.float32\[8\], expected what x is, torch.float32\[4, 8\]"),
-    (torch.ones(4, 8).bfloat16(), "residual is torch.bfloat16"),
-    (torch.ones(4, 8, dtype=torch.int32), "residual is torch.int32"),
-    (torch.ones(4, 8, device="meta"), "residual is on meta"),
-])
 @both
-def test_a_bad_residual_is_named(norm, residual, message):
-    with pytest.raises((ValueError, TypeError), match=f"apexfx::add_{norm.name}: .*{message}"):
-        norm.add(torch.ones(4, 8), residual, *(None,) * norm.num_parameters)
-
-
-@both
-@table(1, "kind", ["", "_backward_input", "_backward", "add_"])
-def test_fuzz_raises_exactly_where_the_reference_does(norm, kind):
+@table(1, "suffix", ["", "_backward_input", "_backward"])
+def test_fuzz_raises_exactly_where_the_reference_does(norm, suffix):
     n = norm.num_parameters
-    kinds = ("tensor", *("parameter",) * n, "num_dims", "eps", "dtype")
-    if kind == "":
-        kinds = (*kinds, "flag")
-    elif kind == "add_":
-        kinds = ("tensor", *kinds)
-    else:
-        kinds = ("tensor", "tensor", *("statistic",) * n, *("parameter",) * n, "num_dims", "eps", "flag", "dtype", "sum")
-    name = kind + norm.name if kind == "add_" else norm.name + kind
-    fuzz(name, kinds, getattr(norm.module.NORM, {"add_": "reference_add"}.get(kind, f"reference{kind}")))
+    kinds = ("tensor", *("parameter",) * n, "num_dims", "eps", "dtype", "flag")
+    if suffix:
+        kinds = ("tensor", "tensor", *("statistic",) * n, *("parameter",) * n, "num_dims", "eps", "flag", "dtype")
+    fuzz(norm.name + suffix, kinds, getattr(norm.module.NORM, f"reference{suffix}"))

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from apexfx.graph.printing import format_graph
 from apexfx.passes.sync_batchnorm import SyncBatchnorm
 from apexfx.testing import assert_close
-from tests.passes import norm_graphs
-from tests.passes.norm_graphs import text
+from tests.passes import batch_norm_graphs
+from tests.passes.batch_norm_graphs import text
 
 # ruff: noqa: E501  printed graphs
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 def rewrite(model, *inputs, group_name=""):
-    return norm_graphs.rewrite(model, *inputs, make=lambda: SyncBatchnorm(group_name=group_name), runs=not group_name)
+    return batch_norm_graphs.rewrite(model, *inputs, make=lambda: SyncBatchnorm(group_name=group_name), runs=not group_name)
 
 
 def ops(gm):
