@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-import traceback
 import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +48,6 @@ log = logging.getLogger(__name__)
 _DYNAMO = {"use_numpy_random_stream": True, "allow_rnn": True, "capture_scalar_outputs": True,
            "capture_dynamic_output_shape_ops": True, "allow_unspec_int_on_nn_module": True,
            "fail_on_recompile_limit_hit": True}
-_COMPILING = ("output_graph.py", "convert_frame.py")  # of Dynamo's, in a traceback: nothing below has run
 _BREAKS_AT_DATA = {**_DYNAMO, "capture_scalar_outputs": False, "capture_dynamic_output_shape_ops": False}
 
 
@@ -108,7 +104,7 @@ class CompiledModel:
         self._in_step, self._first_graph = in_step, -1
         self._hooks: list[tuple[object, ...]] = []
         self._settings = _BREAKS_AT_DATA if in_step else _DYNAMO  # in pieces, nothing is one graph
-        self._patch = dynamo_config.patch(_DYNAMO)
+        self._patch = dynamo_config.patch(self._settings)
         self._submodules = [(name, module) for name, module in model.named_modules() if module is not model]
         self._half = config.half_dtype(p.device for p in model.parameters())
         half_parameters = config.level.half_parameters
@@ -145,10 +141,9 @@ class CompiledModel:
 
     @dynamo_skip  # under an outer torch.compile, which otherwise fails at the exception table of this function (2.13)
     def _run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the graphs; once more, broken at what is read from data, where the inner compiler fails at that."""
         sync = self.compiler.gradient_sync
         run = self._averaging if sync is None or sync.in_graph else self._local
-        given, call = (args, kwargs), self._in_dtype_of_parameters(model, args, kwargs)
+        call = self._in_dtype_of_parameters(model, args, kwargs)
         outer, (args, kwargs) = self._index.arguments, (call.args, call.kwargs)
         self._index.arguments = args, kwargs
         args = args if self._of_inputs else (model, *args)
@@ -157,13 +152,8 @@ class CompiledModel:
                 result = run(*args, **kwargs)
         except (BackendCompilerFailed, InternalTorchDynamoError) as error:
             inner = getattr(error, "inner_exception", error)  # ours, said once and with its own type
-            of_data = isinstance(inner, DataDependentError) or "unbacked symbol" in str(inner)
-            if of_data and not (self._settings is _BREAKS_AT_DATA or self.config.fullgraph or _has_begun(error)):
-                what = inner if inner is not error else "apexfx: Dynamo captures no number that is read from data here"
-                self._warn(f"{what}; the graph breaks there")
-                self._settings = _BREAKS_AT_DATA
-                self._compile_anew()
-                return self._run(model, *given)
+            if isinstance(inner, DataDependentError) or "unbacked symbol" in str(inner):
+                inner.add_note("  apexfx: the graph breaks at a function under @torch.compiler.disable: read it from data in one")
             raise inner from (None if inner is not error else error.__cause__)
         except TorchRuntimeError as error:
             raise as_in_eager(error) or error from None
@@ -212,14 +202,11 @@ class CompiledModel:
         """
         hooks = module_hooks(self._submodules)
         if self._checked and hooks != self._hooks:
-            self._compile_anew()
+            self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
+            if self.compiler.gradient_sync is not None:
+                self._local = self._compiled(_again(self._forward), self._local_compiler)
+            self._checked, self._first_graph = False, len(self.report.graphs)
         self._hooks = hooks
-
-    def _compile_anew(self) -> None:
-        self._averaging = self._local = self._compiled(_again(self._forward), self.compiler)
-        if self.compiler.gradient_sync is not None:
-            self._local = self._compiled(_again(self._forward), self._local_compiler)
-        self._checked, self._first_graph = False, len(self.report.graphs)
 
     def _asks_for_passes(self, model: nn.Module) -> bool:
         """Whether a call in eager would miss a cast, an average or a pass of the user's."""
@@ -247,7 +234,7 @@ class CompiledModel:
         # Making a patch costs more than entering it: keep one, unless it is in use (a transformed model in another).
         if all(getattr(dynamo_config, name) == value for name, value in self._settings.items()):
             return contextlib.nullcontext()
-        return dynamo_config.patch(self._settings) if self._settings is _BREAKS_AT_DATA else self._patch
+        return self._patch
 
     def _check_captured(self, model: nn.Module, breaks: Sequence[str]) -> None:
         """Compare what was captured with the module tree: nothing asked for is left to eager without a word.
@@ -296,13 +283,6 @@ class CompiledModel:
                 for buffer, old in buffers:
                     buffer.copy_(old)
         return self.report
-
-
-def _has_begun(error: Exception) -> bool:
-    """Whether a part of the forward ran before Dynamo raised `error`, so that running it again would do that part twice."""
-    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    before = itertools.takewhile(lambda name: not name.endswith(_COMPILING), frames[1:])  # the first is the call
-    return not all("_dynamo" in Path(name).parts for name in before)
 
 
 def _is_float32(model: nn.Module) -> bool:
