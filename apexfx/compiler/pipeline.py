@@ -34,7 +34,7 @@ class Pipeline:
 
     Raises:
         TypeError: an entry that is not a `Pass`.
-        ValueError: an unknown stage or tier, a name given twice, a missing requirement, a conflict.
+        ValueError: an unknown stage or tier, a name given twice, a missing requirement.
     """
 
     def __init__(self, passes: Sequence[Pass], *, verify: str = "off", strict: bool = False) -> None:

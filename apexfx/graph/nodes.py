@@ -179,49 +179,12 @@ def signature(val: Any) -> Any:
     )
 
 
-def refake(gm: fx.GraphModule, changed: set[fx.Node] | None = None) -> set[fx.Node]:
-    """Bring the values up to date downstream of `changed` (default: of every node); return the nodes that changed.
-
-    Only nodes with a changed input are evaluated again, so a local edit costs local work. A higher-order op hands the
-    change to its body; one whose body is not a plain call is left as it was.
-    """
-    everything = changed is None
-    dirty: set[fx.Node] = set(changed or ())
+def refake(gm: fx.GraphModule) -> None:
+    """Bring the value of every node up to date; those of higher-order ops, and what is in their bodies, stay as they were."""
     mode = fake_mode(gm.graph)
-    moved: set[fx.Node] = set()
     for node in gm.graph.nodes:
-        if node.op not in ("call_function", "call_method"):
-            continue
-        if not everything and not any(source in dirty for source in node.all_input_nodes):
-            continue
-        new = _body_value(gm, node) if isinstance(node.target, HigherOrderOperator) else evaluate(node, mode)
-        if new is not None and signature(new) != signature(value(node)):
-            moved.add(node)
-            dirty.add(node)
-        if new is not None:
-            set_value(node, new)
-    return moved
-
-
-def _body_value(gm: fx.GraphModule, node: fx.Node) -> Any:
-    """Push the values of a higher-order call's arguments into its body; return the body's output value, or None."""
-    if not node.args or not isinstance(node.args[0], fx.Node) or node.args[0].op != "get_attr":
-        return None
-    body = _attribute(gm, str(node.args[0].target))
-    if not isinstance(body, fx.GraphModule):
-        return None
-    inputs = body.graph.find_nodes(op="placeholder")
-    if len(inputs) != len(node.args) - 1:
-        return None
-    changed = set()
-    for placeholder, argument in zip(inputs, node.args[1:]):
-        if signature(value(placeholder)) != signature(value(argument)):
-            changed.add(placeholder)
-            set_value(placeholder, value(argument))
-    refake(body, changed)
-    outputs = fx.node.map_arg(body.graph.output_node().args[0], value)
-    old = value(node)
-    return tuple(outputs) if isinstance(old, tuple) and isinstance(outputs, (tuple, list)) else outputs
+        if node.op in ("call_function", "call_method") and not isinstance(node.target, HigherOrderOperator):
+            set_value(node, evaluate(node, mode))
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -25,7 +25,7 @@ class Pass(PassBase):
         stage: "forward" (the Dynamo graph), "backward" (AOTAutograd's) or "step" (the whole training step as AOTAutograd has
             it, where those of the stage "backward" run, too).
         numeric: "bitwise", "reassociates" or "changes_dtype"; enforced by `verify="each"`.
-        provides, needs, conflicts: tags, checked before anything runs: of passes that run earlier, or of any in the schedule.
+        provides, needs: tags, checked before anything runs, of passes that run earlier.
 
     Running a pass twice must change nothing the second time. A pass never prints and reads neither globals nor the
     environment.
@@ -36,7 +36,6 @@ class Pass(PassBase):
     numeric: ClassVar[str] = "bitwise"
     provides: ClassVar[tuple[str, ...]] = ()
     needs: ClassVar[tuple[str, ...]] = ()
-    conflicts: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self.matches: list[Match] = []
@@ -81,7 +80,7 @@ def validate(passes: Sequence[Pass], before: Sequence[type[Pass]] = ()) -> None:
 
     Raises:
         TypeError: an entry that is no `Pass`, or one without `call`.
-        ValueError: a pass without a name, an unknown stage or tier, a requirement that is not met, a conflict.
+        ValueError: a pass without a name, an unknown stage or tier, a requirement that is not met.
     """
     for pass_ in passes:
         if not isinstance(pass_, Pass):
@@ -102,8 +101,4 @@ def validate(passes: Sequence[Pass], before: Sequence[type[Pass]] = ()) -> None:
         for pass_ in (p for p in passes if p.stage == stage):
             if missing := set(pass_.needs) - earlier:
                 raise ValueError(f"apexfx: pass {pass_.name!r} needs {sorted(missing)}, which no earlier pass provides")
-            for other in passes:
-                if other is not pass_ and (clash := set(pass_.conflicts) & set(other.provides)):
-                    raise ValueError(f"apexfx: pass {pass_.name!r} conflicts with {sorted(clash)}, provided by {other.name!r}; "
-                                     "leave one of them out with skip=")
             earlier.update(pass_.provides)
