@@ -33,9 +33,7 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
     Each call of `torch.compile` has one report, `last_report()`. Calls with one options object share it: the layers of a model
     may be compiled one by one. Give two models an options object each.
 
-    With `ddp`, what a graph holds is copied from rank 0 before its first run with gradients on, and every such run of a
-    graph that trains counts as a training forward, which a backward is to follow on every rank. There is no `no_sync()`:
-    each backward averages, which adds up to the same; `transform()` has it.
+    A backend is shown graphs, and the model only as their inputs: `ddp` and `methods` are `transform()`'s.
     """
     from ._torch_compilers import compiling_backend, graph_breaks_around
 
@@ -53,7 +51,7 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
 def _note_breaks(compiler: GraphCompiler, breaks: Sequence[str]) -> None:
     """Note what runs in eager between graphs, and warn where that loses something that was asked for."""
     config = compiler.config
-    asks_for_passes = config.level.casts or config.precision or config.ddp or config.sync_bn or config.passes
+    asks_for_passes = config.level.casts or config.precision or config.sync_bn or config.passes
     for reason in breaks:
         advice = "; apexfx.transform() holds torch.nn.LSTM, GRU and RNN in its graphs" if "LSTM" in reason else ""
         message = f"apexfx: Dynamo broke the graph: {reason}. What runs between the graphs is out of reach of the passes{advice}"
@@ -71,9 +69,12 @@ def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
     if config.methods:
         raise ValueError("apexfx: methods= belongs to apexfx.transform(); give torch.compile(model.method, backend='apex') a "
                          "method")
+    if config.ddp:
+        raise ValueError("apexfx: ddp= belongs to apexfx.transform(), which is given the model; torch.compile() shows a backend "
+                         "graphs alone")
     compiler = _by_options.get(id(options)) if options else None
     if compiler is None or compiler.config != config:  # a user may change the options and compile another model
-        compiler = compiler_for(config, "compile")
+        compiler = compiler_for(config)
     if options:
         _by_options[id(options)] = compiler
     if hasattr(backend, "compiler_name"):  # made by torch.compile(), which holds the options too
@@ -81,17 +82,13 @@ def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
     return compiler
 
 
-def compiler_for(config: TransformConfig, origin: str = "transform") -> GraphCompiler:
-    """Return the compiler of a new model, with a new report that becomes `last_report()`.
-
-    Args:
-        origin: how the model came about.
-    """
+def compiler_for(config: TransformConfig) -> GraphCompiler:
+    """Return the compiler of a new model, with a new report that becomes `last_report()`."""
     from .compiler.graph_compiler import make_compiler
 
     global _last_report
     groups = Groups(config)
-    compiler = make_compiler(config, groups, standalone=origin == "compile")
+    compiler = make_compiler(config, groups)
     if config.sync_bn and groups.batch_norm is None:
         message = "apexfx: sync_bn=True without a process group: batch norm uses the batch of this one process"
         compiler.report.note(message)

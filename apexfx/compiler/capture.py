@@ -103,7 +103,7 @@ def _identified(source: str, tensor: torch.Tensor, index: ModelIndex) -> tuple[s
         return "state", names
     # A Parameter that is an argument is data of this call, not a part of any model.
     if not index.has_model and isinstance(tensor, torch.nn.Parameter) and not re.fullmatch(r"L\['\w+'\]", source):
-        return "param", (index.unregistered(tensor, source),)
+        return "param", (text_name(source),)
     return "input", (local_name(source),)
 
 

@@ -15,7 +15,6 @@ from .._torch import dynamo_source, ends_in_graph_break, global_module_hooks
 from ..config import TransformConfig
 from ..distributed.agreement import Agreement, Communication, explained
 from ..distributed.gradient_sync import GradientSync
-from ..distributed.lazy_broadcast import LazyBroadcast
 from ..errors import UnsynchronizedGradientError
 from ..graph.collectives import issued
 from ..graph.inputs import Placeholder
@@ -24,13 +23,12 @@ from ..graph.nodes import call, value
 from ..graph.shared_memory import MemoryCheck
 from ..graph.unused_gradients import Dependencies
 from ..report.data import Report
-from ..report.records import GraphReport
 from . import capture
 from .backward_stage import BackwardPasses
 from .compile_graph import numeric_options, read_inputs, rewrite
 from .model_index import ModelIndex
 from .process_groups import Groups
-from .refusals import HOOKS_CHANGED, check_not_in_ddp, check_not_sharded
+from .refusals import HOOKS_CHANGED, check_not_in_ddp
 
 log = logging.getLogger(__name__)
 
@@ -44,8 +42,6 @@ class GraphCompiler:
         groups: the process groups.
         gradient_sync: watches the gradients of a data-parallel model; None otherwise.
         agreement: among the ranks of a data-parallel or synchronized model; None otherwise.
-        lazy_broadcast: sends rank 0's parameters, and every run of a training graph counts as a forward: for a model known
-            by its graphs alone; None where the model's owner does both.
         reduce_gradients: False compiles the variant without allreduce nodes, for local accumulation.
         index: of the model's names.
 
@@ -61,7 +57,6 @@ class GraphCompiler:
         groups: Groups,
         gradient_sync: GradientSync | None = None,
         agreement: Agreement | None = None,
-        lazy_broadcast: LazyBroadcast | None = None,
         reduce_gradients: bool = True,
         index: ModelIndex | None = None,
     ) -> None:
@@ -70,7 +65,6 @@ class GraphCompiler:
         self.groups = groups
         self.gradient_sync = gradient_sync
         self.agreement = agreement
-        self.lazy_broadcast = lazy_broadcast
         self.reduce_gradients = reduce_gradients
         self.index = index if index is not None else ModelIndex()
         self.compiled: weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = weakref.WeakKeyDictionary()
@@ -100,7 +94,7 @@ class GraphCompiler:
         compiled = graph.compile(BackwardPasses(graph.pipeline, graph.record, placeholders, graph.uuid, graph.key), self.report)
         if in_forward and self.agreement is not None:
             compiled = _compared(compiled, self.agreement, communication)
-        return self._guarded(compiled, graph.record, placeholders, communication, dependencies, written, uneven=uneven)
+        return self._guarded(compiled, placeholders, communication, dependencies, written, uneven=uneven)
 
     def _refuse_unregistered(self, gm: fx.GraphModule, placeholders: Sequence[Placeholder],
                              example_inputs: Sequence[Any]) -> None:
@@ -110,7 +104,7 @@ class GraphCompiler:
                 continue
             if self.index.is_argument(tensor, dynamo_source(node)):
                 continue
-            if p.in_a_local and not (self.index.has_model and isinstance(tensor, nn.Parameter)):
+            if p.in_a_local and not isinstance(tensor, nn.Parameter):
                 message = (f"apexfx: after a graph break, forward uses {p.source}, a leaf tensor of shape {list(tensor.shape)} "
                            "that requires a gradient and is no nn.Parameter: taken for one made in this call, whose gradient "
                            "stays this rank's own")
@@ -123,8 +117,8 @@ class GraphCompiler:
                 "neither a registered parameter of the model nor an argument of this call, so nothing would average its "
                 "gradient over the ranks. Assign it to a module as an nn.Parameter, pass it as an argument, or detach it.")
 
-    def _guarded(self, compiled: Callable[..., Any], record: GraphReport, placeholders: Sequence[Placeholder],
-                 communication: Communication, dependencies: Dependencies | None, written: Sequence[int], *,
+    def _guarded(self, compiled: Callable[..., Any], placeholders: Sequence[Placeholder], communication: Communication,
+                 dependencies: Dependencies | None, written: Sequence[int], *,
                  uneven: bool) -> Callable[..., Any]:
         """Wrap what runs on every call: checks before it, provenance of gradients after it.
 
@@ -139,7 +133,7 @@ class GraphCompiler:
         kept = [place for place in written if placeholders[place].stride is not None and not placeholders[place].in_a_local]
         check_memory = MemoryCheck(placeholders, (), kept) if kept else None
         trainable = [(p.index, p.name) for p in placeholders if p.kind == "param" and p.requires_grad]
-        before_run, hooks = self._broadcast_and_count(record, placeholders), global_module_hooks()
+        hooks = global_module_hooks()
 
         def run(*args: Any) -> Any:
             if global_module_hooks() != hooks:
@@ -157,10 +151,6 @@ class GraphCompiler:
                 if (ran := dependencies.after_run(_listed(outputs), args, edges)) is not None:
                     ran.hide_unused()
                 return outputs
-            before_run(args)
-            if not index.has_model:  # otherwise each call of the model does this
-                for name, parameter in index.parameters():
-                    sync.watch(name, parameter)  # those that no graph holds, too
             parameters = [args[place] for place, _ in trainable]
             for (_, name), parameter in zip(trainable, parameters):
                 sync.watch(name, parameter)
@@ -171,25 +161,6 @@ class GraphCompiler:
             return outputs
 
         return run
-
-    def _broadcast_and_count(self, record: GraphReport,
-                             placeholders: Sequence[Placeholder]) -> Callable[[Sequence[Any]], None]:
-        """Return what is called with the inputs before each run with gradients: it does what a model's owner does otherwise."""
-        lazy_broadcast, sync = self.lazy_broadcast, self.gradient_sync
-        if lazy_broadcast is None or not self.reduce_gradients:
-            return lambda _: None
-        held = [(p.index, p.name) for p in placeholders if p.kind in ("param", "buffer")]
-        equal: list[weakref.ref[Any]] = []  # on all ranks, since they were broadcast
-
-        def before_run(args: Sequence[Any]) -> None:
-            if len(equal) != len(held) or any([ref() is not args[index] for ref, (index, _) in zip(equal, held)]):
-                check_not_sharded(self.index.modules())
-                lazy_broadcast.broadcast([(name, args[index]) for index, name in held])
-                equal[:] = [weakref.ref(args[index]) for index, _ in held]
-            if record.training:
-                sync.on_training_forward()
-
-        return before_run
 
 
 def _compared(compiled: Callable[..., Any], agreement: Agreement, communication: Communication) -> Callable[..., Any]:
@@ -206,21 +177,11 @@ def _listed(outputs: Any) -> Sequence[Any]:
     return outputs if isinstance(outputs, (tuple, list)) else (outputs,)
 
 
-def make_compiler(config: TransformConfig, groups: Groups, *, standalone: bool = False) -> GraphCompiler:
-    """Return a compiler with an empty report; one rank alone may call this.
-
-    Args:
-        standalone: the model is known by its graphs alone, so that they broadcast its parameters and count its forwards.
-    """
-    agreement = groups.agreement(config.buckets)
-    sync = lazy_broadcast = None
-    report = Report(config.describe())
-    if groups.gradients is not None:
-        sync = GradientSync(groups.gradients, config.buckets, agreement, report.note)
-        if standalone and agreement is not None:
-            lazy_broadcast = LazyBroadcast(groups.gradients, agreement)
-    return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement,
-                         lazy_broadcast=lazy_broadcast)
+def make_compiler(config: TransformConfig, groups: Groups) -> GraphCompiler:
+    """Return a compiler with an empty report; one rank alone may call this."""
+    agreement, report = groups.agreement(config.buckets), Report(config.describe())
+    sync = GradientSync(groups.gradients, config.buckets, agreement, report.note) if groups.gradients is not None else None
+    return GraphCompiler(config, report=report, groups=groups, gradient_sync=sync, agreement=agreement)
 
 
 def _clone_detached_outputs(gm: fx.GraphModule) -> None:

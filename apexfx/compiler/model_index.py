@@ -40,7 +40,6 @@ class ModelIndex:
         self._ran: dict[int, weakref.ref[Tensor]] = {}  # by id, while the tensor is alive
         self._model = model
         self._roots: list[tuple[str, Callable[[], nn.Module | None]]] = []
-        self._given: dict[str, weakref.ref[Tensor]] = {}  # names made of source text, each for one tensor
         self._parameters: dict[int, list[str]] = {}
         self._buffers: dict[int, list[str]] = {}
         self._modules: dict[int, list[str]] = {}
@@ -79,19 +78,10 @@ class ModelIndex:
             if child is not None:
                 self._walk(child, dot + name, above | {id(module)})
 
-    def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) of all that are registered, each once."""
-        return [named for prefix, root in self._live_roots() for named in root.named_parameters(prefix) if named[1].is_leaf]
-
     def mode(self) -> str:
         """Return "train" or "eval", the mode of the model, or "" where none is known."""
         modes = {"train" if root.training else "eval" for _, root in self._live_roots()}
         return modes.pop() if len(modes) == 1 else ""
-
-    def modules(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield (path, module) of the models and all that is registered below them."""
-        for prefix, root in self._live_roots():
-            yield from root.named_modules(prefix=prefix)
 
     def parameter(self, tensor: Tensor) -> tuple[str, ...]:
         """Return the names under which `tensor` is a registered parameter; a tied one has several."""
@@ -165,16 +155,6 @@ class ModelIndex:
         if isinstance(tensor, nn.Parameter) or any(isinstance(holder, nn.Module) for holder in holders):
             return False
         return any(holder is leaf for holder in holders for leaf in arguments)
-
-    def unregistered(self, tensor: Tensor, source: str) -> str:
-        """Return a name for a parameter that no model has registered: where it was reached from, each name for one tensor."""
-        name = text_name(source)
-        candidate, number = name, 1
-        while (owner := self._given.get(candidate)) is not None and owner() not in (tensor, None):
-            number += 1
-            candidate = f"{name}_{number}"
-        self._given[candidate] = weakref.ref(tensor)
-        return candidate
 
     def _find_root(self, source: Any) -> None:
         """Take in the outermost module that an input was reached from."""

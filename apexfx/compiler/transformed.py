@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .._torch import backend_of
-from .refusals import is_apex, is_parallel_wrapper
+from .refusals import is_parallel_wrapper
 
 if TYPE_CHECKING:
     from .compiled_model import CompiledModel
@@ -24,7 +23,6 @@ def check_not_averaged(model: nn.Module, advice: str) -> None:
         where = f"submodule {name!r}" if name else "the model"
         if is_parallel_wrapper(module):
             raise ValueError(f"apexfx: {where} is wrapped in {type(module).__name__}, which averages gradients itself; {advice}")
-        transformed = (compiled := get_compiled(module)) is not None and compiled.config.ddp
-        if transformed or is_apex(backend := backend_of(module)) and (backend.kwargs.get("options") or {}).get("ddp"):
+        if (compiled := get_compiled(module)) is not None and compiled.config.ddp:
             raise ValueError(f"apexfx: {where} was transformed with ddp already and averages its gradients; leave out one of the "
                              "two")

@@ -85,12 +85,9 @@ SHARDED = {
     "fsdp2 later": lambda: fsdp2(ran(transformed(ddp=True))),
     "fsdp2 of a part later": lambda: part(fsdp2, ran(transformed(ddp=True))),
     "tensor parallel later": lambda: tensor_parallel(ran(transformed(ddp=True))),
-    "fsdp1 in compile": lambda: compiled(fsdp1(Net()), ddp=True),
-    "fsdp2 in compile": lambda: compiled(fsdp2(Net()), ddp=True),
-    "fsdp2 in compile without ddp": lambda: compiled(fsdp2(Net())),
+    "fsdp1 in compile": lambda: compiled(fsdp1(Net())),
+    "fsdp2 in compile": lambda: compiled(fsdp2(Net())),
     "tensor parallel in compile": lambda: compiled(tensor_parallel(Net())),
-    "fsdp2 around compile": lambda: fsdp2(compiled(Net(), ddp=True)),
-    "fsdp2 after compile": lambda: fsdp2(ran(compiled(Net(), ddp=True))),
     "fsdp1 in eager": lambda: wrapped(fsdp1(Net())),
     "fsdp2 in eager": lambda: wrapped(fsdp2(Net())),
     "tensor parallel in eager": lambda: wrapped(tensor_parallel(Net())),
@@ -101,19 +98,17 @@ SHARDED = {
 }
 DDP, TWICE, WRAPPED = "wrapped in torch.nn.parallel", "with ddp already and averages its gradients", "is wrapped in Distributed"
 AVERAGED = {
+    "ddp in compile": (lambda: compiled(Net(), ddp=True), "ddp= belongs to apexfx.transform"),
     "torch DDP around transform": (lambda: TorchDDP(transformed(ddp=True)), DDP),
     "torch DDP later": (lambda: TorchDDP(ran(transformed(ddp=True))), DDP),
     "torch DDP, inductor from its cache": (lambda: TorchDDP(transformed(ddp=True, inner="inductor")), DDP),
     "torch DDP around a container": (lambda: TorchDDP(nn.Sequential(transformed(ddp=True))), DDP),
-    "torch DDP around compile": (lambda: TorchDDP(compiled(Net(), ddp=True)), DDP),
-    "torch DDP in compile": (lambda: compiled(TorchDDP(Net()), ddp=True), DDP),
     "torch DDP in transform": (lambda: transformed(TorchDDP(Net()), ddp=True), WRAPPED),
     "eager in transform": (lambda: transformed(nn.Sequential(wrapped(Net())), ddp=True), WRAPPED),
     "torch DDP in eager": (lambda: wrapped(nn.Sequential(TorchDDP(Net()))), WRAPPED),
     "eager in eager": (lambda: wrapped(nn.Sequential(wrapped(Net()))), WRAPPED),
     "transform in eager": (lambda: wrapped(transformed(ddp=True)), TWICE),
     "transform in a container in eager": (lambda: wrapped(nn.Sequential(transformed(ddp=True))), TWICE),
-    "compile in eager": (lambda: wrapped(compiled(Net(), ddp=True)), TWICE),
     "transform in Reducer": (lambda: Reducer(transformed(ddp=True)), TWICE),
 }
 

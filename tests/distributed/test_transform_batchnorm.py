@@ -237,17 +237,10 @@ def test_evaluation_without_running_statistics_is_local(rank, world_size):
 
 @on_ranks(2)
 def test_plain_backend(rank, world_size):
-    torch.manual_seed(0)
-    source = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(36, 2))
-    reference = copy.deepcopy(source).double()
-    whole = torch.randn(2 * world_size, 3, 5, 5)
-    options = {"opt_level": "O0", "sync_bn": True, "ddp": True, "inner": "eager"}
-    model = torch.compile(source, backend="apex", options=options, fullgraph=True)
-    model(whole[2 * rank:2 * rank + 2]).square().mean().backward()
-    reference(whole.double()).square().mean().backward()
-    for p, q in zip(source.parameters(), reference.parameters()):
-        assert_close(p.grad, q.grad, scale=10)
-    assert apexfx.last_report().buckets().parameters
+    source = nn.BatchNorm1d(4)
+    reference, whole = copy.deepcopy(source).double(), torch.randn(3 * world_size, 4)
+    model = torch.compile(source, backend="apex", options={"opt_level": "O0", "sync_bn": True, "inner": "eager"}, fullgraph=True)
+    assert_close(model(whole[3 * rank:3 * rank + 3]), reference(whole.double())[3 * rank:3 * rank + 3])
 
 
 @on_ranks(2)

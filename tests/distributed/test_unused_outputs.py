@@ -58,13 +58,6 @@ def test_transform_averages_what_any_rank_uses(rank, world_size):
 
 
 @on_ranks(2)
-def test_backend_averages_what_any_rank_uses(rank, world_size):
-    source, wrapped = _twins(TwoHeads, 1)  # it leaves alone what is in no graph
-    model = torch.compile(source, backend="apex", options={"opt_level": "O0", "ddp": SMALL, "inner": "eager"})
-    _train(model, source, wrapped, rank, STEPS)
-
-
-@on_ranks(2)
 def test_the_wrapper_averages_what_any_rank_uses_of_a_compiled_model(rank, world_size):
     source, wrapped = _twins(TwoHeads, 1 + rank)
     compiled = torch.compile(source, backend="apex", options={"opt_level": "O0", "inner": "eager"})
