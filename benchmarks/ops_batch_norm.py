@@ -17,7 +17,7 @@ from op_row import Row
 from ops_norm import training_step
 from torch import Tensor
 
-from apexfx.ops.local_batch_norm import bn_backward, bn_forward_
+from apexfx.ops.local_batch_norm import bn_backward, bn_forward, local_batch_norm
 from apexfx.ops.sync_batch_norm import sync_batch_norm
 
 # Activations of ResNet-50 at batch 32 and of smaller and odder models.
@@ -66,13 +66,13 @@ def cases(x: Tensor) -> dict[str, tuple[Callable[[], object], Callable[[], objec
     grad = torch.randn_like(x)
 
     def forward(relu: bool) -> Tensor:
-        return bn_forward_(x, weight, bias, mean, var, None, 0.1, None, 1e-5, relu)[0]
+        return local_batch_norm(x, weight, bias, None, mean, var, None, 0.1, 1e-5, relu)
 
     def forward_torch(relu: bool) -> Tensor:
         y = torch.native_batch_norm(x, weight, bias, mean, var, True, 0.1, 1e-5)[0]
         return y.relu_() if relu else y
 
-    stats = bn_forward_(x, weight, bias, mean, var, None, 0.1, None, 1e-5, False)[1]
+    stats = bn_forward(x, weight, bias, None, 1e-5, False)[1]
     _, float_mean, float_invstd = (t.float() for t in torch.native_batch_norm(x, weight, bias, mean, var, True, 0.1, 1e-5))
 
     def backward(relu: bool) -> Tensor:

@@ -132,19 +132,12 @@ def check_relu_backward(grad_output, output) -> None:
     check_like("bn_relu_backward", "grad_output", grad_output, output, "output")
 
 
-def check_forward(x, weight, bias, residual, eps, relu, op="bn_forward") -> None:
+def check_forward(x, weight, bias, residual, eps, relu) -> None:
+    op = "bn_forward"
     check_parameters(op, x, weight, bias)
     check_eps(op, eps)
     if residual is not None:
         check_like(op, "residual", residual, x)
-
-
-def check_forward_(
-    x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
-) -> None:
-    op = "bn_forward_"
-    check_forward(x, weight, bias, residual, eps, relu, op)
-    check_running_buffers(op, x, x.shape[1], running_mean, running_var, num_batches_tracked, momentum)
 
 
 def check_backward(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> None:

@@ -1,12 +1,11 @@
 """Batch norm over the batch that is here: the pieces of `batch_norm` as one op forward and one backward.
 
     bn_forward   = bn_local_stats -> bn_global_stats -> bn_normalize
-    bn_forward_  = the same, and bn_running_stats written into the running buffers
     bn_backward  = bn_backward_reduce -> bn_backward_elementwise, and the gradients of weight and bias
 
-The results are those of the pieces, bit for bit. `sync_batch_norm` calls these where there is no group: `bn_forward_`
-in eager mode, `bn_forward` and `bn_running_stats` in a graph, because activation checkpointing computes the former
-again in the backward pass, when the old buffers are gone.
+The results are those of the pieces, bit for bit. `sync_batch_norm` calls these where there is no group. The running buffers are
+written apart, by `bn_running_stats`: activation checkpointing computes `bn_forward` again in the backward pass, when the old ones
+are gone.
 
 These operators have no derivative of their own; `local_batch_norm` carries the formula.
 """
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._batch_norm_arguments import check_backward, check_forward, check_forward_
+from ._batch_norm_arguments import check_backward, check_forward
 from ._batch_norm_gradients import composed_gradients
 from ._define import ANY_STRIDES, define
 from ._direct_autograd import with_direct_autograd
@@ -29,20 +28,15 @@ from .batch_norm import (
     bn_local_stats,
     bn_normalize,
     bn_relu_backward,
-    bn_running_stats,
     update_running_buffers,
 )
-
-
-def _output_and_stats(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)
 
 
 @define(
     "bn_forward(Tensor x, Tensor? weight, Tensor? bias, Tensor? residual, float eps, bool relu) "
     "-> (Tensor y, Tensor stats)",
     check=check_forward,
-    fake=_output_and_stats,
+    fake=lambda x, *_: (torch.empty_like(x), x.new_empty(2 * x.shape[1] + 1, dtype=torch.float64)),
     tags=ANY_STRIDES,
 )
 def bn_forward(
@@ -52,34 +46,6 @@ def bn_forward(
     stats = bn_local_stats.reference(x)
     mean, invstd = bn_global_stats.reference(stats, eps)
     return bn_normalize.reference(x, mean, invstd, weight, bias, residual, relu), stats
-
-
-@define(
-    "bn_forward_(Tensor x, Tensor? weight, Tensor? bias, Tensor(a!) running_mean, Tensor(b!) running_var, "
-    "Tensor? num_batches_tracked, float? momentum, Tensor? residual, float eps, bool relu) "
-    "-> (Tensor y, Tensor stats)",
-    check=check_forward_,
-    fake=_output_and_stats,
-    tags=ANY_STRIDES,
-)
-def bn_forward_(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches_tracked: Tensor | None,
-    momentum: float | None,
-    residual: Tensor | None,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor]:
-    """Do as `bn_forward`, and update the running buffers in place, as `bn_running_stats` says."""
-    y, stats = bn_forward.reference(x, weight, bias, residual, eps, relu)
-    new_mean, new_var = bn_running_stats.reference(stats, running_mean, running_var, num_batches_tracked, momentum)
-    running_mean.copy_(new_mean)
-    running_var.copy_(new_var)
-    return y, stats
 
 
 def _empty_gradients(grad_output, x, stats, weight, bias, eps, relu, needs_x=True) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,20 +93,8 @@ def _of_parameter(grad: Tensor, parameter: Tensor | None) -> Tensor:
 # ---- autograd -------------------------------------------------------------------------------------------------------
 
 
-def _run(
-    x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
-) -> tuple[Tensor, Tensor]:  # as local_batch_norm
-    if running_mean is None or running_var is None:
-        return bn_forward(x, weight, bias, residual, eps, relu)
-    result = bn_forward_(
-        x, weight, bias, running_mean, running_var, num_batches_tracked, momentum, residual, eps, relu
-    )
-    torch.autograd.graph.increment_version((running_mean, running_var))
-    return result
-
-
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, weight, bias, residual, *_, eps, relu = inputs
+    x, weight, bias, residual, eps, relu = inputs
     y, stats = output
     ctx.mark_non_differentiable(stats)
     ctx.set_materialize_grads(False)
@@ -153,7 +107,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 
 def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     if grad_output is None or not any(ctx.needs_input_grad):
-        return (None,) * 10
+        return (None,) * 6
     x, stats, weight, bias, output = ctx.saved_tensors
     eps, relu = ctx.options
     if torch.is_grad_enabled():  # with create_graph=True
@@ -163,7 +117,7 @@ def _backward(ctx: Any, grad_output: Tensor | None, _: None) -> tuple[Tensor | N
     else:
         grad_output = grad_output if output is None else bn_relu_backward(grad_output, output)
         grads = *bn_backward(grad_output, x, stats, weight, bias, eps, relu, ctx.needs_input_grad[0]), grad_output
-    return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), *(None,) * 6
+    return *(grad if needed else None for needed, grad in zip(ctx.needs_input_grad, grads)), None, None
 
 
 class _Traced(torch.autograd.Function):
@@ -171,22 +125,13 @@ class _Traced(torch.autograd.Function):
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-        return _run(*arguments)
+        return bn_forward(*arguments)
 
     setup_context = staticmethod(_setup_context)
     backward = staticmethod(_backward)
 
 
-def _functional(
-    x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
-) -> tuple[Tensor, Tensor]:  # as local_batch_norm
-    y, stats = _Traced.apply(x, weight, bias, residual, None, None, None, None, eps, relu)
-    if running_mean is not None and running_var is not None:
-        update_running_buffers(stats, running_mean, running_var, num_batches_tracked, momentum)
-    return y, stats
-
-
-_direct = with_direct_autograd(_run, _setup_context, _backward, elsewhere=_functional)
+_direct = with_direct_autograd(torch.ops.apexfx.bn_forward.default, _setup_context, _backward, elsewhere=_Traced.apply)
 
 
 def local_batch_norm(
@@ -206,6 +151,7 @@ def local_batch_norm(
 
     The arguments are those of `sync_batch_norm`, which has checked them; the residual has the dtype of `x`.
     """
-    return _direct(
-        x, weight, bias, residual, running_mean, running_var, num_batches_tracked, momentum, eps, relu
-    )[0]
+    y, stats = _direct(x, weight, bias, residual, eps, relu)
+    if running_mean is not None and running_var is not None:
+        update_running_buffers(stats, running_mean, running_var, num_batches_tracked, momentum)
+    return y

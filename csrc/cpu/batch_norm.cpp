@@ -259,8 +259,9 @@ void backward_into(const Layout& layout, ChannelConstants<E>& constants, double 
   });
 }
 
-std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& x, const Optional& weight, const Optional& bias,
-                                   Optional residual, double eps, bool relu) {
+std::tuple<Tensor, Tensor> bn_forward(const Tensor& x, Optional weight, Optional bias, Optional residual, double eps,
+                                      bool relu) {
+  const char* op = "bn_forward";
   check_affine(op, x, weight, bias);
   check_eps(op, eps);
   if (residual) check_like(op, "residual", *residual, x);
@@ -276,25 +277,6 @@ std::tuple<Tensor, Tensor> forward(const char* op, const Tensor& x, const Option
                     writable<E>(y), writable<double>(stats));
   });
   return {input.finish(y), stats};
-}
-
-std::tuple<Tensor, Tensor> bn_forward(const Tensor& x, Optional weight, Optional bias, Optional residual, double eps,
-                                      bool relu) {
-  return forward("bn_forward", x, weight, bias, residual, eps, relu);
-}
-
-std::tuple<Tensor, Tensor> bn_forward_(const Tensor& x, Optional weight, Optional bias, Tensor running_mean,
-                                       Tensor running_var, Optional tracked, std::optional<double> momentum,
-                                       Optional residual, double eps, bool relu) {
-  const char* op = "bn_forward_";
-  check_input(op, x);
-  check_running_buffers(op, x, x.size(1), running_mean, running_var, tracked, momentum);
-  const auto result = forward(op, x, weight, bias, residual, eps, relu);
-  Tensor new_mean = dense(running_mean), new_var = dense(running_var);
-  move_running(data<double>(std::get<1>(result)), tracked, momentum, new_mean, new_var);
-  if (!running_mean.is_contiguous()) torch::stable::copy_(running_mean, new_mean);
-  if (!running_var.is_contiguous()) torch::stable::copy_(running_var, new_var);
-  return result;
 }
 
 // The gradient of a parameter in its dtype; empty where there is none.
@@ -346,6 +328,5 @@ STABLE_TORCH_LIBRARY_IMPL(apexfx, CPU, m) {
   m.impl("bn_backward_reduce", TORCH_BOX(&apexfx::batch_norm::backward_reduce));
   m.impl("bn_backward_elementwise", TORCH_BOX(&apexfx::batch_norm::backward_elementwise));
   m.impl("bn_forward", TORCH_BOX(&apexfx::batch_norm::bn_forward));
-  m.impl("bn_forward_", TORCH_BOX(&apexfx::batch_norm::bn_forward_));
   m.impl("bn_backward", TORCH_BOX(&apexfx::batch_norm::bn_backward));
 }

@@ -6,17 +6,15 @@ namespace apexfx {
 namespace batch_norm {
 namespace {
 
-// stats -> mean and 1 / sqrt(var + eps), and, where running buffers are given, those moved in place.
+// stats -> mean and 1 / sqrt(var + eps).
 __global__ void __launch_bounds__(kThreads)
     finish_stats_kernel(const double* __restrict__ stats, int64_t channels, double eps, double* __restrict__ mean,
-                        double* __restrict__ invstd, ChannelBuffer running_mean, ChannelBuffer running_var,
-                        double momentum, const int64_t* __restrict__ tracked) {
+                        double* __restrict__ invstd) {
   const int64_t c = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (c >= channels) return;
   const Moments m = moments(stats[0], stats[1 + c], stats[1 + channels + c]);
   mean[c] = m.mean;
   invstd[c] = rsqrt(m.var + eps);
-  if (running_mean.data != nullptr) move_running(stats[0], m, running_mean, running_var, c, momentum, tracked);
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -33,63 +31,31 @@ ChannelBuffer buffer_of(Tensor& t) { return {t.mutable_data_ptr(), t.scalar_type
 
 unsigned blocks_of(int64_t channels) { return static_cast<unsigned>(divide_up(channels, kThreads)); }
 
-struct Running {
-  Tensor mean, var;
-  Optional tracked;
-  std::optional<double> momentum;
-};
-
 struct Statistics {
   Tensor mean, invstd;
 };
 
-Statistics finish_stats(const Tensor& stats, double eps, Running* running) {
+Statistics finish_stats(const Tensor& stats, double eps) {
   const int64_t channels = stats.size(0) / 2;
   Statistics out{torch::stable::new_empty(stats, {channels}), torch::stable::new_empty(stats, {channels})};
   if (channels == 0) return out;
-  const bool counts = running != nullptr && !running->momentum;
   finish_stats_kernel<<<blocks_of(channels), kThreads, 0, current_stream(stats)>>>(
       stats.const_data_ptr<double>(), channels, eps, out.mean.mutable_data_ptr<double>(),
-      out.invstd.mutable_data_ptr<double>(), running ? buffer_of(running->mean) : ChannelBuffer{},
-      running ? buffer_of(running->var) : ChannelBuffer{}, running ? running->momentum.value_or(0) : 0,
-      counts ? running->tracked->const_data_ptr<int64_t>() : nullptr);
+      out.invstd.mutable_data_ptr<double>());
   STD_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 
-void check_forward(const char* op, const Tensor& x, const Optional& weight, const Optional& bias,
-                   const Optional& residual, double eps) {
+std::tuple<Tensor, Tensor> bn_forward(const Tensor& x, Optional weight, Optional bias, Optional residual, double eps,
+                                      bool relu) {
+  const char* op = "bn_forward";
   check_affine(op, x, weight, bias);
   check(eps >= 0, op, "eps is ", eps, "; expected a number that is not negative");
   if (residual) check_like(op, "residual", *residual, x);
-}
-
-std::tuple<Tensor, Tensor> forward(const Tensor& x, const Optional& weight, const Optional& bias,
-                                   const Optional& residual, double eps, bool relu, Running* running) {
   const DeviceGuard guard(x.get_device_index());
   const Tensor stats = local_stats(x);
-  const Statistics s = finish_stats(stats, eps, running);
+  const Statistics s = finish_stats(stats, eps);
   return {normalize(x, s.mean, s.invstd, weight, bias, residual, relu), stats};
-}
-
-std::tuple<Tensor, Tensor> bn_forward(const Tensor& x, Optional weight, Optional bias, Optional residual, double eps,
-                                      bool relu) {
-  check_forward("bn_forward", x, weight, bias, residual, eps);
-  return forward(x, weight, bias, residual, eps, relu, nullptr);
-}
-
-std::tuple<Tensor, Tensor> bn_forward_(const Tensor& x, Optional weight, Optional bias, Tensor running_mean,
-                                       Tensor running_var, Optional tracked, std::optional<double> momentum,
-                                       Optional residual, double eps, bool relu) {
-  const char* op = "bn_forward_";
-  check_forward(op, x, weight, bias, residual, eps);
-  check_running_buffers(op, x, x.size(1), running_mean, running_var, tracked, momentum);
-  const DeviceGuard guard(x.get_device_index());
-  Running running{dense(running_mean), dense(running_var), tracked, momentum};
-  const auto result = forward(x, weight, bias, residual, eps, relu, &running);
-  if (!running_mean.is_contiguous()) torch::stable::copy_(running_mean, running.mean);
-  if (!running_var.is_contiguous()) torch::stable::copy_(running_var, running.var);
-  return result;
 }
 
 // Room for the gradient of a parameter in its dtype; empty where there is none.
@@ -107,7 +73,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor&
   check(eps >= 0, op, "eps is ", eps, "; expected a number that is not negative");
   const DeviceGuard guard(x.get_device_index());
   Tensor saved = dense(stats);
-  const Statistics s = finish_stats(saved, eps, nullptr);
+  const Statistics s = finish_stats(saved, eps);
   const Tensor sums = backward_reduce(grad, x, s.mean, s.invstd, weight, bias, relu);
   const Tensor count = torch::stable::narrow(saved, 0, 0, 1);
   const Tensor dx = needs_x ? backward_elementwise(grad, x, s.mean, s.invstd, sums, count, weight, bias, relu)
@@ -128,6 +94,5 @@ std::tuple<Tensor, Tensor, Tensor> bn_backward(const Tensor& grad, const Tensor&
 
 STABLE_TORCH_LIBRARY_IMPL(apexfx, CUDA, m) {
   m.impl("bn_forward", TORCH_BOX(&apexfx::batch_norm::bn_forward));
-  m.impl("bn_forward_", TORCH_BOX(&apexfx::batch_norm::bn_forward_));
   m.impl("bn_backward", TORCH_BOX(&apexfx::batch_norm::bn_backward));
 }

@@ -27,7 +27,6 @@ REFERENCES: dict[str, Callable[..., object]] = {
     "bn_backward_elementwise": batch_norm.bn_backward_elementwise.reference,
     "bn_relu_backward": batch_norm.bn_relu_backward.reference,
     "bn_forward": local_batch_norm.bn_forward.reference,
-    "bn_forward_": local_batch_norm.bn_forward_.reference,
     "bn_backward": local_batch_norm.bn_backward.reference,
     "sync_batch_norm": sync_batch_norm._sync_batch_norm,
 }

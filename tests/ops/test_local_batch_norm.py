@@ -15,7 +15,7 @@ from apexfx.ops.batch_norm import (
     bn_normalize,
     bn_running_stats,
 )
-from apexfx.ops.local_batch_norm import bn_backward, bn_forward, bn_forward_
+from apexfx.ops.local_batch_norm import bn_backward, bn_forward, local_batch_norm
 from apexfx.testing import assert_close
 from tests.ops.test_batch_norm import DTYPES, LAYOUTS, SHAPES, assert_averages, assert_named, draw, opcheck_cases
 
@@ -52,11 +52,6 @@ def check_same_bits(shape, dtype, layout, device):
     for relu, added, (w, b) in itertools.product((False, True), (None, residual), parameters):
         got = bn_forward(x, w, b, added, EPS, relu)
         assert_same_bits(got, pieces_forward(x, w, b, added, relu))
-        running, expected = [[torch.rand_like(weight).half(), torch.rand_like(weight)] for _ in range(2)]
-        for mine, other in zip(running, expected):
-            other.copy_(mine)
-        assert_same_bits(bn_forward_(x, w, b, *running, None, 0.25, added, EPS, relu), got)
-        assert_same_bits(running, bn_running_stats(got[1], *expected, None, 0.25))
         if added is None:
             want = pieces_backward(grad, x, got[1], w, b, relu)
             assert_same_bits(bn_backward(grad, x, got[1], w, b, EPS, relu), want)
@@ -129,7 +124,7 @@ def test_running_buffers_of_any_strides():
     wide = torch.rand(4, 2), torch.rand(4, 2)
     expected = bn_running_stats(bn_local_stats(x), wide[0][:, 0].clone(), wide[1][:, 1].clone(), torch.tensor(3), None)
     kept = wide[0][:, 1].clone(), wide[1][:, 0].clone()
-    bn_forward_(x, None, None, wide[0][:, 0], wide[1][:, 1], torch.tensor(3), None, None, EPS, False)
+    local_batch_norm(x, None, None, None, wide[0][:, 0], wide[1][:, 1], torch.tensor(3), None, EPS, False)
     assert torch.equal(wide[0][:, 0], expected[0]) and torch.equal(wide[1][:, 1], expected[1])
     assert torch.equal(wide[0][:, 1], kept[0]) and torch.equal(wide[1][:, 0], kept[1])
 
@@ -137,13 +132,10 @@ def test_running_buffers_of_any_strides():
 @opcheck_cases
 def test_opcheck(shape, dtype, layout):
     x, grad, residual, weight, bias = draw(shape, dtype, layout)
-    running = torch.zeros(shape[1]), torch.ones(shape[1]).half()
     stats = bn_local_stats(x)
     for op, arguments in (
         (OPS.bn_forward, (x, weight, bias, residual, EPS, True)),
         (OPS.bn_forward, (x, None, None, None, EPS, False)),
-        (OPS.bn_forward_, (x, weight, bias, *running, None, 0.1, residual, EPS, True)),
-        (OPS.bn_forward_, (x, None, bias, *running, torch.tensor(3), None, None, EPS, False)),
         (OPS.bn_backward, (grad, x, stats, weight, bias, EPS, True)),
         (OPS.bn_backward, (grad, x, stats, None, None, EPS, False)),
         (OPS.bn_backward, (grad, x, stats, weight, None, EPS, True, False)),
@@ -154,7 +146,7 @@ def test_opcheck(shape, dtype, layout):
 def bad_calls():
     """(op, arguments, what the message must name); x is (4, 3, 5)."""
     x, grad, residual, weight, bias = draw((4, 3, 5), torch.float32)
-    stats, wrong, running = bn_local_stats(x), torch.zeros(4), (torch.zeros(3), torch.ones(3))
+    stats, wrong = bn_local_stats(x), torch.zeros(4)
     return [
         (OPS.bn_forward, (x.int(), None, None, None, EPS, False), "x"),
         (OPS.bn_forward, (x[0, 0], None, None, None, EPS, False), "x"),
@@ -164,12 +156,6 @@ def bad_calls():
         (OPS.bn_forward, (x, weight, bias, residual[:2], EPS, False), "residual"),
         (OPS.bn_forward, (x, weight, bias, residual, -1.0, False), "eps"),
         (OPS.bn_forward, (x, weight, bias, residual, float("nan"), False), "eps"),
-        (OPS.bn_forward_, (x, weight, bias, wrong, running[1], None, 0.1, None, EPS, False), "running_mean"),
-        (OPS.bn_forward_, (x, weight, bias, running[0], wrong.int(), None, 0.1, None, EPS, False), "running_var"),
-        (OPS.bn_forward_, (x, weight, bias, *running, None, None, None, EPS, False), "num_batches_tracked"),
-        (OPS.bn_forward_, (x, weight, bias, *running, wrong[0], None, None, EPS, False), "num_batches_tracked"),
-        (OPS.bn_forward_, (x, weight, bias, *running, None, 0.1, residual[:2], EPS, False), "residual"),
-        (OPS.bn_forward_, (x, weight, bias, *running, None, 0.1, None, -1.0, False), "eps"),
         (OPS.bn_backward, (grad[:2], x, stats, weight, bias, EPS, False), "grad_output"),
         (OPS.bn_backward, (grad.double(), x, stats, weight, bias, EPS, False), "grad_output"),
         (OPS.bn_backward, (grad, x, stats[:-1], weight, bias, EPS, False), "stats"),
