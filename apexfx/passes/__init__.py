@@ -76,44 +76,11 @@ def _sync_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
     return SyncBatchnorm(group_name=context.batch_norm.group_name)
 
 
-def _precision(config: TransformConfig, context: Context) -> Pass | None:
-    return Precision(level=config.level, half_dtype=config.half_dtype(context.devices), overrides=config.precision)
-
-
-def _cancel_casts(config: TransformConfig, context: Context) -> Pass | None:
-    return CancelCasts()
-
-
-def _fuse_batchnorm(config: TransformConfig, context: Context) -> Pass | None:
-    # Under "eager" the graph stays what eager would run, bit for bit.
-    return FuseBatchnorm() if config.inner == "inductor" else None
-
-
 def _bucket_allreduce(config: TransformConfig, context: Context) -> Pass | None:
     if config.buckets is None or context.gradients is None or not context.reduce_gradients:
         return None
     return BucketAllreduce(placeholders=context.placeholders, config=config.buckets,
                            group_name=context.gradients.group_name, world_size=dist.get_world_size(context.gradients))
-
-
-def _schedule_comm(config: TransformConfig, context: Context) -> Pass | None:
-    return ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None
-
-
-def _channels_last(config: TransformConfig, context: Context) -> Pass | None:
-    return ChannelsLast() if context.is_train_step and config.inner != "eager" else None
-
-
-def _unscale_clip_update(config: TransformConfig, context: Context) -> Pass | None:
-    return UnscaleClipUpdate() if context.is_train_step else None
-
-
-def _skip_writes(config: TransformConfig, context: Context) -> Pass | None:
-    return SkipWrites() if context.safeguard else None
-
-
-def _update_early(config: TransformConfig, context: Context) -> Pass | None:
-    return UpdateEarly() if context.is_train_step else None
 
 
 def _recompute(config: TransformConfig, context: Context) -> Pass | None:
@@ -125,15 +92,21 @@ def _recompute(config: TransformConfig, context: Context) -> Pass | None:
 
 TABLE: tuple[Row, ...] = (
     Row(SyncBatchnorm, "sync_bn=True", _sync_batchnorm),
-    Row(Precision, "opt_level=", _precision),
-    Row(CancelCasts, "always", _cancel_casts),
-    Row(FuseBatchnorm, "inner=\"inductor\", where measured faster", _fuse_batchnorm),
+    Row(Precision, "opt_level=", lambda config, context: Precision(
+        level=config.level, half_dtype=config.half_dtype(context.devices), overrides=config.precision)),
+    Row(CancelCasts, "always", lambda config, context: CancelCasts()),
+    # Under "eager" the graph stays what eager would run, bit for bit.
+    Row(FuseBatchnorm, "inner=\"inductor\", where measured faster",
+        lambda config, context: FuseBatchnorm() if config.inner == "inductor" else None),
     Row(BucketAllreduce, "ddp=True", _bucket_allreduce),
-    Row(ScheduleComm, "ddp=True or sync_bn=True", _schedule_comm),
-    Row(ChannelsLast, "train_step(), inner=\"inductor\"", _channels_last),
-    Row(UnscaleClipUpdate, "train_step()", _unscale_clip_update),
-    Row(SkipWrites, "train_step(), safeguard=", _skip_writes),
-    Row(UpdateEarly, "train_step() without clipping or a loss scale", _update_early),
+    Row(ScheduleComm, "ddp=True or sync_bn=True",
+        lambda config, context: ScheduleComm() if context.gradients is not None or context.batch_norm is not None else None),
+    Row(ChannelsLast, "train_step(), inner=\"inductor\"",
+        lambda config, context: ChannelsLast() if context.is_train_step and config.inner != "eager" else None),
+    Row(UnscaleClipUpdate, "train_step()", lambda config, context: UnscaleClipUpdate() if context.is_train_step else None),
+    Row(SkipWrites, "train_step(), safeguard=", lambda config, context: SkipWrites() if context.safeguard else None),
+    Row(UpdateEarly, "train_step() without clipping or a loss scale",
+        lambda config, context: UpdateEarly() if context.is_train_step else None),
     Row(Recompute, "train_step(), inner=\"inductor\" or memory_budget=", _recompute),
 )
 
