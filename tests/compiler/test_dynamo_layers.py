@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import time
 
 import pytest
 import torch
@@ -204,18 +202,6 @@ def test_a_layer_that_is_the_model():
     assert len(transformed.report.graphs) == 2
 
 
-def test_copies_and_pickles_are_of_the_users_class():
-    source = Tagger()
-    model = apexfx.transform(source, opt_level="O0", inner="eager")
-    tokens = torch.randint(20, (2, 5))
-    layer = pickle.loads(pickle.dumps(model)).body[0]
-    assert type(layer) is nn.LSTM and torch.equal(layer(torch.ones(1, 2, 4))[0], source.body[0](torch.ones(1, 2, 4))[0])
-    copied = copy.deepcopy(model)
-    assert torch.equal(copied(tokens), source(tokens))
-    copied.body[0].weight_hh_l0.data.zero_()
-    assert not torch.equal(copied(tokens), model(tokens))
-
-
 @pytest.mark.long
 def test_a_state_that_is_given_and_a_sequence_without_a_batch():
     model = Tagger(nn.GRU)
@@ -243,46 +229,6 @@ def test_autocast_around_it_casts_as_in_eager():
     with torch.autocast("cpu", torch.bfloat16):
         assert_close(transformed(tokens), model(tokens), dtype=torch.bfloat16)
     assert "apexfx.gru" not in transformed.print_readable(print_output=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_forty_lengths(kind, inner):
-    cls, options = KINDS[kind]
-    start = time.perf_counter()
-    step, params = train_beside_eager(Tagger(cls, **options | {"dropout": 0.0}), 40, opt_level="O0", inner=inner)
-    print(f"{kind}, {inner}: {len(step.report.graphs)} graphs, {time.perf_counter() - start:.1f} s")
-    assert len(step.report.graphs) <= 3
-    for p, q in params:
-        assert_close(p, q, dtype=torch.float32)
-
-
-class Stateful(nn.Module):
-    """Keeps its hidden state from call to call, and the last output."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell, self.hidden = nn.GRU(4, 6), None
-
-    def forward(self, x):
-        self.last, hidden = self.cell(x, self.hidden)
-        self.hidden = hidden.detach()
-        return self.last
-
-
-@pytest.mark.long
-@table(1, "inside", [False, True])
-def test_what_a_forward_keeps_in_attributes_arrives(inside):
-    torch.manual_seed(0)
-    model = nn.Sequential(Stateful(), nn.Linear(6, 2)) if inside else Stateful()
-    reference = copy.deepcopy(model)
-    transformed = apexfx.transform(model, opt_level="O0", inner="eager")
-    for _ in range(3):
-        x = torch.randn(3, 2, 4)
-        assert torch.equal(transformed(x), reference(x))
-        kept, expected = (m[0] if inside else m for m in (transformed, reference))
-        assert torch.equal(kept.hidden, expected.hidden) and torch.equal(kept.last, expected.last)
 
 
 class Translator(nn.Module):

@@ -150,14 +150,3 @@ def test_amp_refuses_and_takes_the_same_at_o1():
         expected = model(wide_input())
         result = amp.initialize(model, opt_level="O1", dtype=torch.bfloat16, verbosity=0)(wide_input())
         assert torch.allclose(result.double(), expected.double(), rtol=0.1, atol=0.05)
-
-
-@pytest.mark.parametrize("name", ["product", "loss", ".float()"])
-def test_a_step_takes_it_too(name):
-    model, twin = TAKEN[name](), TAKEN[name]()
-    twin.load_state_dict(model.state_dict())
-    twin(wide_input()).sum().backward()
-    assert step(model, opt_level="O0")(wide_input()).dtype == twin(wide_input()).dtype
-    torch.optim.SGD(twin.parameters(), lr=0.1).step()
-    for p, q in zip(model.parameters(), twin.parameters()):
-        assert torch.equal(p, q)

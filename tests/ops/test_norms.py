@@ -183,22 +183,6 @@ def test_two_runs_and_any_thread_count_agree_bitwise(norm, dtypes):
         assert all(torch.equal(a, b) for a, b in zip(first, third))
 
 
-@both
-def test_compiles_to_one_node_with_a_dynamic_batch(norm):
-    graphs, nothing = [], (None,) * norm.num_parameters
-
-    def backend(graph_module, _):
-        graphs.append([str(node.target) for node in graph_module.graph.nodes if norm.name in str(node.target)])
-        return graph_module
-
-    function = getattr(norm.module, norm.name)
-    compiled = torch.compile(lambda x: function(x, *nothing)[0] * 2, fullgraph=True, backend=backend)
-    for rows in (3, 4, 5):
-        x = torch.randn(rows, 8)
-        assert_close(compiled(x), norm.float64(x, *nothing) * 2)
-    assert graphs == [[f"apexfx.{norm.name}.default"]] * 2  # one static, one dynamic capture
-
-
 BAD = {
     "integer x": ({"x": torch.ones(4, 8, dtype=torch.int64)}, "x is torch.int64"),
     "complex x": ({"x": torch.ones(4, 8, dtype=torch.complex64)}, "x is torch.complex64"),

@@ -20,7 +20,6 @@ from apexfx.graph.printing import format_graph
 from apexfx.passes.bucket_allreduce import DELAYED, BucketAllreduce
 from apexfx.passes.schedule_comm import ScheduleComm
 from tests.backward_graphs import record
-from tests.passes.generated_code import collective_order
 from tests.small_models import Model
 from tests.tables import table
 
@@ -212,14 +211,6 @@ def test_report():
     assert len(report.matches) == 3 and "flops between start and wait" in report.matches[0].detail
 
 
-def test_twice_equals_once():
-    recorder = record(mlp(), torch.randn(4, 8), make_passes=both(message_size=72))
-    gm = recorder.backward[0]
-    before = format_graph(gm)
-    assert not ScheduleComm().call(gm).modified
-    assert format_graph(gm) == before
-
-
 def test_delayed_buckets_stay_at_the_end():
     gm = record(mlp(), torch.randn(4, 8), make_passes=both(message_size=72, delay_allreduce=True)).backward[0]
     kinds = [line.split("aten.")[-1][:2] if "aten.mm" in line else "AR" if "all_reduce" in line else "W"
@@ -305,22 +296,3 @@ def test_work_is_linear_in_the_number_of_nodes():
         return count
 
     assert steps(400) <= 5 * steps(100)  # four times the nodes
-
-
-def test_collective_order_reads_generated_code():
-    code = """
-async_compile = AsyncCompile()
-cpp_fused_cat_0 = async_compile.cpp_pybinding(['const float*'], r''' ... ''')
-def call(args):
-    extern_kernels.mm(reinterpret_tensor(tangents_1, (32, 16), (1, 32), 0), relu_2, out=buf0)
-    cpp_fused_cat_0(buf0, tangents_1, buf3)
-    # Topologically Sorted Source Nodes: [], Original ATen: []
-    torch.ops._c10d_functional.all_reduce_.default(buf3, 'sum', '0')
-    buf9 = torch.ops.aten.convolution_backward.default(buf8, x)
-    torch.ops._c10d_functional.wait_tensor.default(buf3)
-    return (buf9, )
-"""
-    assert [tuple(event) for event in collective_order(code)] == [
-        ("compute", "extern_kernels.mm", "reinterpret_tensor"), ("compute", "cpp_fused_cat_0", "buf0"),
-        ("start", "all_reduce_", "buf3"), ("compute", "torch.ops.aten.convolution_backward.default", "buf8"),
-        ("wait", "wait_tensor", "buf3")]
