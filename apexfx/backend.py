@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-_by_options: weakref.WeakValueDictionary[int, GraphCompiler] = weakref.WeakValueDictionary()  # by id, while one is in use
 _last_report: Report | None = None
 
 
@@ -30,8 +28,7 @@ def apex(gm: fx.GraphModule, example_inputs: Sequence[Any], *, mode: str | None 
 
     Found by torch through the package's entry point: import nothing, write `torch.compile(model, backend="apex")`.
 
-    Each call of `torch.compile` has one report, `last_report()`. Calls with one options object share it: the layers of a model
-    may be compiled one by one. Give two models an options object each.
+    Each call of `torch.compile` has one report, `last_report()`.
 
     A backend is shown graphs, and the model only as their inputs: `ddp` and `methods` are `transform()`'s.
     """
@@ -72,11 +69,7 @@ def _compiler_of(backend: Any, options: dict[str, Any] | None) -> GraphCompiler:
     if config.ddp:
         raise ValueError("apexfx: ddp= belongs to apexfx.transform(), which is given the model; torch.compile() shows a backend "
                          "graphs alone")
-    compiler = _by_options.get(id(options)) if options else None
-    if compiler is None or compiler.config != config:  # a user may change the options and compile another model
-        compiler = compiler_for(config)
-    if options:
-        _by_options[id(options)] = compiler
+    compiler = compiler_for(config)
     if hasattr(backend, "compiler_name"):  # made by torch.compile(), which holds the options too
         backend._apexfx_compiler = compiler
     return compiler

@@ -23,16 +23,6 @@ def test_graphs_of_one_model_share_a_report_without_options():
     assert len(apexfx.last_report().graphs) == 2
 
 
-def test_layers_compiled_one_by_one_with_one_options_object_share_a_report():
-    options = dict(OPTIONS)
-    for width in (3, 4):
-        torch.compile(nn.Linear(width, 2), backend="apex", options=options)(torch.randn(2, width))
-    assert len(apexfx.last_report().graphs) == 2
-    options["opt_level"] = "O1"
-    torch.compile(nn.Linear(5, 2), backend="apex", options=options)(torch.randn(2, 5))
-    assert len(apexfx.last_report().graphs) == 1 and apexfx.last_report().config["opt_level"] == "O1"
-
-
 def test_nothing_outlives_the_compiled_model():
     torch.compile(nn.Linear(3, 2), backend="apex", options=dict(OPTIONS))(torch.randn(2, 3))
     report = weakref.ref(apexfx.last_report())
