@@ -139,15 +139,6 @@ def test_too_many_lengths_of_a_loop_run_in_pieces():
     assert all(torch.equal(p, q) for p, q in params)
 
 
-@pytest.mark.long
-def test_too_many_lengths_of_a_loop_are_named_by_a_transformed_model_too():
-    model = apexfx.transform(Loop(), inner="eager")
-    limit = torch._dynamo.exc.FailOnRecompileLimitHit
-    with torch._dynamo.config.patch(recompile_limit=2), pytest.raises(limit, match="compiled 2 times.*the length of sequences"):
-        for length in range(2, 5):
-            model(torch.randn(2, length, 4))
-
-
 def test_a_step_at_o1_casts_the_layer():
     model = Tagger()
     step, params = train_beside_eager(model, 1, opt_level="O1", dtype=torch.bfloat16, inner="eager")
