@@ -20,7 +20,8 @@ from harness import slowest, time_once
 from scipy.optimize import nnls
 from torch import Tensor, nn
 
-from apexfx.buckets.flat_buffer import BucketBuffer
+from apexfx.buckets.bucket import Bucket
+from apexfx.buckets.flat_buffer import all_reduce, averages, filled
 from apexfx.buckets.plan import GradientSpec, plan_buckets
 from apexfx.config import BucketConfig
 from apexfx.parallel import DistributedDataParallel
@@ -89,19 +90,21 @@ class Calibration:
     def take(self) -> None:
         """Take one sample of everything but the overlap slowdown."""
         small = {num_bytes: trip for num_bytes, trip in self._trips.items() if num_bytes < MIB}
-        for num_bytes, (buffer, gradients) in [*4 * list(small.items()), *self._trips.items()]:
-            self._add(f"fill {num_bytes}", time_once(lambda: buffer.copy_in(gradients)))
+        for num_bytes, (bucket, gradients) in [*4 * list(small.items()), *self._trips.items()]:
+            self._add(f"fill {num_bytes}", time_once(lambda: filled(bucket, gradients)))
+            flat = filled(bucket, gradients)
             dist.barrier(self.group)
             begin = time.perf_counter()
-            work = buffer.all_reduce(self.group)
+            work = all_reduce(flat, self.group)
             launched = time.perf_counter()
             work.wait()
             self._add(f"allreduce {num_bytes}", time.perf_counter() - begin)
             self._add("launch", launched - begin)
-            self._add(f"write {num_bytes}", time_once(buffer.finish))
-        for count, (buffer, gradients) in self._copies.items():
-            self._add(f"fill of {count}", time_once(lambda: buffer.copy_in(gradients)))
-            self._add(f"write of {count}", time_once(buffer.finish))
+            self._add(f"write {num_bytes}", time_once(lambda: averages(bucket, flat)))
+        for count, (bucket, gradients) in self._copies.items():
+            self._add(f"fill of {count}", time_once(lambda: filled(bucket, gradients)))
+            flat = filled(bucket, gradients)
+            self._add(f"write of {count}", time_once(lambda: averages(bucket, flat)))
         for count in self._bare:
             self._add(f"bare {count}", time_once(self._bare[count].step))
             self._add(f"wrapped {count}", time_once(lambda: self._wrapped[count].module.step(self._wrapped[count])))
@@ -168,11 +171,11 @@ class Calibration:
         return LinearCost(max(0.0, fixed_s - tensor_s), tensor_s, byte_s)
 
 
-def _copies(count: int, num_bytes: int) -> tuple[BucketBuffer, list[Tensor]]:
+def _copies(count: int, num_bytes: int) -> tuple[Bucket, list[Tensor]]:
     shape, cpu = (num_bytes // 4 // count,), torch.device("cpu")
     specs = [GradientSpec(str(i), shape, torch.float32, torch.float32, cpu) for i in range(count)]
     [bucket] = plan_buckets(specs, BucketConfig(), 2).buckets
-    return BucketBuffer(bucket, cpu), [torch.ones(shape) for _ in range(count)]
+    return bucket, [torch.ones(shape) for _ in range(count)]
 
 
 class _Tiny(nn.Module):

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._torch import foreach_copy_
 from ..config import BucketConfig
-from .flat_buffer import BucketBuffer
+from .flat_buffer import all_reduce, averages, filled
 from .plan import BucketPlan, GradientSpec, given_plan, plan_buckets
 
 
@@ -42,11 +43,11 @@ def reduce_gradients(
             raise ValueError(sparse_message(name, p.grad))
     specs = [GradientSpec(name, tuple(p.shape), p.grad.dtype, p.grad.dtype, p.grad.device) for name, p in live.items()]
     plan = _plan(specs, config, group)
-    for bucket, buffer in zip(plan.buckets, run_plan(plan, {name: p.grad for name, p in live.items()}, group)):
-        if keep is not None:
-            keep.append(buffer.gradients)
-            for slot, result in zip(bucket.slots, buffer.results):
-                live[slot.parameter].grad = result
+    reduced = run_plan(plan, {name: p.grad for name, p in live.items()}, group)
+    for bucket, (flat, parts) in zip(plan.buckets, reduced if keep is not None else ()):
+        keep.append(flat)
+        for slot, part in zip(bucket.slots, parts):
+            live[slot.parameter].grad = part
     return plan
 
 
@@ -78,19 +79,18 @@ def average_tensors(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None
 
 
 @torch.no_grad()
-def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[BucketBuffer]:
-    """Issue every allreduce of `plan` in order, then wait for each and write the results back into `gradients`."""
-    started = []
+def run_plan(plan: BucketPlan, gradients: Mapping[str, Tensor], group: dist.ProcessGroup) -> list[tuple[Tensor, list[Tensor]]]:
+    """Issue every allreduce of `plan` in order, then wait for each and write its averages into `gradients`; return them, too."""
+    started, reduced = [], []
     for bucket in plan.buckets:
         members = [gradients[slot.parameter] for slot in bucket.slots]
-        buffer = BucketBuffer(bucket, members[0].device)
-        buffer.copy_in(members)
-        started.append((buffer, members, buffer.all_reduce(group)))
-    for buffer, members, work in started:
+        flat = filled(bucket, members)
+        started.append((bucket, members, flat, all_reduce(flat, group)))
+    for bucket, members, flat, work in started:
         work.wait()
-        buffer.finish()
-        buffer.copy_out(members)
-    return [buffer for buffer, _, _ in started]
+        reduced.append(averages(bucket, flat))
+        foreach_copy_(members, reduced[-1][1])
+    return reduced
 
 
 def _used_anywhere(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup) -> list[bool]:
