@@ -253,14 +253,6 @@ def run_script(*arguments, timeout=150):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_an_unmodified_classifier_script(level):
-    keep = "True" if level == "O2" else "None"
-    out = run_script(SCRIPTS / "classifier.py", "--opt-level", level, "--keep-batchnorm-fp32", keep)
-    assert float(out.splitlines()[-1].split()[-1]) > 0.8
-
-
-@pytest.mark.long
 def test_an_unmodified_finetuning_script(tmp_path):
     out = run_script(SCRIPTS / "finetune.py", "--fp16", "--output", tmp_path / "checkpoint.pt")
     assert "resumed at the same loss" in out

@@ -229,14 +229,6 @@ def test_unknown_names_are_refused_with_the_known_ones():
         report.code(stage="backward")
 
 
-def test_thousands_of_nodes_are_some_lines():
-    report = make_report(Softsign(), depth=400)
-    assert report.graphs[0].forward.passes[0].nodes_after > 2_000
-    lines = str(report).splitlines()
-    assert len(lines) < 30
-    assert "   400 x layers.{0..399}: tanh to softsign  (model.py:12)" in lines
-
-
 def test_a_report_says_where_compiled_ops_are_missing(monkeypatch):
     def notes():
         model = apexfx.transform(nn.Linear(2, 2), opt_level="O0", inner="eager")

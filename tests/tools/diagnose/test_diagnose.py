@@ -91,6 +91,8 @@ CLEAN = {
                  "    torch._foreach_lerp_(averages, list(model.parameters()), 0.01)\n"
                  "    nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n"
                  "    optimizer.zero_grad(set_to_none=False); run(inputs).sum().backward(); norm = model[0].weight.grad.norm()"},
+    "autocast, evaluation": {"MODEL": "run = lambda x: torch.autocast('cpu', torch.bfloat16)(model)(x)",
+                             "AFTER": "if step % 10 == 9:\n        with torch.no_grad(): run(inputs).sum().item()"},
     "compiled": {"MODEL": "run = torch.compile(model, backend='eager')"},
     "compiled in place": {"MODEL": "model.compile(backend='eager')"},
     "groups that differ": {"OPTIMIZER": "optimizer = torch.optim.AdamW([{'params': [p], 'lr': 0.001 * (1 + i)}\n"

@@ -1,4 +1,4 @@
-"""`diagnose` on five programs that lose time as published ones did, and on five that do not: all found, none invented."""
+"""`diagnose` on five programs that lose time as published ones did, and on one that does not: all found, none invented."""
 
 from __future__ import annotations
 
