@@ -1,6 +1,9 @@
 """Apex's mixed precision API on the shared rule table, with loss scaling on the device.
 
 `apexfx.amp._amp_state` is the state object, as in Apex, and also a module that can be imported from.
+
+A third of the room (`functions`, `models`, `legacy_wrapper`, `optimizer_state`, the delayed unscaling of `scale_loss`) are names
+and semantics of Apex that its scripts use, and that torch's autocast and GradScaler have nothing for.
 """
 
 from __future__ import annotations

@@ -4,4 +4,7 @@
 bits apart, `bundle` is a run of a graph as a folder, and `replay` runs that again.
 
 `reference` is an observer, too: the same ops in a wide dtype. `comparison` is what it says of each op.
+
+These two are half of the room: an op's own error is told from what it was given, forward and backward, and its share of the whole
+by a second derivative, and no part of torch does either.
 """

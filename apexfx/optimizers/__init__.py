@@ -2,6 +2,9 @@
 
 For the graph of a training step read `update` (an update, and the end of a step), `compositions` (updates without a kernel),
 `update_rules` (which of torch's optimizers update by which).
+
+Half of the room is `update`, `compositions` and `update_rules`: eleven of torch's optimizers in the graph of a step, where the
+norm, the skip and the loss scale are read on the device, as those of torch.optim cannot.
 """
 
 from __future__ import annotations

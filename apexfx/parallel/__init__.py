@@ -2,6 +2,9 @@
 
 Data parallel in reading order: `distributed` (the module, its `arguments`), `averaging` (what one backward does). What ranks tell
 each other is in `apexfx.distributed`.
+
+`averaging` does beside torch's own DDP what Apex's semantics need and a communication hook is not called for: the first backward,
+triggers, a second backward of one forward, and a module that is called without its wrapper.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 Read in this order: `records` (the data), `data` (`Report`, the class that users hold), `text` and `html` (its two forms),
 `cast_ledger`, `diff` and `fold_repeats` (parts of both).
+
+A third of the room (`profile`, `measure`, `spans`, `node_places`, `node_numbers`) times and counts per op what torch's profiler
+gives per kernel: graphs name their ops, and a span of one has to be led back to a node.
 """
 
 from .data import Report as Report
