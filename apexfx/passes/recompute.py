@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +22,7 @@ from ..report.memory import kinds_of_memory
 from .base import Pass
 
 aten = torch.ops.aten
-_bn_forward, _bn_normalize = torch.ops.apexfx.bn_forward.default, torch.ops.apexfx.bn_normalize.default
+_bn_normalize = torch.ops.apexfx.bn_normalize.default
 # Besides views and what torch tags as elementwise.
 _CHEAP = (aten._to_copy.default, torch.ops.prims.convert_element_type.default, aten.clone.default, _bn_normalize)
 _LONGEST_CHAIN = 16  # ops that are computed again for one value
@@ -37,12 +35,12 @@ class Recompute(Pass):
     """Compute elementwise values of the forward again where the backward reads them, instead of keeping them in between.
 
     Where the most bytes are alive, a value that is read earlier and later, and follows by casts, views and elementwise ops from
-    what is alive until then anyway, is computed again in front of the later readers; the output of a batch norm, from its
-    statistics. That goes on with the next peak, until `budget` is met or nothing is left. What is random, or reads what is
-    written in between, stays, and a copy is not copied for its own sake again.
+    what is alive until then anyway, is computed again in front of the later readers; so is the output of a synchronized batch
+    norm, from its statistics. That goes on with the next peak, until `budget` is met or nothing is left. What is random, or reads
+    what is written in between, stays, and a copy is not copied for its own sake again.
 
     Without a budget so does what takes longer to compute than to keep: what reads many more bytes than it frees, as a weight in
-    half precision or a sum, a copy into another layout, and the output of a batch norm, which no kernel computes on the way.
+    half precision or a sum, a copy into another layout, and that batch norm, with which nothing fuses.
 
     Before:  h = gelu(x); y = mm(h, w); ...; gw = mm(t(h), gy); gx = gelu_backward(gh, x)
     After:   h = gelu(x); y = mm(h, w); ...; again = gelu(x); gw = mm(t(again), gy); gx = gelu_backward(gh, x)
@@ -144,14 +142,8 @@ class _Peak:
             reader.replace_input_with(source, copies[source])
 
     def _copy(self, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
-        like = functools.partial(call, node.graph, like=node, mode=self._mode, name=f"{node.name}_again")
-        statistics = _statistics(node)
-        if statistics is not None:
-            x, *affine, eps, relu = fx.node.map_arg(node.args[0].args, lambda source: copies.get(source, source))
-            mean_invstd = like(torch.ops.apexfx.bn_global_stats.default, (statistics, eps))
-            mean, invstd = (like(operator.getitem, (mean_invstd, place)) for place in (0, 1))
-            return like(_bn_normalize, (x, mean, invstd, *affine, relu))
-        return like(node.target, *fx.node.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source)))
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda source: copies.get(source, source))
+        return call(node.graph, node.target, args, kwargs, like=node, mode=self._mode, name=f"{node.name}_again")
 
     def _late_readers(self, memory: int) -> list[tuple[fx.Node, fx.Node]]:
         """Return (reader, what it reads) behind the peak, in order."""
@@ -169,16 +161,17 @@ class _Peak:
         if not most or not _is_cheap(node) or any(memory in self._writes for memory in self.graph.of(node)):
             return False
         most -= not aliases(node)
-        if not all(self._add(source, at, chain, most) for source in _sources(node)):
+        if not all(self._add(source, at, chain, most) for source in node.all_input_nodes):
             return False
         chain[node] = None
         return sum(not aliases(link) for link in chain) <= _LONGEST_CHAIN
 
     def _costs_no_time(self, memory: int, chain: dict[fx.Node, None]) -> bool:
         """Return whether `chain` becomes a part of what reads it, and reads little more than `memory` takes, as it lies there."""
-        read = {each for node in chain for source in _sources(node) if source not in chain for each in self.graph.of(source)}
+        sources = {source for node in chain for source in node.all_input_nodes if source not in chain}
+        read = {each for source in sources for each in self.graph.of(source)}
         few = sum(self.graph.sizes[each] for each in read) <= _MOST_READ * self.graph.sizes[memory]
-        return few and not any(node.kwargs.get("memory_format") or _has_kernel(node) for node in chain)
+        return few and not any(node.kwargs.get("memory_format") or node.target is _bn_normalize for node in chain)
 
     def _is_there(self, node: fx.Node, at: int) -> bool:
         """Return whether a value is alive, and as it was, at the place `at`."""
@@ -187,28 +180,9 @@ class _Peak:
                    and not any(start < place < at for place in self._writes.get(memory, ())) for memory in self.graph.of(node))
 
 
-def _has_kernel(node: fx.Node) -> bool:
-    """Return whether a value is computed by a call, which nothing fuses with."""
-    return node.target is _bn_normalize or _statistics(node) is not None
-
-
 def _is_cheap(node: fx.Node) -> bool:
-    if _statistics(node) is not None:
-        return True
     if not isinstance(node.target, OpOverload) or node.target._schema.is_mutable:
         return False
     if is_wait(node):  # an alias that communicates
         return False
     return aliases(node) or torch.Tag.pointwise in node.target.tags or node.target in _CHEAP
-
-
-def _statistics(node: fx.Node) -> fx.Node | None:
-    """Return the statistics from which `node`, the output of a batch norm, follows elementwise; None of any other."""
-    if node.target is not operator.getitem or node.args[0].target is not _bn_forward or node.args[1] != 0:
-        return None
-    return next((user for user in node.args[0].users if user.args[1] == 1), None)
-
-
-def _sources(node: fx.Node) -> list[fx.Node]:
-    statistics = _statistics(node)
-    return [*node.args[0].all_input_nodes, statistics] if statistics is not None else node.all_input_nodes

@@ -9,7 +9,6 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import apexfx
-from apexfx.passes.fuse_batchnorm import FuseBatchnorm
 from apexfx.passes.recompute import Recompute
 from tests.tables import table
 
@@ -74,39 +73,6 @@ def test_under_inductor_it_runs_by_itself():
     assert saving.report.matched("recompute")
     assert saving.report.memory().peak < plain.report.memory().peak
     torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=1e-6, atol=1e-7)
-
-
-class Convs(nn.Module):
-    def __init__(self, residual):
-        super().__init__()
-        self.residual = residual
-        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1, bias=False) for _ in range(4))
-        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(4))
-
-    def forward(self, x):
-        for conv, norm in zip(self.convs, self.norms):
-            x = F.relu(norm(conv(x)) + x if self.residual else norm(conv(x)))
-        return x.mean((2, 3))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("residual", [False, True])
-def test_a_batch_norm_is_applied_again_from_its_statistics(residual, monkeypatch):
-    monkeypatch.setattr(FuseBatchnorm, "_is_faster", lambda self, x: True)
-
-    def train(**options):
-        torch.manual_seed(0)
-        model = Convs(residual)
-        step = apexfx.train_step(model, F.cross_entropy, torch.optim.SGD(model.parameters(), lr=0.1), opt_level="O0", **options)
-        for _ in range(3):
-            step(torch.randn(4, 8, 16, 16), torch.randint(8, (4,)))
-        return step
-
-    saving, plain = train(verify="each", memory_budget=0), train(skip=["recompute"])
-    assert "bn_normalize" in saving.report.code(stage="step")
-    assert "bn_normalize" not in train().report.code(stage="step")  # a kernel that nothing fuses with
-    assert saving.report.memory().peak < plain.report.memory().peak
-    torch.testing.assert_close(saving.model.state_dict(), plain.model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_budget_that_cannot_be_met_says_so_once(caplog, saving):
